@@ -1,0 +1,55 @@
+"""The three layouts of a layer's expert weights. E experts, D model width, F expert width.
+
+    PackedExperts    MXFP4 blocks and scales as the checkpoint has them: smallest memory
+    ExpandedExperts  one dense matrix per expert: a decoded token reads only the experts it selected
+    FusedExperts     all experts side by side in two matrices: two plain matmuls, best when few experts are not selected
+
+Fused and expanded hold gate and up columns apart (all gates, then all ups); checkpoints and PackedExperts interleave them
+(gate = even rows, up = odd rows).
+"""
+
+from typing import TypeAlias
+
+import flax.struct
+import jax
+
+
+@flax.struct.dataclass
+class PackedExperts:
+    gate_up_blocks: jax.Array  # [E, 2F, D/32, 16] uint8
+    gate_up_scales: jax.Array  # [E, 2F, D/32] uint8
+    gate_up_bias: jax.Array  # [E, 2F]
+    down_blocks: jax.Array  # [E, D, F/32, 16] uint8
+    down_scales: jax.Array  # [E, D, F/32] uint8
+    down_bias: jax.Array  # [E, D]
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up_bias.shape[0]
+
+
+@flax.struct.dataclass
+class ExpandedExperts:
+    gate_up: jax.Array  # [E, D, 2F]
+    gate_up_bias: jax.Array  # [E, 2F]
+    down: jax.Array  # [E, F, D]
+    down_bias: jax.Array  # [E, D]
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up_bias.shape[0]
+
+
+@flax.struct.dataclass
+class FusedExperts:
+    gate_up: jax.Array  # [D, 2EF]
+    gate_up_bias: jax.Array  # [2EF]
+    down: jax.Array  # [EF, D]
+    down_bias: jax.Array  # [E, D]
+
+    @property
+    def num_experts(self) -> int:
+        return self.down_bias.shape[0]
+
+
+Experts: TypeAlias = PackedExperts | ExpandedExperts | FusedExperts

@@ -1,0 +1,78 @@
+"""Key/value caches of one attention layer: a full cache (slot = position) or a ring (slot = position mod capacity).
+
+Nothing in a cache says which entries are valid: the caller's `length` does. Entries at and beyond it are leftovers of a
+rolled-back pass; causality hides them from every query before them, and the next pass writes over them before it reads.
+
+    full   | 0 1 2 ... length-1 | dead ...... |            slot = position
+    ring   | 8 9 | 2 3 4 5 6 7 |  capacity 8, newest 9     slot = position mod 8
+
+A ring of a layer that sees `window` keys and is written T rows at a time before it is read needs
+capacity >= window + T - 1: the last of T rows lands on position newest - capacity, which the first of them, or a query
+after a roll-back, must not need any more (`ring_capacity`).
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@flax.struct.dataclass
+class KVCache:
+    """One layer's keys and values, [B, C, G, H] each; `ring` says how a position becomes a slot."""
+
+    key: jax.Array  # [B, C, G, H]
+    value: jax.Array  # [B, C, G, H]
+    ring: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def capacity(self) -> int:
+        return self.key.shape[1]
+
+
+def init_kv_cache(
+    batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, ring: bool = False
+) -> KVCache:
+    """An empty cache."""
+    # two buffers, not one twice: a donated buffer may appear only once
+    shape = (batch, capacity, kv_heads, head_dim)
+    return KVCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), ring=ring)
+
+
+def ring_capacity(window: int, widest_write: int) -> int:
+    """The smallest safe ring for a window and the widest pass that writes before it attends."""
+    return window + widest_write - 1
+
+
+def write_kv(
+    cache: KVCache, key: Float[Array, "B T G H"], value: Float[Array, "B T G H"], positions: Int[Array, "B T"]
+) -> KVCache:
+    """The cache with the rows at their positions' slots; rows of negative position, and in a full cache those beyond
+    its capacity, are dropped. In a ring the positions of one call must span less than its capacity."""
+    capacity = cache.capacity
+    slots = positions % capacity if cache.ring else positions
+    slots = jnp.where(positions < 0, capacity, slots)  # out of range: dropped by the scatter
+    rows = jnp.arange(key.shape[0], dtype=jnp.int32)[:, None]
+    return cache.replace(
+        key=cache.key.at[rows, slots].set(key.astype(cache.key.dtype), mode="drop"),
+        value=cache.value.at[rows, slots].set(value.astype(cache.value.dtype), mode="drop"),
+    )
+
+
+def slot_positions(cache: KVCache, newest: Int[Array, "B"]) -> Int[Array, "B C"]:
+    """The position each slot holds when `newest` is the highest position written; negative where none was.
+
+    Example: capacity 8, newest 9: slots 0..7 hold 8, 9, 2, 3, 4, 5, 6, 7. In a full cache slot = position, whatever
+    newest is: positions beyond newest are hidden by causality.
+    """
+    slots = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32)[None, :], (newest.shape[0], cache.capacity))
+    if not cache.ring:
+        return slots
+    newest = newest[:, None]
+    position = (newest // cache.capacity) * cache.capacity + slots
+    return jnp.where(position > newest, position - cache.capacity, position)
+
+
+def cache_bytes(caches: object) -> int:
+    """Bytes of every array in a tree of caches (shapes suffice)."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))

@@ -1,0 +1,42 @@
+"""Who may see whom, from positions alone."""
+
+from jaxtyping import Array, Bool, Int
+
+
+def causal_mask(
+    query_positions: Int[Array, "B T"], key_positions: Int[Array, "B S"], window: int | None = None
+) -> Bool[Array, "B T S"]:
+    """True where a query at position p sees a key at position s: 0 <= s <= p, and s > p - window where there is one.
+
+    A negative key position marks a slot that holds nothing. A window of 128 sees keys p-127..p.
+    """
+    query, key = query_positions[:, :, None], key_positions[:, None, :]
+    seen = (key >= 0) & (key <= query)
+    return seen if window is None else seen & (key > query - window)
+
+
+def group_causal_mask(anchor: Int[Array, "B T"], depth: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """True where query row (anchor, depth) sees key row (anchor', depth') in an uncached P-EAGLE pass
+    (arXiv 2602.01469, figure 3; FACTS 6):
+
+        depth' == 0 and anchor' <= anchor       the true context up to and with the anchor
+        anchor' == anchor and depth' <= depth   the mask slots of the same anchor, up to the row itself
+
+    Two context rows, two mask slots on each; x is seen ((anchor, depth) of keys across, of queries down):
+
+                 (0,0) (1,0) (0,1) (1,1) (0,2) (1,2)
+          (0,0)    x     .     .     .     .     .
+          (1,0)    x     x     .     .     .     .
+          (0,1)    x     .     x     .     .     .
+          (1,1)    x     x     .     x     .     .
+          (0,2)    x     .     x     .     x     .
+          (1,2)    x     x     .     x     .     x
+
+    A row of negative anchor is padding: it sees nothing and nothing sees it. At inference only the last anchor has
+    mask slots, and there this is plain causal order over position = anchor + depth.
+    """
+    query_anchor, key_anchor = anchor[:, :, None], anchor[:, None, :]
+    query_depth, key_depth = depth[:, :, None], depth[:, None, :]
+    context = (key_depth == 0) & (key_anchor <= query_anchor)
+    own_chain = (key_anchor == query_anchor) & (key_depth <= query_depth)
+    return (context | own_chain) & (key_anchor >= 0) & (query_anchor >= 0)

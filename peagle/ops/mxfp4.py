@@ -1,0 +1,57 @@
+"""MXFP4: blocks of 32 four-bit floats (e2m1) with one power-of-two scale (e8m0), OCP Microscaling v1.0.
+
+Layout of a matrix [rows, columns], as GPT-OSS checkpoints store it: `blocks` [..., rows, columns/32, 16] uint8, the low
+nibble of each byte first, and `scales` [..., rows, columns/32] uint8; value = code * 2^(scale - 127). Scale byte 255 is
+NaN in the standard and means a corrupt file here: loading refuses it.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, UInt8
+
+BLOCK = 32
+NAN_SCALE = 255
+_MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+CODES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+_PAIRS = np.stack([CODES[np.arange(256) & 15], CODES[np.arange(256) >> 4]], axis=-1)  # [256, 2]
+
+
+def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float32 [..., rows, columns] on the host: exact for every scale, denormal results included."""
+    values = np.ldexp(_PAIRS[blocks], scales.astype(np.int32)[..., None, None] - 127)
+    return values.reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
+
+
+def dequantize_on_device(
+    blocks: UInt8[Array, "*rows n 16"], scales: UInt8[Array, "*rows n"], dtype: jnp.dtype
+) -> Float[Array, "*rows columns"]:
+    """The same inside a graph, in `dtype`. XLA on CPU flushes denormals, so scale 0 (2^-127) comes out as zero there."""
+    codes = jnp.asarray(CODES, dtype)
+    low, high = codes[(blocks & 15).astype(jnp.int32)], codes[(blocks >> 4).astype(jnp.int32)]
+    values = jnp.stack([low, high], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
+    # the power of two from its exponent bits: exact, where exp2 need not be
+    power = jnp.asarray(scales.astype(jnp.uint32) << 23).view(jnp.float32).astype(dtype)
+    return (values * power[..., None]).reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
+
+
+def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(blocks, scales) nearest to float32 values [..., rows, columns]; columns must be a multiple of 32.
+
+    A block's scale is the power of two that puts its largest magnitude in [4, 8), so at most codes above 6 saturate
+    (OCP Microscaling v1.0, section 6.3); a block of zeros gets scale 127. Rounding is to the nearest code, ties to even.
+    """
+    if values.shape[-1] % BLOCK:
+        raise ValueError(f"MXFP4 needs a last dimension that is a multiple of {BLOCK}, got shape {values.shape}")
+    grouped = np.asarray(values, np.float32).reshape(*values.shape[:-1], -1, BLOCK)
+    peak = np.abs(grouped).max(axis=-1)
+    _, exponent = np.frexp(peak)  # peak = m * 2^exponent, m in [0.5, 1)
+    exponent = np.where(peak > 0, exponent - 3, 0)
+    scales = np.clip(exponent + 127, 0, NAN_SCALE - 1)
+    scaled = np.ldexp(grouped, -(scales.astype(np.int32) - 127)[..., None])
+    # midpoints between neighbouring codes; a tie goes to the code of even index (even mantissa)
+    midpoints = (_MAGNITUDES[1:] + _MAGNITUDES[:-1]) / 2
+    magnitude = np.abs(scaled)
+    below, above = np.searchsorted(midpoints, magnitude, "left"), np.searchsorted(midpoints, magnitude, "right")
+    code = np.where(below % 2 == 0, below, above) | (np.signbit(scaled) << 3)
+    code = code.astype(np.uint8)
+    return (code[..., 0::2] | (code[..., 1::2] << 4)).astype(np.uint8), scales.astype(np.uint8)

@@ -1,0 +1,17 @@
+"""Root-mean-square normalisation."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """x scaled to unit mean square over its last axis, times weight.
+
+    Everything, the multiplication by the weight included, is float32; the cast to x's dtype comes last
+    (openai/gpt-oss; a cast before the multiplication changes bf16 results).
+    """
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    weight32 = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    return (x32 * scale * weight32).astype(x.dtype)

@@ -1,0 +1,395 @@
+"""Collect the demo pair's training text from Python sources that are on the machine already.
+
+    python -m scripts.demo.corpus --out DIR
+
+Afterwards DIR holds, the same for the same installed versions:
+
+    raw_train.jsonl, raw_heldout.jsonl      {"module", "path", "text"}: one source file a line
+    chat_train.jsonl, chat_heldout.jsonl    {"module", "name", "prompt", "reference"}: one function a line; the prompt is its
+                                            signature and docstring, the reference its dedented body
+    heldout_prompts.jsonl                   the functions of chat_heldout with a docstring, at most a few per module
+    manifest.json                           versions, files, bytes, the held-out modules
+
+Held-out modules are whole top-level modules of the standard library. No function of theirs, compared without
+docstring, comments and layout, is left in the training files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+# Distribution -> import name: run-time dependencies of this package and what those bring along.
+PACKAGES = {
+    "jax": "jax",
+    "flax": "flax",
+    "optax": "optax",
+    "orbax-checkpoint": "orbax",
+    "numpy": "numpy",
+    "rich": "rich",
+    "typer": "typer",
+    "huggingface_hub": "huggingface_hub",
+    "treescope": "treescope",
+    "etils": "etils",
+    "absl-py": "absl",
+    "Pygments": "pygments",
+    "markdown-it-py": "markdown_it",
+    "fsspec": "fsspec",
+    "tqdm": "tqdm",
+    "packaging": "packaging",
+    "PyYAML": "yaml",
+    "humanize": "humanize",
+}
+SKIPPED_PARTS = frozenset(
+    "test tests testing _testing idle_test idlelib turtledemo lib2to3 encodings pydoc_data site-packages __pycache__ ensurepip "
+    "lexers styles _vendor vendor locale internal_test_util _generated example_libraries __phello__ export_back_compat_test_data "
+    "pallas experimental".split()
+)
+SKIPPED_PREFIXES = ("test_", "_sysconfigdata", "_tables", "add_newdocs")
+SKIPPED_SUFFIXES = ("_test.py", "_test_util.py", "_pb2.py", "conftest.py")
+
+MAX_FILE_BYTES = 160_000
+MAX_LINE_CHARS = 400
+MAX_DIGIT_FRAC = 0.12
+
+MIN_BODY_LINES, MAX_BODY_LINES = 2, 25
+MAX_BODY_CHARS = 700
+MAX_PROMPT_CHARS = 600
+MAX_DOC_CHARS = 320
+
+NUM_HELD_OUT = 26
+MIN_HELD_OUT_PROMPTS, MAX_PROMPTS_PER_MODULE = 4, 12
+MAX_HELD_OUT_BYTES = 150_000
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A Python source file: `origin` is "stdlib" or a distribution, `module` its top-level module or that distribution."""
+
+    origin: str
+    module: str
+    path: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function as a chat example, and `body_key`, equal for bodies that differ in comments or layout only."""
+
+    module: str
+    name: str
+    prompt: str
+    reference: str
+    has_docstring: bool
+    body_key: str
+
+    def record(self) -> dict[str, str]:
+        """What is written to disk."""
+        return {"module": self.module, "name": self.name, "prompt": self.prompt, "reference": self.reference}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The collected text; training parts hold no function of `held_out_modules`."""
+
+    raw_train: list[SourceFile]
+    raw_heldout: list[SourceFile]
+    chat_train: list[Function]
+    chat_heldout: list[Function]
+    heldout_prompts: list[Function]
+    held_out_modules: list[str]
+
+
+def digest(text: str) -> str:
+    """A stable hash: the order it gives to names is arbitrary, but the same everywhere."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def is_wanted(relative: Path) -> bool:
+    """False for tests, tables, generated and vendored files, by their path."""
+    if SKIPPED_PARTS.intersection(relative.parts):
+        return False
+    return not (relative.name.startswith(SKIPPED_PREFIXES) or relative.name.endswith(SKIPPED_SUFFIXES))
+
+
+def is_prose_or_code(text: str) -> bool:
+    """False for tables: huge files, very long lines, many digits."""
+    if not 200 <= len(text) <= MAX_FILE_BYTES or "\0" in text:
+        return False
+    if max(map(len, text.splitlines())) > MAX_LINE_CHARS:
+        return False
+    return sum(character.isdigit() for character in text) <= MAX_DIGIT_FRAC * len(text)
+
+
+def strip_licence(text: str) -> str:
+    """The text without a leading block of comments that is a licence: the same lines in hundreds of files."""
+    lines = text.splitlines(keepends=True)
+    end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
+    head = "".join(lines[:end]).lower()
+    return "".join(lines[end:]) if "licen" in head or "copyright" in head else text
+
+
+def read_source(path: Path) -> str | None:
+    """The file's text with "\\n" line ends, or None if it is not UTF-8, not parseable or a table."""
+    try:
+        text = strip_licence(path.read_text(encoding="utf-8"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (UnicodeDecodeError, SyntaxError, ValueError):
+        return None
+    return text if is_prose_or_code(text) else None
+
+
+def walk_sources(root: Path, origin: str) -> Iterator[SourceFile]:
+    """The wanted files under root, in the order of their paths."""
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        relative = path.relative_to(root)
+        if is_wanted(relative) and (text := read_source(path)) is not None:
+            module = relative.parts[0].removesuffix(".py") if origin == "stdlib" else origin
+            yield SourceFile(origin, module, f"{origin}/{relative.as_posix()}", text)
+
+
+def package_root(import_name: str) -> Path:
+    """The folder of an installed package, found without importing it."""
+    spec = importlib.util.find_spec(import_name)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"corpus: package {import_name!r} is not installed; install the training extra or pass --packages")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def collect_sources(packages: dict[str, str]) -> list[SourceFile]:
+    """Standard library and packages; a text that occurs twice is taken once."""
+    seen: set[str] = set()
+    sources: list[SourceFile] = []
+    roots = [("stdlib", Path(sysconfig.get_paths()["stdlib"]))]
+    roots += [(distribution, package_root(name)) for distribution, name in packages.items()]
+    for origin, root in roots:
+        for source in walk_sources(root, origin):
+            key = digest(source.text)
+            if key not in seen:
+                seen.add(key)
+                sources.append(source)
+    return sources
+
+
+def docstring_node(node: FunctionNode) -> ast.Expr | None:
+    """The statement that is the function's docstring."""
+    first = node.body[0]
+    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    return first if is_text else None
+
+
+def normalised_body(node: FunctionNode) -> str:
+    """The function's statements without docstring, comments and layout."""
+    statements = node.body[1:] if docstring_node(node) else node.body
+    return "\n".join(ast.dump(statement) for statement in statements)
+
+
+def function_key(node: FunctionNode) -> str:
+    """Equal for functions with equal name, parameters and statements."""
+    return digest(f"{node.name}({ast.dump(node.args)})\n{normalised_body(node)}")
+
+
+def functions_of(tree: ast.Module) -> list[FunctionNode]:
+    """Every function and method, nested ones too, in source order."""
+    found = [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
+    return sorted(found, key=lambda node: node.lineno)
+
+
+def parse(text: str) -> ast.Module:
+    """The syntax tree, without the parser's warnings about escapes in old sources."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
+def summary(docstring: str) -> str:
+    """The docstring's first paragraph, on one or a few lines."""
+    return textwrap.dedent(docstring).strip().split("\n\n")[0].strip()
+
+
+def prompt_of(node: FunctionNode, lines: list[str]) -> str | None:
+    """Signature and the docstring's first paragraph, dedented; None where that cannot be told apart from the body."""
+    first = node.body[0]
+    if first.lineno == node.lineno:
+        return None
+    header_end = next((i for i in range(first.lineno - 1, node.lineno - 1, -1) if lines[i - 1].rstrip().endswith(":")), None)
+    if header_end is None:
+        return None
+    header = textwrap.dedent("\n".join(lines[node.lineno - 1 : header_end]))
+    doc = docstring_node(node)
+    text = summary(doc.value.value) if doc else ""  # type: ignore[attr-defined]
+    if not text:
+        return header
+    if len(text) > MAX_DOC_CHARS or '"""' in text or "\\" in text:
+        return None
+    quoted = textwrap.indent('"""' + "\n".join(line.strip() for line in text.splitlines()) + '"""', "    ")
+    return f"{header}\n{quoted}"
+
+
+def body_of(node: FunctionNode, lines: list[str]) -> str | None:
+    """The statements after the docstring, dedented; None where they are not parseable on their own."""
+    doc = docstring_node(node)
+    start = doc.end_lineno if doc else node.body[0].lineno - 1
+    body = textwrap.dedent("\n".join(line.rstrip() for line in lines[start : node.end_lineno])).strip("\n")
+    if not body.strip() or body.startswith(" ") or "\t" in body:
+        return None
+    try:
+        return body if parse(body).body else None
+    except SyntaxError:
+        return None
+
+
+def is_trivial(node: FunctionNode) -> bool:
+    """True for a body that only refuses or does nothing."""
+    statements = node.body[1:] if docstring_node(node) else node.body
+    return all(isinstance(statement, ast.Pass | ast.Raise | ast.Expr) for statement in statements) and len(statements) <= 1
+
+
+def chat_functions(source: SourceFile) -> Iterator[Function]:
+    """The functions of a file that are short enough to be a chat example and not trivial."""
+    lines = source.text.split("\n")
+    for node in functions_of(parse(source.text)):
+        if is_trivial(node):
+            continue
+        prompt, body = prompt_of(node, lines), body_of(node, lines)
+        if prompt is None or body is None or len(prompt) > MAX_PROMPT_CHARS or len(body) > MAX_BODY_CHARS:
+            continue
+        if MIN_BODY_LINES <= body.count("\n") + 1 <= MAX_BODY_LINES:
+            has_docstring = docstring_node(node) is not None
+            yield Function(source.module, node.name, prompt, body, has_docstring, digest(normalised_body(node)))
+
+
+def unique_bodies(functions: Iterable[Function], seen: set[str]) -> list[Function]:
+    """The functions whose body is in no earlier one and not in `seen`, which grows by them."""
+    kept = []
+    for function in functions:
+        if function.body_key not in seen:
+            seen.add(function.body_key)
+            kept.append(function)
+    return kept
+
+
+def choose_held_out(sources: list[SourceFile]) -> list[str]:
+    """NUM_HELD_OUT modules of the standard library, in the order of their names' hashes, each with enough prompts."""
+    by_module: dict[str, list[SourceFile]] = {}
+    for source in sources:
+        if source.origin == "stdlib":
+            by_module.setdefault(source.module, []).append(source)
+    chosen: list[str] = []
+    for module in sorted(by_module, key=digest):
+        files = by_module[module]
+        prompts = sum(function.has_docstring for source in files for function in chat_functions(source))
+        if prompts >= MIN_HELD_OUT_PROMPTS and sum(len(source.text) for source in files) <= MAX_HELD_OUT_BYTES:
+            chosen.append(module)
+        if len(chosen) == NUM_HELD_OUT:
+            return sorted(chosen)
+    raise SystemExit(f"corpus: only {len(chosen)} modules have {MIN_HELD_OUT_PROMPTS} prompts, {NUM_HELD_OUT} are needed")
+
+
+def without_functions(source: SourceFile, forbidden: set[str]) -> SourceFile:
+    """The file without the lines of any function whose key is in `forbidden`."""
+    lines = source.text.split("\n")
+    for node in functions_of(parse(source.text)):
+        if function_key(node) in forbidden:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            lines[first - 1 : node.end_lineno] = [""] * (node.end_lineno - first + 1)  # type: ignore[operator]
+    return SourceFile(source.origin, source.module, source.path, "\n".join(lines))
+
+
+def select_prompts(functions: list[Function]) -> list[Function]:
+    """Functions with a docstring, at most MAX_PROMPTS_PER_MODULE of each module, chosen by hash."""
+    chosen: list[Function] = []
+    for module in sorted({function.module for function in functions}):
+        mine = [function for function in functions if function.module == module and function.has_docstring]
+        chosen += sorted(mine, key=lambda function: digest(function.prompt))[:MAX_PROMPTS_PER_MODULE]
+    return chosen
+
+
+def build_corpus(sources: list[SourceFile]) -> Corpus:
+    """Split the sources into training and held-out text, free of leaks and of repeated bodies."""
+    held_out = choose_held_out(sources)
+    raw_heldout = [source for source in sources if source.origin == "stdlib" and source.module in held_out]
+    rest = [source for source in sources if not (source.origin == "stdlib" and source.module in held_out)]
+    forbidden = {function_key(node) for source in raw_heldout for node in functions_of(parse(source.text))}
+    raw_train = [without_functions(source, forbidden) for source in rest]
+    seen: set[str] = set()
+    chat_heldout = unique_bodies((function for source in raw_heldout for function in chat_functions(source)), seen)
+    chat_train = unique_bodies((function for source in rest for function in chat_functions(source)), seen)
+    return Corpus(raw_train, raw_heldout, chat_train, chat_heldout, select_prompts(chat_heldout), held_out)
+
+
+def versions(packages: dict[str, str]) -> dict[str, str]:
+    """Python's and every package's version."""
+    found = {distribution: importlib.metadata.version(distribution) for distribution in packages}
+    return {"python": platform.python_version(), **found}
+
+
+def manifest(corpus: Corpus, packages: dict[str, str]) -> dict:
+    """What the corpus is made of; the dataset adds the numbers of tokens."""
+    files = [{"path": source.path, "bytes": len(source.text.encode())} for source in corpus.raw_train]
+    by_origin: dict[str, int] = {}
+    for source in corpus.raw_train:
+        by_origin[source.origin] = by_origin.get(source.origin, 0) + len(source.text.encode())
+    return {
+        "versions": versions(packages),
+        "held_out_modules": corpus.held_out_modules,
+        "counts": {name: len(part) for name, part in vars(corpus).items()},
+        "bytes": {
+            "raw_train": sum(by_origin.values()),
+            "raw_train_by_origin": by_origin,
+            "raw_heldout": sum(len(source.text.encode()) for source in corpus.raw_heldout),
+            "chat_train": sum(len(f.prompt.encode()) + len(f.reference.encode()) for f in corpus.chat_train),
+        },
+        "raw_train_files": files,
+    }
+
+
+def write_lines(path: Path, records: Iterable[dict]) -> None:
+    """One JSON object a line."""
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def write_corpus(corpus: Corpus, packages: dict[str, str], out: Path) -> None:
+    """Write the files that the module's docstring lists."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("raw_train", "raw_heldout"):
+        write_lines(out / f"{name}.jsonl", (asdict(source) for source in getattr(corpus, name)))
+    for name in ("chat_train", "chat_heldout", "heldout_prompts"):
+        write_lines(out / f"{name}.jsonl", (function.record() for function in getattr(corpus, name)))
+    (out / "manifest.json").write_text(json.dumps(manifest(corpus, packages), indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--packages", nargs="*", default=list(PACKAGES), choices=list(PACKAGES), help="besides the library")
+    arguments = parser.parse_args()
+    packages = {name: PACKAGES[name] for name in arguments.packages}
+    corpus = build_corpus(collect_sources(packages))
+    write_corpus(corpus, packages, arguments.out)
+    print(json.dumps({"counts": {name: len(part) for name, part in vars(corpus).items()}, "out": str(arguments.out)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Train the demo pair's tokenizer: byte-level BPE for Python source, and a harmony-style chat template.
+
+    python -m scripts.demo.tokenizer --corpus DIR --out DIR
+
+Afterwards `--out` is a Hugging Face tokenizer directory (tokenizer.json, tokenizer_config.json, chat_template.jinja)
+that `transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)` loads. Every UTF-8 text decodes to
+itself; a line break and the indentation after it share a token where that is frequent.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from scripts.demo.corpus import read_lines
+
+VOCAB_SIZE = 2048
+START_OF_TEXT, END_OF_TEXT, RETURN, MASK = "<|startoftext|>", "<|endoftext|>", "<|return|>", "<|mask|>"
+SPECIAL_TOKENS = (START_OF_TEXT, END_OF_TEXT, RETURN, "<|start|>", "<|message|>", "<|channel|>", "<|end|>", MASK)
+MAX_POSITIONS = 131072
+
+# Words with the space or underscores before them; up to three digits; a run of signs; line breaks with the
+# indentation that follows; other white space.
+PIECES = r" ?_*\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|(?:\r?\n[ \t]*)+|[ \t]+(?=\S)|\s+"
+
+CHAT_TEMPLATE = """\
+{%- macro turn(role, content) -%}
+<|start|>{{ role }}<|message|>{{ content }}<|end|>
+{%- endmacro -%}
+{%- set effort = "Reasoning: " ~ reasoning_effort if reasoning_effort is defined and reasoning_effort else "" -%}
+{%- if effort and (not messages or messages[0].role != "system") -%}
+{{ turn("system", effort) }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == "assistant" -%}
+<|start|>assistant<|channel|>final<|message|>{{ message.content }}
+{{- "<|return|>" if loop.last and not add_generation_prompt else "<|end|>" }}
+{%- elif message.role == "system" and loop.first and effort -%}
+{{ turn("system", message.content ~ "\\n" ~ effort) }}
+{%- elif message.role in ("system", "developer", "user") -%}
+{{ turn(message.role, message.content) }}
+{%- else -%}
+{{ raise_exception("role " ~ message.role ~ " is unknown; use system, developer, user or assistant") }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|start|>assistant<|channel|>final<|message|>
+{%- endif -%}
+"""
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` ids, the special tokens first, all 256 bytes among them."""
+    tokenizer = Tokenizer(models.BPE())
+    pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_of])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer with its special tokens' roles and the chat template."""
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=START_OF_TEXT,
+        eos_token=RETURN,
+        pad_token=END_OF_TEXT,
+        mask_token=MASK,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def training_texts(corpus: Path) -> Iterator[str]:
+    """The text a tokenizer is fitted to: bodies count besides the raw files, since they are what is generated."""
+    for record in read_lines(corpus / "raw_train.jsonl"):
+        yield record["text"]
+    for record in read_lines(corpus / "chat_train.jsonl"):
+        yield record["reference"]
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True, help="what scripts.demo.corpus wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    arguments = parser.parse_args()
+    tokenizer = wrap(train_bpe(training_texts(arguments.corpus)))
+    tokenizer.save_pretrained(arguments.out)
+    print(f"{len(tokenizer)} tokens written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

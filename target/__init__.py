@@ -1,0 +1,1 @@
+"""GPT-OSS in JAX: imports peagle.ops and nothing else of ours."""

@@ -1,0 +1,98 @@
+"""What a GPT-OSS model is, read from config.json alone: 20b, 120b and the demo differ by values only."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from peagle.ops.rope import RopeConfig, parse_rope
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """Geometry and constants of one model. Hashable: it may be a static argument of a jitted function."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    layer_types: tuple[str, ...]
+    sliding_window: int
+    num_experts: int
+    top_k: int
+    expert_width: int
+    swiglu_limit: float
+    rms_norm_eps: float
+    max_positions: int
+    rope: RopeConfig
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"{self.top_k} experts per token of {self.num_experts}: expected 1..{self.num_experts}")
+        if unknown := set(self.layer_types) - {SLIDING, FULL}:
+            raise ValueError(f"unknown layer types {sorted(unknown)}; expected {SLIDING} or {FULL}")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    def window(self, layer: int) -> int | None:
+        """Keys a layer sees back from the query, itself included; None: all."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+
+def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """The three taps P-EAGLE drafters are trained on, as OUTPUTS of 0-based layers: 1, n//2 - 1, n - 4.
+
+    (vLLM names the layers whose INPUT is tapped: 2, n//2, n - 3. 20b: 1, 11, 20; 120b: 1, 17, 32.)
+    Raises ValueError below 7 layers, where the rule is not defined.
+    """
+    if num_layers < 7:
+        raise ValueError(
+            f"a target of {num_layers} layers has no default taps (defined from 7 layers on); the drafter's config.json "
+            "must name them in eagle_aux_hidden_state_layer_ids"
+        )
+    return (1, num_layers // 2 - 1, num_layers - 4)
+
+
+def parse_config(config: Mapping[str, Any]) -> TargetConfig:
+    """The TargetConfig of a parsed config.json. Raises ValueError naming what is missing or not GPT-OSS."""
+    kind = config.get("model_type")
+    if kind != "gpt_oss":
+        raise ValueError(f"config.json says model_type {kind!r}; expected 'gpt_oss'")
+    try:
+        num_layers = int(config["num_hidden_layers"])
+        layer_types = config.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(num_layers)]
+        if len(layer_types) != num_layers:
+            raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; GPT-OSS uses silu")
+        if config.get("attention_bias", True) is not True:
+            raise ValueError("attention_bias false is not supported; GPT-OSS has attention biases")
+        if config.get("tie_word_embeddings", False):
+            raise ValueError("tie_word_embeddings true is not supported; GPT-OSS has its own lm_head")
+        head_dim = int(config.get("head_dim") or 64)
+        return TargetConfig(
+            hidden_size=int(config["hidden_size"]),
+            num_heads=int(config["num_attention_heads"]),
+            num_kv_heads=int(config["num_key_value_heads"]),
+            head_dim=head_dim,
+            vocab_size=int(config["vocab_size"]),
+            layer_types=tuple(layer_types),
+            sliding_window=int(config["sliding_window"]),
+            num_experts=int(config.get("num_local_experts", config.get("num_experts", 0))),
+            top_k=int(config.get("num_experts_per_tok", config.get("experts_per_token", 4))),
+            expert_width=int(config["intermediate_size"]),
+            swiglu_limit=float(config.get("swiglu_limit", 7.0)),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
+            max_positions=int(config.get("max_position_embeddings", 131072)),
+            rope=parse_rope(head_dim, config, default_theta=150000.0),
+        )
+    except KeyError as missing:
+        raise ValueError(f"config.json lacks {missing}") from None
+    except TypeError as error:
+        raise ValueError(f"config.json holds a value of the wrong kind: {error}") from None

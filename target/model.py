@@ -1,0 +1,181 @@
+"""GPT-OSS: one stack of layers, three ways through it.
+
+    forward   no cache: a whole batch of sequences at once (training, references)
+    prefill   prompts into empty caches, at a padded length; logits of each row's last token only
+    verify    T rows per sequence at per-row offsets, written to the caches, then attended (T = 1 is decoding)
+
+All three run `_run_layers`; they differ in what attention reads, which each passes in as `attend`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from peagle.ops.attention import attention
+from peagle.ops.expert_matmul import expert_mlp
+from peagle.ops.kv_cache import KVCache, init_kv_cache, ring_capacity, slot_positions, write_kv
+from peagle.ops.mask import causal_mask
+from peagle.ops.norm import rms_norm
+from peagle.ops.rope import apply_rope, rope_tables
+from target.config import TargetConfig
+from target.params import AttentionParams, MoeParams, TargetParams
+
+# (layer, its params, query, key, value) -> attention output [B, T, N, H]
+Attend = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def forward(
+    params: TargetParams,
+    config: TargetConfig,
+    token_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    aux_layer_ids: Sequence[int] = (),
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"]]:
+    """(logits [B, T, V], aux_hidden [B, T, len(aux_layer_ids) * D]) of whole sequences, without a cache.
+
+    Each row attends causally by position within its own segment, if segments are given.
+    """
+    windows = set(map(config.window, range(config.num_layers)))
+    masks = {window: causal_mask(positions, positions, window) for window in windows}
+    if segment_ids is not None:
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        masks = {window: mask & same for window, mask in masks.items()}
+
+    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(query, key, value, masks[config.window(layer)], p.sinks)
+
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
+    return _logits(params, config, x), aux_hidden
+
+
+def init_caches(
+    config: TargetConfig, batch: int, capacity: int, widest_write: int, dtype: jnp.dtype, retain_full_kv: bool = False
+) -> tuple[KVCache, ...]:
+    """Empty caches, one per layer: full layers hold `capacity` positions; sliding layers hold a ring that survives the
+    roll-back of `widest_write` rows, or everything with `retain_full_kv` (or where the ring would be no smaller)."""
+
+    def one(layer: int) -> KVCache:
+        window = config.window(layer)
+        ring = window is not None and not retain_full_kv and ring_capacity(window, widest_write) < capacity
+        slots = ring_capacity(window, widest_write) if ring and window is not None else capacity
+        return init_kv_cache(batch, slots, config.num_kv_heads, config.head_dim, dtype, ring)
+
+    return tuple(one(layer) for layer in range(config.num_layers))
+
+
+def prefill(
+    params: TargetParams,
+    config: TargetConfig,
+    token_ids: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    caches: tuple[KVCache, ...],
+    aux_layer_ids: Sequence[int] = (),
+) -> tuple[Float[Array, "B V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
+    """(logits after each row's last token [B, V], aux_hidden of every row, caches holding exactly token_ids[:, :length]).
+
+    The caches must be empty. Rows from a sequence's length on are padding: they are computed and never written. A ring
+    receives each sequence's last `capacity` real positions.
+    """
+    width = token_ids.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], token_ids.shape)
+    real = positions < lengths[:, None]
+    windows = set(map(config.window, range(config.num_layers)))
+    masks = {window: causal_mask(positions, positions, window) for window in windows}
+    written = list(caches)
+
+    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        cache = caches[layer]
+        kept = real & (positions >= lengths[:, None] - cache.capacity) if cache.ring else real
+        written[layer] = write_kv(cache, key, value, jnp.where(kept, positions, -1))
+        return attention(query, key, value, masks[config.window(layer)], p.sinks)
+
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+    return _logits(params, config, last)[:, 0], aux_hidden, tuple(written)
+
+
+def verify(
+    params: TargetParams,
+    config: TargetConfig,
+    token_ids: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    caches: tuple[KVCache, ...],
+    aux_layer_ids: Sequence[int] = (),
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
+    """(logits [B, T, V], aux_hidden, caches) of T tokens per row at positions length, length + 1, ...
+
+    The caches hold token_ids' T rows afterwards; how many of them count is the caller's `length`: rolling back is moving
+    it. A row of negative length is inactive: it writes nothing and its results mean nothing.
+    """
+    width = token_ids.shape[1]
+    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    positions = jnp.where(lengths[:, None] < 0, -1, lengths[:, None] + steps)
+    newest = positions[:, -1]
+    masks: dict[tuple[int | None, bool], jax.Array] = {}
+    written = list(caches)
+
+    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        cache, window = write_kv(caches[layer], key, value, positions), config.window(layer)
+        written[layer] = cache
+        kind = (window, cache.ring)
+        if kind not in masks:
+            masks[kind] = causal_mask(positions, slot_positions(cache, newest), window)
+        return attention(query, cache.key, cache.value, masks[kind], p.sinks)
+
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
+    return _logits(params, config, x), aux_hidden, tuple(written)
+
+
+def _run_layers(
+    params: TargetParams,
+    config: TargetConfig,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+    aux_layer_ids: Sequence[int],
+) -> tuple[jax.Array, jax.Array]:
+    """(residual stream after the last layer [B, T, D], taps side by side [B, T, A * D])."""
+    x = params.embedding[token_ids]
+    cos, sin = rope_tables(config.rope, positions, x.dtype)
+    taps: dict[int, jax.Array] = {}
+    for index, layer in enumerate(params.layers):
+        x = x + _attention_block(layer.attention, config, index, x, cos, sin, attend)
+        x = x + _moe_block(layer.moe, config, x)
+        if index in aux_layer_ids:
+            taps[index] = x
+    no_taps = jnp.zeros((*token_ids.shape, 0), x.dtype)
+    return x, jnp.concatenate([taps[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else no_taps
+
+
+def _attention_block(
+    p: AttentionParams,
+    config: TargetConfig,
+    layer: int,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Attend,
+) -> jax.Array:
+    batch, width, _ = x.shape
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = rms_norm(x, p.norm, config.rms_norm_eps) @ p.qkv + p.qkv_bias[None, None, :]
+    query, key, value = jnp.split(qkv, (queries, queries + keys), axis=-1)
+    query = apply_rope(query.reshape(batch, width, config.num_heads, config.head_dim), cos, sin)
+    key = apply_rope(key.reshape(batch, width, config.num_kv_heads, config.head_dim), cos, sin)
+    value = value.reshape(batch, width, config.num_kv_heads, config.head_dim)
+    out = attend(layer, p, query, key, value).reshape(batch, width, queries)
+    return out @ p.out + p.out_bias[None, None, :]
+
+
+def _moe_block(p: MoeParams, config: TargetConfig, x: jax.Array) -> jax.Array:
+    rows = rms_norm(x, p.norm, config.rms_norm_eps).reshape(-1, x.shape[-1])
+    router_logits = rows @ p.router + p.router_bias[None, :]
+    return expert_mlp(rows, router_logits, p.experts, config.top_k, config.swiglu_limit).reshape(x.shape)
+
+
+def _logits(params: TargetParams, config: TargetConfig, x: jax.Array) -> jax.Array:
+    return rms_norm(x, params.norm, config.rms_norm_eps) @ params.lm_head
