@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig, parse_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -30,11 +31,11 @@ class TargetConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads")
+            raise InputError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads")
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"{self.top_k} experts per token of {self.num_experts}: expected 1..{self.num_experts}")
+            raise InputError(f"{self.top_k} experts per token of {self.num_experts}: expected 1..{self.num_experts}")
         if unknown := set(self.layer_types) - {SLIDING, FULL}:
-            raise ValueError(f"unknown layer types {sorted(unknown)}; expected {SLIDING} or {FULL}")
+            raise InputError(f"unknown layer types {sorted(unknown)}; expected {SLIDING} or {FULL}")
 
     @property
     def num_layers(self) -> int:
@@ -49,10 +50,10 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     """The three taps P-EAGLE drafters are trained on, as OUTPUTS of 0-based layers: 1, n//2 - 1, n - 4.
 
     (vLLM names the layers whose INPUT is tapped: 2, n//2, n - 3. 20b: 1, 11, 20; 120b: 1, 17, 32.)
-    Raises ValueError below 7 layers, where the rule is not defined.
+    Raises InputError below 7 layers, where the rule is not defined.
     """
     if num_layers < 7:
-        raise ValueError(
+        raise InputError(
             f"a target of {num_layers} layers has no default taps (defined from 7 layers on); the drafter's config.json "
             "must name them in eagle_aux_hidden_state_layer_ids"
         )
@@ -60,21 +61,21 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
 
 
 def parse_config(config: Mapping[str, Any]) -> TargetConfig:
-    """The TargetConfig of a parsed config.json. Raises ValueError naming what is missing or not GPT-OSS."""
+    """The TargetConfig of a parsed config.json. Raises InputError naming what is missing or not GPT-OSS."""
     kind = config.get("model_type")
     if kind != "gpt_oss":
-        raise ValueError(f"config.json says model_type {kind!r}; expected 'gpt_oss'")
+        raise InputError(f"config.json says model_type {kind!r}; expected 'gpt_oss'")
     try:
         num_layers = int(config["num_hidden_layers"])
         layer_types = config.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(num_layers)]
         if len(layer_types) != num_layers:
-            raise ValueError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
+            raise InputError(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
         if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act {config['hidden_act']!r} is not supported; GPT-OSS uses silu")
+            raise InputError(f"hidden_act {config['hidden_act']!r} is not supported; GPT-OSS uses silu")
         if config.get("attention_bias", True) is not True:
-            raise ValueError("attention_bias false is not supported; GPT-OSS has attention biases")
+            raise InputError("attention_bias false is not supported; GPT-OSS has attention biases")
         if config.get("tie_word_embeddings", False):
-            raise ValueError("tie_word_embeddings true is not supported; GPT-OSS has its own lm_head")
+            raise InputError("tie_word_embeddings true is not supported; GPT-OSS has its own lm_head")
         head_dim = int(config.get("head_dim") or 64)
         return TargetConfig(
             hidden_size=int(config["hidden_size"]),
@@ -93,6 +94,6 @@ def parse_config(config: Mapping[str, Any]) -> TargetConfig:
             rope=parse_rope(head_dim, config, default_theta=150000.0),
         )
     except KeyError as missing:
-        raise ValueError(f"config.json lacks {missing}") from None
+        raise InputError(f"config.json lacks {missing}") from None
     except TypeError as error:
-        raise ValueError(f"config.json holds a value of the wrong kind: {error}") from None
+        raise InputError(f"config.json holds a value of the wrong kind: {error}") from None

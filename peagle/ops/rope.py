@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from peagle.ops.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
@@ -45,7 +47,7 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
     """The rotation a config.json asks for.
 
     Accepts both spellings: `rope_parameters` (transformers 5, theta inside) and `rope_theta` + `rope_scaling`.
-    Raises ValueError for a scaling that is not one of default, yarn, llama3.
+    Raises InputError for a scaling that is not one of default, yarn, llama3.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", config.get("rope_theta", default_theta))
@@ -84,8 +86,8 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
                 ),
             )
     except KeyError as missing:
-        raise ValueError(f"rope scaling {kind!r} lacks {missing}") from None
-    raise ValueError(f"rope scaling {kind!r} is not supported; expected default, yarn or llama3")
+        raise InputError(f"rope scaling {kind!r} lacks {missing}") from None
+    raise InputError(f"rope scaling {kind!r} is not supported; expected default, yarn or llama3")
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:

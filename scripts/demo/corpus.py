@@ -167,7 +167,9 @@ def package_root(import_name: str) -> Path:
     """The folder of an installed package, found without importing it."""
     spec = importlib.util.find_spec(import_name)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(f"corpus: package {import_name!r} is not installed; install the training extra or pass --packages")
+        raise SystemExit(
+            f"corpus: package {import_name!r} is not installed; install the training extra or pass --packages"
+        )
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -189,7 +191,9 @@ def collect_sources(packages: dict[str, str]) -> list[SourceFile]:
 def docstring_node(node: FunctionNode) -> ast.Expr | None:
     """The statement that is the function's docstring."""
     first = node.body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    is_text = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
     return first if is_text else None
 
 
@@ -227,7 +231,9 @@ def prompt_of(node: FunctionNode, lines: list[str]) -> str | None:
     first = node.body[0]
     if first.lineno == node.lineno:
         return None
-    header_end = next((i for i in range(first.lineno - 1, node.lineno - 1, -1) if lines[i - 1].rstrip().endswith(":")), None)
+    header_end = next(
+        (i for i in range(first.lineno - 1, node.lineno - 1, -1) if lines[i - 1].rstrip().endswith(":")), None
+    )
     if header_end is None:
         return None
     header = textwrap.dedent("\n".join(lines[node.lineno - 1 : header_end]))
@@ -257,7 +263,9 @@ def body_of(node: FunctionNode, lines: list[str]) -> str | None:
 def is_trivial(node: FunctionNode) -> bool:
     """True for a body that only refuses or does nothing."""
     statements = node.body[1:] if docstring_node(node) else node.body
-    return all(isinstance(statement, ast.Pass | ast.Raise | ast.Expr) for statement in statements) and len(statements) <= 1
+    return (
+        all(isinstance(statement, ast.Pass | ast.Raise | ast.Expr) for statement in statements) and len(statements) <= 1
+    )
 
 
 def chat_functions(source: SourceFile) -> Iterator[Function]:
@@ -298,7 +306,9 @@ def choose_held_out(sources: list[SourceFile]) -> list[str]:
             chosen.append(module)
         if len(chosen) == NUM_HELD_OUT:
             return sorted(chosen)
-    raise SystemExit(f"corpus: only {len(chosen)} modules have {MIN_HELD_OUT_PROMPTS} prompts, {NUM_HELD_OUT} are needed")
+    raise SystemExit(
+        f"corpus: only {len(chosen)} modules have {MIN_HELD_OUT_PROMPTS} prompts, {NUM_HELD_OUT} are needed"
+    )
 
 
 def without_functions(source: SourceFile, forbidden: set[str]) -> SourceFile:
@@ -383,7 +393,9 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--packages", nargs="*", default=list(PACKAGES), choices=list(PACKAGES), help="besides the library")
+    parser.add_argument(
+        "--packages", nargs="*", default=list(PACKAGES), choices=list(PACKAGES), help="besides the library"
+    )
     arguments = parser.parse_args()
     packages = {name: PACKAGES[name] for name in arguments.packages}
     corpus = build_corpus(collect_sources(packages))
