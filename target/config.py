@@ -5,9 +5,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from peagle.ops.errors import InputError
-from peagle.ops.rope import RopeConfig, parse_rope
+from peagle.ops.rope import Llama3, RopeConfig, Yarn, parse_rope
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+SWIGLU_ALPHA = 1.702
+DEFAULT_THETA = 150000.0
+# what a gpt_oss config.json that names no rotation means (transformers' GptOssConfig)
+_DEFAULT_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +65,8 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     """
     if num_layers < 7:
         raise InputError(
-            f"a target of {num_layers} layers has no default taps (defined from 7 layers on); the drafter's config.json "
-            "must name them in eagle_aux_hidden_state_layer_ids"
+            f"a target of {num_layers} layers has no default taps (defined from 7 layers on); the drafter's "
+            "config.json must name them in eagle_aux_hidden_state_layer_ids"
         )
     return (1, num_layers // 2 - 1, num_layers - 4)
 
@@ -76,6 +87,8 @@ def parse_config(config: Mapping[str, Any]) -> TargetConfig:
             raise InputError("attention_bias false is not supported; GPT-OSS has attention biases")
         if config.get("tie_word_embeddings", False):
             raise InputError("tie_word_embeddings true is not supported; GPT-OSS has its own lm_head")
+        if config.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
+            raise InputError(f"swiglu_alpha {config['swiglu_alpha']} is not supported; GPT-OSS uses {SWIGLU_ALPHA}")
         head_dim = int(config.get("head_dim") or 64)
         return TargetConfig(
             hidden_size=int(config["hidden_size"]),
@@ -91,9 +104,67 @@ def parse_config(config: Mapping[str, Any]) -> TargetConfig:
             swiglu_limit=float(config.get("swiglu_limit", 7.0)),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-5)),
             max_positions=int(config.get("max_position_embeddings", 131072)),
-            rope=parse_rope(head_dim, config, default_theta=150000.0),
+            rope=parse_rope(head_dim, _with_rope(config), default_theta=DEFAULT_THETA),
         )
     except KeyError as missing:
         raise InputError(f"config.json lacks {missing}") from None
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"config.json holds a value of the wrong kind: {error}") from None
+
+
+def render_config(config: TargetConfig) -> dict[str, Any]:
+    """The config.json of a model: parse_config gives the same TargetConfig back, and transformers the same model."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.expert_width,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": list(config.layer_types),
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "sliding_window": config.sliding_window,
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.top_k,
+        "swiglu_limit": config.swiglu_limit,
+        "rms_norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        **_render_rope(config.rope),
+    }
+
+
+def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    named = config.get("rope_parameters") or config.get("rope_scaling")
+    return config if named else {**config, "rope_scaling": _DEFAULT_ROPE}
+
+
+def _render_rope(rope: RopeConfig) -> dict[str, Any]:
+    if rope.scaling is None:  # only the new spelling can say "no scaling" (_DEFAULT_ROPE)
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta}}
+    scaling: dict[str, Any] = {
+        "factor": rope.scaling.factor,
+        "original_max_position_embeddings": rope.scaling.original_length,
+    }
+    if isinstance(rope.scaling, Llama3):
+        scaling |= {
+            "rope_type": "llama3",
+            "low_freq_factor": rope.scaling.low_freq_factor,
+            "high_freq_factor": rope.scaling.high_freq_factor,
+        }
+    if isinstance(rope.scaling, Yarn):
+        scaling |= {
+            "rope_type": "yarn",
+            "beta_fast": rope.scaling.beta_fast,
+            "beta_slow": rope.scaling.beta_slow,
+            "truncate": rope.scaling.truncate,
+        }
+        if rope.scaling.concentration is not None:
+            scaling["attention_factor"] = rope.scaling.concentration
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}

@@ -9,6 +9,7 @@ All three run `_run_layers`; they differ in what attention reads, which each pas
 
 from collections.abc import Callable, Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,6 +18,7 @@ from peagle.ops.attention import attention
 from peagle.ops.expert_matmul import expert_mlp
 from peagle.ops.kv_cache import KVCache, init_kv_cache, ring_capacity, slot_positions, write_kv
 from peagle.ops.mask import causal_mask
+from peagle.ops.messages import TargetOutput
 from peagle.ops.norm import rms_norm
 from peagle.ops.rope import apply_rope, rope_tables
 from target.config import TargetConfig
@@ -179,3 +181,40 @@ def _moe_block(p: MoeParams, config: TargetConfig, x: jax.Array) -> jax.Array:
 
 def _logits(params: TargetParams, config: TargetConfig, x: jax.Array) -> jax.Array:
     return rms_norm(x, params.norm, config.rms_norm_eps) @ params.lm_head
+
+
+@flax.struct.dataclass
+class GptOss:
+    """A model as the engine sees it (peagle.protocols.Target): parameters with what is static about them."""
+
+    params: TargetParams
+    config: TargetConfig = flax.struct.field(pytree_node=False)
+    aux_layer_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    retain_full_kv: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_positions
+
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
+        """Empty caches for rows of up to `capacity` positions, with room for a pass of `widest_write` rows behind them."""
+        dtype = self.params.embedding.dtype
+        return init_caches(self.config, batch, capacity + widest_write, widest_write, dtype, self.retain_full_kv)
+
+    def prefill(
+        self, token_ids: Int[Array, "B T"], lengths: Int[Array, "B"], cache: tuple[KVCache, ...]
+    ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
+        """See `prefill`."""
+        logits, aux, cache = prefill(self.params, self.config, token_ids, lengths, cache, self.aux_layer_ids)
+        return TargetOutput(logits, aux), cache
+
+    def verify(
+        self, token_ids: Int[Array, "B T"], lengths: Int[Array, "B"], cache: tuple[KVCache, ...]
+    ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
+        """See `verify`."""
+        logits, aux, cache = verify(self.params, self.config, token_ids, lengths, cache, self.aux_layer_ids)
+        return TargetOutput(logits, aux), cache

@@ -4,5 +4,6 @@
 class InputError(ValueError):
     """Something given by the person does not work: a file, a flag, a prompt, a pair that does not fit.
 
-    The message is one line that says what was seen, what was expected and what to do; commands print it and exit with 2.
+    The message is one line that says what was seen, what was expected and what to do; commands print it and exit
+    with 2.
     """

@@ -53,9 +53,10 @@ def write_kv(
     slots = positions % capacity if cache.ring else positions
     slots = jnp.where(positions < 0, capacity, slots)  # out of range: dropped by the scatter
     rows = jnp.arange(key.shape[0], dtype=jnp.int32)[:, None]
-    return cache.replace(
+    return KVCache(
         key=cache.key.at[rows, slots].set(key.astype(cache.key.dtype), mode="drop"),
         value=cache.value.at[rows, slots].set(value.astype(cache.value.dtype), mode="drop"),
+        ring=cache.ring,
     )
 
 

@@ -17,15 +17,17 @@ _PAIRS = np.stack([CODES[np.arange(256) & 15], CODES[np.arange(256) >> 4]], axis
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float32 [..., rows, columns] on the host: exact for every scale, denormal results included."""
-    values = np.ldexp(_PAIRS[blocks], scales.astype(np.int32)[..., None, None] - 127)
+    """float32 [..., rows, columns] on the host: exact for every scale, denormal results included; what exceeds float32
+    (only scales 253 and 254 can) is infinite."""
+    with np.errstate(over="ignore"):
+        values = np.ldexp(_PAIRS[blocks], scales.astype(np.int32)[..., None, None] - 127)
     return values.reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
 
 
 def dequantize_on_device(
     blocks: UInt8[Array, "*rows n 16"], scales: UInt8[Array, "*rows n"], dtype: jnp.dtype
 ) -> Float[Array, "*rows columns"]:
-    """The same inside a graph, in `dtype`. XLA on CPU flushes denormals, so scale 0 (2^-127) comes out as zero there."""
+    """The same inside a graph, in `dtype`, but for denormals: XLA on CPU flushes them, and scale 0 (2^-127) is one."""
     codes = jnp.asarray(CODES, dtype)
     low, high = codes[(blocks & 15).astype(jnp.int32)], codes[(blocks >> 4).astype(jnp.int32)]
     values = jnp.stack([low, high], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
@@ -38,7 +40,8 @@ def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(blocks, scales) nearest to float32 values [..., rows, columns]; columns must be a multiple of 32.
 
     A block's scale is the power of two that puts its largest magnitude in [4, 8), so at most codes above 6 saturate
-    (OCP Microscaling v1.0, section 6.3); a block of zeros gets scale 127. Rounding is to the nearest code, ties to even.
+    (OCP Microscaling v1.0, section 6.3); a block of zeros gets scale 127. Rounding is to the nearest code, ties to
+    even.
     """
     if values.shape[-1] % BLOCK:
         raise ValueError(f"MXFP4 needs a last dimension that is a multiple of {BLOCK}, got shape {values.shape}")

@@ -47,7 +47,7 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
     """The rotation a config.json asks for.
 
     Accepts both spellings: `rope_parameters` (transformers 5, theta inside) and `rope_theta` + `rope_scaling`.
-    Raises InputError for a scaling that is not one of default, yarn, llama3.
+    Raises InputError for a scaling that is not one of default, yarn, llama3, or that lacks what it needs.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", config.get("rope_theta", default_theta))
@@ -57,9 +57,16 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
         or config.get("initial_context_length")
         or config.get("original_max_position_embeddings")
         or config.get("max_position_embeddings")
+        or 0
     )
+    if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor")) not in (None, 1.0):
+        raise InputError("partial_rotary_factor is not supported: heads are rotated whole")
     if kind == "default":
         return RopeConfig(head_dim, float(theta))
+    if original <= 0:
+        raise InputError(f"rope scaling {kind!r} lacks original_max_position_embeddings")
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        raise InputError("rope scaling with mscale and mscale_all_dim is not supported; give attention_factor instead")
     try:
         if kind == "yarn":
             return RopeConfig(

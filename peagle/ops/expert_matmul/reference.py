@@ -61,7 +61,7 @@ def each_expert_once(
     top_k: int,
     limit: float,
 ) -> Float[Array, "T D"]:
-    """All rows through one expert after the other: each expert is read, and dequantised, once; one in memory at a time."""
+    """All rows through one expert after the other: each is read, and dequantised, once; one in memory at a time."""
     weights = route_dense(router_logits, top_k)
 
     def body(total: jax.Array, step: tuple) -> tuple[jax.Array, None]:

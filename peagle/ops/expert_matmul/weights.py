@@ -4,8 +4,8 @@
     ExpandedExperts  one dense matrix per expert: a decoded token reads only the experts it selected
     FusedExperts     all experts side by side in two matrices: two plain matmuls, best when few experts are not selected
 
-Fused and expanded hold gate and up columns apart (all gates, then all ups); checkpoints and PackedExperts interleave them
-(gate = even rows, up = odd rows).
+Fused and expanded hold gate and up columns apart (all gates, then all ups); checkpoints and PackedExperts interleave
+them (gate = even rows, up = odd rows).
 """
 
 from typing import TypeAlias

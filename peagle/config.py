@@ -1,0 +1,60 @@
+"""What is asked for, frozen and checked at construction."""
+
+import dataclasses
+
+from peagle.ops.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How logits become a token. Temperature 0 is greedy; top_k 0 and top_p 1 are off. The seed is the request's.
+
+    Order: temperature, then top-k, then top-p, on the target's side, before anything is compared with a draft.
+    With draft_sampling the drafts are drawn from the drafter's distribution (same temperature, no truncation); without,
+    they are its most likely tokens, a one-hot q.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    draft_sampling: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature is {self.temperature}; expected a finite number, 0 (greedy) or more")
+        if self.top_k < 0:
+            raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)")
+        if self.draft_sampling and self.greedy:
+            raise InputError("draft sampling needs a temperature above 0; give --temperature or leave it out")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationConfig:
+    """The shape of a run: K drafted tokens a step (0: plain decoding), rows decoded together, room for positions.
+
+    `capacity` is how many positions a row's caches hold: prompt and output; what a step writes beyond them is added by
+    the engine.
+    """
+
+    num_speculative_tokens: int
+    batch_size: int = 1
+    capacity: int = 512
+    sampling: SamplingConfig = SamplingConfig()
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 0:
+            raise InputError(
+                f"K is {self.num_speculative_tokens}; expected 1 or more drafted tokens (0: plain decoding)"
+            )
+        if self.batch_size < 1:
+            raise InputError(f"batch is {self.batch_size}; expected 1 or more")
+        if self.capacity < 2:
+            raise InputError(
+                f"context is {self.capacity} positions; expected room for a prompt token and an output token"
+            )

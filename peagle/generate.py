@@ -1,0 +1,209 @@
+"""Prefill and THE loop: one for speculation and plain decoding, double-buffered.
+
+The loop dispatches step n + 1 before it reads step n's few integers, which are copied to the host while the device works:
+two steps in flight, the host one step late. What was computed past a row's end is never shown.
+
+    device | prefill | step 0     | step 1     | step 2     | ...
+    host   | dispatch prefill, 0 | read first, dispatch 1 | read 0, dispatch 2 | read 1 ...
+"""
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.ops.errors import InputError
+from peagle.protocols import Drafter, Target
+from peagle.sampling import TARGET, choose, row_keys, uniforms
+from peagle.state import DecodeState, StepOutput, init_state
+from peagle.step import step
+
+SMALLEST_BUCKET = 32
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to go on with. Its random numbers are a function of (seed, index, position) alone; `index` is its place in
+    the input."""
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**31:
+            raise InputError(f"seed is {self.seed}; expected an integer in 0..{2**31 - 1}")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a step decided for a row, before a stop token or the budget cut it. `length` is that before the step:
+    prompt + emitted - 1."""
+
+    length: int
+    draft_token_ids: tuple[int, ...]
+    num_accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What one step gave one request, as soon as the host knows it; `decision` is None for the first token, which prefill
+    gives. `time_s` is a reading of time.perf_counter()."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    time_s: float
+    decision: Decision | None = None
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _prefill(
+    target: Target,
+    drafter: Drafter,
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    budgets: jax.Array,
+    seeds: jax.Array,
+    indices: jax.Array,
+    stop_token_ids: jax.Array,
+    *,
+    config: SpeculationConfig,
+) -> tuple[DecodeState, jax.Array]:
+    """(state, first token [B]) of the prompts token_ids[:, :lengths]; a row of budget 0 is done from the start."""
+    batch, num_drafts, sampling = token_ids.shape[0], config.num_speculative_tokens, config.sampling
+    output, cache = target.prefill(token_ids, lengths, target.init_cache(batch, config.capacity, num_drafts + 1))
+    drafter_state = drafter.init_state(batch, config.capacity, num_drafts)
+    drafter_state = drafter.prefill(drafter_state, token_ids, lengths, output.aux_hidden)
+    keys = row_keys(seeds, indices)
+    random = None if sampling.greedy else uniforms(keys, lengths[:, None])[:, 0, TARGET]
+    first_token = choose(output.logits, sampling, random)
+    last_aux = jnp.take_along_axis(output.aux_hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    state = init_state(first_token, lengths, last_aux, num_drafts, cache, drafter_state, budgets, keys, stop_token_ids)
+    return state, first_token
+
+
+@functools.partial(jax.jit, static_argnames=("num_drafts", "sampling"), donate_argnames="state")
+def _step(
+    target: Target, drafter: Drafter, state: DecodeState, *, num_drafts: int, sampling: SamplingConfig
+) -> tuple[DecodeState, StepOutput]:
+    return step(target, drafter, state, num_drafts, sampling)
+
+
+def trace_counts() -> dict[str, int]:
+    """Programs traced so far in this process: one step per (batch, K, capacity) of a pair, one prefill per bucket of each."""
+    return {"prefill": _prefill._cache_size(), "step": _step._cache_size()}
+
+
+@dataclass
+class Engine:
+    """A target and a drafter with the shape of a run. `compile_s` adds up what `warm_up` took."""
+
+    target: Target
+    drafter: Drafter
+    config: SpeculationConfig
+    stop_token_ids: tuple[int, ...] = ()
+    compile_s: float = field(default=0.0, init=False)
+    _warm: set[int] = field(default_factory=set, init=False, repr=False)
+
+    def check(self, request: Request) -> None:
+        """Raises InputError, before any work, for a request that cannot be run."""
+        prompt, capacity, name = request.prompt_ids, self.config.capacity, f"prompt {request.index}"
+        if not prompt:
+            raise InputError(f"{name} is empty; expected at least one token")
+        if outside := [i for i in prompt if not 0 <= i < self.target.vocab_size]:
+            raise InputError(
+                f"{name} holds token id {outside[0]}, outside the vocabulary; expected 0..{self.target.vocab_size - 1}"
+            )
+        if request.max_new_tokens < 1:
+            raise InputError(f"{request.max_new_tokens} new tokens asked for; expected 1 or more")
+        if len(prompt) + request.max_new_tokens > capacity:
+            raise InputError(
+                f"{name} has {len(prompt)} tokens and {request.max_new_tokens} new ones are asked for, but the context holds "
+                f"{capacity}: shorten one of them or raise the context"
+            )
+
+    def warm_up(self, requests: Sequence[Request]) -> None:
+        """Compiles, and runs once, every program the requests need, so that no time measured later holds a compilation."""
+        started = time.perf_counter()
+        for bucket in sorted({self._bucket(batch) for batch in self._batches(requests)} - self._warm):
+            dummy = Request(0, (0,), max_new_tokens=2)
+            for _ in self._decode([dummy], bucket):
+                pass
+            self._warm.add(bucket)
+            self.compile_s += time.perf_counter() - started
+            started = time.perf_counter()
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Emission]:
+        """Decodes the requests, batch_size together, and yields each step's tokens as soon as the host knows them."""
+        for request in requests:
+            self.check(request)
+        for batch in self._batches(requests):
+            yield from self._decode(batch, self._bucket(batch))
+
+    def _batches(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
+        size = self.config.batch_size
+        return [requests[start : start + size] for start in range(0, len(requests), size)]
+
+    def _bucket(self, requests: Sequence[Request]) -> int:
+        """The padded length prompts are run at: a power of two, so that few lengths are ever compiled."""
+        longest = max(len(request.prompt_ids) for request in requests)
+        return min(max(SMALLEST_BUCKET, 1 << (longest - 1).bit_length()), self.config.capacity)
+
+    def _decode(self, requests: Sequence[Request], bucket: int) -> Iterator[Emission]:
+        state, first_token = self._start(requests, bucket)
+        state, in_flight = self._dispatch(state)
+        firsts = np.asarray(first_token)
+        now = time.perf_counter()
+        lengths = [len(request.prompt_ids) for request in requests]
+        for request, token in zip(requests, firsts, strict=False):
+            yield Emission(request, (int(token),), now)
+        while True:
+            state, following = self._dispatch(state)
+            output: StepOutput = jax.device_get(in_flight)
+            in_flight, now = following, time.perf_counter()
+            for row, request in enumerate(requests):
+                if output.num_accepted[row] >= 0:
+                    decision = _decision(output, row, lengths[row])
+                    lengths[row] += decision.num_accepted + 1
+                    tokens = tuple(output.token_ids[row, : output.count[row]].tolist())
+                    yield Emission(request, tokens, now, decision)
+            if output.done.all():
+                return
+
+    def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array]:
+        """Prefill of a batch; rows without a request hold one token and are done from the start."""
+        batch = self.config.batch_size
+        token_ids = np.zeros((batch, bucket), np.int32)
+        lengths, budgets = np.ones((batch,), np.int32), np.zeros((batch,), np.int32)
+        seeds, indices = np.zeros((batch,), np.int32), np.zeros((batch,), np.int32)
+        for row, request in enumerate(requests):
+            token_ids[row, : len(request.prompt_ids)] = request.prompt_ids
+            lengths[row], budgets[row] = len(request.prompt_ids), request.max_new_tokens
+            seeds[row], indices[row] = request.seed, request.index
+        stops = np.asarray(self.stop_token_ids, np.int32)
+        return _prefill(
+            self.target, self.drafter, token_ids, lengths, budgets, seeds, indices, stops, config=self.config
+        )
+
+    def _dispatch(self, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+        """Sends off a step and the copy of its output to the host; waits for neither."""
+        config = self.config
+        state, output = _step(
+            self.target, self.drafter, state, num_drafts=config.num_speculative_tokens, sampling=config.sampling
+        )
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
+        return state, output
+
+
+def _decision(output: StepOutput, row: int, length: int) -> Decision:
+    accepted = int(output.num_accepted[row])
+    drafts = tuple(output.draft_token_ids[row].tolist())
+    return Decision(length, drafts, accepted, int(output.token_ids[row, accepted]))

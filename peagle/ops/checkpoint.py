@@ -1,0 +1,323 @@
+"""Directories in the Hugging Face layout: config.json beside safetensors files, read and written safely.
+
+Nothing in a directory is trusted: no pickle, no code, no shard outside of it, and a tensor that nobody asked for is an
+error like one that is missing. What the person can mend raises InputError with one line.
+"""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from peagle.ops.errors import InputError
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_DTYPES: dict[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+class Checkpoint:
+    """One open directory: its config and its tensors by name, read from the mapped files when taken.
+
+    Whoever reads it takes or ignores every tensor, then calls `finish`, which names what is left.
+    """
+
+    def __init__(self, directory: Path, config: dict[str, Any], shard_of: dict[str, Any]) -> None:
+        self.directory = directory
+        self.config = config
+        self._shard_of = shard_of  # tensor name -> its open safetensors file
+        self._left = set(shard_of)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every tensor's name, consumed or not."""
+        return frozenset(self._shard_of)
+
+    def has(self, name: str) -> bool:
+        return name in self._shard_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises InputError where there is no such tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> np.dtype:
+        """Raises InputError where there is no such tensor, or where it has a dtype that numpy has no name for."""
+        stored = self._slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise InputError(
+                f"{self.directory}: tensor {name} has dtype {stored}; expected one of {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[stored]
+
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """The checkpoint holds exactly these tensors; nothing was read, nothing is consumed.
+
+        Raises InputError naming what is missing, surplus or wrongly shaped: seconds, not minutes, into a large load.
+        """
+        if missing := shapes.keys() - self.names:
+            raise InputError(
+                f"{self.directory}: {len(missing)} tensor(s) missing: {_some(missing)}; the checkpoint is incomplete, "
+                "or config.json belongs to another"
+            )
+        for name, shape in shapes.items():
+            self._check_shape(name, shape)
+        self._refuse_surplus(self.names - shapes.keys())
+
+    def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """A copy of the tensor, in its stored dtype; it counts as consumed.
+
+        Raises InputError where it is missing, or where it has not the given shape.
+        """
+        self.dtype(name)
+        if shape is not None:
+            self._check_shape(name, shape)
+        self._left.discard(name)
+        try:
+            return self._shard_of[name].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{self.directory}: tensor {name} cannot be read: {_one_line(error)}") from None
+
+    def ignore(self, name: str) -> None:
+        """The tensor, where there is one, counts as consumed."""
+        self._left.discard(name)
+
+    def finish(self) -> None:
+        """Raises InputError naming the tensors that were neither taken nor ignored."""
+        self._refuse_surplus(self._left)
+
+    def _refuse_surplus(self, names: Set[str]) -> None:
+        if names:
+            raise InputError(
+                f"{self.directory}: {len(names)} tensor(s) that this model has no place for: {_some(names)}; remove "
+                "them, or use the checkpoint that belongs to this config.json"
+            )
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if self.shape(name) != tuple(shape):
+            raise InputError(
+                f"{self.directory}: tensor {name} has shape {list(self.shape(name))}, expected {list(shape)} by "
+                "config.json; weights and config.json do not belong together"
+            )
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._shard_of:
+            raise InputError(
+                f"{self.directory}: tensor {name} is missing; the checkpoint is incomplete or not of this kind"
+            )
+        return self._shard_of[name].get_slice(name)
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """The checkpoint in a directory: every weights file checked against its header and the index, no tensor read yet.
+
+    Weights are `model.safetensors`, or the shards that `model.safetensors.index.json` names. Raises InputError for
+    whatever is missing, corrupt, or outside the directory.
+    """
+    directory = Path(directory)
+    config = read_json(directory, CONFIG)
+    if (directory / WEIGHTS).is_file():
+        weights = _open(directory / WEIGHTS)
+        return Checkpoint(directory, config, dict.fromkeys(weights.keys(), weights))
+    if (directory / INDEX).is_file():
+        return Checkpoint(directory, config, _open_shards(directory))
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if pickles:
+        raise InputError(
+            f"{directory} holds only pickled weights ({_some(pickles)}), which can run code and are never read; "
+            f"convert them to {WEIGHTS} first (safetensors.torch.save_file)"
+        )
+    raise InputError(f"{directory} has no weights: expected {WEIGHTS} or {INDEX}")
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """The object in directory/name. Raises InputError where either is missing, or the file is not a JSON object."""
+    directory = Path(directory)
+    path = directory / name
+    if not directory.exists():
+        raise InputError(f"{directory} does not exist; expected a directory with {CONFIG} and {WEIGHTS}")
+    if not directory.is_dir():
+        raise InputError(f"{directory} is not a directory; expected a directory with {CONFIG} and {WEIGHTS}")
+    if not path.is_file():
+        raise InputError(f"{directory} has no {name}; expected a checkpoint in the Hugging Face layout")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not valid JSON: {_one_line(error)}; fetch the file again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds a JSON {type(value).__name__}; expected an object")
+    return value
+
+
+def write_checkpoint(
+    directory: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+    shard_bytes: int | None = None,
+    extra_files: Mapping[str, bytes | Mapping[str, Any]] | None = None,
+) -> None:
+    """The directory holds exactly this checkpoint afterwards, beside files that are not a checkpoint's.
+
+    Weights go to one file, or with `shard_bytes` to shards of at most that size (a larger tensor gets its own) and an
+    index; pairs (name, array) may be made one after the other, so that no more than one shard is in memory.
+    `extra_files` are written along: bytes, or objects that become JSON.
+
+    All is written under a temporary name and renamed. A directory that exists already has no config.json while its
+    files are replaced, so that whoever looks in between, or after a crash, is refused rather than given a mixture.
+    """
+    directory = Path(directory).absolute()
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory} is a file; expected a directory to write a checkpoint to")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # on the same file system, beside the target or, where that exists, inside it
+    parent = directory if directory.exists() else directory.parent
+    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=parent))
+    try:
+        os.chmod(temporary, 0o777 & ~_umask())
+        _write_weights(temporary, tensors, shard_bytes)
+        for name, content in (extra_files or {}).items():
+            data = content if isinstance(content, bytes) else _json_bytes(content)
+            (temporary / name).write_bytes(data)
+        (temporary / CONFIG).write_bytes(_json_bytes(config))
+        if parent is directory:
+            _replace_files(directory, temporary)
+        else:
+            temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise InputError(
+            f"{path} is not a whole safetensors file: {_one_line(error)}; it is truncated or corrupt, fetch it again"
+        ) from None
+
+
+def _open_shards(directory: Path) -> dict[str, Any]:
+    index = read_json(directory, INDEX)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise InputError(f"{directory / INDEX} has no weight_map from tensor names to file names")
+    shard_of: dict[str, Any] = {}
+    for shard in sorted(set(weight_map.values())):
+        weights = _open(_inside(directory, shard))
+        named = {name for name, file in weight_map.items() if file == shard}
+        held = set(weights.keys())
+        if absent := named - held:
+            raise InputError(f"{directory / shard} lacks {_some(absent)}, which {INDEX} places there; fetch it again")
+        if unnamed := held - named:
+            raise InputError(
+                f"{directory / shard} holds {_some(unnamed)}, which {INDEX} does not place there; fetch both again"
+            )
+        shard_of.update(dict.fromkeys(named, weights))
+    return shard_of
+
+
+def _inside(directory: Path, shard: str) -> Path:
+    """The path of a shard the index names. Raises InputError where it is not a file in the directory.
+
+    A link may point within the directory; in a snapshot of the Hugging Face cache also to its blobs.
+    """
+    path, home = directory / shard, directory.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    outside = Path(shard).is_absolute() or ".." in Path(shard).parts or "\0" in shard
+    if outside or not any(path.resolve().is_relative_to(root) for root in allowed):
+        raise InputError(
+            f"{directory / INDEX} names the shard {shard!r}, which lies outside of the directory; expected a file "
+            "inside: copy it there"
+        )
+    if not path.is_file():
+        raise InputError(f"{directory / INDEX} names the shard {shard!r}, but there is no such file; fetch it again")
+    return path
+
+
+def _write_weights(
+    directory: Path, tensors: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]], shard_bytes: int | None
+) -> None:
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
+    limit = math.inf if shard_bytes is None else shard_bytes
+    shards: list[list[str]] = []
+    shard: dict[str, np.ndarray] = {}
+    held = total = 0
+
+    def flush() -> None:
+        save_file(shard, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    for name, value in pairs:
+        # C order: safetensors writes the buffer as it lies, and a transposed view would come back scrambled
+        array = np.asarray(value, order="C")
+        if shard and held + array.nbytes > limit:
+            flush()
+            held = 0
+        shard[name] = array
+        held, total = held + array.nbytes, total + array.nbytes
+    if shard or not shards:
+        flush()
+    if len(shards) == 1:
+        (directory / "shard-0").rename(directory / WEIGHTS)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"shard-{number}").rename(directory / file)
+        weight_map.update(dict.fromkeys(names, file))
+    (directory / INDEX).write_bytes(_json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+def _replace_files(directory: Path, new: Path) -> None:
+    """`new`'s files are in the directory, config.json last; the weights that were there before are gone."""
+    (directory / CONFIG).unlink(missing_ok=True)
+    for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
+        old.unlink(missing_ok=True)
+    for path in sorted(new.iterdir(), key=lambda path: path.name == CONFIG):
+        os.replace(path, directory / path.name)
+
+
+def _json_bytes(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _some(names: Iterable[str], most: int = 4) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,33 @@
+"""What the engine, a target and a drafter hand to each other. They live in the leaf so that both sides can name them."""
+
+import flax.struct
+import jax
+
+
+@flax.struct.dataclass
+class TargetOutput:
+    """What a target computes beside its caches."""
+
+    logits: jax.Array  # [B, V] after prefill, [B, T, V] after verify
+    aux_hidden: jax.Array  # [B, T, A]: the taps side by side; A is 0 without taps
+
+
+@flax.struct.dataclass
+class Fresh:
+    """The tokens committed last step and the hiddens they follow from: row i pairs token[p+1] with aux_hidden[p] at
+    p = first_position + i, for i < num. Rows from num on are leftovers."""
+
+    token_ids: jax.Array  # [B, K+1] int32
+    aux_hidden: jax.Array  # [B, K+1, A]
+    num: jax.Array  # [B] int32, 1..K+1
+    first_position: jax.Array  # [B] int32; negative: the row is inactive
+
+
+@flax.struct.dataclass
+class Draft:
+    """K proposed tokens: the drafter's most likely ones, and the logits they come from where it has any.
+
+    logits is over the target's vocabulary; tokens the drafter cannot propose are at -inf or a very large negative."""
+
+    token_ids: jax.Array  # [B, K] int32
+    logits: jax.Array | None = None  # [B, K, V]

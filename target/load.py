@@ -1,0 +1,518 @@
+"""Between directories and TargetParams: the only file of the target that knows tensor names.
+
+Two layouts are read, the Hugging Face one and openai's `original/`; the Hugging Face one is written. Both interleave
+the experts' gate and up rows and store matrices output dimension first, but for unquantised Hugging Face experts, which
+are input dimension first.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from peagle.ops.checkpoint import Checkpoint, read_checkpoint, read_json, write_checkpoint
+from peagle.ops.errors import InputError
+from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts
+from peagle.ops.mxfp4 import BLOCK, NAN_SCALE, dequantize, quantize
+from target.config import TargetConfig, parse_config, render_config
+from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
+
+# Dense experts go side by side in two matrices (FusedExperts) up to this many experts per selected one. Computing the
+# unselected ones costs that factor in multiplications and saves every gather: at 8 experts top-4 the plain matmuls win
+# at any number of rows; at 32 top-4 a decoded token would read eight times the weights it needs.
+FUSED_UP_TO = 4
+# of the memory that is free when loading starts; the rest is for caches, activations and other people
+_MEMORY_SHARE = 0.8
+
+ExpertsChoice = Literal["auto", "packed", "expanded"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedTarget:
+    """A model in memory, and what its directory says beside the weights."""
+
+    params: TargetParams
+    config: TargetConfig
+    stop_token_ids: tuple[int, ...]  # may be none
+    experts: Literal["packed", "expanded", "fused"]  # the layout they are in now
+    mxfp4: bool  # whether the files hold quantised experts
+
+
+def load_target(directory: Path, *, dtype: Any = jnp.float32, experts: ExpertsChoice = "auto") -> LoadedTarget:
+    """The model in a directory: float parameters in `dtype`, on JAX's default device, every tensor of the files used.
+
+    `packed` keeps MXFP4 experts as they are, `expanded` dequantises them once, here. `auto` is expanded on CPU where
+    that fits in the memory that is free (dequantising inside the graph is many times slower there), and packed on
+    accelerators; unquantised experts are always expanded. No more than one tensor is in memory twice.
+
+    Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
+    and `packed` for a checkpoint that is not MXFP4.
+    """
+    directory = Path(directory)
+    checkpoint = read_checkpoint(directory)
+    names = _ORIGINAL if _is_original(checkpoint) else _HUGGING_FACE
+    config = parse_config(_from_original(checkpoint.config) if names is _ORIGINAL else checkpoint.config)
+    _refuse_other_quantization(checkpoint)
+    mxfp4 = any(name.endswith(names.scales_suffix) for name in checkpoint.names)
+    checkpoint.expect(_shapes(names, config, mxfp4))
+    stop_token_ids = _stop_token_ids(checkpoint)
+    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, directory)
+    params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4).params(layout)
+    checkpoint.finish()
+    return LoadedTarget(params, config, stop_token_ids, layout, mxfp4)
+
+
+def save_target(
+    directory: Path,
+    params: TargetParams,
+    config: TargetConfig,
+    *,
+    dtype: Any = ml_dtypes.bfloat16,
+    mxfp4: bool = True,
+    stop_token_ids: Sequence[int] = (),
+    pad_token_id: int | None = None,
+    tokenizer_files: Mapping[str, bytes] | None = None,
+    shard_bytes: int | None = None,
+) -> None:
+    """The directory is a Hugging Face checkpoint of these parameters, whatever layout their experts are in.
+
+    Experts are rounded to MXFP4, or without `mxfp4` stored in `dtype` like everything else. With dtype float32 and
+    mxfp4 False, load_target gives equal parameters back; so it does for experts that were MXFP4 before.
+
+    Raises InputError where MXFP4 is asked for widths that are not multiples of 32, or a value is not finite.
+    """
+    write_target(
+        directory,
+        config,
+        _tensors(params, config, np.dtype(dtype), mxfp4),
+        mxfp4=mxfp4,
+        stop_token_ids=stop_token_ids,
+        pad_token_id=pad_token_id,
+        extra_files=tokenizer_files,
+        shard_bytes=shard_bytes,
+    )
+
+
+def write_target(
+    directory: Path,
+    config: TargetConfig,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    *,
+    mxfp4: bool,
+    stop_token_ids: Sequence[int] = (),
+    pad_token_id: int | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
+    shard_bytes: int | None = None,
+) -> None:
+    """save_target for tensors that already have their names and shapes (`tensor_shapes`), made one by one."""
+    rendered = render_config(config)
+    if stop_token_ids:
+        rendered["eos_token_id"] = stop_token_ids[0]
+    if pad_token_id is not None:
+        rendered["pad_token_id"] = pad_token_id
+    if mxfp4:
+        rendered["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_CONVERTED)}
+    generation: dict[str, Any] = {"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}
+    if pad_token_id is not None:
+        generation["pad_token_id"] = pad_token_id
+    extra: dict[str, bytes | Mapping[str, Any]] = {**(extra_files or {})}
+    if generation:
+        extra["generation_config.json"] = generation
+    write_checkpoint(directory, rendered, tensors, shard_bytes, extra)
+
+
+def tensor_shapes(config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Hugging Face checkpoint of this geometry with its shape, in the order of the layers."""
+    return _shapes(_HUGGING_FACE, config, mxfp4)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    embedding: str
+    lm_head: str
+    norm: str
+    layer: str  # prefix of what follows; {} is the layer's number
+    attention_norm: str
+    qkv: tuple[str, ...]  # modules with .weight and .bias: three, or one that has them side by side
+    out: str
+    sinks: str
+    moe_norm: str
+    router: str
+    gate_up: str
+    gate_up_bias: str
+    down: str
+    down_bias: str
+    blocks_suffix: str
+    scales_suffix: str
+
+
+_HUGGING_FACE = _Names(
+    embedding="model.embed_tokens.weight",
+    lm_head="lm_head.weight",
+    norm="model.norm.weight",
+    layer="model.layers.{}.",
+    attention_norm="input_layernorm.weight",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    sinks="self_attn.sinks",
+    moe_norm="post_attention_layernorm.weight",
+    router="mlp.router",
+    gate_up="mlp.experts.gate_up_proj",
+    gate_up_bias="mlp.experts.gate_up_proj_bias",
+    down="mlp.experts.down_proj",
+    down_bias="mlp.experts.down_proj_bias",
+    blocks_suffix="_blocks",
+    scales_suffix="_scales",
+)
+# openai/gpt-oss, gpt_oss/torch/model.py and weights.py
+_ORIGINAL = _Names(
+    embedding="embedding.weight",
+    lm_head="unembedding.weight",
+    norm="norm.scale",
+    layer="block.{}.",
+    attention_norm="attn.norm.scale",
+    qkv=("attn.qkv",),
+    out="attn.out",
+    sinks="attn.sinks",
+    moe_norm="mlp.norm.scale",
+    router="mlp.gate",
+    gate_up="mlp.mlp1_weight",
+    gate_up_bias="mlp.mlp1_bias",
+    down="mlp.mlp2_weight",
+    down_bias="mlp.mlp2_bias",
+    blocks_suffix=".blocks",
+    scales_suffix=".scales",
+)
+_NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+
+
+def _is_original(checkpoint: Checkpoint) -> bool:
+    return "model_type" not in checkpoint.config and checkpoint.has(_ORIGINAL.embedding)
+
+
+def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:
+    """openai's config.json in the words of parse_config: other names for the same, a rotation that is always YaRN, and
+    layers that always alternate."""
+    factor = config.get("rope_scaling_factor", 1.0)
+    yarn = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "beta_slow": config.get("rope_ntk_alpha", 1.0),
+        "beta_fast": config.get("rope_ntk_beta", 32.0),
+        "truncate": False,
+        "original_max_position_embeddings": config.get("initial_context_length", 4096),
+    }
+    theta = {"rope_theta": config.get("rope_theta", 150000.0)}
+    rope = {**theta, **(yarn if factor > 1 else {"rope_type": "default"})}
+    return {**config, "model_type": "gpt_oss", "rope_parameters": rope, "layer_types": None}
+
+
+def _refuse_other_quantization(checkpoint: Checkpoint) -> None:
+    method = (checkpoint.config.get("quantization_config") or {}).get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise InputError(
+            f"{checkpoint.directory}: quantised with {method!r}; expected mxfp4 or no quantisation: use the original "
+            "checkpoint"
+        )
+
+
+def _shapes(names: _Names, config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...]]:
+    c = config
+    width, experts, hidden = c.num_heads * c.head_dim, c.num_experts, c.hidden_size
+    kv_width = c.num_kv_heads * c.head_dim
+    qkv_widths = (width, kv_width, kv_width) if len(names.qkv) == 3 else (width + 2 * kv_width,)
+    shapes: dict[str, tuple[int, ...]] = {names.embedding: (c.vocab_size, hidden)}
+
+    def expert_matrix(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+        if not mxfp4:
+            return {name: (experts, inputs, outputs)}
+        if inputs % BLOCK:
+            raise InputError(f"MXFP4 needs widths that are multiples of {BLOCK}, got {inputs} inputs of {name}")
+        scales = (experts, outputs, inputs // BLOCK)
+        return {name + names.blocks_suffix: (*scales, BLOCK // 2), name + names.scales_suffix: scales}
+
+    for layer in range(c.num_layers):
+        own: dict[str, tuple[int, ...]] = {names.attention_norm: (hidden,)}
+        for module, outputs in zip(names.qkv, qkv_widths, strict=True):
+            own |= {f"{module}.weight": (outputs, hidden), f"{module}.bias": (outputs,)}
+        own |= {f"{names.out}.weight": (hidden, width), f"{names.out}.bias": (hidden,), names.sinks: (c.num_heads,)}
+        own |= {names.moe_norm: (hidden,)}
+        own |= {f"{names.router}.weight": (experts, hidden), f"{names.router}.bias": (experts,)}
+        own |= expert_matrix(names.gate_up, 2 * c.expert_width, hidden)
+        own |= {names.gate_up_bias: (experts, 2 * c.expert_width)}
+        own |= expert_matrix(names.down, hidden, c.expert_width)
+        own |= {names.down_bias: (experts, hidden)}
+        shapes |= {names.layer.format(layer) + name: shape for name, shape in own.items()}
+    return shapes | {names.norm: (hidden,), names.lm_head: (c.vocab_size, hidden)}
+
+
+def _stop_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """generation_config.json decides where it exists, else config.json."""
+    name, config = "config.json", checkpoint.config
+    if (checkpoint.directory / "generation_config.json").exists():
+        name = "generation_config.json"
+        config = read_json(checkpoint.directory, name)
+    ids = config.get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise InputError(f"{checkpoint.directory / name}: eos_token_id is {ids!r}; expected token ids")
+    return tuple(dict.fromkeys(ids))
+
+
+def _choose_layout(
+    config: TargetConfig, dtype: np.dtype, experts: ExpertsChoice, mxfp4: bool, directory: Path
+) -> Literal["packed", "expanded", "fused"]:
+    if experts not in ("auto", "packed", "expanded"):
+        raise InputError(f"experts {experts!r}: expected auto, packed or expanded")
+    if experts == "packed" and not mxfp4:
+        raise InputError(
+            f"{directory}: experts packed needs an MXFP4 checkpoint, but this one's experts are not quantised"
+        )
+    if experts == "packed" or (experts == "auto" and mxfp4 and not _expanding_pays(config, dtype)):
+        return "packed"
+    return "fused" if config.num_experts <= FUSED_UP_TO * config.top_k else "expanded"
+
+
+def _expanding_pays(config: TargetConfig, dtype: np.dtype) -> bool:
+    if jax.default_backend() != "cpu":
+        return False
+    weights = sum(int(np.prod(shape)) for shape in _shapes(_HUGGING_FACE, config, mxfp4=False).values())
+    return weights * dtype.itemsize <= _MEMORY_SHARE * available_memory_bytes()
+
+
+def available_memory_bytes() -> int:
+    """Host memory that can be taken without swapping: what the system and its control group leave, or half of what is
+    installed where neither says."""
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    group = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        available = half
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used))
+
+
+class _Reader:
+    """Takes tensors from a checkpoint one by one and puts them where the parameters want them."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, names: _Names, config: TargetConfig, dtype: np.dtype, mxfp4: bool
+    ) -> None:
+        self._checkpoint, self._names, self._config, self._dtype = checkpoint, names, config, dtype
+        self._shapes = _shapes(names, config, mxfp4)
+        self._mxfp4 = mxfp4
+
+    def params(self, layout: Literal["packed", "expanded", "fused"]) -> TargetParams:
+        return TargetParams(
+            embedding=self._vector(self._names.embedding),
+            layers=tuple(self._layer(index, layout) for index in range(self._config.num_layers)),
+            norm=self._vector(self._names.norm),
+            lm_head=self._matrix(self._names.lm_head),
+        )
+
+    def _layer(self, index: int, layout: Literal["packed", "expanded", "fused"]) -> LayerParams:
+        names, prefix = self._names, self._names.layer.format(index)
+        read: Callable[[str], Experts] = {"packed": self._packed, "expanded": self._expanded, "fused": self._fused}[
+            layout
+        ]
+        return LayerParams(
+            attention=AttentionParams(
+                norm=self._vector(prefix + names.attention_norm),
+                qkv=self._matrix(*(f"{prefix}{module}.weight" for module in names.qkv)),
+                qkv_bias=self._vector(*(f"{prefix}{module}.bias" for module in names.qkv)),
+                out=self._matrix(f"{prefix}{names.out}.weight"),
+                out_bias=self._vector(f"{prefix}{names.out}.bias"),
+                sinks=self._vector(prefix + names.sinks),
+            ),
+            moe=MoeParams(
+                norm=self._vector(prefix + names.moe_norm),
+                router=self._matrix(f"{prefix}{names.router}.weight"),
+                router_bias=self._vector(f"{prefix}{names.router}.bias"),
+                experts=read(prefix),
+            ),
+        )
+
+    def _floats(self, name: str) -> np.ndarray:
+        value = self._checkpoint.take(name, self._shapes[name])
+        if value.dtype.kind not in "fV":  # V: bfloat16
+            raise InputError(f"{self._checkpoint.directory}: tensor {name} has dtype {value.dtype}; expected floats")
+        return value
+
+    def _bytes(self, name: str) -> np.ndarray:
+        value = self._checkpoint.take(name, self._shapes[name])
+        if value.dtype != np.uint8:
+            raise InputError(f"{self._checkpoint.directory}: tensor {name} has dtype {value.dtype}; expected uint8")
+        return value
+
+    def _vector(self, *names: str) -> jax.Array:
+        """The tensors end to end, as they lie."""
+        return jnp.asarray(np.concatenate([self._floats(name).astype(self._dtype) for name in names]))
+
+    def _matrix(self, *names: str) -> jax.Array:
+        """Matrices of the file [outputs, inputs], side by side as [inputs, all outputs]."""
+        stacked = self._floats(names[0]) if len(names) == 1 else np.concatenate([self._floats(name) for name in names])
+        return jnp.asarray(stacked.T.astype(self._dtype, order="C"))
+
+    def _packed_pair(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        blocks, scales = name + self._names.blocks_suffix, name + self._names.scales_suffix
+        values = self._bytes(blocks), self._bytes(scales)
+        if np.any(values[1] == NAN_SCALE):
+            raise InputError(
+                f"{self._checkpoint.directory}: tensor {scales} has a scale of 255 (NaN): the file is corrupt"
+            )
+        return values
+
+    def _expert_matrices(self, name: str) -> Iterator[np.ndarray]:
+        """[inputs, outputs] of one expert after the other, not yet in the wanted dtype."""
+        if not self._mxfp4:
+            yield from self._floats(name)
+            return
+        blocks, scales = self._packed_pair(name)
+        for expert in range(self._config.num_experts):
+            yield dequantize(blocks[expert], scales[expert]).T
+
+    def _packed(self, prefix: str) -> PackedExperts:
+        names = self._names
+        gate_up_blocks, gate_up_scales = self._packed_pair(prefix + names.gate_up)
+        down_blocks, down_scales = self._packed_pair(prefix + names.down)
+        return PackedExperts(
+            gate_up_blocks=jnp.asarray(gate_up_blocks),
+            gate_up_scales=jnp.asarray(gate_up_scales),
+            gate_up_bias=self._vector(prefix + names.gate_up_bias),
+            down_blocks=jnp.asarray(down_blocks),
+            down_scales=jnp.asarray(down_scales),
+            down_bias=self._vector(prefix + names.down_bias),
+        )
+
+    def _expanded(self, prefix: str) -> ExpandedExperts:
+        c, names = self._config, self._names
+        gate_up = np.empty((c.num_experts, c.hidden_size, 2 * c.expert_width), self._dtype)
+        for expert, matrix in enumerate(self._expert_matrices(prefix + names.gate_up)):
+            gate_up[expert, :, : c.expert_width] = matrix[:, 0::2]
+            gate_up[expert, :, c.expert_width :] = matrix[:, 1::2]
+        down = np.empty((c.num_experts, c.expert_width, c.hidden_size), self._dtype)
+        for expert, matrix in enumerate(self._expert_matrices(prefix + names.down)):
+            down[expert] = matrix
+        gate, up = self._gate_and_up_bias(prefix)
+        return ExpandedExperts(
+            gate_up=jnp.asarray(gate_up),
+            gate_up_bias=jnp.asarray(np.concatenate([gate, up], axis=-1)),
+            down=jnp.asarray(down),
+            down_bias=self._vector(prefix + names.down_bias),
+        )
+
+    def _fused(self, prefix: str) -> FusedExperts:
+        c, names = self._config, self._names
+        gate_up = np.empty((c.hidden_size, 2, c.num_experts, c.expert_width), self._dtype)
+        for expert, matrix in enumerate(self._expert_matrices(prefix + names.gate_up)):
+            gate_up[:, 0, expert] = matrix[:, 0::2]
+            gate_up[:, 1, expert] = matrix[:, 1::2]
+        down = np.empty((c.num_experts, c.expert_width, c.hidden_size), self._dtype)
+        for expert, matrix in enumerate(self._expert_matrices(prefix + names.down)):
+            down[expert] = matrix
+        gate, up = self._gate_and_up_bias(prefix)
+        return FusedExperts(
+            gate_up=jnp.asarray(gate_up.reshape(c.hidden_size, -1)),
+            gate_up_bias=jnp.asarray(np.concatenate([gate.ravel(), up.ravel()])),
+            down=jnp.asarray(down.reshape(-1, c.hidden_size)),
+            down_bias=self._vector(prefix + names.down_bias),
+        )
+
+    def _gate_and_up_bias(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
+        bias = self._floats(prefix + self._names.gate_up_bias).astype(self._dtype)
+        return bias[:, 0::2], bias[:, 1::2]
+
+
+def _tensors(
+    params: TargetParams, config: TargetConfig, dtype: np.dtype, mxfp4: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of the Hugging Face layout with its name, made when it is asked for."""
+    names = _HUGGING_FACE
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    splits = (queries, queries + keys)
+
+    def vector(name: str, value: Any) -> tuple[str, np.ndarray]:
+        return name, _finite(name, np.asarray(value)).astype(dtype)
+
+    yield vector(names.embedding, params.embedding)
+    for index, layer in enumerate(params.layers):
+        prefix, attention, moe = names.layer.format(index), layer.attention, layer.moe
+        yield vector(prefix + names.attention_norm, attention.norm)
+        weights = np.split(np.asarray(attention.qkv).T, splits)
+        biases = np.split(np.asarray(attention.qkv_bias), splits)
+        for module, weight, bias in zip(names.qkv, weights, biases, strict=True):
+            yield vector(f"{prefix}{module}.weight", weight)
+            yield vector(f"{prefix}{module}.bias", bias)
+        yield vector(f"{prefix}{names.out}.weight", np.asarray(attention.out).T)
+        yield vector(f"{prefix}{names.out}.bias", attention.out_bias)
+        yield vector(prefix + names.sinks, attention.sinks)
+        yield vector(prefix + names.moe_norm, moe.norm)
+        yield vector(f"{prefix}{names.router}.weight", np.asarray(moe.router).T)
+        yield vector(f"{prefix}{names.router}.bias", moe.router_bias)
+        for name, value in _expert_tensors(moe.experts, config, mxfp4).items():
+            yield (prefix + name, value) if value.dtype == np.uint8 else vector(prefix + name, value)
+    yield vector(names.norm, params.norm)
+    yield vector(names.lm_head, np.asarray(params.lm_head).T)
+
+
+def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool) -> dict[str, np.ndarray]:
+    names = _HUGGING_FACE
+    pairs: dict[str, tuple[Any, Any]]
+    biases: dict[str, Any]
+    if isinstance(experts, PackedExperts) and mxfp4:
+        pairs = {
+            names.gate_up: (experts.gate_up_blocks, experts.gate_up_scales),
+            names.down: (experts.down_blocks, experts.down_scales),
+        }
+        biases = {names.gate_up_bias: experts.gate_up_bias, names.down_bias: experts.down_bias}
+    else:
+        gate_up, gate_up_bias, down, down_bias = _dense_experts(experts, config)
+        biases = {names.gate_up_bias: gate_up_bias, names.down_bias: down_bias}
+        if not mxfp4:
+            return {names.gate_up: gate_up, names.down: down, **biases}
+        pairs = {
+            name: quantize(_finite(name, matrix).swapaxes(-1, -2).astype(np.float32))
+            for name, matrix in ((names.gate_up, gate_up), (names.down, down))
+        }
+    packed = {name + names.blocks_suffix: np.asarray(blocks) for name, (blocks, _) in pairs.items()}
+    packed |= {name + names.scales_suffix: np.asarray(scales) for name, (_, scales) in pairs.items()}
+    return packed | {name: np.asarray(bias) for name, bias in biases.items()}
+
+
+def _dense_experts(experts: Experts, config: TargetConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(gate_up [E, D, 2F] interleaved, its bias [E, 2F] interleaved, down [E, F, D], its bias [E, D])."""
+    count, width, hidden = config.num_experts, config.expert_width, config.hidden_size
+    if isinstance(experts, PackedExperts):
+        gate_up = dequantize(np.asarray(experts.gate_up_blocks), np.asarray(experts.gate_up_scales)).swapaxes(-1, -2)
+        down = dequantize(np.asarray(experts.down_blocks), np.asarray(experts.down_scales)).swapaxes(-1, -2)
+        return gate_up, np.asarray(experts.gate_up_bias), down, np.asarray(experts.down_bias)
+    if isinstance(experts, FusedExperts):
+        gate_up = np.asarray(experts.gate_up).reshape(hidden, 2, count, width).transpose(2, 0, 3, 1)
+        bias = np.asarray(experts.gate_up_bias).reshape(2, count, width).transpose(1, 2, 0)
+    else:
+        gate_up = np.asarray(experts.gate_up).reshape(count, hidden, 2, width).swapaxes(-1, -2)
+        bias = np.asarray(experts.gate_up_bias).reshape(count, 2, width).swapaxes(-1, -2)
+    return (
+        gate_up.reshape(count, hidden, 2 * width),
+        bias.reshape(count, 2 * width),
+        np.asarray(experts.down).reshape(count, width, hidden),
+        np.asarray(experts.down_bias),
+    )
+
+
+def _finite(name: str, value: np.ndarray) -> np.ndarray:
+    if not np.all(np.isfinite(value)):
+        raise InputError(f"tensor {name} has values that are not finite: the model diverged, nothing was written")
+    return value
