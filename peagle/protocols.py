@@ -20,7 +20,7 @@ Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pen
                    aux [h5, h6, ., .], num 2, first_position 5 = length - num
 """
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import flax.struct
 import jax
@@ -37,6 +37,7 @@ class Acceptance:
     next_token: jax.Array  # [B] int32: the recovered token, or the bonus token when all K were accepted
 
 
+@runtime_checkable
 class Target(Protocol):
     """The model that is sped up."""
 
@@ -63,6 +64,7 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """The model that proposes."""
 

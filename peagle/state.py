@@ -10,6 +10,7 @@ A row that is done is frozen: steps go on computing it, and change nothing that 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.messages import Fresh
@@ -32,13 +33,13 @@ class DecodeState:
 
 @flax.struct.dataclass
 class StepOutput:
-    """What the host reads of a step. A row that was done before it has count 0 and num_accepted -1."""
+    """What the host reads of a step (as NumPy arrays then). A row that was done before it has count 0 and num_accepted -1."""
 
-    token_ids: jax.Array  # [B, K+1]: accepted drafts, then next_token at index num_accepted; the rest is leftovers
-    count: jax.Array  # [B]: emitted tokens, 0..K+1: cut behind a stop token and at the budget
-    num_accepted: jax.Array  # [B]: before that cut
-    draft_token_ids: jax.Array  # [B, K]
-    done: jax.Array  # [B]
+    token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token at index num_accepted; the rest is leftovers
+    count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1: cut behind a stop token and at the budget
+    num_accepted: jax.Array | np.ndarray  # [B]: before that cut
+    draft_token_ids: jax.Array | np.ndarray  # [B, K]
+    done: jax.Array | np.ndarray  # [B]
 
 
 def init_state(

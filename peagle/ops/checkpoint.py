@@ -296,9 +296,9 @@ def _write_weights(
 
 
 def _replace_files(directory: Path, new: Path) -> None:
-    """`new`'s files are in the directory, config.json last; the weights that were there before are gone."""
+    """`new`'s files are in the directory, config.json last; an older checkpoint's are gone."""
     (directory / CONFIG).unlink(missing_ok=True)
-    for old in [*directory.glob("model*.safetensors"), directory / INDEX]:
+    for old in [*directory.glob("model*.safetensors"), directory / INDEX, directory / "generation_config.json"]:
         old.unlink(missing_ok=True)
     for path in sorted(new.iterdir(), key=lambda path: path.name == CONFIG):
         os.replace(path, directory / path.name)

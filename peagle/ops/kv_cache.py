@@ -14,6 +14,7 @@ after a roll-back, must not need any more (`ring_capacity`).
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 
@@ -31,7 +32,7 @@ class KVCache:
 
 
 def init_kv_cache(
-    batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: jnp.dtype, ring: bool = False
+    batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: DTypeLike, ring: bool = False
 ) -> KVCache:
     """An empty cache."""
     # two buffers, not one twice: a donated buffer may appear only once

@@ -7,6 +7,7 @@ NaN in the standard and means a corrupt file here: loading refuses it.
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 BLOCK = 32
@@ -25,7 +26,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def dequantize_on_device(
-    blocks: UInt8[Array, "*rows n 16"], scales: UInt8[Array, "*rows n"], dtype: jnp.dtype
+    blocks: UInt8[Array, "*rows n 16"], scales: UInt8[Array, "*rows n"], dtype: DTypeLike
 ) -> Float[Array, "*rows columns"]:
     """The same inside a graph, in `dtype`, but for denormals: XLA on CPU flushes them, and scale 0 (2^-127) is one."""
     codes = jnp.asarray(CODES, dtype)

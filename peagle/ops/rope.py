@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.errors import InputError
@@ -63,6 +64,8 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
         raise InputError("partial_rotary_factor is not supported: heads are rotated whole")
     if kind == "default":
         return RopeConfig(head_dim, float(theta))
+    if kind not in ("yarn", "llama3"):
+        raise InputError(f"rope scaling {kind!r} is not supported; expected default, yarn or llama3")
     if original <= 0:
         raise InputError(f"rope scaling {kind!r} lacks original_max_position_embeddings")
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
@@ -81,17 +84,16 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
                     concentration=scaling.get("attention_factor"),
                 ),
             )
-        if kind == "llama3":
-            return RopeConfig(
-                head_dim,
-                float(theta),
-                Llama3(
-                    factor=float(scaling["factor"]),
-                    original_length=int(original),
-                    low_freq_factor=float(scaling["low_freq_factor"]),
-                    high_freq_factor=float(scaling["high_freq_factor"]),
-                ),
-            )
+        return RopeConfig(
+            head_dim,
+            float(theta),
+            Llama3(
+                factor=float(scaling["factor"]),
+                original_length=int(original),
+                low_freq_factor=float(scaling["low_freq_factor"]),
+                high_freq_factor=float(scaling["high_freq_factor"]),
+            ),
+        )
     except KeyError as missing:
         raise InputError(f"rope scaling {kind!r} lacks {missing}") from None
     raise InputError(f"rope scaling {kind!r} is not supported; expected default, yarn or llama3")
@@ -136,7 +138,7 @@ def _llama3_frequencies(plain: np.ndarray, scaling: Llama3) -> np.ndarray:
 
 
 def rope_tables(
-    config: RopeConfig, positions: Int[Array, "B T"], dtype: jnp.dtype
+    config: RopeConfig, positions: Int[Array, "B T"], dtype: DTypeLike
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
     """(cos, sin) [B, T, head_dim/2] at the given positions: angles in float32, times the concentration, then cast
     to the activation dtype before they rotate anything (openai/gpt-oss)."""

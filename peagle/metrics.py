@@ -1,0 +1,293 @@
+"""From what the engine emitted to numbers. Every formula is here, once; raw counters first, ratios from them.
+
+What cannot be said (a rate over no steps, a speed from one token) is None, never NaN and never zero.
+Times are readings of time.perf_counter() in seconds; compilation is in none of them (the engine is warm before).
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from peagle.generate import Decision, Emission, Request
+from peagle.text import Detokenizer, Tokenizer
+
+LOOPING_ABOVE = 0.3  # an output whose loop share is higher loops
+LOOP_GRAM = 4
+
+FinishReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Raw counts of speculative steps, before any output was cut. `histogram[a]` is how many steps accepted a drafts."""
+
+    num_spec_tokens: int  # K
+    histogram: tuple[int, ...]  # K + 1 places
+
+    @classmethod
+    def of(cls, decisions: Iterable[Decision], num_spec_tokens: int) -> "Counters":
+        histogram = [0] * (num_spec_tokens + 1)
+        for decision in decisions:
+            histogram[decision.num_accepted] += 1
+        return cls(num_spec_tokens, tuple(histogram))
+
+    def __add__(self, other: "Counters") -> "Counters":
+        """Pooled: counts add up. Both must have the same K."""
+        if self.num_spec_tokens != other.num_spec_tokens:
+            raise ValueError(f"counters of K = {self.num_spec_tokens} and {other.num_spec_tokens} cannot be pooled")
+        return Counters(
+            self.num_spec_tokens, tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True))
+        )
+
+    @property
+    def num_steps(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def num_drafted(self) -> int:
+        """steps * K"""
+        return self.num_steps * self.num_spec_tokens
+
+    @property
+    def num_accepted(self) -> int:
+        """sum over a of a * histogram[a]"""
+        return sum(accepted * steps for accepted, steps in enumerate(self.histogram))
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """1 + accepted / steps: tokens a step gives, the recovered or bonus token included (vLLM's definition)."""
+        return None if not self.num_steps else 1 + self.num_accepted / self.num_steps
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """accepted / drafted"""
+        return _ratio(self.num_accepted, self.num_drafted)
+
+    @property
+    def acceptance_rate_per_position(self) -> tuple[float | None, ...]:
+        """Place i: steps that accepted draft i / all steps. Unconditional, so it never rises with i."""
+        return tuple(_ratio(sum(self.histogram[i + 1 :]), self.num_steps) for i in range(self.num_spec_tokens))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one request. num_speculative_tokens 0: plain decoding."""
+
+    request: Request
+    num_speculative_tokens: int
+    output_ids: tuple[int, ...]  # with the stop token
+    text: str | None  # without it; None where there is no tokenizer
+    finish_reason: FinishReason
+    started_s: float
+    first_s: float | None  # time of the first token
+    last_s: float | None
+    decisions: tuple[Decision, ...] = ()  # one per step
+
+    @property
+    def counters(self) -> Counters:
+        return Counters.of(self.decisions, self.num_speculative_tokens)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """1 + accepted / steps; None in plain decoding."""
+        return self.counters.acceptance_length if self.num_speculative_tokens else None
+
+    @property
+    def num_truncated(self) -> int:
+        """Tokens decided and not emitted, behind a stop token or the budget:
+        emitted = 1 + sum(num_accepted + 1) - truncated, the 1 being the token prefill gives."""
+        decided = sum(decision.num_accepted + 1 for decision in self.decisions)
+        return 1 + decided - len(self.output_ids) if self.output_ids else 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time from the request's start to its first token."""
+        return None if self.first_s is None else self.first_s - self.started_s
+
+    @property
+    def decode_s(self) -> float | None:
+        """Time from the first token to the last."""
+        return None if self.first_s is None or self.last_s is None else self.last_s - self.first_s
+
+    @property
+    def tok_per_s(self) -> float | None:
+        """(emitted - 1) / (time of the last token - time of the first)"""
+        return _ratio(max(len(self.output_ids) - 1, 0), self.decode_s or 0.0) if len(self.output_ids) > 1 else None
+
+    @property
+    def loop_share(self) -> float | None:
+        """1 - distinct / total of the output's 4-grams of token ids; None below 4 tokens."""
+        distinct, total = loop_grams(self.output_ids)
+        return None if not total else 1 - distinct / total
+
+    @property
+    def loops(self) -> bool:
+        """Loop share above 0.3."""
+        return (self.loop_share or 0.0) > LOOPING_ABOVE
+
+
+class Recorder:
+    """Collects one request's emissions. `add` gives the text to show; `result` what became of it so far."""
+
+    def __init__(
+        self,
+        request: Request,
+        num_speculative_tokens: int,
+        stop_token_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+        started_s: float,
+    ) -> None:
+        self.request = request
+        self._num_speculative_tokens = num_speculative_tokens
+        self._stops = frozenset(stop_token_ids)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._started_s = started_s
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._ids: list[int] = []
+        self._pieces: list[str] = []
+        self._decisions: list[Decision] = []
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """`interrupted` as long as neither a stop token nor the budget ended it."""
+        if self._ids and self._ids[-1] in self._stops:
+            return "stop"
+        return "length" if len(self._ids) >= self.request.max_new_tokens else "interrupted"
+
+    def add(self, emission: Emission) -> str:
+        """The new text of these tokens, empty without a tokenizer; with the last ones, what was held back, too."""
+        if self._first_s is None:
+            self._first_s = emission.time_s
+        if emission.token_ids:
+            self._last_s = emission.time_s
+        if emission.decision is not None:
+            self._decisions.append(emission.decision)
+        self._ids += emission.token_ids
+        stopped = self.finish_reason == "stop"
+        return self._show(emission.token_ids[:-1] if stopped else emission.token_ids, self.finish_reason != "interrupted")
+
+    def close(self) -> str:
+        """The text that was held back, for a request that ends here although it has not finished."""
+        return self._show((), last=True)
+
+    def result(self) -> Result:
+        return Result(
+            request=self.request,
+            num_speculative_tokens=self._num_speculative_tokens,
+            output_ids=tuple(self._ids),
+            text=None if self._detokenizer is None else "".join(self._pieces),
+            finish_reason=self.finish_reason,
+            started_s=self._started_s,
+            first_s=self._first_s,
+            last_s=self._last_s,
+            decisions=tuple(self._decisions),
+        )
+
+    def _show(self, token_ids: Sequence[int], last: bool) -> str:
+        if self._detokenizer is None:
+            return ""
+        piece = self._detokenizer.add(token_ids) + (self._detokenizer.flush() if last else "")
+        self._pieces.append(piece)
+        return piece
+
+
+def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
+    """(distinct, all) 4-grams of the ids."""
+    grams = [tuple(token_ids[i : i + LOOP_GRAM]) for i in range(len(token_ids) - LOOP_GRAM + 1)]
+    return len(set(grams)), len(grams)
+
+
+def pooled_counters(results: Sequence[Result]) -> Counters | None:
+    """All steps of results with the same K > 0; None where there are none."""
+    speculative = [result.counters for result in results if result.num_speculative_tokens]
+    return sum(speculative[1:], start=speculative[0]) if speculative else None
+
+
+def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
+    """Tokens over seconds: sum of (emitted - 1) over the time in which at least one request was between its first and its
+    last token. One after the other, that is the sum of their times; in a batch, it is counted once."""
+    tokens = sum(len(result.output_ids) - 1 for result in results if result.output_ids)
+    spans = sorted((r.first_s, r.last_s) for r in results if r.first_s is not None and r.last_s is not None)
+    seconds, covered = 0.0, float("-inf")
+    for first, last in spans:
+        seconds += max(0.0, last - max(first, covered))
+        covered = max(covered, last)
+    return _ratio(tokens, seconds) if tokens else None
+
+
+def pooled_loop_share(results: Sequence[Result]) -> float | None:
+    """1 - distinct / total, both summed over outputs (4-grams are distinct within their output)."""
+    distinct, total = map(sum, zip(*(loop_grams(result.output_ids) for result in results), strict=True)) if results else (0, 0)
+    return None if not total else 1 - distinct / total
+
+
+def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
+    """Median over requests of tok_per_s / the baseline's."""
+    ratios = [
+        fast.tok_per_s / plain.tok_per_s for fast, plain in pairs if fast.tok_per_s is not None and plain.tok_per_s
+    ]
+    return statistics.median(ratios) if ratios else None
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first index at which the two differ, one that only one of them has included; None where they are equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
+    """The per-request block that readers of vLLM's metrics know."""
+    return {
+        "num_spec_tokens": counters.num_spec_tokens,
+        "num_spec_steps": counters.num_steps,
+        "num_draft_tokens": counters.num_drafted,
+        "num_accepted_draft_tokens": counters.num_accepted,
+        "acceptance_histogram": list(counters.histogram),
+        "mean_acceptance_length": counters.acceptance_length,
+        "draft_acceptance_rate": counters.acceptance_rate,
+    }
+
+
+def summarize(
+    results: Sequence[Result], baselines: Sequence[Result | None], compile_s: float, peak_memory_bytes: int | None
+) -> dict[str, Any]:
+    """All requests together: the counters, then the ratios from them. `baselines[i]` is plain decoding of results[i]'s
+    request, where it ran; the speed-up is over those requests only."""
+    counters = pooled_counters(results)
+    quiet = pooled_counters([result for result in results if not result.loops])
+    both = [(fast, plain) for fast, plain in zip(results, baselines, strict=True) if plain is not None]
+    baseline_tok_per_s = pooled_tok_per_s([plain for _, plain in both])
+    speculated = pooled_tok_per_s([fast for fast, _ in both])
+    return {
+        "num_requests": len(results),
+        "num_prompt_tokens": sum(len(result.request.prompt_ids) for result in results),
+        "num_output_tokens": sum(len(result.output_ids) for result in results),
+        "num_truncated_tokens": sum(result.num_truncated for result in results),
+        "num_spec_steps": None if counters is None else counters.num_steps,
+        "num_draft_tokens": None if counters is None else counters.num_drafted,
+        "num_accepted_draft_tokens": None if counters is None else counters.num_accepted,
+        "acceptance_histogram": None if counters is None else list(counters.histogram),
+        "acceptance_length": None if counters is None else counters.acceptance_length,
+        "acceptance_length_without_loops": None if quiet is None else quiet.acceptance_length,
+        "acceptance_rate_per_position": None if counters is None else list(counters.acceptance_rate_per_position),
+        "loop_share": pooled_loop_share(results),
+        "looping_requests_frac": _ratio(sum(result.loops for result in results), len(results)),
+        "tok_per_s": pooled_tok_per_s(results),
+        "baseline_tok_per_s": baseline_tok_per_s,
+        "speedup": None if speculated is None else _ratio(speculated, baseline_tok_per_s or 0.0),
+        "speedup_median": median_speedup(both),
+        "num_diverged_requests": (
+            sum(first_difference(fast.output_ids, plain.output_ids) is not None for fast, plain in both) if both else None
+        ),
+        "ttft_s": statistics.median(times) if (times := [r.ttft_s for r in results if r.ttft_s is not None]) else None,
+        "compile_s": compile_s,
+        "peak_memory_bytes": peak_memory_bytes,
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None

@@ -1,0 +1,99 @@
+"""Tiny targets and scripted drafters for the engine's tests."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle.ops.messages import Draft, Fresh, TargetOutput
+from peagle.ops.rope import RopeConfig, Yarn
+from target.config import FULL, SLIDING, TargetConfig
+from target.model import GptOss
+from target.params import init_params
+
+WINDOW = 8
+CONFIG = TargetConfig(
+    hidden_size=24,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=10,
+    vocab_size=37,
+    layer_types=(SLIDING, FULL),
+    sliding_window=WINDOW,
+    num_experts=5,
+    top_k=2,
+    expert_width=14,
+    swiglu_limit=7.0,
+    rms_norm_eps=1e-5,
+    max_positions=4096,
+    rope=RopeConfig(10, 150000.0, Yarn(32.0, 64, truncate=False)),
+)
+
+
+def tiny_target(seed: int = 0, aux_layer_ids: tuple[int, ...] = ()) -> GptOss:
+    """A random GPT-OSS whose parameters, biases and sinks included, are all non-zero, and whose output does not loop."""
+    params = init_params(CONFIG, jax.random.key(seed))
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+    leaves = [leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype) for leaf in leaves]
+    return GptOss(jax.tree.unflatten(tree, leaves), CONFIG, aux_layer_ids)
+
+
+@flax.struct.dataclass
+class Scripted:
+    """Proposes script[index] for the token at each sequence index, from its row's own script; forgets everything else."""
+
+    script: jax.Array  # [B, S] int32: the token proposed for each sequence index
+
+    def init_state(self, batch: int, capacity: int, num_drafts: int) -> None:
+        pass
+
+    def prefill(self, state: None, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array) -> None:
+        pass
+
+    def propose(self, state: None, fresh: Fresh, num_drafts: int) -> tuple[Draft, None]:
+        index = (fresh.first_position + fresh.num + 1)[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+        return Draft(jnp.take_along_axis(self.script, jnp.clip(index, 0, self.script.shape[1] - 1), axis=1)), state
+
+
+@flax.struct.dataclass
+class MarkovTarget:
+    """A target whose next token depends on the last one alone: logits = table[token]. Holds no cache."""
+
+    table: jax.Array  # [V, V]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.table.shape[0]
+
+    @property
+    def max_positions(self) -> int:
+        return 1 << 20
+
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> None:
+        pass
+
+    def prefill(self, token_ids: jax.Array, lengths: jax.Array, cache: None) -> tuple[TargetOutput, None]:
+        last = jnp.take_along_axis(token_ids, (lengths - 1)[:, None], axis=1)[:, 0]
+        return TargetOutput(self.table[last], jnp.zeros((*token_ids.shape, 0))), cache
+
+    def verify(self, token_ids: jax.Array, lengths: jax.Array, cache: None) -> tuple[TargetOutput, None]:
+        return TargetOutput(self.table[token_ids], jnp.zeros((*token_ids.shape, 0))), cache
+
+
+@flax.struct.dataclass
+class FixedLogits:
+    """A drafter whose distributions never change: logits [K, V] at every step."""
+
+    logits: jax.Array
+
+    def init_state(self, batch: int, capacity: int, num_drafts: int) -> None:
+        pass
+
+    def prefill(self, state: None, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array) -> None:
+        pass
+
+    def propose(self, state: None, fresh: Fresh, num_drafts: int) -> tuple[Draft, None]:
+        batch = fresh.num.shape[0]
+        logits = jnp.broadcast_to(self.logits[None], (batch, *self.logits.shape))
+        return Draft(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits), state
