@@ -96,7 +96,6 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
         )
     except KeyError as missing:
         raise InputError(f"rope scaling {kind!r} lacks {missing}") from None
-    raise InputError(f"rope scaling {kind!r} is not supported; expected default, yarn or llama3")
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:

@@ -1,0 +1,80 @@
+"""What a P-EAGLE drafter is. load.py reads it from a checkpoint's config.json, whichever dialect that speaks."""
+
+import dataclasses
+from typing import Literal
+
+from peagle.ops.errors import InputError
+from peagle.ops.rope import RopeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """Geometry and constants of one drafter. Hashable: it may be a static argument of a jitted function.
+
+    vocab_size is the target's: token ids that come in, and drafts that go out, are of it. draft_vocab_size is how many
+    of those the drafter can propose. aux_layer_ids are the tapped OUTPUTS of the target's 0-based layers; None leaves
+    them to the target's default. aux_norm normalises what fc reads: all taps as one vector, or each tap by itself.
+    norm_before_residual: the residual stream starts from the normalised hidden state instead of the raw one.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    mask_token_id: int
+    rope: RopeConfig
+    num_taps: int = 3
+    aux_layer_ids: tuple[int, ...] | None = None
+    aux_norm: Literal["joint", "per_tap"] | None = None
+    norm_before_residual: bool = False
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        geometry = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_taps")
+        for name in (*geometry, "target_hidden_size", "vocab_size", "draft_vocab_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"the drafter's {name} is {getattr(self, name)}; expected 1 or more")
+        if self.aux_norm not in (None, "joint", "per_tap"):
+            raise InputError(f"the drafter's aux_norm is {self.aux_norm!r}; expected 'joint', 'per_tap' or none")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"the drafter's {self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads"
+            )
+        if self.head_dim % 2 or self.rope.head_dim != self.head_dim:
+            raise InputError(f"the drafter's head_dim is {self.head_dim}; expected an even number that its rope shares")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise InputError(f"the drafter's mask token {self.mask_token_id} lies outside 0..{self.vocab_size - 1}")
+        if self.draft_vocab_size > self.vocab_size:
+            raise InputError(
+                f"the drafter's draft_vocab_size {self.draft_vocab_size} exceeds its vocab_size {self.vocab_size}"
+            )
+        if self.aux_layer_ids is not None and len(self.aux_layer_ids) != self.num_taps:
+            raise InputError(
+                f"the drafter names {len(self.aux_layer_ids)} tapped layers {list(self.aux_layer_ids)} but reads "
+                f"{self.num_taps} taps; expected one id per tap"
+            )
+        if self.aux_layer_ids is None and self.num_taps != 3:
+            raise InputError(
+                f"the drafter reads {self.num_taps} taps without naming the tapped layers; the default taps are three"
+            )
+        if any(layer < 0 for layer in self.aux_layer_ids or ()):
+            raise InputError(
+                f"the drafter taps the outputs of layers {list(self.aux_layer_ids or ())}; expected 0 or more"
+            )
+
+    @property
+    def aux_width(self) -> int:
+        """Width A of the taps side by side, which fc reads."""
+        return self.num_taps * self.target_hidden_size
+
+    def layer_input(self, layer: int) -> int:
+        """Width that a layer's queries, keys and values read: layer 0 reads [embedding, hidden], the others hidden."""
+        return self.hidden_size * (2 if layer == 0 else 1)

@@ -1,0 +1,482 @@
+"""Drafter checkpoints, read and written. The only file here that knows their names.
+
+Three dialects of one model (vllm llama_eagle3.py; speculators models/peagle):
+
+    AWS, vLLM    geometry at the top of config.json; layer 0 is `midlayer.*`; mask id in `ptd_token_id`
+    pard naming  the same with `pard_token` or `mask_token_id`
+    speculators  geometry under `transformer_layer_config`; layer 0 is `layers.0.*`; mask id in `mask_token_id`
+
+A file is taken whole or refused: every tensor is consumed or named, every parameter is filled or named, and a setting
+that would change the result is followed or named. `t2d` says nothing that `d2t` does not, and is skipped.
+`norm_output` concerns drafters that run more than one pass per step, and changes nothing here.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams, LayerParams
+from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from peagle.ops.errors import InputError
+from peagle.ops.rope import RopeConfig, Yarn, parse_rope
+
+Dialect = Literal["vllm", "speculators"]
+MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+NESTED = "transformer_layer_config"
+_EMBEDDING, _LM_HEAD, _FC = "embed_tokens.weight", "lm_head.weight", "fc.weight"
+
+# settings that change the result and have one supported value: (key, supported, what that value says)
+_FIXED: tuple[tuple[str, Any, str], ...] = (
+    ("hidden_act", "silu", "a SiLU MLP"),
+    ("is_causal", True, "causal attention"),
+    ("logit_scale", 1.0, "unscaled logits"),
+    ("partial_rotary_factor", 1.0, "heads rotated as a whole"),
+    ("use_aux_hidden_state", True, "tapped hidden states"),
+    ("quantization_config", None, "plain weights"),
+    ("use_sliding_window", False, "full attention"),
+)
+
+
+def load_drafter(
+    directory: Path,
+    dtype: DTypeLike | None = None,
+    *,
+    target_embedding: jax.Array | np.ndarray | None = None,
+    target_lm_head: jax.Array | np.ndarray | None = None,
+) -> tuple[DrafterParams, DrafterConfig]:
+    """The drafter in a directory, in the given dtype or that of its fc weight.
+
+    Some drafters share the target's embedding or head and do not store it. Such a file loads only together with the
+    target's own: target_embedding [V, D], target_lm_head [D, V] (narrowed to the draft vocabulary here). What the file
+    stores wins over what is given.
+
+    Raises InputError, in one line, for whatever is missing, surplus, wrongly shaped or not supported.
+    """
+    checkpoint = read_checkpoint(directory)
+    config = parse_config(checkpoint)
+    dtype = jnp.dtype(checkpoint.dtype(_FC) if dtype is None else dtype)
+    dtype = jnp.dtype(jnp.float32) if dtype == np.float64 else dtype
+    reader = _Reader(checkpoint, config, dtype)
+    draft_to_target = _draft_to_target(checkpoint, config)
+    params = DrafterParams(
+        embedding=reader.embedding(target_embedding),
+        aux_norm=reader.aux_norm(),
+        fc=reader.matrix("fc", config.aux_width, config.hidden_size),
+        mask_hidden=reader.mask_hidden(),
+        layers=tuple(reader.layer(index) for index in range(config.num_layers)),
+        norm=reader.vector("norm.weight", config.hidden_size),
+        lm_head=reader.lm_head(target_lm_head, draft_to_target),
+        draft_to_target=None if draft_to_target is None else jnp.asarray(draft_to_target),
+    )
+    checkpoint.ignore("t2d")
+    checkpoint.finish()
+    return params, config
+
+
+def is_drafter_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json looks like a P-EAGLE drafter's: it has a mask token or nested geometry."""
+    return NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
+
+
+def parse_config(checkpoint: Checkpoint) -> DrafterConfig:
+    """The DrafterConfig of a checkpoint: config.json, completed by the shapes of its tensors where that is silent (head
+    geometry, width of the taps). Raises InputError naming what is missing, contradictory or not supported."""
+    try:
+        return _parse_config(checkpoint)
+    except InputError as error:
+        where = str(checkpoint.directory)
+        raise error if str(error).startswith(where) else InputError(f"{where}: {error}") from None
+    except KeyError as missing:
+        raise InputError(f"{checkpoint.directory}: config.json lacks {missing}, which a drafter needs") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{checkpoint.directory}: config.json holds a value of the wrong kind: {error}; fetch it again"
+        ) from None
+
+
+def save_drafter(directory: Path, params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> None:
+    """The directory holds the drafter in that dialect; load_drafter gives the same bits and the same config back."""
+    tensors = to_tensors(params, config, dialect)
+    write_checkpoint(directory, render_config(config, dialect, str(params.dtype)), tensors)
+
+
+def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint by name, output dimension first, as every dialect stores them."""
+    tensors: dict[str, np.ndarray] = {}
+
+    def put(name: str, value: jax.Array | None) -> None:
+        if value is not None:
+            tensors[name] = np.ascontiguousarray(np.asarray(value).T)
+
+    def put_parts(names: list[str], widths: list[int], weight: jax.Array, bias: jax.Array | None) -> None:
+        cuts = np.cumsum(widths)[:-1].tolist()
+        for name, part in zip(names, np.split(np.asarray(weight), cuts, axis=1), strict=True):
+            tensors[f"{name}.weight"] = np.ascontiguousarray(part.T)
+        if bias is not None:
+            for name, part in zip(names, np.split(np.asarray(bias), cuts), strict=True):
+                tensors[f"{name}.bias"] = part
+
+    put(_EMBEDDING, params.embedding.T)
+    put(_FC, params.fc)
+    put("norm.weight", params.norm)
+    put(_LM_HEAD, params.lm_head)
+    tensors["mask_hidden"] = np.asarray(params.mask_hidden).reshape(1, 1, -1)
+    if params.aux_norm is not None and config.aux_norm == "joint":
+        put("input_norm.weight", params.aux_norm)
+    elif params.aux_norm is not None:
+        for tap, weight in enumerate(np.split(np.asarray(params.aux_norm), config.num_taps)):
+            tensors[f"fc_norm.{tap}.weight"] = weight
+    for index, layer in enumerate(params.layers):
+        prefix = "midlayer" if index == 0 and dialect == "vllm" else f"layers.{index}"
+        attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        put(f"{prefix}.input_layernorm.weight", layer.norm)
+        put(f"{prefix}.hidden_norm.weight", layer.hidden_norm)
+        put(f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm)
+        put_parts([f"{attn}.{x}_proj" for x in "qkv"], _qkv_widths(config), layer.qkv, layer.qkv_bias)
+        put(f"{attn}.o_proj.weight", layer.out)
+        put(f"{attn}.o_proj.bias", layer.out_bias)
+        names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        put_parts(names, [config.mlp_width] * 2, layer.gate_up, layer.gate_up_bias)
+        put(f"{mlp}.down_proj.weight", layer.down)
+        put(f"{mlp}.down_proj.bias", layer.down_bias)
+    if params.draft_to_target is not None:
+        target_ids = np.asarray(params.draft_to_target).astype(np.int64)
+        tensors["d2t"] = target_ids - np.arange(config.draft_vocab_size)
+        tensors["t2d"] = np.isin(np.arange(config.vocab_size), target_ids)
+    return tensors
+
+
+def render_config(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[str, Any]:
+    """The config.json of a drafter in that dialect."""
+    geometry: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_width,
+        "vocab_size": config.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+        **_render_rope(config.rope),
+    }
+    if config.max_positions is not None:
+        geometry["max_position_embeddings"] = config.max_positions
+    common: dict[str, Any] = {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.aux_norm == "joint",
+        "fc_norm": config.aux_norm == "per_tap",
+    }
+    if config.aux_layer_ids is not None:  # named by the layer whose input is tapped
+        common["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in config.aux_layer_ids]
+    if dialect == "vllm":
+        architectures = ["LlamaForCausalLMEagle3"]
+        return {
+            "architectures": architectures,
+            "dtype": dtype,
+            **geometry,
+            **common,
+            "num_aux_hidden_states": config.num_taps,
+            "ptd_token_id": config.mask_token_id,
+        }
+    return {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "dtype": dtype,
+        NESTED: geometry,
+        **common,
+        "mask_token_id": config.mask_token_id,
+    }
+
+
+class _Reader:
+    """Takes a checkpoint's tensors as parameters: transposed to input dimension first, and cast."""
+
+    def __init__(self, checkpoint: Checkpoint, config: DrafterConfig, dtype: jnp.dtype) -> None:
+        self.checkpoint, self.config, self.dtype = checkpoint, config, dtype
+        self.first_layer = _first_layer_prefix(checkpoint)
+
+    def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """The tensor as it is stored, cast. Raises InputError where it does not hold floating-point numbers."""
+        stored = self.checkpoint.dtype(name)
+        if not jnp.issubdtype(stored, jnp.floating):
+            raise InputError(
+                f"{self.checkpoint.directory}: tensor {name} has dtype {stored}; expected floating-point weights "
+                "(quantised drafters are not supported)"
+            )
+        return self.checkpoint.take(name, shape).astype(self.dtype)
+
+    def vector(self, name: str, width: int) -> jax.Array:
+        return jnp.asarray(self.take(name, (width,)))
+
+    def matrix(self, name: str, inputs: int, outputs: int) -> jax.Array:
+        return self._fused([name], inputs, [outputs])
+
+    def _fused(self, names: list[str], inputs: int, outputs: list[int]) -> jax.Array:
+        parts = [self.take(f"{n}.weight", (o, inputs)) for n, o in zip(names, outputs, strict=True)]
+        return jnp.asarray(np.concatenate(parts, axis=0).T)
+
+    def _fused_bias(self, names: list[str], outputs: list[int], present: bool) -> jax.Array | None:
+        if not present:
+            return None
+        parts = [self.take(f"{name}.bias", (width,)) for name, width in zip(names, outputs, strict=True)]
+        return jnp.asarray(np.concatenate(parts))
+
+    def layer(self, index: int) -> LayerParams:
+        c = self.config
+        prefix = self.first_layer if index == 0 else f"layers.{index}"
+        qkv = [f"{prefix}.self_attn.{x}_proj" for x in "qkv"]
+        gate_up = [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"]
+        out, down = f"{prefix}.self_attn.o_proj", f"{prefix}.mlp.down_proj"
+        return LayerParams(
+            norm=self.vector(f"{prefix}.input_layernorm.weight", c.hidden_size),
+            hidden_norm=self.vector(f"{prefix}.hidden_norm.weight", c.hidden_size) if index == 0 else None,
+            qkv=self._fused(qkv, c.layer_input(index), _qkv_widths(c)),
+            qkv_bias=self._fused_bias(qkv, _qkv_widths(c), c.attention_bias),
+            out=self.matrix(out, c.num_heads * c.head_dim, c.hidden_size),
+            out_bias=self._fused_bias([out], [c.hidden_size], c.attention_bias),
+            mlp_norm=self.vector(f"{prefix}.post_attention_layernorm.weight", c.hidden_size),
+            gate_up=self._fused(gate_up, c.hidden_size, [c.mlp_width] * 2),
+            gate_up_bias=self._fused_bias(gate_up, [c.mlp_width] * 2, c.mlp_bias),
+            down=self.matrix(down, c.mlp_width, c.hidden_size),
+            down_bias=self._fused_bias([down], [c.hidden_size], c.mlp_bias),
+        )
+
+    def aux_norm(self) -> jax.Array | None:
+        c = self.config
+        if c.aux_norm is None:
+            return None
+        if c.aux_norm == "joint":
+            return self.vector("input_norm.weight", c.aux_width)
+        return jnp.concatenate([self.vector(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(c.num_taps)])
+
+    def mask_hidden(self) -> jax.Array:
+        name, width = "mask_hidden", self.config.aux_width
+        shape = self.checkpoint.shape(name)
+        if not shape or shape[-1] != width or np.prod(shape) != width:
+            raise InputError(
+                f"{self.checkpoint.directory}: tensor {name} has shape {list(shape)}; expected [1, 1, {width}], the "
+                f"width of {self.config.num_taps} taps of {self.config.target_hidden_size}"
+            )
+        return jnp.asarray(self.take(name).reshape(width))
+
+    def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        if self.checkpoint.has(_EMBEDDING):
+            return jnp.asarray(self.take(_EMBEDDING, shape))
+        return jnp.asarray(self._shared(_EMBEDDING, shared, shape)).astype(self.dtype)
+
+    def lm_head(self, shared: jax.Array | np.ndarray | None, draft_to_target: np.ndarray | None) -> jax.Array:
+        c = self.config
+        if self.checkpoint.has(_LM_HEAD):
+            return self.matrix("lm_head", c.hidden_size, c.draft_vocab_size)
+        head = jnp.asarray(self._shared(_LM_HEAD, shared, (c.hidden_size, c.vocab_size))).astype(self.dtype)
+        return head if draft_to_target is None else head[:, draft_to_target]
+
+    def _shared(
+        self, name: str, shared: jax.Array | np.ndarray | None, shape: tuple[int, int]
+    ) -> jax.Array | np.ndarray:
+        """What the target gives in place of a tensor that the file does not store."""
+        directory = self.checkpoint.directory
+        if shared is None:
+            raise InputError(
+                f"{directory}: tensor {name} is missing: this drafter shares its target's; load it together with that "
+                "target, or store the tensor in it"
+            )
+        if tuple(shared.shape) != shape:
+            raise InputError(
+                f"{directory}: tensor {name} is missing, and the target's has shape {list(shared.shape)} where "
+                f"{list(shape)} is expected: this drafter cannot share it; store the tensor in it"
+            )
+        return shared
+
+
+def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:
+    config = checkpoint.config
+    geometry: Mapping[str, Any] = config.get(NESTED, config)
+    if not isinstance(geometry, Mapping):
+        raise InputError(f"config.json's {NESTED} is a {type(geometry).__name__}; expected an object")
+    settings = {**(config.get("eagle_config") or {}), **geometry, **config}
+    _refuse_variants(settings, config, geometry)
+    if settings.get("tie_word_embeddings") and not checkpoint.has(_LM_HEAD):
+        raise InputError(f"config.json says tie_word_embeddings true, which is not supported; store {_LM_HEAD}")
+
+    num_layers = int(geometry["num_hidden_layers"])
+    hidden_size = int(geometry["hidden_size"])
+    num_heads = int(geometry["num_attention_heads"])
+    vocab_size = int(geometry["vocab_size"])
+    aux_layer_ids = _aux_layer_ids(settings.get("eagle_aux_hidden_state_layer_ids"))
+    num_taps = int(settings.get("num_aux_hidden_states") or (len(aux_layer_ids) if aux_layer_ids else 3))
+    head_dim, num_kv_heads = _head_geometry(checkpoint, geometry, num_heads)
+    joint, per_tap = bool(settings.get("norm_before_fc")), bool(settings.get("fc_norm"))
+    if joint and per_tap:
+        raise InputError("config.json sets both norm_before_fc and fc_norm; expected one of them at most")
+    max_positions = geometry.get("max_position_embeddings")
+    return DrafterConfig(
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        mlp_width=int(geometry["intermediate_size"]),
+        target_hidden_size=_target_hidden_size(checkpoint, settings.get("target_hidden_size"), num_taps),
+        vocab_size=vocab_size,
+        draft_vocab_size=int(_first(settings.get("draft_vocab_size"), vocab_size)),
+        mask_token_id=_mask_token_id(config),
+        rope=parse_rope(head_dim, geometry, default_theta=10000.0),
+        num_taps=num_taps,
+        aux_layer_ids=aux_layer_ids,
+        aux_norm="joint" if joint else "per_tap" if per_tap else None,
+        norm_before_residual=bool(settings.get("norm_before_residual", False)),
+        rms_norm_eps=float(geometry.get("rms_norm_eps", 1e-6)),  # transformers' LlamaConfig
+        attention_bias=bool(geometry.get("attention_bias", False)),
+        mlp_bias=bool(geometry.get("mlp_bias", False)),
+        max_positions=None if max_positions is None else int(max_positions),
+    )
+
+
+def _refuse_variants(settings: Mapping[str, Any], config: Mapping[str, Any], geometry: Mapping[str, Any]) -> None:
+    """Raises InputError for a setting that asks for another model than this one."""
+    if NESTED in config and (kind := config.get("speculators_model_type")) != "peagle":
+        raise InputError(f"config.json says speculators_model_type {kind!r}; expected 'peagle'")
+    if (kind := geometry.get("model_type", "llama")) != "llama":
+        raise InputError(f"config.json says the drafter's layers are model_type {kind!r}; expected 'llama'")
+    for key, supported, meaning in _FIXED:
+        value = settings.get(key, supported)
+        if value is not None and value != supported:
+            raise InputError(f"config.json says {key} {_brief(value)}, which is not supported; expected {meaning}")
+    if unknown := set(geometry.get("layer_types") or ()) - {"full_attention"}:
+        raise InputError(f"config.json has layers of type {sorted(unknown)}; expected full_attention only")
+    attention_bias = geometry.get("attention_bias", False)
+    for key in ("qkv_bias", "bias"):
+        if (value := geometry.get(key)) is not None and bool(value) != bool(attention_bias):
+            raise InputError(
+                f"config.json says {key} {value} beside attention_bias {attention_bias}; expected them equal"
+            )
+
+
+def _mask_token_id(config: Mapping[str, Any]) -> int:
+    named = {key: int(config[key]) for key in MASK_TOKEN_KEYS if config.get(key) is not None}
+    if not named:
+        raise InputError(
+            f"config.json names no mask token; expected one of {', '.join(MASK_TOKEN_KEYS)} (without one it is no "
+            "P-EAGLE drafter)"
+        )
+    if len(set(named.values())) > 1:
+        raise InputError(f"config.json names different mask tokens: {named}; expected one")
+    return next(iter(named.values()))
+
+
+def _aux_layer_ids(named: list[int] | None) -> tuple[int, ...] | None:
+    """Tapped outputs for tapped inputs: the input of layer i is the output of layer i - 1.
+
+    Example: [2, 12, 21] -> (1, 11, 20). Absent or empty: None, the target's default.
+    """
+    if not named:
+        return None
+    if any(int(layer) < 1 for layer in named):
+        raise InputError(
+            f"config.json's eagle_aux_hidden_state_layer_ids are {list(named)}; expected 1 or more each (id i taps the "
+            "input of layer i, and that of layer 0 is no layer's output)"
+        )
+    return tuple(int(layer) - 1 for layer in named)
+
+
+def _head_geometry(checkpoint: Checkpoint, geometry: Mapping[str, Any], num_heads: int) -> tuple[int, int]:
+    """(head_dim, num_kv_heads) as config.json says, else as the projections' shapes do."""
+    prefix = _first_layer_prefix(checkpoint)
+    if num_heads < 1:
+        raise InputError(f"config.json says num_attention_heads {num_heads}; expected 1 or more")
+    query_rows = checkpoint.shape(f"{prefix}.self_attn.q_proj.weight")[0]
+    key_rows = checkpoint.shape(f"{prefix}.self_attn.k_proj.weight")[0]
+    head_dim = int(_first(geometry.get("head_dim"), query_rows // num_heads))
+    if head_dim < 1:
+        raise InputError(f"head_dim is {head_dim}; expected 1 or more")
+    return head_dim, int(_first(geometry.get("num_key_value_heads"), key_rows // head_dim))
+
+
+def _target_hidden_size(checkpoint: Checkpoint, named: int | None, num_taps: int) -> int:
+    """The width of one tap, from fc's; config.json may name it, too."""
+    width = checkpoint.shape(_FC)[-1]
+    if width % num_taps or (named is not None and int(named) * num_taps != width):
+        size = "a target" if named is None else f"target_hidden_size {named}"
+        raise InputError(
+            f"tensor {_FC} reads {width} values, which is not {num_taps} taps of {size}; check "
+            "eagle_aux_hidden_state_layer_ids and target_hidden_size"
+        )
+    return width // num_taps
+
+
+def _first_layer_prefix(checkpoint: Checkpoint) -> str:
+    found = [p for p in ("midlayer", "layers.0") if any(name.startswith(f"{p}.") for name in checkpoint.names)]
+    if len(found) != 1:
+        raise InputError(
+            f"{checkpoint.directory} has {'both' if found else 'neither'} midlayer.* and layers.0.* tensors; expected "
+            "the first layer under one of these names"
+        )
+    return found[0]
+
+
+def _draft_to_target(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarray | None:
+    """Absolute target ids, int32, of the draft vocabulary; None where the two are the same.
+
+    Example: d2t [0, 0, 3] -> ids [0, 1, 5].
+    """
+    if not checkpoint.has("d2t"):
+        if config.draft_vocab_size != config.vocab_size:
+            raise InputError(
+                f"{checkpoint.directory}: tensor d2t is missing; a draft vocabulary of {config.draft_vocab_size} needs "
+                f"its map into the target's of {config.vocab_size}"
+            )
+        return None
+    index = np.arange(config.draft_vocab_size)
+    target_ids = checkpoint.take("d2t", (config.draft_vocab_size,)).astype(np.int64) + index
+    if target_ids.min() < 0 or target_ids.max() >= config.vocab_size:
+        raise InputError(
+            f"{checkpoint.directory}: d2t maps to ids {target_ids.min()}..{target_ids.max()}; expected 0.."
+            f"{config.vocab_size - 1} (d2t holds offsets: target id = draft id + d2t[draft id])"
+        )
+    if len(np.unique(target_ids)) < len(target_ids):
+        raise InputError(
+            f"{checkpoint.directory}: d2t maps {len(target_ids)} draft ids to {len(np.unique(target_ids))} target ids; "
+            "expected one each (d2t holds offsets: target id = draft id + d2t[draft id])"
+        )
+    same = config.draft_vocab_size == config.vocab_size and bool((target_ids == index).all())
+    return None if same else target_ids.astype(np.int32)
+
+
+def _qkv_widths(config: DrafterConfig) -> list[int]:
+    return [heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+
+
+def _render_rope(rope: RopeConfig) -> dict[str, Any]:
+    if rope.scaling is None:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    scaling: dict[str, Any] = dataclasses.asdict(rope.scaling)
+    scaling["original_max_position_embeddings"] = scaling.pop("original_length")
+    if isinstance(rope.scaling, Yarn):
+        scaling["attention_factor"] = scaling.pop("concentration")
+    kind = "yarn" if isinstance(rope.scaling, Yarn) else "llama3"
+    return {"rope_theta": rope.theta, "rope_scaling": {"rope_type": kind, **scaling}}
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _brief(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

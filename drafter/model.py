@@ -1,0 +1,253 @@
+"""P-EAGLE: one stack of layers, three ways through it.
+
+    forward   no cache: rows (anchor, depth) under the group-causal mask (training, references)
+    prefill   a prompt's rows into empty caches, at a padded length; no logits
+    propose   the rows committed last and K-1 mask slots, 2K rows wide, written to the caches, then attended
+
+Positions do not shift, tokens do: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and
+predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)). All three run `_run_layers`; they
+differ in what attention reads, which each passes in as `attend`.
+"""
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams, LayerParams
+from peagle.ops.attention import attention
+from peagle.ops.kv_cache import KVCache, init_kv_cache, slot_positions, write_kv
+from peagle.ops.mask import causal_mask, group_causal_mask
+from peagle.ops.norm import rms_norm
+from peagle.ops.rope import apply_rope, rope_tables
+
+# (layer, query, key, value) -> attention output [B, T, N, H]
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@flax.struct.dataclass
+class Rows:
+    """What one proposing pass computes, row by row (`lay_out_rows`)."""
+
+    token_ids: jax.Array  # [B, 2K]
+    positions: jax.Array  # [B, 2K]; -1 in an inactive sequence
+    committed: jax.Array  # [B, 2K] bool: rows with a true aux hidden; the others are mask slots or padding
+    draft_rows: jax.Array  # [B, K]: the row that gives draft i
+
+
+def forward(
+    params: DrafterParams,
+    config: DrafterConfig,
+    token_ids: Int[Array, "B T"],
+    aux_hidden: Float[Array, "B T A"],
+    anchor: Int[Array, "B T"],
+    depth: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T U"]:
+    """Logits over the draft vocabulary of every row (anchor, depth), without a cache, under `group_causal_mask`.
+
+    A row of depth 0 at anchor p carries token[p+1] and aux_hidden[p]; whatever a row of depth > 0 carries is replaced
+    by the mask token and mask_hidden. Row (p, d) stands at RoPE position p + d and predicts token[p + d + 2]. Rows of
+    negative anchor are padding. Segments, if given, do not see one another (anchors may repeat across them).
+    """
+    mask = group_causal_mask(anchor, depth)
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # noqa: ARG001
+        return attention(query, key, value, mask)
+
+    masked = depth > 0
+    token_ids = jnp.where(masked, config.mask_token_id, token_ids)
+    aux_hidden = jnp.where(masked[:, :, None], params.mask_hidden[None, None, :], aux_hidden.astype(params.dtype))
+    x = _run_layers(params, config, token_ids, _project_taps(params, config, aux_hidden), anchor + depth, attend)
+    return _logits(params, config, x)
+
+
+def init_caches(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeLike) -> tuple[KVCache, ...]:
+    """Empty full caches (slot = position), one per layer. The capacity must hold the widest write: 2K positions from
+    the highest first position on; rows beyond it would be dropped and not seen."""
+    return tuple(
+        init_kv_cache(batch, capacity, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)
+    )
+
+
+def prefill(
+    params: DrafterParams,
+    config: DrafterConfig,
+    token_ids: Int[Array, "B T"],
+    aux_hidden: Float[Array, "B T A"],
+    lengths: Int[Array, "B"],
+    caches: tuple[KVCache, ...],
+) -> tuple[KVCache, ...]:
+    """The caches holding rows 0..length-1 of each sequence. They must be empty.
+
+    token_ids are already shifted: row p is (token[p+1], aux_hidden[p]). Rows from `lengths` on are padding: computed
+    and never written. Example: of a prompt of P tokens rows 0..P-2 are written (length P-1); row P-1 needs the first
+    sampled token and comes with the first `propose`.
+    """
+    width = token_ids.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], token_ids.shape)
+    written_positions = jnp.where(positions < lengths[:, None], positions, -1)
+    mask = causal_mask(positions, positions)
+    written = list(caches)
+
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        written[layer] = write_kv(caches[layer], key, value, written_positions)
+        return attention(query, key, value, mask)
+
+    # what the last layer does after its keys and values is not used, so a compiled prefill does not contain it
+    hidden = _project_taps(params, config, aux_hidden.astype(params.dtype))
+    _run_layers(params, config, token_ids, hidden, positions, attend)
+    return tuple(written)
+
+
+def lay_out_rows(
+    fresh_token_ids: Int[Array, "B F"],
+    num_fresh: Int[Array, "B"],
+    first_position: Int[Array, "B"],
+    num_drafts: int,
+    mask_token_id: int,
+) -> Rows:
+    """The 2K rows of one proposing pass: C = num_fresh committed rows, K-1 mask slots, padding, at consecutive
+    positions. Draft i is read from row C-1+i.
+
+    Example (K = 3, mask id M; FACTS 5): C = 3 fresh rows 11 12 100 from position 5, and C = 4, 21 22 23 200, from 10:
+
+        row          0    1    2    3    4    5
+        token_ids    11   12   100  M    M    (M)      draft_rows 2 3 4; row 5 is padding
+        positions    5    6    7    8    9    10
+        token_ids    21   22   23   200  M    M        draft_rows 3 4 5
+        positions    10   11   12   13   14   15
+
+    A padding row looks like one more mask slot. It stands behind every row that is read, so causality hides it, and its
+    cache entry is written over before it is read, like those of the mask slots: the next pass starts at position
+    first + C and is 2K wide, so it covers every entry of this one from there to first + 2K - 1.
+    """
+    width = 2 * num_drafts
+    row = jnp.arange(width, dtype=jnp.int32)[None, :]
+    committed = row < num_fresh[:, None]
+    first_position = first_position[:, None]
+    padded = jnp.pad(fresh_token_ids, ((0, 0), (0, width - fresh_token_ids.shape[1])))
+    draft = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+    return Rows(
+        token_ids=jnp.where(committed, padded, mask_token_id),
+        positions=jnp.where(first_position < 0, -1, first_position + row),
+        committed=committed,
+        draft_rows=jnp.maximum(num_fresh[:, None] - 1, 0) + draft,
+    )
+
+
+def propose(
+    params: DrafterParams,
+    config: DrafterConfig,
+    fresh_token_ids: Int[Array, "B F"],
+    fresh_aux_hidden: Float[Array, "B F A"],
+    num_fresh: Int[Array, "B"],
+    first_position: Int[Array, "B"],
+    caches: tuple[KVCache, ...],
+    num_drafts: int,
+) -> tuple[Float[Array, "B K U"], tuple[KVCache, ...]]:
+    """(logits of the K drafts over the draft vocabulary, caches), in one pass of 2K rows.
+
+    Fresh rows are F = K+1 wide, of which the first num_fresh (1..K+1) count: row j is (token[first_position + j + 1],
+    aux_hidden[first_position + j]). The caches must hold rows 0..first_position-1; afterwards they hold those and the
+    fresh rows, and what lies behind is dead (`lay_out_rows`): nothing has to be taken back when drafts are rejected.
+    Draft i predicts token[first_position + num_fresh + 1 + i]. A sequence of negative first_position is inactive: it
+    writes nothing and its logits mean nothing.
+    """
+    if num_drafts < 1 or fresh_token_ids.shape[1] != num_drafts + 1:
+        raise ValueError(
+            f"{fresh_token_ids.shape[1]} fresh rows for {num_drafts} drafts; expected K >= 1 drafts and K+1 rows"
+        )
+    rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, num_drafts, config.mask_token_id)
+    mask = causal_mask(rows.positions, slot_positions(caches[0], rows.positions[:, -1]))
+    written = list(caches)
+
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        cache = written[layer] = write_kv(caches[layer], key, value, rows.positions)
+        return attention(query, cache.key, cache.value, mask)
+
+    hidden = _slot_hidden(params, config, fresh_aux_hidden, rows.committed)
+    x = _run_layers(params, config, rows.token_ids, hidden, rows.positions, attend)
+    drafting = jnp.take_along_axis(x, rows.draft_rows[:, :, None], axis=1)
+    return _logits(params, config, drafting), tuple(written)
+
+
+def _slot_hidden(
+    params: DrafterParams, config: DrafterConfig, fresh_aux_hidden: jax.Array, committed: Bool[Array, "B T"]
+) -> jax.Array:
+    """fc of the true aux hiddens in committed rows and of mask_hidden elsewhere [B, 2K, D], reading fc once."""
+    batch, fresh, aux_width = fresh_aux_hidden.shape
+    mask_hidden = jnp.broadcast_to(params.mask_hidden[None, None, :], (batch, 1, aux_width))
+    aux_hidden = jnp.concatenate([fresh_aux_hidden.astype(params.dtype), mask_hidden], axis=1)
+    hidden = _project_taps(params, config, aux_hidden)
+    # row r reads fresh row r, or the one behind the last: the mask's
+    source = jnp.where(committed, jnp.arange(committed.shape[1], dtype=jnp.int32)[None, :], fresh)
+    return jnp.take_along_axis(hidden, source[:, :, None], axis=1)
+
+
+def _project_taps(
+    params: DrafterParams, config: DrafterConfig, aux_hidden: Float[Array, "B T A"]
+) -> Float[Array, "B T D"]:
+    """fc of the taps, normalised first where the config says so. mask_hidden takes the same way."""
+    if config.aux_norm is not None and params.aux_norm is not None:
+        groups = config.num_taps if config.aux_norm == "per_tap" else 1
+        taps, weights = jnp.split(aux_hidden, groups, axis=-1), jnp.split(params.aux_norm, groups)
+        normed = [rms_norm(tap, weight, config.rms_norm_eps) for tap, weight in zip(taps, weights, strict=True)]
+        aux_hidden = jnp.concatenate(normed, axis=-1)
+    return aux_hidden @ params.fc
+
+
+def _run_layers(
+    params: DrafterParams,
+    config: DrafterConfig,
+    token_ids: jax.Array,
+    hidden: jax.Array,
+    positions: jax.Array,
+    attend: Attend,
+) -> jax.Array:
+    """Residual stream after the last layer [B, T, D], from the tokens and fc's output for each row."""
+    eps = config.rms_norm_eps
+    cos, sin = rope_tables(config.rope, positions, hidden.dtype)
+    x = hidden
+    for index, layer in enumerate(params.layers):
+        if layer.hidden_norm is None:
+            read = rms_norm(x, layer.norm, eps)
+        else:
+            normed = rms_norm(x, layer.hidden_norm, eps)
+            embedded = rms_norm(params.embedding[token_ids], layer.norm, eps)
+            read = jnp.concatenate([embedded, normed], axis=-1)
+            x = normed if config.norm_before_residual else x
+        x = x + _attention_block(layer, config, index, read, cos, sin, attend)
+        x = x + _mlp_block(layer, rms_norm(x, layer.mlp_norm, eps))
+    return x
+
+
+def _attention_block(
+    p: LayerParams, config: DrafterConfig, layer: int, read: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend
+) -> jax.Array:
+    batch, width, _ = read.shape
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    query, key, value = jnp.split(_linear(read, p.qkv, p.qkv_bias), (queries, queries + keys), axis=-1)
+    query = apply_rope(query.reshape(batch, width, config.num_heads, config.head_dim), cos, sin)
+    key = apply_rope(key.reshape(batch, width, config.num_kv_heads, config.head_dim), cos, sin)
+    value = value.reshape(batch, width, config.num_kv_heads, config.head_dim)
+    return _linear(attend(layer, query, key, value).reshape(batch, width, queries), p.out, p.out_bias)
+
+
+def _mlp_block(p: LayerParams, x: jax.Array) -> jax.Array:
+    gate, up = jnp.split(_linear(x, p.gate_up, p.gate_up_bias), 2, axis=-1)
+    return _linear(jax.nn.silu(gate) * up, p.down, p.down_bias)
+
+
+def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x @ weight if bias is None else x @ weight + bias[None, None, :]
+
+
+def _logits(params: DrafterParams, config: DrafterConfig, x: jax.Array) -> jax.Array:
+    return rms_norm(x, params.norm, config.rms_norm_eps) @ params.lm_head

@@ -1,0 +1,86 @@
+"""The drafter as the engine sees it: an object with state that proposes. It matches peagle's Drafter protocol by shape,
+without importing it."""
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from drafter import model
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams
+from peagle.ops.attention import MASKED
+from peagle.ops.kv_cache import KVCache
+from peagle.ops.messages import Draft, Fresh
+
+State = tuple[KVCache, ...]
+
+
+@flax.struct.dataclass
+class PEagle:
+    """A P-EAGLE drafter. Its state is its KV caches.
+
+    deterministic: the drafts are the drafter's argmax, and no logits come out. Otherwise the logits come, too, over the
+    target's vocabulary, for whoever samples from them; token_ids are still the argmax.
+    """
+
+    params: DrafterParams
+    config: DrafterConfig = flax.struct.field(pytree_node=False)
+    deterministic: bool = flax.struct.field(pytree_node=False, default=True)
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...] | None:
+        """The tapped outputs of the target's layers; None: the target's default."""
+        return self.config.aux_layer_ids
+
+    def init_state(self, batch: int, capacity: int, num_drafts: int) -> State:
+        """Empty caches for a target that may hold `capacity` positions: the widest write, 2K rows, fits behind them."""
+        return model.init_caches(self.config, batch, capacity + 2 * num_drafts, self.params.dtype)
+
+    def prefill(
+        self,
+        state: State,
+        token_ids: Int[Array, "B P"],
+        lengths: Int[Array, "B"],
+        aux_hidden: Float[Array, "B P A"],
+    ) -> State:
+        """The (empty) state holding rows 0..length-2 of each prompt; token_ids are the prompt's own, padded.
+
+        Example: prompt a b c with hiddens h0 h1 h2: rows (b, h0), (c, h1). Row 2 waits for the token that follows c:
+        the first step brings it as its one fresh row, at first_position 2.
+        """
+        shifted = jnp.roll(token_ids, -1, axis=1)  # the wrapped-round last row is never real: lengths - 1 < P
+        return model.prefill(self.params, self.config, shifted, aux_hidden, lengths - 1, state)
+
+    def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
+        """(the drafts, the state holding the fresh rows, too). Draft i stands for
+        token[first_position + num + 1 + i]."""
+        logits, state = model.propose(
+            self.params,
+            self.config,
+            fresh.token_ids,
+            fresh.aux_hidden,
+            fresh.num,
+            fresh.first_position,
+            state,
+            num_drafts,
+        )
+        draft_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        full = None if self.deterministic else to_target_logits(self.params, self.config, logits)
+        return Draft(token_ids=to_target_ids(self.params, draft_ids), logits=full), state
+
+
+def to_target_ids(params: DrafterParams, draft_ids: Int[Array, "B K"]) -> Int[Array, "B K"]:
+    """Ids of the target's vocabulary for ids of the draft vocabulary."""
+    return draft_ids if params.draft_to_target is None else params.draft_to_target[draft_ids]
+
+
+def to_target_logits(
+    params: DrafterParams, config: DrafterConfig, logits: Float[Array, "B K U"]
+) -> Float[Array, "B K V"]:
+    """Float32 logits over the target's vocabulary; tokens that the drafter cannot propose get MASKED, whose probability
+    is exactly zero."""
+    logits = logits.astype(jnp.float32)
+    if params.draft_to_target is None:
+        return logits
+    full = jnp.full((*logits.shape[:2], config.vocab_size), MASKED, jnp.float32)
+    return full.at[:, :, params.draft_to_target].set(logits)

@@ -1,0 +1,147 @@
+"""The drafter once more: uncached, NumPy, float64. What parity is measured against, and not fast.
+
+It shares no code with model.py, nor with the loader: it reads a checkpoint's tensors as they are stored (output
+dimension first), and goes by the description of the model alone (FACTS 4 and 5; arXiv 2602.01469). Heads and rows are
+loops, so that there is nothing to get wrong by a shape.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from drafter.config import DrafterConfig
+from peagle.ops.rope import Llama3
+
+Tensors = Mapping[str, np.ndarray]
+
+
+def draft_logits(
+    tensors: Tensors, config: DrafterConfig, token_ids: Sequence[int], aux_hidden: np.ndarray, num_drafts: int
+) -> np.ndarray:
+    """Logits [K, U] of the K drafts that follow token_ids [n+1], whose last token has no aux hidden yet
+    (aux_hidden [n, A], n >= 1).
+
+    Rows 0..n-1 are (token[p+1], aux_hidden[p]); K-1 mask slots stand at n..n+K-2; each sees the rows up to itself.
+    Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i.
+    """
+    known, slots = len(token_ids) - 1, num_drafts - 1
+    if len(aux_hidden) != known or known < 1:
+        raise ValueError(
+            f"{len(aux_hidden)} aux hiddens for {known + 1} tokens; expected one less than tokens, and one"
+        )
+    mask_hidden = tensors["mask_hidden"].astype(np.float64).reshape(-1)
+    rows = [(int(token), np.asarray(aux, np.float64)) for token, aux in zip(token_ids[1:], aux_hidden, strict=True)]
+    rows += [(config.mask_token_id, mask_hidden)] * slots
+    visible = [list(range(row + 1)) for row in range(len(rows))]
+    return row_logits(tensors, config, rows, list(range(len(rows))), visible)[known - 1 :]
+
+
+def draft_ids(
+    tensors: Tensors, config: DrafterConfig, token_ids: Sequence[int], aux_hidden: np.ndarray, num_drafts: int
+) -> np.ndarray:
+    """The K drafts, ids of the target's vocabulary."""
+    best = draft_logits(tensors, config, token_ids, aux_hidden, num_drafts).argmax(axis=-1)
+    return best + tensors["d2t"][best] if "d2t" in tensors else best
+
+
+def row_logits(
+    tensors: Tensors,
+    config: DrafterConfig,
+    rows: Sequence[tuple[int, np.ndarray]],
+    positions: Sequence[int],
+    visible: Sequence[Sequence[int]],
+) -> np.ndarray:
+    """Logits [T, U] of rows (token, aux hidden) at RoPE positions, each seeing the listed rows."""
+    weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items() if name != "t2d"}
+    eps = config.rms_norm_eps
+    hidden = np.stack([weights["fc.weight"] @ _normed_taps(weights, config, aux) for _, aux in rows])
+    for layer in range(config.num_layers):
+        name = "midlayer" if f"layers.{layer}.input_layernorm.weight" not in weights else f"layers.{layer}"
+        if layer == 0:
+            embedding = weights["embed_tokens.weight"][[token for token, _ in rows]]
+            normed = _rms(hidden, weights[f"{name}.hidden_norm.weight"], eps)
+            read = np.concatenate([_rms(embedding, weights[f"{name}.input_layernorm.weight"], eps), normed], axis=-1)
+            residual = normed if config.norm_before_residual else hidden
+        else:
+            read = _rms(hidden, weights[f"{name}.input_layernorm.weight"], eps)
+            residual = hidden
+        attended = residual + _attend(weights, f"{name}.self_attn", config, read, positions, visible)
+        read = _rms(attended, weights[f"{name}.post_attention_layernorm.weight"], eps)
+        gate = _apply(weights, f"{name}.mlp.gate_proj", read)
+        up = _apply(weights, f"{name}.mlp.up_proj", read)
+        hidden = attended + _apply(weights, f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
+    return _apply(weights, "lm_head", _rms(hidden, weights["norm.weight"], eps))
+
+
+def _normed_taps(weights: Tensors, config: DrafterConfig, aux: np.ndarray) -> np.ndarray:
+    aux = np.asarray(aux, np.float64)
+    if "input_norm.weight" in weights:
+        return _rms(aux, weights["input_norm.weight"], config.rms_norm_eps)
+    if "fc_norm.0.weight" in weights:
+        taps = aux.reshape(config.num_taps, -1)
+        return np.concatenate(
+            [_rms(t, weights[f"fc_norm.{i}.weight"], config.rms_norm_eps) for i, t in enumerate(taps)]
+        )
+    return aux
+
+
+def _attend(
+    weights: Tensors,
+    name: str,
+    config: DrafterConfig,
+    read: np.ndarray,
+    positions: Sequence[int],
+    visible: Sequence[Sequence[int]],
+) -> np.ndarray:
+    width, per_kv_head = config.head_dim, config.num_heads // config.num_kv_heads
+    query, key, value = (_apply(weights, f"{name}.{x}_proj", read) for x in "qkv")
+    frequencies = _frequencies(config)
+    out = np.zeros((len(read), config.num_heads * width))
+    for head in range(config.num_heads):
+        mine = slice(head * width, (head + 1) * width)
+        shared = slice(head // per_kv_head * width, (head // per_kv_head + 1) * width)
+        queries = [_rotate(row[mine], p, frequencies) for row, p in zip(query, positions, strict=True)]
+        keys = [_rotate(row[shared], p, frequencies) for row, p in zip(key, positions, strict=True)]
+        for row, seen in enumerate(visible):
+            scores = np.array([queries[row] @ keys[other] for other in seen]) / math.sqrt(width)
+            shares = np.exp(scores - scores.max())
+            out[row, mine] = shares @ value[list(seen), shared] / shares.sum()
+    return _apply(weights, f"{name}.o_proj", out)
+
+
+def _rotate(vector: np.ndarray, position: int, frequencies: np.ndarray) -> np.ndarray:
+    """Pairs (x_i, x_{i + half}) turned by position * frequency_i, as complex numbers."""
+    half = len(vector) // 2
+    turned = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * frequencies)
+    return np.concatenate([turned.real, turned.imag])
+
+
+def _frequencies(config: DrafterConfig) -> np.ndarray:
+    rope = config.rope
+    plain = [rope.theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)]
+    if rope.scaling is None:
+        return np.array(plain)
+    if not isinstance(rope.scaling, Llama3):
+        raise ValueError(f"the reference knows plain and llama3 rotation only, not {rope.scaling}")
+    scaled = []
+    for frequency in plain:
+        turns = rope.scaling.original_length * frequency / (2 * math.pi)  # within the original context
+        if turns < rope.scaling.low_freq_factor:
+            scaled.append(frequency / rope.scaling.factor)
+        elif turns > rope.scaling.high_freq_factor:
+            scaled.append(frequency)
+        else:
+            span = rope.scaling.high_freq_factor - rope.scaling.low_freq_factor
+            kept = (turns - rope.scaling.low_freq_factor) / span
+            scaled.append((1 - kept) * frequency / rope.scaling.factor + kept * frequency)
+    return np.array(scaled)
+
+
+def _rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def _apply(weights: Tensors, name: str, x: np.ndarray) -> np.ndarray:
+    out = x @ weights[f"{name}.weight"].T
+    return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out

@@ -1,0 +1,1 @@
+"""Training of drafters. Never imported by inference."""

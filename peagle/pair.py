@@ -1,0 +1,372 @@
+"""A target with its drafter, loaded and checked: the Python interface, and the one place in peagle/ that names target/ and
+drafter/.
+
+    import peagle
+
+    pair = peagle.load()                          # the demo pair; or peagle.load("DIR", "DIR"), peagle.load("DIR", "ngram")
+    stream = pair.stream("def mean(values): ...", max_new_tokens=128)
+    for piece in stream:
+        print(piece, end="", flush=True)
+    print(stream.result.acceptance_length, stream.result.tok_per_s)
+
+The first stream of a shape compiles; whatever is measured leaves that out.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from peagle.autoregressive import NoDrafter
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.generate import Engine, Request
+from peagle.metrics import Recorder, Result
+from peagle.ngram import NGram
+from peagle.ops.errors import InputError
+from peagle.prompts import Conversation, Rendering, from_ids, from_text
+from peagle.protocols import Drafter, Target
+from peagle.text import DEFAULT_DATE, Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from drafter.config import DrafterConfig
+    from target.config import TargetConfig
+
+DEMO, NGRAM = "demo", "ngram"
+DEMO_DIRECTORY = Path(__file__).parent / "demo"
+DEFAULT_NUM_SPECULATIVE_TOKENS = 7
+DEFAULT_MAX_NEW_TOKENS = 256
+CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
+
+DtypeName = Literal["float32", "bfloat16"]
+ExpertsChoice = Literal["auto", "packed", "expanded"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, and the drafter that speeds it up, ready to run. Made by `load`, or from any objects that follow
+    peagle.protocols."""
+
+    target: Target  # gives the hidden states that the drafter reads
+    plain_target: Target  # the same without them: what plain decoding runs
+    drafter: Drafter | None  # None: plain decoding only
+    tokenizer: Tokenizer | None  # None: token ids only
+    stop_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+    experts: str | None = None  # the layout the target's experts are in
+    default_num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    _engines: dict[Any, Engine] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def max_positions(self) -> int:
+        """Prompt and output together."""
+        return self.target.max_positions
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        num_speculative_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        system: str | None = None,
+        reasoning_effort: str | None = None,
+        raw: bool = False,
+        date: str = DEFAULT_DATE,
+        ignore_eos: bool = False,
+    ) -> "Stream":
+        """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
+
+        A text is put into the chat template, unless `raw`; token ids are taken as they are. num_speculative_tokens 0 is
+        plain decoding, None the pair's default (plain decoding where it has no drafter). Raises InputError at once for
+        what cannot be run.
+        """
+        conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
+        rendering = Rendering(raw, system, reasoning_effort, date)
+        if num_speculative_tokens is None:
+            num_speculative_tokens = self.default_num_speculative_tokens if self.drafter is not None else 0
+        request = self.request(conversation, (), rendering, max_new_tokens=max_new_tokens, seed=seed)
+        config = SpeculationConfig(
+            num_speculative_tokens,
+            capacity=self.capacity([request]),
+            sampling=SamplingConfig(temperature, top_k, top_p),
+        )
+        return Stream(self, self.engine(config, ignore_eos=ignore_eos), request)
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
+        """The whole answer at once; options are those of `stream`."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def request(
+        self,
+        conversation: Conversation,
+        answers: Sequence[str],
+        rendering: Rendering,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        index: int = 0,
+        context: int | None = None,
+    ) -> Request:
+        """The request for the turn that follows these answers; its budget is cut to the positions left.
+
+        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions.
+        """
+        if max_new_tokens < 1:
+            raise InputError(f"{max_new_tokens} new tokens are asked for; expected 1 or more")
+        room = self.room(context)
+        prompt_ids = conversation.encode(answers, self.tokenizer, rendering)
+        vocab_size = self.target.vocab_size
+        if outside := [i for i in prompt_ids if not 0 <= i < vocab_size]:
+            raise InputError(
+                f"{conversation.name} holds token id {outside[0]}, outside the target's vocabulary; expected "
+                f"0..{vocab_size - 1}"
+            )
+        if len(prompt_ids) >= room:
+            whose = "the model has" if context is None else "the context holds"
+            raise InputError(
+                f"{conversation.name} has {len(prompt_ids)} tokens, but {whose} {room} positions; expected at most "
+                f"{room - 1}, which leaves room for an answer: shorten it"
+                + ("" if context is None or room == self.max_positions else " or raise --context")
+            )
+        return Request(index, prompt_ids, min(max_new_tokens, room - len(prompt_ids)), seed)
+
+    def room(self, context: int | None) -> int:
+        """Positions a prompt and its output may take: the context asked for, or all the model has."""
+        if context is None:
+            return self.max_positions
+        if not 2 <= context <= self.max_positions:
+            raise InputError(f"context is {context}; expected 2..{self.max_positions}, the positions of the target")
+        return context
+
+    def capacity(self, requests: Sequence[Request], at_least: int = 0) -> int:
+        """The smallest multiple of 128 that holds each prompt with its budget, or all the model's positions."""
+        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=2)
+        rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
+        return min(rounded, self.max_positions)
+
+    def engine(self, config: SpeculationConfig, *, ignore_eos: bool = False) -> Engine:
+        """The engine of this shape, the same one for the same shape. K = 0 decodes plainly.
+
+        Raises InputError for a K that the positions do not allow, for K > 0 without a drafter, and for drafts to be
+        sampled from a drafter that has no probabilities.
+        """
+        k = config.num_speculative_tokens
+        if k > self.max_positions - 2:
+            raise InputError(
+                f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step reaches K + 1 positions "
+                f"behind the prompt and the target has {self.max_positions}"
+            )
+        key = (config, ignore_eos)
+        if key not in self._engines:
+            stops = () if ignore_eos else self.stop_token_ids
+            if k == 0:
+                self._engines[key] = Engine(self.plain_target, NoDrafter(), config, stops)
+            else:
+                drafter = self._drafter(config.sampling.draft_sampling)
+                self._engines[key] = Engine(self.target, drafter, config, stops)
+        return self._engines[key]
+
+    def _drafter(self, sampled: bool) -> Drafter:
+        if self.drafter is None:
+            raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
+        if not sampled:
+            return self.drafter
+        if not hasattr(self.drafter, "deterministic"):
+            raise InputError(
+                "the drafts of this drafter have no probabilities to be sampled from; leave out --draft-sampling"
+            )
+        stochastic: Drafter = self.drafter.replace(deterministic=False)  # type: ignore[attr-defined]
+        return stochastic
+
+
+class Stream(Iterator[str]):
+    """Pieces of text, none of which ends inside a character. Without a tokenizer, token ids with spaces between.
+
+    `result` is what became of the request: whole when the stream has ended, what there is so far before.
+    """
+
+    def __init__(self, pair: Pair, engine: Engine, request: Request) -> None:
+        self._pair, self._engine = pair, engine
+        self._recorder = self._new_recorder(request)
+        self._pieces = self._run(request)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> Result:
+        return self._recorder.result()
+
+    def _new_recorder(self, request: Request) -> Recorder:
+        config = self._engine.config
+        return Recorder(
+            request,
+            config.num_speculative_tokens,
+            self._engine.stop_token_ids,
+            self._pair.tokenizer,
+            time.perf_counter(),
+        )
+
+    def _run(self, request: Request) -> Iterator[str]:
+        self._engine.warm_up([request])
+        self._recorder = self._new_recorder(request)
+        for emission in self._engine.generate([request]):
+            piece = self._recorder.add(emission)
+            if self._pair.tokenizer is None:
+                piece = show_ids(emission.token_ids)
+            if piece:
+                yield piece
+
+
+def show_ids(token_ids: Sequence[int]) -> str:
+    """Ids as they are shown where there is no tokenizer."""
+    return "".join(f"{token} " for token in token_ids)
+
+
+def load(
+    target: str | Path = DEMO,
+    drafter: str | Path | None = DEMO,
+    *,
+    dtype: DtypeName | None = None,
+    experts: ExpertsChoice = "auto",
+) -> Pair:
+    """The pair of two checkpoint directories, or the demo pair, which comes with the package.
+
+    drafter "ngram" needs no weights; None leaves plain decoding only. A directory that is called like one of these words
+    is given as "./demo". dtype: float32 on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4 in
+    memory, "expanded" dequantises at load, "auto" takes what is fastest and fits.
+
+    Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
+    read.
+    """
+    from drafter.load import load_drafter
+    from drafter.propose import PEagle
+    from target.load import load_target
+    from target.model import GptOss
+
+    target_directory = resolve(target, "target")
+    drafter_directory = drafter_path(target, drafter)
+    taps: tuple[int, ...] = ()
+    if drafter_directory is not None:
+        taps = check_fit(target_directory, drafter_directory)
+    tokenizer = load_tokenizer(target_directory)
+    dtype = dtype or default_dtype()
+    loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts)
+    plain = GptOss(loaded.params, loaded.config)
+    drafting: Drafter | None = NGram() if drafter == NGRAM else None
+    if drafter_directory is not None:
+        params, config = load_drafter(
+            drafter_directory,
+            jnp.dtype(dtype),
+            target_embedding=loaded.params.embedding,
+            target_lm_head=loaded.params.lm_head,
+        )
+        drafting = PEagle(params, config)
+    return Pair(
+        target=GptOss(loaded.params, loaded.config, aux_layer_ids=taps),
+        plain_target=plain,
+        drafter=drafting,
+        tokenizer=tokenizer,
+        stop_token_ids=loaded.stop_token_ids,
+        dtype=dtype,
+        experts=loaded.experts,
+        default_num_speculative_tokens=_demo_k() if drafter == DEMO else DEFAULT_NUM_SPECULATIVE_TOKENS,
+    )
+
+
+def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
+    """The directory a name stands for: the demo's, or itself. Raises InputError where the demo is not in this package."""
+    if name != DEMO:
+        return Path(name)
+    directory = DEMO_DIRECTORY / part
+    if not (directory / "config.json").is_file():
+        raise InputError(
+            f"this installation of peagle comes without the demo {part}; give checkpoint directories with --target and "
+            "--drafter, or train the demo with scripts/demo"
+        )
+    return directory
+
+
+def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
+    """The drafter's directory; None for one without weights. Raises InputError for the demo's beside another target."""
+    if drafter is None or drafter == NGRAM:
+        return None
+    if drafter == DEMO and target != DEMO:
+        raise InputError(
+            f"the target {target} needs a drafter of its own (the demo drafter fits the demo target only); give --drafter "
+            "DIR, or --drafter ngram, which needs no weights"
+        )
+    return resolve(drafter, "drafter")
+
+
+def check_fit(target_directory: Path, drafter_directory: Path) -> tuple[int, ...]:
+    """The outputs of the target's layers that the drafter reads. No weights are read.
+
+    Raises InputError naming both sides where hidden size, vocabulary or taps do not fit.
+    """
+    from drafter.load import parse_config
+    from peagle.ops.checkpoint import read_checkpoint
+    from target.load import inspect_target
+
+    target = inspect_target(target_directory).config
+    return fitting_taps(target, parse_config(read_checkpoint(drafter_directory)), target_directory, drafter_directory)
+
+
+def fitting_taps(
+    target: "TargetConfig", drafter: "DrafterConfig", target_name: str | Path, drafter_name: str | Path
+) -> tuple[int, ...]:
+    """See `check_fit`; the names are for its messages."""
+    from target.config import default_aux_layer_ids
+
+    def refuse(what: str, drafters: object, targets: object) -> InputError:
+        return InputError(
+            f"the drafter {drafter_name} does not fit the target {target_name}: {what} {drafters}, the target's is "
+            f"{targets}; use the drafter that was trained for this target"
+        )
+
+    if drafter.target_hidden_size != target.hidden_size:
+        raise refuse("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
+    if drafter.vocab_size != target.vocab_size:
+        raise refuse("its vocabulary has size", drafter.vocab_size, target.vocab_size)
+    taps = drafter.aux_layer_ids or default_aux_layer_ids(target.num_layers)
+    if len(taps) != drafter.num_taps:
+        raise InputError(
+            f"the drafter {drafter_name} reads {drafter.num_taps} taps and does not name their layers, and the default for "
+            f"the target {target_name} is {len(taps)} taps {list(taps)}; name them in eagle_aux_hidden_state_layer_ids"
+        )
+    if outside := [tap for tap in taps if not 0 <= tap < target.num_layers]:
+        raise InputError(
+            f"the drafter {drafter_name} does not fit the target {target_name}: it taps the output of layer {outside[0]}, "
+            f"the target has layers 0..{target.num_layers - 1}; use the drafter that was trained for this target"
+        )
+    return taps
+
+
+def default_dtype() -> DtypeName:
+    """float32 on CPU, bfloat16 elsewhere. Raises InputError where JAX cannot start on the platform it was told."""
+    try:
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    except RuntimeError as error:
+        raise InputError(
+            f"JAX cannot start: {' '.join(str(error).split())}; check JAX_PLATFORMS and the installed jax"
+        ) from None
+
+
+def _demo_k() -> int:
+    """The demo's own best K, where it names one: {"num_speculative_tokens": K} in demo.json."""
+    try:
+        named = json.loads((DEMO_DIRECTORY / "demo.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return DEFAULT_NUM_SPECULATIVE_TOKENS
+    return int(named.get("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS))

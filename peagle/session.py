@@ -1,0 +1,255 @@
+"""A whole run: conversations in, results out, each beside plain decoding of the same prompt in the same process.
+
+Conversations are taken `batch_size` at a time, and of each of them one turn after the other: such a set of independent
+requests is a wave. Every wave is decoded with speculation and, if asked for, plainly; which of the two comes first
+alternates, so that neither has the warmer machine.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.generate import Engine, Request
+from peagle.metrics import Recorder, Result, first_difference
+from peagle.ops.errors import InputError
+from peagle.pair import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
+from peagle.prompts import Conversation, Rendering
+from peagle.score import TokenScore, score, top_2_margin
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How conversations are answered. num_speculative_tokens 0 is plain decoding, which is its own baseline."""
+
+    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
+    sampling: SamplingConfig = SamplingConfig()
+    seed: int = 0
+    batch_size: int = 1
+    context: int | None = None
+    ignore_eos: bool = False
+    baseline: bool = True
+    logprobs: int | None = None  # how many of the best tokens to score beside each emitted one
+    rendering: Rendering = Rendering()
+
+    def __post_init__(self) -> None:
+        SpeculationConfig(self.num_speculative_tokens, self.batch_size, sampling=self.sampling)
+        if self.max_new_tokens < 1:
+            raise InputError(f"{self.max_new_tokens} new tokens are asked for; expected 1 or more")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise InputError(f"logprobs is {self.logprobs}; expected 0 or more")
+
+    @property
+    def compares(self) -> bool:
+        return self.baseline and self.num_speculative_tokens > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """The first place where speculation and plain decoding chose differently, and by how much the target's two best logits
+    differ there. Far from zero it is an error; near zero the arithmetic of passes of different width."""
+
+    index: int
+    margin: float
+
+
+@dataclasses.dataclass
+class Outcome:
+    """One request with what it was compared with."""
+
+    result: Result
+    turn: int | None  # from 0; None where the request is no turn of a conversation
+    baseline: Result | None = None
+    first_divergence: Divergence | None = None
+    logprobs: list[TokenScore] | None = None
+
+
+@dataclasses.dataclass
+class Run:
+    """What became of the conversations: outcomes in the order of the input, of all requests that were begun."""
+
+    outcomes: list[Outcome]
+    capacity: int
+    compile_s: float = 0.0
+    interrupted: bool = False
+
+
+class Observer:
+    """Is told what happens, as it happens. Does nothing; override what is wanted."""
+
+    def compiling(self) -> None:
+        """Programs may be compiled now."""
+
+    def decoding(self, done: int, total: int, plainly: bool) -> None:
+        """`done` of `total` requests are finished; the next ones are decoded now."""
+
+    def started(self, request: Request, turn: int | None) -> None:
+        """A request that will be shown is decoded from here on."""
+
+    def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
+        """Tokens of such a request, and the text that is certain with them."""
+
+    def finished(self, result: Result) -> None:
+        """That request has all its tokens."""
+
+
+def run(pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer | None = None) -> Run:
+    """Answers the conversations. Ctrl-C ends it early: what there is by then comes back, `interrupted`.
+
+    Raises InputError, before anything is decoded, for a conversation that cannot be run.
+    """
+    return _Session(pair, conversations, config, observer or Observer()).run()
+
+
+class _Session:
+    def __init__(
+        self, pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer
+    ) -> None:
+        self.pair, self.conversations, self.config, self.observer = pair, conversations, config, observer
+        self.batch_size = min(config.batch_size, len(conversations))
+        counts = [conversation.num_requests for conversation in conversations]
+        self.first_index = [sum(counts[:number]) for number in range(len(counts))]
+        self.total = sum(counts)
+        self.done = 0
+        self.outcomes: dict[int, Outcome] = {}
+        self.engines: dict[int, Engine] = {}
+        pair.room(config.context)
+        self.capacity = pair.capacity([self._widest(number) for number in range(len(conversations))])
+
+    def run(self) -> Run:
+        interrupted = False
+        compile_s_before = sum(engine.compile_s for engine in self._all_engines())
+        try:
+            for number, wave in enumerate(self._waves()):
+                self._decode_wave(number, wave)
+        except KeyboardInterrupt:
+            interrupted = True
+        compile_s = sum(engine.compile_s for engine in self._all_engines()) - compile_s_before
+        ordered = [self.outcomes[index] for index in sorted(self.outcomes)]
+        return Run(ordered, self.capacity, compile_s, interrupted)
+
+    def _waves(self) -> Iterator[list[tuple[Request, int | None]]]:
+        """Requests with their turn numbers. The answers to the turns before must be in `outcomes` when one is asked for."""
+        numbers = range(len(self.conversations))
+        for start in range(0, len(numbers), self.batch_size):
+            group = numbers[start : start + self.batch_size]
+            for turn in range(max(self.conversations[number].num_requests for number in group)):
+                yield [self._request(n, turn) for n in group if turn < self.conversations[n].num_requests]
+
+    def _request(self, number: int, turn: int) -> tuple[Request, int | None]:
+        conversation, first = self.conversations[number], self.first_index[number]
+        answers = [self.outcomes[first + earlier].result.text or "" for earlier in range(turn)]
+        request = self._make(conversation, answers, first + turn)
+        return request, turn if conversation.numbered else None
+
+    def _widest(self, number: int) -> Request:
+        """A request as long as the conversation may become; all that can be refused before a run is refused here."""
+        conversation, budget = self.conversations[number], self.config.max_new_tokens
+        first = self._make(conversation, [], self.first_index[number])
+        turns = conversation.num_requests
+        if turns == 1:
+            return first
+        # answers are not there yet: what they will take is their budget, and a few tokens that may be cut differently
+        last = self._make(conversation, [" "] * (turns - 1), 0)
+        width = min(len(last.prompt_ids) + turns * budget, self.pair.room(self.config.context))
+        return dataclasses.replace(last, max_new_tokens=max(width - len(last.prompt_ids), 1))
+
+    def _make(self, conversation: Conversation, answers: Sequence[str], index: int) -> Request:
+        config = self.config
+        return self.pair.request(
+            conversation,
+            answers,
+            config.rendering,
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+            index=index,
+            context=config.context,
+        )
+
+    def _all_engines(self) -> list[Engine]:
+        kinds = [self.config.num_speculative_tokens] + ([0] if self.config.compares else [])
+        return [self._engine(kind) for kind in kinds]
+
+    def _engine(self, num_speculative_tokens: int) -> Engine:
+        shape = SpeculationConfig(num_speculative_tokens, self.batch_size, self.capacity, self.config.sampling)
+        if num_speculative_tokens == 0:  # no drafts, so nothing to sample them from
+            shape = dataclasses.replace(shape, sampling=dataclasses.replace(shape.sampling, draft_sampling=False))
+        return self.pair.engine(shape, ignore_eos=self.config.ignore_eos)
+
+    def _decode_wave(self, number: int, wave: list[tuple[Request, int | None]]) -> None:
+        requests = [request for request, _ in wave]
+        # an answer may come back a little longer than it was, cut into other tokens: then the room grows
+        self.capacity = max(self.capacity, self.pair.capacity(requests))
+        self.observer.compiling()
+        for engine in self._all_engines():
+            engine.warm_up(requests)
+        fast = self._engine(self.config.num_speculative_tokens)
+        plain_results: list[Result] = []
+        plain_first = self.config.compares and number % 2 == 1
+        if plain_first:
+            plain_results = self._decode_plainly(requests)
+        self.observer.decoding(self.done, self.total, plainly=False)
+        self._decode_shown(fast, wave)
+        if self.config.compares and not plain_first:
+            plain_results = self._decode_plainly(requests)
+        for plain in plain_results:
+            self._compare(self.outcomes[plain.request.index], plain)
+        if self.config.logprobs is not None:
+            for request in requests:
+                outcome = self.outcomes[request.index]
+                outcome.logprobs = self._score(outcome.result, self.config.logprobs)
+        self.done += len(requests)
+
+    def _decode_shown(self, engine: Engine, wave: list[tuple[Request, int | None]]) -> None:
+        """The wave's outcomes are there afterwards, also when it was interrupted."""
+        requests = [request for request, _ in wave]
+        recorders = self._recorders(engine, requests)
+        for request, turn in wave:
+            self.observer.started(request, turn)
+        try:
+            for emission in engine.generate(requests):
+                recorder = recorders[emission.request.index]
+                piece = recorder.add(emission)
+                self.observer.emitted(emission.request, emission.token_ids, piece)
+                if recorder.finish_reason != "interrupted":
+                    self.observer.finished(recorder.result())
+        finally:
+            for request, turn in wave:
+                recorder = recorders[request.index]
+                if rest := recorder.close():
+                    self.observer.emitted(request, (), rest)
+                self.outcomes[request.index] = Outcome(recorder.result(), turn)
+
+    def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
+        self.observer.decoding(self.done, self.total, plainly=True)
+        engine = self._engine(0)
+        recorders = self._recorders(engine, requests)
+        for emission in engine.generate(requests):
+            recorders[emission.request.index].add(emission)
+        return [recorder.result() for recorder in recorders.values()]
+
+    def _recorders(self, engine: Engine, requests: Sequence[Request]) -> dict[int, Recorder]:
+        now, k = time.perf_counter(), engine.config.num_speculative_tokens
+        return {r.index: Recorder(r, k, engine.stop_token_ids, self.pair.tokenizer, now) for r in requests}
+
+    def _compare(self, outcome: Outcome, plain: Result) -> None:
+        outcome.baseline = plain
+        result = outcome.result
+        index = first_difference(result.output_ids, plain.output_ids)
+        if index is not None:
+            longer = max(result.output_ids, plain.output_ids, key=len)
+            margin = top_2_margin(
+                self.pair.plain_target, result.request.prompt_ids, longer[: index + 1], self.capacity
+            )
+            outcome.first_divergence = Divergence(index, margin)
+
+    def _score(self, result: Result, num_best: int) -> list[TokenScore]:
+        vocab_size = self.pair.target.vocab_size
+        return score(
+            self.pair.plain_target,
+            result.request.prompt_ids,
+            result.output_ids,
+            min(num_best, vocab_size),
+            self.capacity,
+        )

@@ -1,0 +1,140 @@
+"""Tiny drafters, pairwise distinct in every dimension, and texts for them to follow."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams, init_params
+from drafter.propose import PEagle
+from peagle.ops.messages import Draft, Fresh
+from peagle.ops.rope import Llama3, RopeConfig
+
+LLAMA3 = Llama3(factor=4.0, original_length=24, low_freq_factor=1.0, high_freq_factor=4.0)
+
+CONFIGS = {
+    "one layer, reduced vocabulary, llama3": DrafterConfig(
+        hidden_size=20,
+        num_layers=1,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_width=28,
+        target_hidden_size=12,
+        vocab_size=61,
+        draft_vocab_size=37,
+        mask_token_id=60,
+        rope=RopeConfig(8, 10000.0, LLAMA3),
+        aux_layer_ids=(1, 4, 6),
+    ),
+    "two layers, norm before residual, biases": DrafterConfig(
+        hidden_size=22,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=3,
+        head_dim=10,
+        mlp_width=26,
+        target_hidden_size=14,
+        vocab_size=53,
+        draft_vocab_size=53,
+        mask_token_id=3,
+        rope=RopeConfig(10, 5000.0),
+        num_taps=2,
+        aux_layer_ids=(0, 3),
+        aux_norm="per_tap",
+        norm_before_residual=True,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "four layers, one kv head": DrafterConfig(
+        hidden_size=18,
+        num_layers=4,
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=6,
+        mlp_width=34,
+        target_hidden_size=16,
+        vocab_size=47,
+        draft_vocab_size=29,
+        mask_token_id=11,
+        rope=RopeConfig(6, 10000.0),
+        aux_norm="joint",
+        rms_norm_eps=1e-5,
+        max_positions=128,
+    ),
+}
+
+
+def random_params(config: DrafterConfig, seed: int = 0) -> DrafterParams:
+    """Parameters far from their neutral values: norms around one, biases around zero, a scattered draft vocabulary."""
+    params = init_params(config, jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    weights = params.replace(draft_to_target=None)
+    leaves, tree = jax.tree.flatten(weights)
+    moved = [leaf + jnp.asarray(0.2 * rng.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
+    matrices = [new if leaf.ndim == 1 else leaf for leaf, new in zip(leaves, moved, strict=True)]
+    ids = None
+    if params.draft_to_target is not None:
+        kept = rng.choice(config.vocab_size, config.draft_vocab_size, replace=False)
+        ids = jnp.asarray(np.sort(kept), jnp.int32)
+    return jax.tree.unflatten(tree, matrices).replace(draft_to_target=ids)
+
+
+def drafter(name: str, deterministic: bool = True) -> PEagle:
+    return PEagle(random_params(CONFIGS[name]), CONFIGS[name], deterministic)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """What happened: tokens, and the aux hidden of each."""
+
+    token_ids: np.ndarray  # [n]
+    aux_hidden: np.ndarray  # [n, A]
+
+    def fresh(self, first: int, num: int, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows first..first+num-1, and garbage up to K+1 rows."""
+        width = num_drafts + 1
+        token_ids, aux = np.full(width, 7, np.int32), np.full((width, self.aux_hidden.shape[1]), 9.0, np.float32)
+        token_ids[:num] = self.token_ids[first + 1 : first + 1 + num]
+        aux[:num] = self.aux_hidden[first : first + num]
+        return token_ids, aux
+
+
+def random_text(config: DrafterConfig, length: int, seed: int) -> Text:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, config.vocab_size, length).astype(np.int32)
+    return Text(tokens, (1.5 * rng.standard_normal((length, config.aux_width))).astype(np.float32))
+
+
+def stack_fresh(texts: Sequence[Text], firsts: Sequence[int], nums: Sequence[int], num_drafts: int) -> Fresh:
+    """One row per text: its rows first..first+num-1 (a negative first: inactive)."""
+    rows = [t.fresh(max(first, 0), num, num_drafts) for t, first, num in zip(texts, firsts, nums, strict=True)]
+    return Fresh(
+        token_ids=jnp.asarray(np.stack([row[0] for row in rows])),
+        aux_hidden=jnp.asarray(np.stack([row[1] for row in rows])),
+        num=jnp.asarray(nums, jnp.int32),
+        first_position=jnp.asarray(firsts, jnp.int32),
+    )
+
+
+def prompt_state(peagle: PEagle, texts: Sequence[Text], lengths: Sequence[int], num_drafts: int, capacity: int = 64):
+    """The state after prefill of each text's first `length` tokens, in one padded batch."""
+    width = max(lengths) + 3
+    tokens = np.stack(
+        [np.where(np.arange(width) < n, t.token_ids[:width], 5) for t, n in zip(texts, lengths, strict=True)]
+    )
+    aux = np.stack([t.aux_hidden[:width] for t in texts])
+    state = peagle.init_state(len(texts), capacity, num_drafts)
+    return prefill(peagle, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), jnp.asarray(aux))
+
+
+prefill = jax.jit(PEagle.prefill)
+propose = jax.jit(PEagle.propose, static_argnames="num_drafts")
+
+
+def logits_of(draft: Draft) -> np.ndarray:
+    assert draft.logits is not None
+    return np.asarray(draft.logits)

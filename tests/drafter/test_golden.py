@@ -1,0 +1,75 @@
+"""Against what the public speculators package computed (scripts/record_golden_drafter.py): weights, inputs and logits
+that nobody here wrote."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from drafter import model, reference
+from drafter.load import load_drafter, to_tensors
+from drafter.propose import PEagle
+from peagle.ops.messages import Fresh
+from tests.drafter.cases import logits_of
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "drafter_speculators"
+MODELS = ("plain", "variant")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("which", ["train", "step"])
+def test_forward_gives_their_logits(name: str, which: str) -> None:
+    params, config = load_drafter(GOLDEN / name)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    anchor, depth = golden[f"{which}_anchor"], golden[f"{which}_depth"]
+    rows = [golden[f"{which}_{array}"][anchor][None] for array in ("token_ids", "aux_hidden", "documents")]
+    token_ids, aux_hidden, segments = (jnp.asarray(row) for row in rows)
+    logits = model.forward(
+        params, config, token_ids, aux_hidden, jnp.asarray(anchor)[None], jnp.asarray(depth)[None], segments
+    )
+    assert depth.max() > 2
+    assert segments.max() == (1 if which == "train" else 0)
+    np.testing.assert_allclose(logits[0], golden[f"{which}_logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
+    """Their `step` pass is a context of 9 rows and 4 mask slots: K = 5. Here 6 of the rows come by prefill."""
+    params, config = load_drafter(GOLDEN / name)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    num_drafts, context, prefilled = 5, 9, 6
+    # their row p holds what they call token p; a text's is one further on
+    token_ids = np.concatenate([[0], golden["step_token_ids"][:context]]).astype(np.int32)
+    aux_hidden, expected = golden["step_aux_hidden"][:context], golden["step_logits"][context - 1 :]
+
+    peagle = PEagle(params, config, deterministic=False)
+    state = peagle.init_state(1, 32, num_drafts)
+    prompt, aux = jnp.asarray(token_ids[None, : prefilled + 1]), jnp.asarray(aux_hidden[None, : prefilled + 1])
+    state = peagle.prefill(state, prompt, jnp.asarray([prefilled + 1]), aux)
+    num = context - prefilled
+    room = ((0, 0), (0, num_drafts + 1 - num))
+    fresh = Fresh(
+        token_ids=jnp.pad(jnp.asarray(token_ids[None, prefilled + 1 :]), room),
+        aux_hidden=jnp.pad(jnp.asarray(aux_hidden[None, prefilled:]), (*room, (0, 0))),
+        num=jnp.asarray([num]),
+        first_position=jnp.asarray([prefilled]),
+    )
+    draft, _ = peagle.propose(state, fresh, num_drafts)
+    tensors = load_file(GOLDEN / name / "model.safetensors")
+    target_ids = np.arange(config.draft_vocab_size) + tensors.get("d2t", 0)
+    np.testing.assert_allclose(logits_of(draft)[0][:, target_ids], expected, atol=1e-4)
+    assert draft.token_ids[0].tolist() == target_ids[expected.argmax(-1)].tolist()
+    theirs = reference.draft_logits(tensors, config, token_ids.tolist(), aux_hidden, num_drafts)
+    np.testing.assert_allclose(theirs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_their_checkpoint_saves_to_the_same_tensors(name: str) -> None:
+    params, config = load_drafter(GOLDEN / name)
+    theirs, ours = load_file(GOLDEN / name / "model.safetensors"), to_tensors(params, config, "speculators")
+    assert set(theirs) == set(ours)
+    for tensor, value in theirs.items():
+        assert value.dtype == ours[tensor].dtype
+        np.testing.assert_array_equal(value, ours[tensor], err_msg=tensor)

@@ -1,0 +1,64 @@
+"""The cached drafter against the float64 reference, over runs of steps."""
+
+import numpy as np
+import pytest
+
+from drafter import reference
+from drafter.load import to_tensors
+from peagle.ops.attention import MASKED
+from tests.drafter.cases import CONFIGS, drafter, logits_of, prompt_state, propose, random_text, stack_fresh
+
+ONE, TWO, FOUR = CONFIGS
+
+
+@pytest.mark.parametrize(
+    ("name", "num_drafts"), [(ONE, 1), (ONE, 3), (ONE, 8), (TWO, 2), (TWO, 5), (FOUR, 3), (FOUR, 7)]
+)
+def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) -> None:
+    """Two rows of different length; per step none, some and all of K drafts are accepted."""
+    peagle = drafter(name, deterministic=False)
+    config, tensors = peagle.config, to_tensors(peagle.params, peagle.config)
+    some = num_drafts // 2
+    accepted = [(0, num_drafts), (num_drafts, some), (some, 0), (0, some), (num_drafts, num_drafts), (0, 0)]
+    lengths = [5, 9]
+    texts = [random_text(config, 64, seed) for seed in (1, 2)]
+    state = prompt_state(peagle, texts, lengths, num_drafts)
+
+    firsts, nums = [n - 1 for n in lengths], [1, 1]
+    for step in accepted:
+        draft, state = propose(peagle, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)
+        for row, text in enumerate(texts):
+            known = firsts[row] + nums[row]  # rows with a true hidden; one token more is known
+            told = (text.token_ids[: known + 1].tolist(), text.aux_hidden[:known])
+            expected = reference.draft_logits(tensors, config, *told, num_drafts)
+            ids = reference.draft_ids(tensors, config, *told, num_drafts)
+            target_ids = np.arange(config.vocab_size)
+            if peagle.params.draft_to_target is not None:
+                target_ids = np.asarray(peagle.params.draft_to_target)
+            full = logits_of(draft)[row]
+            np.testing.assert_allclose(full[:, target_ids], expected, atol=1e-4)
+            assert (np.delete(full, target_ids, axis=1) == MASKED).all()
+            assert draft.token_ids[row].tolist() == ids.tolist()
+        firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
+        nums = [count + 1 for count in step]
+
+
+def test_the_reference_sees_everything_it_is_told() -> None:
+    """Each token, each aux hidden and each mask slot moves it; what is behind a row does not."""
+    peagle = drafter(TWO)
+    config, tensors = peagle.config, to_tensors(peagle.params, peagle.config)
+    text = random_text(config, 7, 3)
+    base = reference.draft_logits(tensors, config, text.token_ids.tolist(), text.aux_hidden[:6], 3)
+    for place in range(1, 7):
+        tokens = text.token_ids.copy()
+        tokens[place] = (tokens[place] + 1) % config.vocab_size
+        assert (
+            np.abs(reference.draft_logits(tensors, config, tokens.tolist(), text.aux_hidden[:6], 3) - base).max() > 1e-3
+        )
+        aux = text.aux_hidden[:6].copy()
+        aux[place - 1] += 1
+        assert np.abs(reference.draft_logits(tensors, config, text.token_ids.tolist(), aux, 3) - base).max() > 1e-3
+    fewer = reference.draft_logits(tensors, config, text.token_ids.tolist(), text.aux_hidden[:6], 2)
+    np.testing.assert_allclose(fewer, base[:2], atol=1e-12)
+    with pytest.raises(ValueError, match="expected one less"):
+        reference.draft_logits(tensors, config, text.token_ids.tolist(), text.aux_hidden[:7], 3)
