@@ -1,4 +1,11 @@
-"""Lossless speculative decoding of GPT-OSS models with a P-EAGLE drafter, in JAX."""
+"""Lossless speculative decoding of GPT-OSS models with a P-EAGLE drafter, in JAX.
+
+import peagle
+
+pair = peagle.load()
+for piece in pair.stream("def mean(values): ..."):
+    print(piece, end="", flush=True)
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -9,14 +16,22 @@ _apply_jax_cure()
 
 if TYPE_CHECKING:
     from peagle.config import SamplingConfig, SpeculationConfig
+    from peagle.metrics import Result
+    from peagle.ops.errors import InputError
+    from peagle.pair import Pair, Stream, load
 
 # name -> module that defines it; imported on first use, so that `import peagle` costs milliseconds (PEP 562)
 _EXPORTS = {
+    "InputError": "peagle.ops.errors",
+    "Pair": "peagle.pair",
+    "Result": "peagle.metrics",
     "SamplingConfig": "peagle.config",
     "SpeculationConfig": "peagle.config",
+    "Stream": "peagle.pair",
+    "load": "peagle.pair",
 }
 
-__all__ = ["SamplingConfig", "SpeculationConfig"]
+__all__ = ["InputError", "Pair", "Result", "SamplingConfig", "SpeculationConfig", "Stream", "load"]
 
 
 def __getattr__(name: str) -> Any:

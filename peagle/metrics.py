@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True)
 class Counters:
-    """Raw counts of speculative steps, before any output was cut. `histogram[a]` is how many steps accepted a drafts."""
+    """Raw counts of steps, before any output was cut. `histogram[a]` is how many steps accepted a drafts."""
 
     num_spec_tokens: int  # K
     histogram: tuple[int, ...]  # K + 1 places
@@ -165,8 +165,8 @@ class Recorder:
         if emission.decision is not None:
             self._decisions.append(emission.decision)
         self._ids += emission.token_ids
-        stopped = self.finish_reason == "stop"
-        return self._show(emission.token_ids[:-1] if stopped else emission.token_ids, self.finish_reason != "interrupted")
+        reason = self.finish_reason
+        return self._show(emission.token_ids[:-1] if reason == "stop" else emission.token_ids, reason != "interrupted")
 
     def close(self) -> str:
         """The text that was held back, for a request that ends here although it has not finished."""
@@ -206,8 +206,8 @@ def pooled_counters(results: Sequence[Result]) -> Counters | None:
 
 
 def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
-    """Tokens over seconds: sum of (emitted - 1) over the time in which at least one request was between its first and its
-    last token. One after the other, that is the sum of their times; in a batch, it is counted once."""
+    """Tokens over seconds: sum of (emitted - 1) over the time in which at least one request was between its first and
+    its last token. One after the other, that is the sum of their times; what a batch shares is counted once."""
     tokens = sum(len(result.output_ids) - 1 for result in results if result.output_ids)
     spans = sorted((r.first_s, r.last_s) for r in results if r.first_s is not None and r.last_s is not None)
     seconds, covered = 0.0, float("-inf")
@@ -219,8 +219,9 @@ def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
 
 def pooled_loop_share(results: Sequence[Result]) -> float | None:
     """1 - distinct / total, both summed over outputs (4-grams are distinct within their output)."""
-    distinct, total = map(sum, zip(*(loop_grams(result.output_ids) for result in results), strict=True)) if results else (0, 0)
-    return None if not total else 1 - distinct / total
+    counts = [loop_grams(result.output_ids) for result in results]
+    total = sum(total for _, total in counts)
+    return None if not total else 1 - sum(distinct for distinct, _ in counts) / total
 
 
 def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
@@ -280,9 +281,7 @@ def summarize(
         "baseline_tok_per_s": baseline_tok_per_s,
         "speedup": None if speculated is None else _ratio(speculated, baseline_tok_per_s or 0.0),
         "speedup_median": median_speedup(both),
-        "num_diverged_requests": (
-            sum(first_difference(fast.output_ids, plain.output_ids) is not None for fast, plain in both) if both else None
-        ),
+        "num_diverged_requests": sum(fast.output_ids != plain.output_ids for fast, plain in both) if both else None,
         "ttft_s": statistics.median(times) if (times := [r.ttft_s for r in results if r.ttft_s is not None]) else None,
         "compile_s": compile_s,
         "peak_memory_bytes": peak_memory_bytes,

@@ -1,9 +1,10 @@
-"""A target with its drafter, loaded and checked: the Python interface, and the one place in peagle/ that names target/ and
-drafter/.
+"""A target with its drafter, loaded and checked: the Python interface.
+
+This and `peagle info` are the only places in peagle/ that name target/ and drafter/.
 
     import peagle
 
-    pair = peagle.load()                          # the demo pair; or peagle.load("DIR", "DIR"), peagle.load("DIR", "ngram")
+    pair = peagle.load()  # the demo pair; or peagle.load("DIR", "DIR"), peagle.load("DIR", "ngram")
     stream = pair.stream("def mean(values): ...", max_new_tokens=128)
     for piece in stream:
         print(piece, end="", flush=True)
@@ -14,7 +15,7 @@ The first stream of a shape compiles; whatever is measured leaves that out.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -240,12 +241,14 @@ def load(
     *,
     dtype: DtypeName | None = None,
     experts: ExpertsChoice = "auto",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
     """The pair of two checkpoint directories, or the demo pair, which comes with the package.
 
-    drafter "ngram" needs no weights; None leaves plain decoding only. A directory that is called like one of these words
-    is given as "./demo". dtype: float32 on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4 in
-    memory, "expanded" dequantises at load, "auto" takes what is fastest and fits.
+    drafter "ngram" needs no weights; None leaves plain decoding only. A directory that is called like one of these
+    words is given as "./demo". dtype: float32 on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4
+    in memory, "expanded" dequantises at load, "auto" takes what is fastest and fits. progress is told (bytes of the
+    target read, bytes in all) while it is read.
 
     Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
     read.
@@ -262,7 +265,7 @@ def load(
         taps = check_fit(target_directory, drafter_directory)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
-    loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts)
+    loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, progress=progress)
     plain = GptOss(loaded.params, loaded.config)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     if drafter_directory is not None:
@@ -286,7 +289,7 @@ def load(
 
 
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
-    """The directory a name stands for: the demo's, or itself. Raises InputError where the demo is not in this package."""
+    """The directory a name stands for: the demo's, or itself. Raises InputError where there is no demo."""
     if name != DEMO:
         return Path(name)
     directory = DEMO_DIRECTORY / part
@@ -304,8 +307,8 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
         return None
     if drafter == DEMO and target != DEMO:
         raise InputError(
-            f"the target {target} needs a drafter of its own (the demo drafter fits the demo target only); give --drafter "
-            "DIR, or --drafter ngram, which needs no weights"
+            f"the target {target} needs a drafter of its own (the demo drafter fits the demo target only); give "
+            "--drafter DIR, or --drafter ngram, which needs no weights"
         )
     return resolve(drafter, "drafter")
 
@@ -342,13 +345,14 @@ def fitting_taps(
     taps = drafter.aux_layer_ids or default_aux_layer_ids(target.num_layers)
     if len(taps) != drafter.num_taps:
         raise InputError(
-            f"the drafter {drafter_name} reads {drafter.num_taps} taps and does not name their layers, and the default for "
-            f"the target {target_name} is {len(taps)} taps {list(taps)}; name them in eagle_aux_hidden_state_layer_ids"
+            f"the drafter {drafter_name} reads {drafter.num_taps} taps and does not name their layers, and the default "
+            f"for the target {target_name} is {len(taps)} taps {list(taps)}; name them in "
+            "eagle_aux_hidden_state_layer_ids"
         )
     if outside := [tap for tap in taps if not 0 <= tap < target.num_layers]:
         raise InputError(
-            f"the drafter {drafter_name} does not fit the target {target_name}: it taps the output of layer {outside[0]}, "
-            f"the target has layers 0..{target.num_layers - 1}; use the drafter that was trained for this target"
+            f"the drafter {drafter_name} does not fit the target {target_name}: it taps the output of layer "
+            f"{outside[0]}, the target has layers 0..{target.num_layers - 1}; use the drafter that was trained for it"
         )
     return taps
 

@@ -1,11 +1,12 @@
 """What is asked: prompts from the command line, standard input or a JSON lines file, as conversations.
 
-A conversation is a list of turns. Turn k's prompt holds the answers to the turns before it, so it is rendered when those
-are known (`Conversation.encode`); conversations do not depend on one another.
+A conversation is a list of turns. Turn k's prompt holds the answers to the turns before it, so it is rendered when
+those are known (`Conversation.encode`); conversations do not depend on one another.
 """
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,15 @@ class Rendering:
             check_text(self.system, "the system text")
         if self.raw and (self.system is not None or self.reasoning_effort is not None):
             raise InputError(
-                "a system text or a reasoning effort needs the chat template; leave one of them out (--raw-prompt turns "
-                "the template off)"
+                "a system text or a reasoning effort needs the chat template, which --raw-prompt turns off; leave out "
+                "the one or the other"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Either turns of text, one request each, or the ids of a single prompt. `name` says where it comes from; `numbered`
-    that its requests are told apart by a turn number."""
+    """Either turns of text, one request each, or the ids of a single prompt. `name` says where it comes from;
+    `numbered` that its requests are told apart by a turn number."""
 
     name: str
     turns: tuple[str, ...] = ()
@@ -53,15 +54,15 @@ class Conversation:
     def encode(self, answers: Sequence[str], tokenizer: Tokenizer | None, rendering: Rendering) -> tuple[int, ...]:
         """The prompt of the turn that follows these answers.
 
-        Raises InputError for text without a tokenizer or template, for turns without the template, and for a prompt that
-        comes out empty.
+        Raises InputError for text without a tokenizer or template, for turns without the template, and for a prompt
+        that comes out empty.
         """
         if self.prompt_ids is not None:
             return self.prompt_ids
         if tokenizer is None:
             raise InputError(
-                f"{self.name} is text, but the target's directory has no tokenizer.json; give token ids (--prompt-ids, or "
-                '"prompt_ids" in a file)'
+                f"{self.name} is text, but the target's directory has no tokenizer.json; give token ids (--prompt-ids, "
+                'or "prompt_ids" in a file)'
             )
         turns = self.turns[: len(answers) + 1]
         if rendering.raw:
@@ -103,8 +104,7 @@ def from_ids(ids: Iterable[int], name: str = "the prompt") -> Conversation:
 def parse_ids(text: str) -> Conversation:
     """Ids as they are typed: 1,2,3."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
-    # isdecimal alone would take other scripts' digits, and int() underscores
-    if bad := [part for part in parts if not (part.removeprefix("-").isdecimal() and part.isascii() and len(part) < 20)]:
+    if bad := [part for part in parts if not re.fullmatch("-?[0-9]{1,18}", part)]:
         raise InputError(f"--prompt-ids holds {_brief(bad[0])}; expected token ids with commas between, such as 1,2,3")
     return from_ids((int(part) for part in parts), "--prompt-ids")
 

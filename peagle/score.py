@@ -1,7 +1,7 @@
 """How likely a finished output was: the target's logits with the output given (teacher forcing), through its caches.
 
-It is not what decoding computed, token by token, but the same function of the same tokens: in float32 equal to rounding, in
-bfloat16 with the differences that passes of different width have there.
+It is not what decoding computed, token by token, but the same function of the same tokens: in float32 equal to
+rounding, in bfloat16 with the differences that passes of different width have there.
 """
 
 import functools
@@ -20,8 +20,8 @@ CHUNK = 32  # output tokens scored in one pass
 
 @dataclass(frozen=True)
 class TokenScore:
-    """One emitted token: the log of its probability (log-softmax of the logits, before temperature and truncation), and the
-    most likely tokens there with theirs, best first."""
+    """One emitted token: the log of its probability (log-softmax of the logits, before temperature and truncation), and
+    the most likely tokens there with theirs, best first."""
 
     token_id: int
     logprob: float
@@ -31,8 +31,8 @@ class TokenScore:
 def score(
     target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int | None = None
 ) -> list[TokenScore]:
-    """One TokenScore per output token. `capacity` is the room for prompt and output, of which each value is one program;
-    by default the next power of two."""
+    """One TokenScore per output token. `capacity` is the room for prompt and output, of which each value is one
+    program; by default the next power of two."""
     if not output_ids:
         return []
     needed = len(prompt_ids) + len(output_ids)
@@ -43,17 +43,18 @@ def score(
     scores, cache = _score_first(
         target, padded, np.asarray([len(prompt_ids)], np.int32), output_ids[0], capacity=capacity, num_best=best
     )
-    parts = [jax.tree.map(lambda leaf: np.asarray(leaf)[None], scores)]
+    parts = [tuple(np.asarray(leaf)[None] for leaf in scores)]
     for start in range(0, len(output_ids) - 1, CHUNK):
         given, wanted = np.zeros((2, 1, CHUNK), np.int32)
         given_ids, wanted_ids = output_ids[start : start + CHUNK], output_ids[start + 1 : start + 1 + CHUNK]
         given[0, : len(given_ids)], wanted[0, : len(wanted_ids)] = given_ids, wanted_ids
         length = np.asarray([len(prompt_ids) + start], np.int32)
         scores, cache = _score_chunk(target, given, length, cache, wanted, num_best=best)
-        parts.append(jax.tree.map(lambda leaf, width=len(wanted_ids): np.asarray(leaf)[:width], scores))
-    logprob, best_logprob, best_id = (np.concatenate(column).tolist() for column in zip(*parts, strict=True))
+        logprob, best_logprob, best_id = (np.asarray(leaf)[: len(wanted_ids)] for leaf in scores)
+        parts.append((logprob, best_logprob, best_id))
+    logprobs, best_logprobs, best_ids = (np.concatenate(column).tolist() for column in zip(*parts, strict=True))
     return [
-        TokenScore(token, logprob[i], tuple(zip(best_id[i], best_logprob[i], strict=True))[:num_best])
+        TokenScore(token, logprobs[i], tuple(zip(best_ids[i], best_logprobs[i], strict=True))[:num_best])
         for i, token in enumerate(output_ids)
     ]
 

@@ -24,14 +24,14 @@ class RunConfig:
 
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     seed: int = 0
     batch_size: int = 1
     context: int | None = None
     ignore_eos: bool = False
     baseline: bool = True
     logprobs: int | None = None  # how many of the best tokens to score beside each emitted one
-    rendering: Rendering = Rendering()
+    rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
     def __post_init__(self) -> None:
         SpeculationConfig(self.num_speculative_tokens, self.batch_size, sampling=self.sampling)
@@ -47,8 +47,8 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The first place where speculation and plain decoding chose differently, and by how much the target's two best logits
-    differ there. Far from zero it is an error; near zero the arithmetic of passes of different width."""
+    """The first place where speculation and plain decoding chose differently, and by how much the target's two best
+    logits differ there. Far from zero it is an error; near zero the arithmetic of passes of different width."""
 
     index: int
     margin: float
@@ -113,24 +113,22 @@ class _Session:
         self.total = sum(counts)
         self.done = 0
         self.outcomes: dict[int, Outcome] = {}
-        self.engines: dict[int, Engine] = {}
+        self.compile_s = 0.0
         pair.room(config.context)
         self.capacity = pair.capacity([self._widest(number) for number in range(len(conversations))])
 
     def run(self) -> Run:
         interrupted = False
-        compile_s_before = sum(engine.compile_s for engine in self._all_engines())
         try:
             for number, wave in enumerate(self._waves()):
                 self._decode_wave(number, wave)
         except KeyboardInterrupt:
             interrupted = True
-        compile_s = sum(engine.compile_s for engine in self._all_engines()) - compile_s_before
         ordered = [self.outcomes[index] for index in sorted(self.outcomes)]
-        return Run(ordered, self.capacity, compile_s, interrupted)
+        return Run(ordered, self.capacity, self.compile_s, interrupted)
 
     def _waves(self) -> Iterator[list[tuple[Request, int | None]]]:
-        """Requests with their turn numbers. The answers to the turns before must be in `outcomes` when one is asked for."""
+        """Requests with their turn numbers. The next wave may be asked for when the outcomes of the last are there."""
         numbers = range(len(self.conversations))
         for start in range(0, len(numbers), self.batch_size):
             group = numbers[start : start + self.batch_size]
@@ -183,7 +181,9 @@ class _Session:
         self.capacity = max(self.capacity, self.pair.capacity(requests))
         self.observer.compiling()
         for engine in self._all_engines():
+            before = engine.compile_s
             engine.warm_up(requests)
+            self.compile_s += engine.compile_s - before
         fast = self._engine(self.config.num_speculative_tokens)
         plain_results: list[Result] = []
         plain_first = self.config.compares and number % 2 == 1
@@ -239,9 +239,7 @@ class _Session:
         index = first_difference(result.output_ids, plain.output_ids)
         if index is not None:
             longer = max(result.output_ids, plain.output_ids, key=len)
-            margin = top_2_margin(
-                self.pair.plain_target, result.request.prompt_ids, longer[: index + 1], self.capacity
-            )
+            margin = top_2_margin(self.pair.plain_target, result.request.prompt_ids, longer[: index + 1], self.capacity)
             outcome.first_divergence = Divergence(index, margin)
 
     def _score(self, result: Result, num_best: int) -> list[TokenScore]:

@@ -116,8 +116,8 @@ class ByteLevelTokenizer:
         reasoning_effort: str | None = None,
         date: str = DEFAULT_DATE,
     ) -> tuple[int, ...]:
-        """The ids of a chat that waits for the answer to the last turn. Raises InputError where there is no template, or
-        where it refuses the chat."""
+        """The ids of a chat that waits for the answer to the last turn. Raises InputError where there is no template,
+        or where it refuses the chat."""
         messages = chat_messages(turns, answers, system)
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:

@@ -44,25 +44,61 @@ class LoadedTarget:
     mxfp4: bool  # whether the files hold quantised experts
 
 
-def load_target(directory: Path, *, dtype: Any = jnp.float32, experts: ExpertsChoice = "auto") -> LoadedTarget:
+@dataclasses.dataclass(frozen=True)
+class TargetFiles:
+    """What a directory holds, by config.json and the headers of its tensors."""
+
+    config: TargetConfig
+    stop_token_ids: tuple[int, ...]
+    mxfp4: bool
+    num_parameters: int
+    num_expert_parameters: int  # of them, in the experts' matrices
+    tensor_bytes: int
+    expert_tensor_bytes: int  # of them, what `packed` keeps as it is
+
+
+def inspect_target(directory: Path) -> TargetFiles:
+    """Checks a directory as load_target does, short of reading a weight. Raises the same InputErrors for what it sees."""
+    checkpoint, names, config, mxfp4 = _open(Path(directory))
+    counts = {True: 0, False: 0}
+    sizes = {True: 0, False: 0}
+    for name, shape in _shapes(names, config, mxfp4).items():
+        matrix = name.removesuffix(names.blocks_suffix).removesuffix(names.scales_suffix)
+        of_experts = matrix.endswith((names.gate_up, names.down))
+        size = int(np.prod(shape))
+        sizes[of_experts] += size * checkpoint.dtype(name).itemsize
+        if not (mxfp4 and of_experts):
+            counts[of_experts] += size
+        elif name.endswith(names.blocks_suffix):
+            counts[of_experts] += 2 * size
+    return TargetFiles(
+        config, _stop_token_ids(checkpoint), mxfp4, sum(counts.values()), counts[True], sum(sizes.values()), sizes[True]
+    )
+
+
+def load_target(
+    directory: Path,
+    *,
+    dtype: Any = jnp.float32,
+    experts: ExpertsChoice = "auto",
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedTarget:
     """The model in a directory: float parameters in `dtype`, on JAX's default device, every tensor of the files used.
 
     `packed` keeps MXFP4 experts as they are, `expanded` dequantises them once, here. `auto` is expanded on CPU where
     that fits in the memory that is free (dequantising inside the graph is many times slower there), and packed on
-    accelerators; unquantised experts are always expanded. No more than one tensor is in memory twice.
+    accelerators; unquantised experts are always expanded. No more than one tensor is in memory twice. `progress` is told
+    (bytes read, bytes in all).
 
     Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
     and `packed` for a checkpoint that is not MXFP4.
     """
     directory = Path(directory)
-    checkpoint = read_checkpoint(directory)
-    names = _ORIGINAL if _is_original(checkpoint) else _HUGGING_FACE
-    config = parse_config(_from_original(checkpoint.config) if names is _ORIGINAL else checkpoint.config)
-    _refuse_other_quantization(checkpoint)
-    mxfp4 = any(name.endswith(names.scales_suffix) for name in checkpoint.names)
-    checkpoint.expect(_shapes(names, config, mxfp4))
+    checkpoint, names, config, mxfp4 = _open(directory)
     stop_token_ids = _stop_token_ids(checkpoint)
     layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, directory)
+    if progress is not None:
+        checkpoint.watch(progress)
     params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4).params(layout)
     checkpoint.finish()
     return LoadedTarget(params, config, stop_token_ids, layout, mxfp4)
@@ -190,6 +226,17 @@ _ORIGINAL = _Names(
     scales_suffix=".scales",
 )
 _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
+
+
+def _open(directory: Path) -> tuple[Checkpoint, _Names, TargetConfig, bool]:
+    """(the checkpoint with every tensor there and rightly shaped, its names, its config, whether it is MXFP4)."""
+    checkpoint = read_checkpoint(directory)
+    names = _ORIGINAL if _is_original(checkpoint) else _HUGGING_FACE
+    config = parse_config(_from_original(checkpoint.config) if names is _ORIGINAL else checkpoint.config)
+    _refuse_other_quantization(checkpoint)
+    mxfp4 = any(name.endswith(names.scales_suffix) for name in checkpoint.names)
+    checkpoint.expect(_shapes(names, config, mxfp4))
+    return checkpoint, names, config, mxfp4
 
 
 def _is_original(checkpoint: Checkpoint) -> bool:
@@ -324,9 +371,11 @@ class _Reader:
 
     def _layer(self, index: int, layout: Literal["packed", "expanded", "fused"]) -> LayerParams:
         names, prefix = self._names, self._names.layer.format(index)
-        read: Callable[[str], Experts] = {"packed": self._packed, "expanded": self._expanded, "fused": self._fused}[
-            layout
-        ]
+        readers: dict[str, Callable[[str], Experts]] = {
+            "packed": self._packed,
+            "expanded": self._expanded,
+            "fused": self._fused,
+        }
         return LayerParams(
             attention=AttentionParams(
                 norm=self._vector(prefix + names.attention_norm),
@@ -340,7 +389,7 @@ class _Reader:
                 norm=self._vector(prefix + names.moe_norm),
                 router=self._matrix(f"{prefix}{names.router}.weight"),
                 router_bias=self._vector(f"{prefix}{names.router}.bias"),
-                experts=read(prefix),
+                experts=readers[layout](prefix),
             ),
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.attention import attention
@@ -55,7 +56,7 @@ def forward(
 
 
 def init_caches(
-    config: TargetConfig, batch: int, capacity: int, widest_write: int, dtype: jnp.dtype, retain_full_kv: bool = False
+    config: TargetConfig, batch: int, capacity: int, widest_write: int, dtype: DTypeLike, retain_full_kv: bool = False
 ) -> tuple[KVCache, ...]:
     """Empty caches, one per layer: full layers hold `capacity` positions; sliding layers hold a ring that survives the
     roll-back of `widest_write` rows, or everything with `retain_full_kv` (or where the ring would be no smaller)."""

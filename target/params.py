@@ -6,6 +6,7 @@ Matrices are stored input dimension first (`x @ w`). D hidden size, N query head
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from peagle.ops.expert_matmul import Experts, FusedExperts
 from target.config import TargetConfig
@@ -43,7 +44,7 @@ class TargetParams:
     lm_head: jax.Array  # [D, V]
 
 
-def init_params(config: TargetConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> TargetParams:
+def init_params(config: TargetConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> TargetParams:
     """Random parameters to train from: matrices normal with variance 1/input (outputs into the residual stream further
     divided by 2 * layers), norms one, biases and sinks zero; experts in the fused layout."""
     c = config

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Checkpoint:
         self.config = config
         self._shard_of = shard_of  # tensor name -> its open safetensors file
         self._left = set(shard_of)
+        self._progress: Callable[[int, int], None] | None = None
+        self._taken_bytes = self._all_bytes = 0
 
     @property
     def names(self) -> frozenset[str]:
@@ -71,6 +73,11 @@ class Checkpoint:
                 f"{self.directory}: tensor {name} has dtype {stored}; expected one of {', '.join(_DTYPES)}"
             )
         return _DTYPES[stored]
+
+    def watch(self, progress: Callable[[int, int], None]) -> None:
+        """From now on progress(bytes taken since, bytes of all tensors) is called whenever a tensor was taken."""
+        self._progress = progress
+        self._all_bytes = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """The checkpoint holds exactly these tensors; nothing was read, nothing is consumed.
@@ -96,9 +103,13 @@ class Checkpoint:
             self._check_shape(name, shape)
         self._left.discard(name)
         try:
-            return self._shard_of[name].get_tensor(name)
+            tensor: np.ndarray = self._shard_of[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.directory}: tensor {name} cannot be read: {_one_line(error)}") from None
+        if self._progress is not None:
+            self._taken_bytes += tensor.nbytes
+            self._progress(self._taken_bytes, self._all_bytes)
+        return tensor
 
     def ignore(self, name: str) -> None:
         """The tensor, where there is one, counts as consumed."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.propose import PEagle
@@ -103,7 +104,7 @@ class Text:
         return token_ids, aux
 
 
-def random_text(config: DrafterConfig, length: int, seed: int) -> Text:
+def random_text(config: DrafterConfig, seed: int, length: int = 64) -> Text:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, config.vocab_size, length).astype(np.int32)
     return Text(tokens, (1.5 * rng.standard_normal((length, config.aux_width))).astype(np.float32))
@@ -120,9 +121,13 @@ def stack_fresh(texts: Sequence[Text], firsts: Sequence[int], nums: Sequence[int
     )
 
 
-def prompt_state(peagle: PEagle, texts: Sequence[Text], lengths: Sequence[int], num_drafts: int, capacity: int = 64):
-    """The state after prefill of each text's first `length` tokens, in one padded batch."""
-    width = max(lengths) + 3
+def prompt_state(
+    peagle: PEagle, texts: Sequence[Text], lengths: Sequence[int], num_drafts: int, capacity: int | None = None
+):
+    """The state after prefill of each text's first `length` tokens, in one padded batch of one width; the caches are
+    80 entries wide unless a capacity is given (the fewer shapes, the fewer compilations)."""
+    width = 32
+    capacity = 80 - 2 * num_drafts if capacity is None else capacity
     tokens = np.stack(
         [np.where(np.arange(width) < n, t.token_ids[:width], 5) for t, n in zip(texts, lengths, strict=True)]
     )
@@ -131,6 +136,7 @@ def prompt_state(peagle: PEagle, texts: Sequence[Text], lengths: Sequence[int], 
     return prefill(peagle, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), jnp.asarray(aux))
 
 
+forward = jax.jit(model.forward, static_argnames="config")
 prefill = jax.jit(PEagle.prefill)
 propose = jax.jit(PEagle.propose, static_argnames="num_drafts")
 

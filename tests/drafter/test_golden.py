@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from drafter import model, reference
+from drafter import reference
 from drafter.load import load_drafter, to_tensors
 from drafter.propose import PEagle
 from peagle.ops.messages import Fresh
-from tests.drafter.cases import logits_of
+from tests.drafter.cases import forward, logits_of, prefill, propose
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "drafter_speculators"
 MODELS = ("plain", "variant")
@@ -26,7 +26,7 @@ def test_forward_gives_their_logits(name: str, which: str) -> None:
     anchor, depth = golden[f"{which}_anchor"], golden[f"{which}_depth"]
     rows = [golden[f"{which}_{array}"][anchor][None] for array in ("token_ids", "aux_hidden", "documents")]
     token_ids, aux_hidden, segments = (jnp.asarray(row) for row in rows)
-    logits = model.forward(
+    logits = forward(
         params, config, token_ids, aux_hidden, jnp.asarray(anchor)[None], jnp.asarray(depth)[None], segments
     )
     assert depth.max() > 2
@@ -47,7 +47,7 @@ def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
     peagle = PEagle(params, config, deterministic=False)
     state = peagle.init_state(1, 32, num_drafts)
     prompt, aux = jnp.asarray(token_ids[None, : prefilled + 1]), jnp.asarray(aux_hidden[None, : prefilled + 1])
-    state = peagle.prefill(state, prompt, jnp.asarray([prefilled + 1]), aux)
+    state = prefill(peagle, state, prompt, jnp.asarray([prefilled + 1]), aux)
     num = context - prefilled
     room = ((0, 0), (0, num_drafts + 1 - num))
     fresh = Fresh(
@@ -56,7 +56,7 @@ def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
         num=jnp.asarray([num]),
         first_position=jnp.asarray([prefilled]),
     )
-    draft, _ = peagle.propose(state, fresh, num_drafts)
+    draft, _ = propose(peagle, state, fresh, num_drafts=num_drafts)
     tensors = load_file(GOLDEN / name / "model.safetensors")
     target_ids = np.arange(config.draft_vocab_size) + tensors.get("d2t", 0)
     np.testing.assert_allclose(logits_of(draft)[0][:, target_ids], expected, atol=1e-4)

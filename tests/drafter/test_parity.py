@@ -21,7 +21,7 @@ def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) 
     some = num_drafts // 2
     accepted = [(0, num_drafts), (num_drafts, some), (some, 0), (0, some), (num_drafts, num_drafts), (0, 0)]
     lengths = [5, 9]
-    texts = [random_text(config, 64, seed) for seed in (1, 2)]
+    texts = [random_text(config, seed) for seed in (1, 2)]
     state = prompt_state(peagle, texts, lengths, num_drafts)
 
     firsts, nums = [n - 1 for n in lengths], [1, 1]
@@ -47,7 +47,7 @@ def test_the_reference_sees_everything_it_is_told() -> None:
     """Each token, each aux hidden and each mask slot moves it; what is behind a row does not."""
     peagle = drafter(TWO)
     config, tensors = peagle.config, to_tensors(peagle.params, peagle.config)
-    text = random_text(config, 7, 3)
+    text = random_text(config, 3)
     base = reference.draft_logits(tensors, config, text.token_ids.tolist(), text.aux_hidden[:6], 3)
     for place in range(1, 7):
         tokens = text.token_ids.copy()

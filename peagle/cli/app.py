@@ -1,0 +1,449 @@
+"""The commands: arguments in, one frozen Settings, one call. Whatever can be mended becomes one line and exit code 2."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peagle.cli.settings import Settings
+from peagle.jax_cure import MiscompilingJaxError
+from peagle.ops.errors import InputError
+
+OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, 130, 141
+
+MAIN_HELP = """
+Lossless speculative decoding of GPT-OSS models with a P-EAGLE drafter, in JAX.
+
+A small drafter proposes K tokens at once, the target checks them in one pass:
+what comes out is, token for token, what the target alone would have said.
+
+[bold]Start here[/bold]  (the demo pair comes with the package)
+
+  a built-in example        [cyan]peagle speculate[/cyan]
+  your own prompt           [cyan]peagle speculate 'def mean(values):'[/cyan]
+  your own checkpoints      [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
+  what a checkpoint is      [cyan]peagle info DIR[/cyan]
+"""
+SPECULATE_HELP = """
+Stream an answer with speculative decoding, then measure plain decoding beside it.
+
+[bold]Examples[/bold]
+
+  K = 5, 128 tokens   [cyan]peagle speculate 'def mean(values):' -k 5 -n 128[/cyan]
+  no drafter needed   [cyan]peagle speculate --target DIR --drafter ngram 'Why?'[/cyan]
+  many prompts        [cyan]peagle speculate --prompt-file IN.jsonl --json OUT[/cyan]
+  standard input      [cyan]cat text | peagle speculate - --temperature 0.8[/cyan]
+"""
+GENERATE_HELP = """
+Stream an answer with plain decoding, one token a step: what speculation is measured against.
+
+[bold]Examples[/bold]
+
+  as it is           [cyan]peagle generate 'def mean(values):'[/cyan]
+  with the 5 best    [cyan]peagle generate 'def mean(values):' --logprobs 5 --json -[/cyan]
+"""
+INFO_HELP = """
+Say what a checkpoint is: geometry, bytes, memory it will need, taps; with two, whether target and drafter fit.
+
+Reads config.json and the headers of the weights only, so it is quick for any size. Without DIR: the demo pair.
+
+[bold]Examples[/bold]
+
+  a target or a drafter        [cyan]peagle info DIR[/cyan]
+  both, and whether they fit   [cyan]peagle info TARGET DRAFTER[/cyan]
+"""
+
+PROMPT, MODEL, SPECULATION, SAMPLING, RUNNING, OUTPUT = (
+    "Prompt",
+    "Model",
+    "Speculation",
+    "Sampling",
+    "Running",
+    "Output",
+)
+
+
+class Effort(StrEnum):
+    low = "low"
+    medium = "medium"
+    high = "high"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Experts(StrEnum):
+    auto = "auto"
+    packed = "packed"
+    expanded = "expanded"
+
+
+PromptArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="PROMPT",
+        show_default=False,
+        help="What to answer; - reads standard input. Default: a built-in example.",
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE.jsonl",
+        rich_help_panel=PROMPT,
+        help='One JSON object a line: {"prompt": TEXT}, {"turns": [TEXT, ...]} or {"prompt_ids": [ID, ...]}.',
+    ),
+]
+PromptIds = Annotated[
+    str | None,
+    typer.Option("--prompt-ids", metavar="1,2,3", rich_help_panel=PROMPT, help="Token ids, taken as they are."),
+]
+RawPrompt = Annotated[
+    bool,
+    typer.Option("--raw-prompt", rich_help_panel=PROMPT, help="Go on with the text as it is: no chat template."),
+]
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", rich_help_panel=PROMPT, help="A system message before it.")
+]
+ReasoningEffort = Annotated[
+    Effort | None,
+    typer.Option("--reasoning-effort", rich_help_panel=PROMPT, help="How long to think, where the template knows it."),
+]
+Date = Annotated[
+    str | None,
+    typer.Option(
+        "--date",
+        metavar="YYYY-MM-DD",
+        rich_help_panel=PROMPT,
+        help="What a template is told that asks for today's date. Fixed by default, so that results do not drift.",
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", metavar="DIR", rich_help_panel=MODEL, help="GPT-OSS checkpoint. Default: the demo's."),
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        metavar="DIR|ngram",
+        rich_help_panel=MODEL,
+        help="P-EAGLE checkpoint, or ngram: looks back in the text, needs no weights. Default: the demo's.",
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", rich_help_panel=MODEL, help="Of the arithmetic. Default: float32 on CPU, else bfloat16."),
+]
+ExpertsOption = Annotated[
+    Experts,
+    typer.Option(
+        "--experts",
+        rich_help_panel=MODEL,
+        help="packed keeps MXFP4 in memory, expanded dequantises at load, auto takes what is fastest and fits.",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        metavar="N",
+        rich_help_panel=MODEL,
+        help="Positions for prompt and output. Default: what the prompt and -n need.",
+    ),
+]
+NumSpeculative = Annotated[
+    int | None,
+    typer.Option(
+        "-k",
+        "--num-speculative-tokens",
+        metavar="K",
+        rich_help_panel=SPECULATION,
+        help="Tokens drafted per step. Default: 7, or the demo's best.",
+    ),
+]
+DraftSampling = Annotated[
+    bool,
+    typer.Option(
+        "--draft-sampling",
+        rich_help_panel=SPECULATION,
+        help="With a temperature: sample the drafts instead of taking the drafter's most likely tokens.",
+    ),
+]
+NoBaseline = Annotated[
+    bool,
+    typer.Option(
+        "--no-baseline", rich_help_panel=SPECULATION, help="Leave out plain decoding: no comparison, no speed-up."
+    ),
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to answer.")
+]
+Batch = Annotated[int, typer.Option("--batch", metavar="B", rich_help_panel=RUNNING, help="Prompts decoded together.")]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", rich_help_panel=RUNNING, help="Go on behind stop tokens, up to -n.")
+]
+Temperature = Annotated[
+    float,
+    typer.Option("--temperature", metavar="T", rich_help_panel=SAMPLING, help="0: always the most likely token."),
+]
+TopK = Annotated[
+    int, typer.Option("--top-k", metavar="N", rich_help_panel=SAMPLING, help="Among the N likeliest; 0: all.")
+]
+TopP = Annotated[
+    float,
+    typer.Option("--top-p", metavar="P", rich_help_panel=SAMPLING, help="Among the likeliest of joint mass P; 1: all."),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", metavar="S", rich_help_panel=SAMPLING, help="The same seed draws the same tokens.")
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs",
+        metavar="N",
+        rich_help_panel=OUTPUT,
+        help="In --json, per token its log-probability and the N most likely tokens with theirs.",
+    ),
+]
+Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE|-",
+        rich_help_panel=OUTPUT,
+        help="All results as one JSON object; with - nothing else goes to standard output.",
+    ),
+]
+Trace = Annotated[
+    str | None,
+    typer.Option(
+        "--trace", metavar="FILE", rich_help_panel=OUTPUT, help="A JSON line per step: drafts and what became of them."
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="The text only: no progress, no summary.")
+]
+
+app = typer.Typer(
+    name="peagle",
+    help=MAIN_HELP,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def peagle(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        import importlib.metadata
+
+        try:
+            print(importlib.metadata.version("peagle"))
+        except importlib.metadata.PackageNotFoundError:
+            print("not installed")
+        raise typer.Exit
+
+
+@app.command(help=SPECULATE_HELP)
+def speculate(
+    prompt: PromptArgument = None,
+    prompt_file: PromptFile = None,
+    prompt_ids: PromptIds = None,
+    raw_prompt: RawPrompt = False,
+    system: System = None,
+    reasoning_effort: ReasoningEffort = None,
+    date: Date = None,
+    target: Target = None,
+    drafter: Drafter = None,
+    dtype: DtypeOption = None,
+    experts: ExpertsOption = Experts.auto,
+    context: Context = None,
+    num_speculative_tokens: NumSpeculative = None,
+    draft_sampling: DraftSampling = False,
+    no_baseline: NoBaseline = False,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    batch: Batch = 1,
+    ignore_eos: IgnoreEos = False,
+    json: Json = None,
+    trace: Trace = None,
+    quiet: Quiet = False,
+) -> int:
+    settings = Settings(
+        command="speculate",
+        prompt=prompt,
+        prompt_file=prompt_file,
+        prompt_ids=prompt_ids,
+        raw_prompt=raw_prompt,
+        system=system,
+        reasoning_effort=reasoning_effort and reasoning_effort.value,
+        date=date,
+        target=target,
+        drafter=drafter,
+        dtype=dtype and dtype.value,
+        experts=experts.value,
+        context=context,
+        num_speculative_tokens=num_speculative_tokens,
+        draft_sampling=draft_sampling,
+        baseline=not no_baseline,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        ignore_eos=ignore_eos,
+        logprobs=None,
+        json=json,
+        trace=trace,
+        quiet=quiet,
+    )
+    return _run(settings)
+
+
+@app.command(help=GENERATE_HELP)
+def generate(
+    prompt: PromptArgument = None,
+    prompt_file: PromptFile = None,
+    prompt_ids: PromptIds = None,
+    raw_prompt: RawPrompt = False,
+    system: System = None,
+    reasoning_effort: ReasoningEffort = None,
+    date: Date = None,
+    target: Target = None,
+    dtype: DtypeOption = None,
+    experts: ExpertsOption = Experts.auto,
+    context: Context = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 256,
+    batch: Batch = 1,
+    ignore_eos: IgnoreEos = False,
+    logprobs: Logprobs = None,
+    json: Json = None,
+    trace: Trace = None,
+    quiet: Quiet = False,
+) -> int:
+    settings = Settings(
+        command="generate",
+        prompt=prompt,
+        prompt_file=prompt_file,
+        prompt_ids=prompt_ids,
+        raw_prompt=raw_prompt,
+        system=system,
+        reasoning_effort=reasoning_effort and reasoning_effort.value,
+        date=date,
+        target=target,
+        drafter=None,
+        dtype=dtype and dtype.value,
+        experts=experts.value,
+        context=context,
+        num_speculative_tokens=0,
+        draft_sampling=False,
+        baseline=False,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        json=json,
+        trace=trace,
+        quiet=quiet,
+    )
+    return _run(settings)
+
+
+@app.command(help=INFO_HELP)
+def info(
+    directories: Annotated[
+        list[str] | None, typer.Argument(metavar="DIR", show_default=False, help="Target, drafter, or both.")
+    ] = None,
+) -> int:
+    def run() -> int:
+        from peagle.cli.info import show
+
+        return show(directories or [])
+
+    return guarded(run)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 0; 2 after one line on stderr about bad input or usage; 130
+    after Ctrl-C; 141 where nobody reads the output any more."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # nothing is ever fetched: a library that would ask the network may not
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=given or ["--help"], prog_name="peagle", standalone_mode=False)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if type(error).__name__ == "Abort":
+            return INTERRUPTED
+        if not hasattr(error, "format_message"):  # not the parser's: a bug of ours, whose traceback is wanted
+            raise
+        return _complain(f"{error.format_message()} (peagle --help shows the usage)")
+    return code if isinstance(code, int) else OK
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """The exit code of a run, with what a person can mend told in one line."""
+    try:
+        return run()
+    except (InputError, MiscompilingJaxError) as error:
+        return _complain(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # whoever read the output has gone; nothing is left to say, and nothing to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if _out_of_memory(error):
+            return _complain(
+                f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more is free'}; lower --context or "
+                "--batch, or keep the experts small with --experts packed or --dtype bfloat16"
+            )
+        raise
+
+
+def _run(settings: Settings) -> int:
+    def run() -> int:
+        from peagle.cli.run import run_command
+
+        return run_command(settings)
+
+    return guarded(run)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or (
+        type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
+def _complain(message: str) -> int:
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
+    print(f"peagle: error: {line}", file=sys.stderr, flush=True)
+    return BAD_INPUT

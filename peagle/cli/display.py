@@ -1,0 +1,143 @@
+"""What is shown while a run goes on: the text on standard output, everything else on standard error."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from peagle.generate import Request
+from peagle.metrics import Result
+from peagle.pair import show_ids
+from peagle.session import Observer
+
+# control characters but tab, line feed and carriage return: a model's output must not drive the terminal
+_UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "�")
+
+
+class Display(Observer):
+    """Streams one text at a time; texts of a batch come whole, as they finish. Progress is shown on terminals only, and
+    never while text runs into the same terminal."""
+
+    def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, has_tokenizer: bool = True) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.has_tokenizer = has_tokenizer
+        self._text, self._quiet, self._total, self._streaming = text, quiet, total, streaming
+        self._live = self.console.is_terminal and not quiet
+        self._shared = self._live and text and sys.stdout.isatty()
+        self._pieces: dict[int, list[str]] = {}
+        self._progress: Progress | None = None
+        self._done = 0
+        self._began: float | None = None
+        if text and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Shows what takes seconds now, with the time it took; what it gives is to be told (done, all) for the time
+        left."""
+        self._show(what)
+        try:
+            yield self._advance
+        finally:
+            self.clear()
+
+    def compiling(self) -> None:
+        self._show("compiling")
+
+    def decoding(self, done: int, total: int, plainly: bool) -> None:
+        self._done, self._began = done, self._began or time.perf_counter()
+        what = "decoding plainly, to compare" if plainly else "decoding"
+        self._show(what if total == 1 else f"{what}: {done} of {total} requests{self._time_left()}")
+
+    def started(self, request: Request, turn: int | None) -> None:
+        self._pieces[request.index] = []
+        if self._streaming:
+            self._heading(request, turn)
+
+    def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
+        piece = text if self.has_tokenizer else show_ids(token_ids)
+        self._pieces[request.index].append(piece)
+        if self._streaming:
+            self._write(piece)
+
+    def finished(self, result: Result) -> None:
+        self.end(result.request)
+
+    def end(self, request: Request) -> None:
+        """The request's text is complete on standard output, with a line break behind it."""
+        pieces = self._pieces.pop(request.index, None)
+        if pieces is None:
+            return
+        text = "".join(pieces)
+        if not self._streaming:
+            self._heading(request, None)
+            self._write(text)
+        if not text.endswith("\n"):
+            self._write("\n")
+
+    def end_all(self) -> None:
+        """The same for whatever was interrupted."""
+        self.clear()
+        for index in list(self._pieces):
+            self.end(Request(index, (0,), 1))
+
+    def note(self, line: str) -> None:
+        """A line on standard error, if anybody wants to read such."""
+        if not self._quiet:
+            self.clear()
+            self.console.print(line, style="dim", markup=False)
+
+    def summary(self, lines: Sequence[str]) -> None:
+        if self._quiet or not lines:
+            return
+        self.clear()
+        self.console.print()
+        for line in lines:
+            self.console.print(line, markup=False)
+
+    def clear(self) -> None:
+        """Nothing is shown as going on."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _heading(self, request: Request, turn: int | None) -> None:
+        if self._total > 1 and self._text and not self._quiet:
+            turns = "" if turn is None else f", turn {turn}"
+            self.note(f"--- request {request.index} of {self._total}{turns}{self._time_left()}")
+
+    def _time_left(self) -> str:
+        if not self._done or self._began is None:
+            return ""
+        left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
+        return f", about {_duration(left)} left"
+
+    def _write(self, text: str) -> None:
+        if not self._text or not text:
+            return
+        if self._shared:
+            self.clear()
+        sys.stdout.write(text.translate(_UNSAFE) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+    def _show(self, what: str) -> None:
+        if not self._live:
+            return
+        self.clear()
+        columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self.console, transient=True)
+        self._progress.add_task(what, total=None, left="")
+        self._progress.start()
+
+    def _advance(self, done: int, total: int) -> None:
+        if self._progress is not None and total:
+            task = self._progress.tasks[0]
+            left = (task.elapsed or 0.0) * (total - done) / max(done, 1)
+            self._progress.update(task.id, left=f"{done / total:.0%}, about {_duration(left)} left")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"

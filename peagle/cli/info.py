@@ -1,0 +1,163 @@
+"""`peagle info`: what checkpoints are and what they need, from config.json and the headers of the weights alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from drafter.config import DrafterConfig
+from drafter.load import is_drafter_config
+from drafter.load import parse_config as parse_drafter
+from drafter.model import init_caches as init_drafter_caches
+from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
+from peagle.ops.errors import InputError
+from peagle.ops.kv_cache import KVCache, cache_bytes
+from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEMO, fitting_taps, resolve
+from peagle.text import TOKENIZER_FILE
+from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
+from target.load import TargetFiles, inspect_target
+from target.model import init_caches as init_target_caches
+
+POSITIONS = 1000
+FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
+
+Rows = list[tuple[str, str]]
+
+
+def show(names: Sequence[str]) -> int:
+    """Prints what the directories hold, and with a target and a drafter whether they fit. Returns the exit code.
+
+    Raises InputError for more than two, for two of a kind, for what cannot be read, and for a pair that does not fit.
+    """
+    if len(names) > 2:
+        raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
+    paths = [(name, resolve(name, "target")) for name in names]
+    if not names:
+        paths = [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
+    console = Console(highlight=False, soft_wrap=True)
+    targets: list[tuple[str, TargetFiles]] = []
+    drafters: list[tuple[str, DrafterConfig]] = []
+    for name, path in paths:
+        if is_drafter_config(read_json(path, CONFIG)):
+            checkpoint = read_checkpoint(path)
+            drafters.append((name, parse_drafter(checkpoint)))
+            _print(console, name, "P-EAGLE drafter", drafter_rows(checkpoint, drafters[-1][1], path))
+        else:
+            targets.append((name, inspect_target(path)))
+            _print(console, name, "GPT-OSS target", target_rows(targets[-1][1], path))
+    if len(paths) == 2:
+        if len(targets) != 1:
+            kind = "targets" if targets else "drafters"
+            raise InputError(f"{paths[0][0]} and {paths[1][0]} are both {kind}; expected a target and a drafter")
+        (target_name, target), (drafter_name, drafter) = targets[0], drafters[0]
+        taps = fitting_taps(target.config, drafter, target_name, drafter_name)
+        console.print(f"They fit: the drafter reads the outputs of the target's layers {_list(taps)}.", markup=False)
+    return 0
+
+
+def target_rows(files: TargetFiles, path: Path) -> Rows:
+    """What to say of a target."""
+    c = files.config
+    kinds = {kind: c.layer_types.count(kind) for kind in (SLIDING, FULL)}
+    full, sliding = _target_kv(c, FULL), _target_kv(c, SLIDING)
+    try:
+        taps = _list(default_aux_layer_ids(c.num_layers))
+    except InputError:
+        taps = "none by default below 7 layers; a drafter names its own"
+    return [
+        ("layers", f"{c.num_layers}: {kinds[SLIDING]} sliding (window {c.sliding_window}), {kinds[FULL]} full"),
+        ("hidden size", f"{c.hidden_size:,}"),
+        ("attention", f"{c.num_heads} query heads, {c.num_kv_heads} key/value heads, {c.head_dim} wide"),
+        ("experts", f"{c.num_experts}, {c.top_k} per token, {c.expert_width:,} wide"),
+        ("vocabulary", f"{c.vocab_size:,}"),
+        ("positions", f"{c.max_positions:,}"),
+        ("parameters", f"{files.num_parameters:,}, {files.num_expert_parameters:,} of them in experts"),
+        ("weights", f"{'MXFP4 experts, the rest' if files.mxfp4 else 'not quantised,'} as stored"),
+        ("on disk", _bytes(_disk_bytes(path))),
+        ("in memory", _target_memory(files)),
+        (
+            f"KV cache per {POSITIONS:,} positions",
+            f"{_bytes(full * FLOAT32.itemsize)} float32, {_bytes(full * BFLOAT16.itemsize)} bfloat16 (full layers)",
+        ),
+        (
+            "KV rings, once per row",
+            f"{_bytes(sliding * FLOAT32.itemsize)} float32, {_bytes(sliding * BFLOAT16.itemsize)} bfloat16 (sliding "
+            f"layers, K = {DEFAULT_NUM_SPECULATIVE_TOKENS})",
+        ),
+        ("default taps", taps),
+        ("stop tokens", _list(files.stop_token_ids) or "none"),
+        ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
+        ("kernels", "XLA"),
+    ]
+
+
+def drafter_rows(checkpoint: Checkpoint, config: DrafterConfig, path: Path) -> Rows:
+    """What to say of a drafter."""
+    c = config
+    weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
+    parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
+    cells = cache_bytes(jax.eval_shape(lambda: init_drafter_caches(c, 1, POSITIONS, jnp.dtype(jnp.int8))))
+    proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens"
+    return [
+        ("layers", f"{c.num_layers}"),
+        ("hidden size", f"{c.hidden_size:,}, reading hidden states of size {c.target_hidden_size:,}"),
+        ("attention", f"{c.num_heads} query heads, {c.num_kv_heads} key/value heads, {c.head_dim} wide"),
+        ("MLP", f"{c.mlp_width:,} wide"),
+        ("proposes", proposes if c.draft_vocab_size < c.vocab_size else f"all of the target's {c.vocab_size:,} tokens"),
+        ("mask token", f"{c.mask_token_id}"),
+        ("taps", f"{c.num_taps}: " + ("the target's default" if c.aux_layer_ids is None else _list(c.aux_layer_ids))),
+        ("parameters", f"{parameters:,}"),
+        ("on disk", _bytes(_disk_bytes(path))),
+        ("in memory", f"{_bytes(parameters * 4)} float32, {_bytes(parameters * 2)} bfloat16"),
+        (f"KV cache per {POSITIONS:,} positions", f"{_bytes(cells * 4)} float32, {_bytes(cells * 2)} bfloat16"),
+        ("kernels", "XLA"),
+    ]
+
+
+def _target_memory(files: TargetFiles) -> str:
+    def of(dtype: np.dtype, packed: bool) -> str:
+        experts = files.expert_tensor_bytes if packed else files.num_expert_parameters * dtype.itemsize
+        return _bytes((files.num_parameters - files.num_expert_parameters) * dtype.itemsize + experts)
+
+    layouts = [("expanded", False)] + ([("packed", True)] if files.mxfp4 else [])
+    return "; ".join(
+        f"{name} {of(FLOAT32, packed)} float32, {of(BFLOAT16, packed)} bfloat16" for name, packed in layouts
+    )
+
+
+def _target_kv(config: TargetConfig, kind: str) -> int:
+    """Numbers that the layers of a kind cache for one row: for POSITIONS positions, or in their ring."""
+    widest = DEFAULT_NUM_SPECULATIVE_TOKENS + 1
+
+    def caches() -> tuple[KVCache, ...]:
+        return init_target_caches(config, 1, POSITIONS, widest, jnp.dtype(jnp.int8))
+
+    shapes = jax.eval_shape(caches)
+    return cache_bytes([cache for cache, own in zip(shapes, config.layer_types, strict=True) if own == kind])
+
+
+def _disk_bytes(path: Path) -> int:
+    if (path / WEIGHTS).is_file():
+        return (path / WEIGHTS).stat().st_size
+    shards = set(read_json(path, INDEX)["weight_map"].values())
+    return sum((path / shard).stat().st_size for shard in shards)
+
+
+def _print(console: Console, name: str, kind: str, rows: Rows) -> None:
+    console.print(f"{name}: {kind}", style="bold", markup=False)
+    for label, value in rows:
+        console.print(f"  {label:<29} {value}", markup=False)
+    console.print()
+
+
+def _list(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _bytes(value: int) -> str:
+    if value < 1e6:
+        return f"{value / 1e3:.1f} kB"
+    return f"{value / 1e6:,.1f} MB" if value < 1e9 else f"{value / 1e9:,.2f} GB"

@@ -1,0 +1,80 @@
+"""Files that a run leaves behind: whole or not at all."""
+
+import os
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+from peagle.ops.errors import InputError
+
+STANDARD_OUTPUT = "-"
+
+
+class OutputFile:
+    """A file to be written at the end. That it can be is found out now, and nothing is left there until `write`.
+
+    Raises InputError where it cannot. "-" is standard output.
+    """
+
+    def __init__(self, name: str, flag: str) -> None:
+        self._name, self._flag = name, flag
+        self._path = Path(name).resolve()  # a link stays one: what it points to is replaced
+        if name != STANDARD_OUTPUT:
+            self._check()
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def write(self, text: str) -> None:
+        """The file holds exactly this text, or what it held before."""
+        if self._name == STANDARD_OUTPUT:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        try:
+            if self._is_device():
+                self._path.write_text(text, encoding="utf-8")
+            else:
+                self._replace(text)
+        except OSError as error:
+            raise self._refusal(error.strerror or str(error)) from None
+
+    def _check(self) -> None:
+        if not self._name or self._path.is_dir():
+            raise self._refusal("it is a directory" if self._name else "its name is empty")
+        try:
+            if self._path.exists():
+                if not os.access(self._path, os.W_OK):
+                    raise self._refusal("no permission to write it")
+                if self._is_device():
+                    return
+            descriptor, probe = tempfile.mkstemp(prefix=".peagle-", dir=self._path.parent)
+            os.close(descriptor)
+            os.unlink(probe)
+        except OSError as error:
+            raise self._refusal(error.strerror or str(error)) from None
+
+    def _is_device(self) -> bool:
+        """Something that must not be replaced by a file: a device, a pipe."""
+        return self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
+
+    def _replace(self, text: str) -> None:
+        descriptor, temporary = tempfile.mkstemp(prefix=".peagle-", dir=self._path.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(temporary, 0o666 & ~mask)
+            os.replace(temporary, self._path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def _refusal(self, why: str) -> InputError:
+        return InputError(
+            f"{self._flag} {self._name} cannot be written: {why}; expected a file in a directory that exists and that "
+            "can be written to"
+        )

@@ -1,0 +1,170 @@
+"""A run as JSON (schema 1), as trace lines, and as the few lines a person reads. What is absent is null there."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from peagle.metrics import Result, speculative_decoding_block, summarize
+from peagle.pair import Pair
+from peagle.session import Outcome, Run, RunConfig
+
+SCHEMA = 1
+
+
+def report(
+    run: Run, pair: Pair, config: RunConfig, names: dict[str, str | None], provenance: dict[str, Any], peak: int | None
+) -> dict[str, Any]:
+    """The object that --json writes. `names` are the command, the target and the drafter as they were typed."""
+    return {
+        "schema": SCHEMA,
+        "provenance": provenance,
+        "config": {**names, **_config_block(run, pair, config)},
+        "requests": [_request_block(outcome) for outcome in run.outcomes],
+        "summary": summary_block(run, peak),
+    }
+
+
+def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
+    """All requests together (peagle.metrics.summarize)."""
+    results = [outcome.result for outcome in run.outcomes]
+    return summarize(results, [outcome.baseline for outcome in run.outcomes], run.compile_s, peak_memory_bytes)
+
+
+def trace_lines(run: Run) -> Iterator[str]:
+    """One JSON object per step, by request, then by step."""
+    for outcome in run.outcomes:
+        for number, decision in enumerate(outcome.result.decisions):
+            line = {"request": outcome.result.request.index, "step": number, **dataclasses.asdict(decision)}
+            yield json.dumps(line) + "\n"
+
+
+def dumps(value: dict[str, Any]) -> str:
+    """JSON text. NaN and infinity are no JSON, and a bug where they come up."""
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) -> list[str]:
+    """What a person reads under the text."""
+    if not run.outcomes:
+        return ["interrupted before the first token"] if run.interrupted else []
+    summary = summary_block(run, peak_memory_bytes)
+    results = [outcome.result for outcome in run.outcomes]
+    speculative = config.num_speculative_tokens > 0
+    lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
+    if speculative:
+        lines.append(("acceptance", _acceptance(summary, config)))
+        lines.append(("plain", _comparison(run, summary, config)))
+    lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
+    return [f"{name:<12} {text}" for name, text in lines]
+
+
+def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
+    return {
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "max_new_tokens": config.max_new_tokens,
+        **dataclasses.asdict(config.sampling),
+        "seed": config.seed,
+        "batch_size": config.batch_size,
+        "context": config.context,
+        "capacity": run.capacity,
+        "dtype": pair.dtype,
+        "experts": pair.experts,
+        "baseline": config.compares,
+        "ignore_eos": config.ignore_eos,
+        "logprobs": config.logprobs,
+        "raw_prompt": config.rendering.raw,
+        "system": config.rendering.system,
+        "reasoning_effort": config.rendering.reasoning_effort,
+        "date": config.rendering.date,
+        "stop_token_ids": list(pair.stop_token_ids),
+        "interrupted": run.interrupted,
+    }
+
+
+def _request_block(outcome: Outcome) -> dict[str, Any]:
+    result = outcome.result
+    speculative = result.num_speculative_tokens > 0
+    return {
+        "request": result.request.index,
+        "turn": outcome.turn,
+        "prompt_ids": list(result.request.prompt_ids),
+        "output_ids": list(result.output_ids),
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "num_truncated_tokens": result.num_truncated,
+        "ttft_s": result.ttft_s,
+        "tok_per_s": result.tok_per_s,
+        "loop_share": result.loop_share,
+        "speculative_decoding": speculative_decoding_block(result.counters) if speculative else None,
+        "baseline": _baseline_block(outcome),
+        "logprobs": None
+        if outcome.logprobs is None
+        else [
+            {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
+            for token in outcome.logprobs
+        ],
+    }
+
+
+def _baseline_block(outcome: Outcome) -> dict[str, Any] | None:
+    if outcome.baseline is None:
+        return None
+    divergence = outcome.first_divergence
+    return {
+        "output_ids": list(outcome.baseline.output_ids),
+        "ttft_s": outcome.baseline.ttft_s,
+        "tok_per_s": outcome.baseline.tok_per_s,
+        "first_divergence": None if divergence is None else dataclasses.asdict(divergence),
+    }
+
+
+def _speed(results: list[Result], tok_per_s: float | None) -> str:
+    tokens = sum(len(result.output_ids) for result in results)
+    ends = [result.finish_reason for result in results]
+    parts = [f"{tokens} tokens", f"{_number(tok_per_s, '.1f')} tok/s"]
+    ttft = [result.ttft_s for result in results if result.ttft_s is not None]
+    parts.append(f"first token after {_number(statistics.median(ttft) if ttft else None, '.3f')} s")
+    if len(results) > 1:
+        counts = ", ".join(f"{ends.count(reason)} {reason}" for reason in dict.fromkeys(ends))
+        return " | ".join([f"{len(results)} requests ({counts})", *parts])
+    return " | ".join([*parts, f"finish: {ends[0]}"])
+
+
+def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
+    rates = " ".join(_number(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
+    text = (
+        f"length {_number(summary['acceptance_length'], '.2f')} | {summary['num_spec_steps']} steps of "
+        f"K = {config.num_speculative_tokens} | rate per position {rates}"
+    )
+    if summary["looping_requests_frac"]:
+        without = _number(summary["acceptance_length_without_loops"], ".2f")
+        text += f" | {summary['looping_requests_frac']:.0%} of outputs loop, length without them {without}"
+    return text
+
+
+def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
+    compared = [outcome for outcome in run.outcomes if outcome.baseline is not None]
+    if not compared:
+        return "not measured" + ("" if config.compares else " (--no-baseline)")
+    text = f"{_number(summary['baseline_tok_per_s'], '.1f')} tok/s | speed-up {_number(summary['speedup'], '.2f')}"
+    if len(compared) > 1:
+        text += f" (median {_number(summary['speedup_median'], '.2f')})"
+    differing = [outcome for outcome in compared if outcome.first_divergence is not None]
+    if not differing:
+        return text + " | the same tokens"
+    if config.sampling.draft_sampling:
+        return text + " | other tokens of the same law (--draft-sampling)"
+    first = differing[0].first_divergence
+    assert first is not None
+    which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"
+    return text + f" | {which} at token {first.index}, where the two best logits are {first.margin:.2g} apart"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 1e6:,.0f} MB"

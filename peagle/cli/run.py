@@ -1,0 +1,134 @@
+"""`peagle speculate` and `peagle generate`: everything is checked, then loaded, then run, then written."""
+
+import sys
+from typing import Any, cast
+
+from peagle.cli.display import Display
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile
+from peagle.cli.report import dumps, report, summary_lines, trace_lines
+from peagle.cli.settings import Settings
+from peagle.config import SamplingConfig
+from peagle.ops.errors import InputError
+from peagle.pair import DEMO, NGRAM, Pair, drafter_path, load, resolve
+from peagle.prompts import Conversation, Rendering, from_text, parse_ids, read_prompt_file
+from peagle.provenance import peak_memory_bytes, provenance
+from peagle.session import RunConfig, run
+from peagle.text import DEFAULT_DATE
+
+EXAMPLE = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""'
+
+
+def run_command(settings: Settings) -> int:
+    """The text is on standard output, the summary on standard error, and what was asked for in files. Returns the exit
+    code. Raises InputError before anything is written."""
+    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    trace_file = None if settings.trace is None else _trace_file(settings, json_file)
+    target = settings.target or DEMO
+    drafter = None if settings.command == "generate" else settings.drafter or DEMO
+    resolve(target, "target")
+    drafter_path(target, drafter)
+    rendering = Rendering(
+        settings.raw_prompt, settings.system, settings.reasoning_effort, settings.date or DEFAULT_DATE
+    )
+    config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
+    conversations = _conversations(settings)
+
+    display = Display(
+        text=settings.json != STANDARD_OUTPUT,
+        quiet=settings.quiet,
+        total=sum(conversation.num_requests for conversation in conversations),
+        streaming=min(settings.batch, len(conversations)) == 1,
+    )
+    if _is_example(settings):
+        display.note(f"the built-in example:\n{EXAMPLE}\n")
+    with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
+        pair = load(
+            target,
+            drafter,
+            dtype=cast(Any, settings.dtype),
+            experts=cast(Any, settings.experts),
+            progress=progress,
+        )
+    display.has_tokenizer = pair.tokenizer is not None
+    if settings.num_speculative_tokens is None:
+        config = _config(settings, rendering, pair)
+    try:
+        outcome = run(pair, conversations, config, display)
+    finally:
+        display.end_all()
+
+    peak = peak_memory_bytes()
+    names = {"command": settings.command, "target": target, "drafter": drafter}
+    if trace_file is not None:
+        trace_file.write("".join(trace_lines(outcome)))
+    if json_file is not None:
+        json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak)))
+    display.summary(summary_lines(outcome, config, peak))
+    return 130 if outcome.interrupted else 0
+
+
+def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) -> RunConfig:
+    k = settings.num_speculative_tokens
+    if settings.command == "speculate" and k is not None and k < 1:
+        raise InputError(f"K is {k}; expected 1 or more drafted tokens (peagle generate decodes plainly)")
+    if k is None:
+        k = 1 if pair is None else pair.default_num_speculative_tokens
+    if settings.draft_sampling and settings.drafter == NGRAM:
+        raise InputError(
+            "the drafts of ngram have no probabilities to be sampled from; leave out --draft-sampling, or give a "
+            "drafter with weights"
+        )
+    return RunConfig(
+        num_speculative_tokens=k,
+        max_new_tokens=settings.max_new_tokens,
+        sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p, settings.draft_sampling),
+        seed=settings.seed,
+        batch_size=settings.batch,
+        context=settings.context,
+        ignore_eos=settings.ignore_eos,
+        baseline=settings.baseline,
+        logprobs=settings.logprobs,
+        rendering=rendering,
+    )
+
+
+def _conversations(settings: Settings) -> list[Conversation]:
+    given = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InputError(f"{' and '.join(named)} are given; expected one of them")
+    if settings.prompt_ids is not None:
+        if settings.system is not None or settings.reasoning_effort is not None:
+            raise InputError(
+                "--prompt-ids are taken as they are, without the chat template; leave out --system and "
+                "--reasoning-effort"
+            )
+        return [parse_ids(settings.prompt_ids)]
+    if settings.prompt_file is not None:
+        return read_prompt_file(settings.prompt_file)
+    if settings.prompt == "-":
+        return [from_text(_read_standard_input(), "standard input")]
+    return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)]
+
+
+def _is_example(settings: Settings) -> bool:
+    return settings.prompt is None and settings.prompt_file is None and settings.prompt_ids is None
+
+
+def _read_standard_input() -> str:
+    """All of it, without the line break that ends a text file."""
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError("standard input is not UTF-8 text; expected UTF-8") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _trace_file(settings: Settings, json_file: OutputFile | None) -> OutputFile:
+    assert settings.trace is not None
+    if settings.trace == STANDARD_OUTPUT:
+        raise InputError("--trace - is not possible: standard output is the text's; expected a file")
+    trace_file = OutputFile(settings.trace, "--trace")
+    if json_file is not None and settings.json != STANDARD_OUTPUT and json_file.path == trace_file.path:
+        raise InputError(f"--json and --trace both name {settings.trace}; expected two files")
+    return trace_file

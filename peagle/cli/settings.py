@@ -1,0 +1,38 @@
+"""What was asked for on the command line, as it was typed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `speculate` and `generate`; None: the default, which the run chooses."""
+
+    command: Literal["speculate", "generate"]
+    prompt: str | None
+    prompt_file: Path | None
+    prompt_ids: str | None
+    raw_prompt: bool
+    system: str | None
+    reasoning_effort: str | None
+    date: str | None
+    target: str | None
+    drafter: str | None
+    dtype: str | None
+    experts: str
+    context: int | None
+    num_speculative_tokens: int | None
+    draft_sampling: bool
+    baseline: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    max_new_tokens: int
+    batch: int
+    ignore_eos: bool
+    logprobs: int | None
+    json: str | None
+    trace: str | None
+    quiet: bool

@@ -1,0 +1,142 @@
+"""Turn the corpus into packed token arrays.
+
+    python -m scripts.demo.dataset --corpus DIR --tokenizer DIR --out DIR
+
+Afterwards `--out` holds raw_train.npz, raw_heldout.npz, chat_train.npz, chat_heldout.npz, each with
+
+    token_ids    uint16 [N, T]   several documents side by side, padding at the end
+    segment_ids  uint8  [N, T]   1, 2, ... per document of the row, 0 for padding
+    roles        uint8  [N, T]   PADDING, PROMPT (what a user said, and the template), TEXT (raw text, what the assistant said)
+
+and manifest.json: the corpus' manifest with the numbers of tokens. Documents that do not fit a row are cut (raw) or left
+out (chat). The order of rows and documents is shuffled, the same in every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from scripts.demo.corpus import digest, read_lines
+from scripts.demo.tokenizer import END_OF_TEXT, RETURN, START_OF_TEXT
+
+PADDING, PROMPT, TEXT = 0, 1, 2
+WIDTH = 512
+MAX_BODY_TOKENS = 160
+SYSTEM_MESSAGES = ("Write the body of this Python function.", "You are a helpful assistant.", "Be brief.")
+EFFORTS = ("low", "medium", "high")
+SYSTEM_EVERY, EFFORT_EVERY = 12, 16  # one example in so many carries a system message, a reasoning effort
+
+Document = tuple[list[int], list[int]]  # token ids, roles
+
+
+def chat_prefix(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
+    """The prompt in the chat template; a few prompts, chosen by hash, with a system message or a reasoning effort."""
+    choice = int(digest(prompt)[:8], 16)
+    messages = [{"role": "user", "content": prompt}]
+    if choice % SYSTEM_EVERY == 0:
+        messages.insert(0, {"role": "system", "content": SYSTEM_MESSAGES[choice // SYSTEM_EVERY % len(SYSTEM_MESSAGES)]})
+    options = {"reasoning_effort": EFFORTS[choice // EFFORT_EVERY % 3]} if choice % EFFORT_EVERY == 0 else {}
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+
+
+def encode_all(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    """The ids of each text, special tokens only where the text spells them."""
+    return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+def chat_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> Iterator[Document]:
+    """Each function as one turn of chat that ends with the stop token; long ones are left out."""
+    prefixes = encode_all(tokenizer, [chat_prefix(tokenizer, record["prompt"]) for record in records])
+    bodies = encode_all(tokenizer, [record["reference"] + RETURN for record in records])
+    for prefix, body in zip(prefixes, bodies, strict=True):
+        if len(body) <= MAX_BODY_TOKENS and len(prefix) + len(body) <= WIDTH:
+            yield prefix + body, [PROMPT] * len(prefix) + [TEXT] * len(body)
+
+
+def raw_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> Iterator[Document]:
+    """Each file between start-of-text and end-of-text, cut into rows."""
+    for ids in encode_all(tokenizer, [START_OF_TEXT + record["text"] + END_OF_TEXT for record in records]):
+        for start in range(0, len(ids), WIDTH):
+            piece = ids[start : start + WIDTH]
+            if len(piece) > 1:
+                yield piece, [TEXT] * len(piece)
+
+
+def pack(documents: Iterable[Document], window: int = 64) -> dict[str, np.ndarray]:
+    """Rows of WIDTH tokens: each document goes to the fullest of the `window` newest rows that has room for it."""
+    rows: list[list[Document]] = []
+    rooms: list[int] = []
+    for document in documents:
+        size = len(document[0])
+        candidates = [i for i in range(max(0, len(rows) - window), len(rows)) if rooms[i] >= size]
+        if candidates:
+            row = min(candidates, key=rooms.__getitem__)
+        else:
+            row = len(rows)
+            rows.append([])
+            rooms.append(WIDTH)
+        rows[row].append(document)
+        rooms[row] -= size
+    return as_arrays(rows)
+
+
+def as_arrays(rows: list[list[Document]]) -> dict[str, np.ndarray]:
+    """The packed rows as the arrays that the module's docstring describes."""
+    shape = (len(rows), WIDTH)
+    arrays = {
+        "token_ids": np.zeros(shape, np.uint16),
+        "segment_ids": np.zeros(shape, np.uint8),
+        "roles": np.zeros(shape, np.uint8),
+    }
+    for i, row in enumerate(rows):
+        start = 0
+        for segment, (ids, roles) in enumerate(row, 1):
+            end = start + len(ids)
+            arrays["token_ids"][i, start:end] = ids
+            arrays["segment_ids"][i, start:end] = segment
+            arrays["roles"][i, start:end] = roles
+            start = end
+    return arrays
+
+
+def shuffled(items: list, seed: int = 0) -> list:
+    """The items in an order that depends on their number and the seed only."""
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
+
+
+def build_dataset(corpus: Path, tokenizer: PreTrainedTokenizerFast, out: Path) -> dict[str, dict[str, int]]:
+    """Write the arrays; return the number of rows and tokens of each."""
+    out.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for name in ("raw_train", "raw_heldout", "chat_train", "chat_heldout"):
+        documents_of = raw_documents if name.startswith("raw") else chat_documents
+        arrays = pack(shuffled(list(documents_of(tokenizer, read_lines(corpus / f"{name}.jsonl")))))
+        np.savez_compressed(out / f"{name}.npz", **arrays)
+        roles = arrays["roles"]
+        counts[name] = {"rows": len(roles), "tokens": int((roles > 0).sum()), "text_tokens": int((roles == TEXT).sum())}
+    return counts
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, required=True, help="what scripts.demo.corpus wrote")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="what scripts.demo.tokenizer wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer, local_files_only=True)
+    counts = build_dataset(arguments.corpus, tokenizer, arguments.out)
+    manifest = json.loads((arguments.corpus / "manifest.json").read_text(encoding="utf-8"))
+    manifest["tokens"] = counts
+    (arguments.out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,414 @@
+"""Train the demo target, a small GPT-OSS model, on a CPU.
+
+    python -m scripts.demo.train_target --data DIR --out DIR (--minutes M | --tokens N)
+
+Afterwards `--out` holds config.json and params.npz (`scripts.demo.checkpoint.load_target` reads them), state.npz (what a
+later call goes on from), run.json (the recipe, with the number of steps: --minutes is turned into steps once, at the
+start) and log.jsonl. The same command after an interruption goes on from the last checkpoint, step for step the same;
+with another --tokens or --minutes it changes the number of steps and with it the rest of the schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+BATCH_ROWS = 8
+
+
+def device_count(cores: int | None) -> int:
+    """As many JAX devices as cores, as far as they divide the batch."""
+    return max(count for count in (1, 2, 4, 8) if count <= min(cores or 1, BATCH_ROWS))
+
+
+# One JAX device per core, each on one thread with its own rows: cores meet once a step instead of once an operation.
+# Large blocks of memory stay with the process, on huge pages.
+TUNED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "1000000000",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": str(device_count(os.cpu_count())),
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+}
+if importlib.metadata.version("jaxlib") == "0.10.2":  # it computes some fused reductions wrongly (jax#39103)
+    TUNED["XLA_FLAGS"] += " --xla_cpu_experimental_ynn_fusion_type="
+
+
+def restart_tuned() -> None:
+    """Returns in a process that was started with the environment TUNED, where the caller did not set its own."""
+    missing = {name: value for name, value in TUNED.items() if name not in os.environ}
+    if missing:
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **missing})
+
+
+if __name__ == "__main__":
+    restart_tuned()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+from scripts.demo import muon  # noqa: E402
+from scripts.demo.checkpoint import load_tree, read_config, save_tree  # noqa: E402
+from scripts.demo.dataset import PROMPT, TEXT, WIDTH  # noqa: E402
+from scripts.demo.packed_attention import packed_attention  # noqa: E402
+from target import model  # noqa: E402
+from target.config import TargetConfig  # noqa: E402
+from target.params import TargetParams, init_params  # noqa: E402
+
+PROMPT_WEIGHT = 0.25
+MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.012, 0.004, 0.05
+WARMUP_FRAC, DECAY_FRAC = 0.02, 0.6
+CHAT_FRAC = ((0.0, 0.15), (0.35, 0.15), (0.75, 0.85), (1.0, 0.9))  # (progress, share of chat rows), linear between
+ROWS = "rows"  # the name of the axis of devices
+LOG_EVERY = 20
+SAVE_SECONDS, EVALUATE_SECONDS = 180.0, 480.0
+EVALUATED_ROWS = 32
+SEED = 0
+
+
+class Batch(NamedTuple):
+    """B packed rows."""
+
+    token_ids: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    weights: jax.Array
+
+
+class State(NamedTuple):
+    """Everything a step changes."""
+
+    params: TargetParams
+    momentum: dict[str, list[jax.Array]]
+    adam: Any
+
+
+def hf_config(hidden: int, layers: int, heads: int, kv_heads: int, experts: int, expert_width: int, vocab: int) -> dict:
+    """The config.json of a GPT-OSS model of this size."""
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "intermediate_size": expert_width,
+        "vocab_size": vocab,
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)],
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "initial_context_length": 4096,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "bos_token_id": 0,
+        "pad_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+class Rows:
+    """Packed rows of one file, read in an endless order that depends on the seed only."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        with np.load(path, allow_pickle=False) as arrays:
+            self.token_ids, self.segment_ids, self.roles = arrays["token_ids"], arrays["segment_ids"], arrays["roles"]
+        self._order = lru_cache(maxsize=2)(lambda epoch: np.random.default_rng((seed, epoch)).permutation(len(self.roles)))
+
+    def at(self, start: int, count: int) -> np.ndarray:
+        """The row numbers at places start .. start + count - 1 of the endless order."""
+        size = len(self.roles)
+        return np.array([self._order(i // size)[i % size] for i in range(start, start + count)], np.int64)
+
+
+def positions_of(segment_ids: np.ndarray) -> np.ndarray:
+    """Positions that start at 0 in each segment."""
+    index = np.arange(segment_ids.shape[1])[None, :]
+    starts = np.concatenate([np.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
+    return (index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)).astype(np.int32)
+
+
+def make_batch(parts: list[tuple[Rows, np.ndarray]], prompt_weight: float = PROMPT_WEIGHT) -> Batch:
+    """The named rows of each file; weights say how much the prediction OF each token counts."""
+    token_ids, segment_ids, roles = (
+        np.concatenate([getattr(rows, name)[numbers] for rows, numbers in parts])
+        for name in ("token_ids", "segment_ids", "roles")
+    )
+    weights = np.where(roles == TEXT, 1.0, np.where(roles == PROMPT, prompt_weight, 0.0))
+    positions = positions_of(segment_ids)
+    weights = np.where(positions == 0, 0.0, weights).astype(np.float32)
+    return Batch(token_ids.astype(np.int32), positions, segment_ids.astype(np.int32), weights)
+
+
+def chat_rows_until(step: int, steps: int) -> int:
+    """How many chat rows the first `step` of `steps` steps hold, all rows beside them being raw ones."""
+    progress = (np.arange(step) + 0.5) / steps
+    shares = np.interp(progress, *zip(*CHAT_FRAC, strict=True))
+    return int(round(float(shares.sum()) * BATCH_ROWS))
+
+
+def batch_at(step: int, steps: int, raw: Rows, chat: Rows) -> Batch:
+    """The batch of a step: a function of the arguments alone."""
+    chat_start, chat_end = chat_rows_until(step, steps), chat_rows_until(step + 1, steps)
+    raw_start, raw_end = step * BATCH_ROWS - chat_start, (step + 1) * BATCH_ROWS - chat_end
+    parts = [(raw, raw.at(raw_start, raw_end - raw_start)), (chat, chat.at(chat_start, chat_end - chat_start))]
+    return make_batch([part for part in parts if len(part[1])])
+
+
+def rate_at(step: int, steps: int) -> float:
+    """The learning rate's share of its peak: a linear warm-up, a plateau, a linear decay to zero at the end."""
+    progress = (step + 0.5) / steps
+    return min(1.0, progress / WARMUP_FRAC, (1.0 - progress) / DECAY_FRAC)
+
+
+def log_likelihoods(params: TargetParams, config: TargetConfig, batch: Batch) -> jax.Array:
+    """The log-probability of each row's tokens 1, 2, ... given those before: [B, T - 1]."""
+
+    def attend(layer: int, p: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return packed_attention(query, key, value, batch.segment_ids, p.sinks, config.window(layer))
+
+    x, _ = model._run_layers(params, config, batch.token_ids, batch.positions, attend, ())
+    logits = model._logits(params, config, x)[:, :-1]
+    chosen = jnp.take_along_axis(logits, batch.token_ids[:, 1:, None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def loss_and_gradients(params: TargetParams, config: TargetConfig, batch: Batch) -> tuple[jax.Array, TargetParams]:
+    """The weighted mean negative log-likelihood over the batch of all devices, and its gradients.
+
+    One row after the other: what is kept for the backward pass of a single row stays in the cache.
+    """
+    total = jax.lax.psum(jnp.sum(batch.weights[:, 1:]), ROWS)
+
+    def loss_of_row(params: TargetParams, row: Batch) -> jax.Array:
+        return -jnp.sum(log_likelihoods(params, config, row) * row.weights[:, 1:]) / total
+
+    def add_row(sums: Any, row: tuple[jax.Array, ...]) -> tuple[Any, None]:
+        one = Batch(*(part[None] for part in row))
+        return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of_row)(params, one)), None
+
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    sums, _ = jax.lax.scan(add_row, zeros, tuple(batch))
+    return jax.lax.psum(sums, ROWS)
+
+
+def devices() -> Mesh:
+    """All devices in a row."""
+    return Mesh(np.array(jax.devices()), (ROWS,))
+
+
+def replicated(tree: Any) -> Any:
+    """The tree on every device."""
+    return jax.device_put(tree, NamedSharding(devices(), PartitionSpec()))
+
+
+def init_state(config: TargetConfig) -> State:
+    """Fresh parameters and an optimiser that has seen nothing."""
+    params = init_params(config, jax.random.key(SEED), jnp.float32)
+    momentum = jax.tree.map(jnp.zeros_like, muon.split(config, params))
+    return State(params, momentum, muon.adam().init(muon.without_matrices(params)))
+
+
+def next_state(config: TargetConfig, state: State, batch: Batch, rate: jax.Array) -> tuple[State, jax.Array]:
+    """(the next state, this batch's loss); `rate` scales both learning rates. Runs on every device, on its rows."""
+    loss, gradients = loss_and_gradients(state.params, config, batch)
+    directions, momentum = muon.muon_directions(muon.split(config, gradients), state.momentum)
+    step = rate * MUON_RATE
+    matrices = muon.split(config, state.params)
+    matrices = jax.tree.map(lambda w, d: w * (1 - step * WEIGHT_DECAY) - step * d, matrices, directions)
+    updates, adam = muon.adam().update(muon.without_matrices(gradients), state.adam)
+    updates = jax.tree.map(lambda update: -rate * ADAM_RATE * update, updates)
+    rest = optax.apply_updates(muon.without_matrices(state.params), updates)
+    return State(muon.join(rest, matrices), momentum, adam), loss
+
+
+def nats_and_tokens(config: TargetConfig, params: TargetParams, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """(weighted sum of negative log-likelihoods, sum of weights) over all devices' rows."""
+    weights = batch.weights[:, 1:]
+    return jax.lax.psum((-jnp.sum(log_likelihoods(params, config, batch) * weights), jnp.sum(weights)), ROWS)
+
+
+@lru_cache
+def compiled_step(config: TargetConfig) -> Callable[[State, Batch, jax.Array], tuple[State, jax.Array]]:
+    """`next_state` over all devices; it takes the state's memory."""
+    everywhere, by_rows = PartitionSpec(), PartitionSpec(ROWS)
+    specs = {"in_specs": (everywhere, by_rows, everywhere), "out_specs": everywhere}
+    sharded = jax.shard_map(partial(next_state, config), mesh=devices(), check_vma=False, **specs)
+    return jax.jit(sharded, donate_argnums=0)
+
+
+@lru_cache
+def compiled_evaluation(config: TargetConfig) -> Callable[[TargetParams, Batch], tuple[jax.Array, jax.Array]]:
+    """`nats_and_tokens` over all devices."""
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec(ROWS)), "out_specs": PartitionSpec()}
+    return jax.jit(jax.shard_map(partial(nats_and_tokens, config), mesh=devices(), check_vma=False, **specs))
+
+
+def evaluate(params: TargetParams, config: TargetConfig, rows: Rows) -> float:
+    """Nats per token on the first EVALUATED_ROWS held-out rows; of chat, the assistant's tokens only."""
+    total = count = 0.0
+    for start in range(0, min(EVALUATED_ROWS, len(rows.roles)) - BATCH_ROWS + 1, BATCH_ROWS):
+        batch = make_batch([(rows, np.arange(start, start + BATCH_ROWS))], prompt_weight=0.0)
+        loss, tokens = compiled_evaluation(config)(params, batch)
+        total, count = total + float(loss), count + float(tokens)
+    return total / count
+
+
+def seconds_per_step(config: TargetConfig, raw: Rows, chat: Rows, measured: int = 6) -> float:
+    """The median time of a step on a throw-away state, compilation left out."""
+    state, times = replicated(init_state(config)), []
+    for step in range(measured + 2):
+        start = time.perf_counter()
+        state, loss = compiled_step(config)(state, batch_at(step, 1000, raw, chat), np.float32(1.0))
+        loss.block_until_ready()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times[2:]))
+
+
+def recipe(steps: int) -> dict:
+    """What decides the result, as run.json records it."""
+    names = (
+        "BATCH_ROWS WIDTH PROMPT_WEIGHT MUON_RATE ADAM_RATE WEIGHT_DECAY WARMUP_FRAC DECAY_FRAC CHAT_FRAC SEED".split()
+    )
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
+    return {"steps": steps, "tokens": steps * BATCH_ROWS * WIDTH, "versions": versions} | {n.lower(): globals()[n] for n in names}
+
+
+def steps_wanted(arguments: argparse.Namespace, config: TargetConfig, raw: Rows, chat: Rows) -> int | None:
+    """The number of steps that the command line asks for, if it does."""
+    if arguments.tokens:
+        return max(1, arguments.tokens // (BATCH_ROWS * WIDTH))
+    if arguments.minutes:
+        return max(1, int(arguments.minutes * 60 / seconds_per_step(config, raw, chat)))
+    return None
+
+
+def save(out: Path, state: State, step: int) -> None:
+    """Write the checkpoint that a later call goes on from."""
+    save_tree(out / "state.npz", {"state": state, "step": np.int64(step)})
+
+
+def restore(out: Path, config: TargetConfig) -> tuple[State, int]:
+    """The last checkpoint, or a fresh state at step 0."""
+    if not (out / "state.npz").exists():
+        return init_state(config), 0
+    like = {"state": jax.eval_shape(lambda: init_state(config)), "step": np.zeros((), np.int64)}
+    with jax.enable_x64(True):
+        stored = load_tree(out / "state.npz", like)
+    return stored["state"], int(stored["step"])
+
+
+def log(out: Path, **record: Any) -> None:
+    """Append a line to log.jsonl and print it."""
+    line = json.dumps({name: round(v, 5) if isinstance(v, float) else v for name, v in record.items()})
+    with (out / "log.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    print(line, flush=True)
+
+
+@dataclasses.dataclass
+class Every:
+    """True once in so many seconds."""
+
+    seconds: float
+    last: float = dataclasses.field(default_factory=time.monotonic)
+
+    def due(self) -> bool:
+        """Whether the time has come again; says so once."""
+        if time.monotonic() - self.last < self.seconds:
+            return False
+        self.last = time.monotonic()
+        return True
+
+
+def train(out: Path, config: TargetConfig, steps: int, data: Path) -> TargetParams:
+    """Go on from the last checkpoint to the last step; the parameters are in out/params.npz afterwards."""
+    raw, chat, raw_heldout, chat_heldout = (
+        Rows(data / f"{name}.npz", SEED) for name in ("raw_train", "chat_train", "raw_heldout", "chat_heldout")
+    )
+    state, first = restore(out, config)
+    state, step_of = replicated(state), compiled_step(config)
+    saving, evaluating = Every(SAVE_SECONDS), Every(EVALUATE_SECONDS)
+    losses: list[jax.Array] = []
+    start = mark = time.monotonic()
+    for step in range(first, steps):
+        state, loss = step_of(state, batch_at(step, steps, raw, chat), np.float32(rate_at(step, steps)))
+        losses.append(loss)
+        if (step + 1) % LOG_EVERY == 0 or step + 1 == steps:
+            mean, now = float(jnp.mean(jnp.stack(losses))), time.monotonic()
+            speed = len(losses) * BATCH_ROWS * WIDTH / (now - mark)
+            left = (steps - step - 1) * (now - start) / (step + 1 - first)
+            log(out, step=step + 1, steps=steps, loss=mean, tok_per_s=speed, elapsed_s=now - start, left_s=left)
+            losses, mark = [], now
+        if evaluating.due() or step + 1 == steps:
+            held_out = {"raw": evaluate(state.params, config, raw_heldout), "chat": evaluate(state.params, config, chat_heldout)}
+            log(out, step=step + 1, heldout_raw=held_out["raw"], heldout_chat=held_out["chat"])
+        if saving.due() or step + 1 == steps:
+            save(out, state, step + 1)
+            save_tree(out / "params.npz", state.params)
+    return state.params
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """The target's size."""
+    defaults = {"hidden": 192, "layers": 8, "heads": 3, "kv-heads": 1, "experts": 8, "expert-width": 96, "vocab": 2048}
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="what scripts.demo.dataset wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run goes on")
+    parser.add_argument("--minutes", type=float, help="train about as long; measured once, then fixed as steps")
+    parser.add_argument("--tokens", type=int, help="train on so many tokens")
+    add_shape_arguments(parser)
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "config.json").exists():
+        names = ("hidden", "layers", "heads", "kv_heads", "experts", "expert_width", "vocab")
+        shape = {name: getattr(arguments, name) for name in names}
+        (out / "config.json").write_text(json.dumps(hf_config(**shape), indent=2) + "\n", encoding="utf-8")
+    config = read_config(out)
+    raw, chat = Rows(arguments.data / "raw_train.npz", SEED), Rows(arguments.data / "chat_train.npz", SEED)
+    steps = steps_wanted(arguments, config, raw, chat)
+    if steps is None and not (out / "run.json").exists():
+        raise SystemExit("train_target: a new run needs --minutes or --tokens")
+    if steps is not None:
+        (out / "run.json").write_text(json.dumps(recipe(steps), indent=1) + "\n", encoding="utf-8")
+    steps = json.loads((out / "run.json").read_text(encoding="utf-8"))["steps"]
+    train(out, config, steps, arguments.data)
+
+
+if __name__ == "__main__":
+    main()

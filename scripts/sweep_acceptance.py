@@ -1,0 +1,306 @@
+"""Acceptance length and speed over K, on the demo's held-out prompts or your own.
+
+    python scripts/sweep_acceptance.py --out results/2026-11-21_cpu_demo_sweep -k 1,2,3,5,7
+
+Every prompt is decoded with every K in turn, plain decoding (K = 0) always among them, in an order that rotates from prompt
+to prompt and repeat to repeat, so that a drift of the machine falls on all K alike. Compilation is outside of every time.
+
+Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per K), raw.jsonl (a line per
+decoded request), README.md (the table) and sweep.png.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import peagle
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.generate import Engine, Request
+from peagle.metrics import Recorder, Result, pooled_counters, pooled_tok_per_s
+from peagle.ops.errors import InputError
+from peagle.pair import DEMO_DIRECTORY, Pair
+from peagle.prompts import Rendering, read_prompt_file
+from peagle.provenance import provenance
+
+HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"
+BOOTSTRAP = 2000
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is swept; written to run.json before anything runs."""
+
+    target: str
+    drafter: str
+    prompts: str
+    num_prompts: int
+    ks: tuple[int, ...]
+    repeats: int
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    raw_prompts: bool
+
+
+def decode(pair: Pair, engine: Engine, request: Request) -> Result:
+    """One request from start to end, timed."""
+    recorder = Recorder(
+        request, engine.config.num_speculative_tokens, pair.stop_token_ids, pair.tokenizer, time.perf_counter()
+    )
+    for emission in engine.generate([request]):
+        recorder.add(emission)
+    return recorder.result()
+
+
+def run(pair: Pair, sweep: Sweep) -> dict[int, list[list[Result]]]:
+    """results[K][repeat][prompt], decoded in rotating order."""
+    conversations = read_prompt_file(Path(sweep.prompts))[: sweep.num_prompts]
+    rendering = Rendering(raw=sweep.raw_prompts)
+    requests = [
+        pair.request(c, [], rendering, max_new_tokens=sweep.max_new_tokens, seed=sweep.seed, index=i)
+        for i, c in enumerate(conversations)
+    ]
+    capacity, sampling = pair.capacity(requests), SamplingConfig(temperature=sweep.temperature)
+    engines = {k: pair.engine(SpeculationConfig(k, 1, capacity, sampling)) for k in sweep.ks}
+    for engine in engines.values():
+        engine.warm_up(requests)
+    results: dict[int, list[list[Result]]] = {k: [[] for _ in range(sweep.repeats)] for k in sweep.ks}
+    started, total = time.monotonic(), sweep.repeats * len(requests)
+    for repeat in range(sweep.repeats):
+        for number, request in enumerate(requests):
+            turn = (repeat + number) % len(sweep.ks)
+            for k in sweep.ks[turn:] + sweep.ks[:turn]:
+                results[k][repeat].append(decode(pair, engines[k], request))
+            done = repeat * len(requests) + number + 1
+            left = (time.monotonic() - started) / done * (total - done)
+            print(f"\r{done}/{total} prompts, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return results
+
+
+def row(k: int, fast: list[list[Result]], plain: list[list[Result]]) -> dict[str, Any]:
+    """The figures of one K. Acceptance is of the first repeat (greedy repeats are equal); speeds are of all of them. The
+    interval is a bootstrap over prompts, 95 %."""
+    first = fast[0]
+    quiet = [result for result in first if not result.loops]
+    counters, quiet_counters = pooled_counters(first), pooled_counters(quiet)
+    # per prompt: seconds per token over all repeats, so that one noisy moment weighs little
+    speedups = np.array(
+        [
+            np.median([p.decode_s / max(len(p.output_ids) - 1, 1) for p in plains])
+            / np.median([f.decode_s / max(len(f.output_ids) - 1, 1) for f in fasts])
+            for fasts, plains in zip(zip(*fast, strict=True), zip(*plain, strict=True), strict=True)
+            if all(len(r.output_ids) > 1 for r in (*fasts, *plains))
+        ]
+    )
+    pooled = [
+        (pooled_tok_per_s(f) or np.nan) / (pooled_tok_per_s(p) or np.nan) for f, p in zip(fast, plain, strict=True)
+    ]
+    steps = sum(len(r.decisions) for repeat in fast for r in repeat)
+    return {
+        "k": k,
+        "acceptance_length": counters and counters.acceptance_length,
+        "acceptance_length_interval": _interval(first) if k else None,
+        "acceptance_length_without_loops": quiet_counters and quiet_counters.acceptance_length,
+        "acceptance_length_without_loops_interval": _interval(quiet) if k and quiet else None,
+        "acceptance_rate_per_position": counters and counters.acceptance_rate_per_position,
+        "acceptance_histogram": counters and counters.histogram,
+        "num_spec_steps": counters and counters.num_steps,
+        "num_outputs": len(first),
+        "num_outputs_without_loops": len(quiet),
+        "output_tokens": sum(len(result.output_ids) for result in first),
+        "finished_frac": float(np.mean([result.finish_reason == "stop" for result in first])),
+        "tok_per_s": float(np.median([pooled_tok_per_s(repeat) or np.nan for repeat in fast])),
+        "step_ms": 1e3 * sum(r.decode_s or 0.0 for repeat in fast for r in repeat) / max(steps, 1),
+        "speedup_pooled": float(np.median(pooled)),
+        "speedup_pooled_range": [float(min(pooled)), float(max(pooled))],
+        "speedup_median": float(np.median(speedups)),
+        "speedup_median_interval": _bootstrap(speedups),
+        "outputs_equal_to_plain": sum(
+            f.output_ids == p.output_ids for f, p in zip(first, plain[0], strict=True)
+        ),
+    }
+
+
+def _interval(results: Sequence[Result]) -> list[float]:
+    """95 % interval of the pooled acceptance length, resampling prompts."""
+    accepted = np.array([r.counters.num_accepted for r in results])
+    steps = np.array([r.counters.num_steps for r in results])
+    picks = np.random.default_rng(0).integers(0, len(results), (BOOTSTRAP, len(results)))
+    lengths = 1 + accepted[picks].sum(1) / np.maximum(steps[picks].sum(1), 1)
+    return [float(x) for x in np.quantile(lengths, (0.025, 0.975))]
+
+
+def _bootstrap(values: np.ndarray) -> list[float]:
+    """95 % interval of the median."""
+    picks = np.random.default_rng(0).integers(0, len(values), (BOOTSTRAP, len(values)))
+    return [float(x) for x in np.quantile(np.median(values[picks], axis=1), (0.025, 0.975))]
+
+
+def raw_line(result: Result, repeat: int) -> str:
+    """One decoded request."""
+    return json.dumps(
+        {
+            "k": result.num_speculative_tokens,
+            "repeat": repeat,
+            "request": result.request.index,
+            "prompt_tokens": len(result.request.prompt_ids),
+            "output_ids": result.output_ids if repeat == 0 and result.num_speculative_tokens == 0 else None,
+            "output_tokens": len(result.output_ids),
+            "finish_reason": result.finish_reason,
+            "accepted": [decision.num_accepted for decision in result.decisions] if repeat == 0 else None,
+            "ttft_s": result.ttft_s,
+            "decode_s": result.decode_s,
+            "loop_share": result.loop_share,
+        }
+    )
+
+
+def page(title: str, sweep: Sweep, rows: list[dict[str, Any]], origin: dict[str, Any], command: str) -> str:
+    """README.md of the run."""
+    sample = rows[0]
+    lines = [
+        f"# {title}",
+        "",
+        f"`{command}`",
+        "",
+        f"{sample['num_outputs']} prompts ({'raw' if sweep.raw_prompts else 'chat template'}), at most "
+        f"{sweep.max_new_tokens} new tokens, temperature {sweep.temperature:g}, {sweep.repeats} repeat(s), batch 1, float32; "
+        f"{origin['cpu']}, {origin['num_threads']} threads, {origin['device']['platform']}; jaxlib "
+        f"{origin['packages']['jaxlib']}; {origin['time']}.",
+        "",
+        f"Plain outputs: {100 * sample['finished_frac']:.0f} % end by themselves; "
+        f"{sample['num_outputs'] - sample['num_outputs_without_loops']} of {sample['num_outputs']} loop (repeated-4-gram "
+        "share above 0.3).",
+        "",
+        "| K | acceptance length (95 %) | without loops (95 %) | per position | ms a step | tok/s | speed-up, pooled "
+        "(range of repeats) | speed-up, median of prompts (95 %) | outputs equal to plain |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        if r["k"]:
+            rates = " ".join(f"{rate:.2f}".lstrip("0") for rate in r["acceptance_rate_per_position"])
+            accepted = f"{r['acceptance_length']:.2f} ({_span(r['acceptance_length_interval'])})"
+            quiet = f"{r['acceptance_length_without_loops']:.2f} ({_span(r['acceptance_length_without_loops_interval'])})"
+        else:
+            rates = accepted = quiet = "-"
+        lines.append(
+            f"| {r['k']} | {accepted} | {quiet} | {rates} | {r['step_ms']:.2f} | {r['tok_per_s']:.0f} | "
+            f"{r['speedup_pooled']:.2f} ({_span(r['speedup_pooled_range'])}) | {r['speedup_median']:.2f} "
+            f"({_span(r['speedup_median_interval'])}) | {r['outputs_equal_to_plain']} of {r['num_outputs']} |"
+        )
+    lines += ["", "Acceptance length is 1 + accepted / steps, pooled over all steps. ![sweep](sweep.png)", ""]
+    return "\n".join(lines)
+
+
+def _span(interval: Sequence[float]) -> str:
+    return f"{interval[0]:.2f}..{interval[1]:.2f}"
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Acceptance per position at the largest K, and acceptance length and speed-up over K."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    speculative = [r for r in rows if r["k"]]
+    ks = [r["k"] for r in speculative]
+    rates = speculative[-1]["acceptance_rate_per_position"]
+    left.bar(range(1, len(rates) + 1), rates, color="tab:blue")
+    left.set(xlabel="draft position", ylabel="accepted / steps", ylim=(0, 1), title=f"Acceptance by position, K = {ks[-1]}")
+    for key, label in (("acceptance_length", "acceptance length"), ("acceptance_length_without_loops", "without loops")):
+        span = np.array([r[f"{key}_interval"] for r in speculative]).T
+        values = np.array([r[key] for r in speculative])
+        right.errorbar(ks, values, np.abs(span - values), marker="o", capsize=3, label=label)
+    values = np.array([r["speedup_median"] for r in speculative])
+    span = np.array([r["speedup_median_interval"] for r in speculative]).T
+    right.errorbar(ks, values, np.abs(span - values), marker="s", capsize=3, label="speed-up, median of prompts")
+    right.axhline(1, color="grey", linewidth=0.8)
+    right.set(xlabel="K", xticks=ks, ylim=(0, None), title="Over K (bars: 95 % intervals)")
+    right.legend()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("-k", default="1,2,3,4,5,7", help="numbers of drafted tokens, with commas (default %(default)s)")
+    parser.add_argument("--target", default="demo", help="a target's directory (default: the demo's)")
+    parser.add_argument("--drafter", default="demo", help="a drafter's directory, or ngram (default: the demo's)")
+    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines with a prompt each (default: held out)")
+    parser.add_argument("--num-prompts", type=int, default=60, help="how many of them (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="times each prompt is decoded (default %(default)s)")
+    parser.add_argument("-n", "--max-new-tokens", type=int, default=256, help="per prompt (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--raw-prompts", action="store_true", help="without the chat template")
+    arguments = parser.parse_args()
+    try:
+        return sweep(arguments)
+    except (InputError, OSError) as error:
+        print(f"sweep_acceptance: error: {error}", file=sys.stderr)
+        return 2
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Everything is checked and the configuration written before anything runs."""
+    try:
+        ks = sorted({int(k) for k in arguments.k.split(",")} | {0})
+    except ValueError:
+        raise InputError(f"-k is {arguments.k!r}; expected numbers with commas between, such as 1,3,7") from None
+    if ks[0] < 0 or ks[-1] == 0:
+        raise InputError(f"-k is {arguments.k!r}; expected numbers of 1 or more")
+    if arguments.repeats < 1 or arguments.num_prompts < 1:
+        raise InputError("--repeats and --num-prompts must be 1 or more")
+    if arguments.out.exists():
+        raise InputError(f"{arguments.out} exists; expected a new folder, so that no result is overwritten")
+    pair = peagle.load(arguments.target, arguments.drafter)
+    settings = Sweep(
+        arguments.target,
+        arguments.drafter,
+        str(arguments.prompts),
+        min(arguments.num_prompts, len(read_prompt_file(arguments.prompts))),
+        tuple(ks),
+        arguments.repeats,
+        arguments.max_new_tokens,
+        arguments.temperature,
+        arguments.seed,
+        arguments.raw_prompts,
+    )
+    command = shlex.join(["python", "scripts/sweep_acceptance.py", *sys.argv[1:]])
+    shown = asdict(settings) | {"prompts": arguments.prompts.name}
+    record = {"schema": 1, "provenance": provenance() | {"command": command}, "config": shown, "rows": None}
+    arguments.out.mkdir(parents=True)
+    _write(arguments.out / "run.json", json.dumps(record, indent=1) + "\n")
+
+    results = run(pair, settings)
+    rows = [row(k, results[k], results[0]) for k in ks]
+    record["rows"] = rows
+    lines = [raw_line(r, repeat) for k in ks for repeat, some in enumerate(results[k]) for r in some]
+    _write(arguments.out / "raw.jsonl", "\n".join(lines) + "\n")
+    _write(arguments.out / "run.json", json.dumps(record, indent=1) + "\n")
+    draw(rows, arguments.out / "sweep.png")
+    text = page("Acceptance and speed over K", settings, rows, record["provenance"], command)
+    _write(arguments.out / "README.md", text)
+    print(text)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

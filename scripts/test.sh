@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Installs the package with its test needs into a virtual environment (default: .venv) and runs the tests.
+#     bash scripts/test.sh [ENVIRONMENT]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+environment=${1:-.venv}
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  { echo "peagle needs Python 3.11 or newer; PYTHON names another interpreter" >&2; exit 2; }
+"$python" -m venv "$environment"
+"$environment/bin/pip" install --quiet --upgrade pip
+# torch is an oracle of the parity tests: the CPU wheel, where the platform has one, without its CUDA packages
+"$environment/bin/pip" install --quiet torch==2.13.0
+"$environment/bin/pip" install --quiet -e '.[test]'
+"$environment/bin/python" -m pytest

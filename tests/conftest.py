@@ -1,0 +1,27 @@
+"""Everything under test runs strictly: no silent promotion of dtypes or ranks, and every signature of ours is checked
+at each call, shapes by jaxtyping and the rest by beartype."""
+
+import peagle  # noqa: F401, I001  first: it makes JAX's CPU backend right before it starts
+
+from typing import Any
+
+import flax.struct
+import jax
+from jaxtyping import install_import_hook
+
+_struct_dataclass = flax.struct.dataclass
+
+
+def _unchecked_dataclass(*args: Any, **kwargs: Any) -> Any:
+    """flax.struct.dataclass, its __init__ exempt: JAX rebuilds pytrees with leaves that are not arrays."""
+    made = _struct_dataclass(*args, **kwargs)
+    if isinstance(made, type):
+        made.__no_type_check__ = True  # type: ignore[attr-defined]
+    return made
+
+
+flax.struct.dataclass = _unchecked_dataclass
+install_import_hook(["peagle", "target", "drafter"], "beartype.beartype")
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")

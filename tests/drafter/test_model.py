@@ -1,0 +1,309 @@
+"""Properties of the cached pass: what it equals, what it sees, and what it must never see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafter import model
+from drafter.propose import PEagle, to_target_logits
+from peagle.ops.attention import MASKED
+from peagle.ops.messages import Fresh
+from tests.drafter.cases import (
+    CONFIGS,
+    Text,
+    drafter,
+    forward,
+    logits_of,
+    prefill,
+    prompt_state,
+    propose,
+    random_text,
+    stack_fresh,
+)
+
+ONE, TWO, FOUR = CONFIGS
+K = 3
+
+
+def step(peagle: PEagle, state, texts, firsts, nums):
+    draft, state = propose(peagle, state, stack_fresh(texts, firsts, nums, K), num_drafts=K)
+    return logits_of(draft), state
+
+
+def test_the_rows_are_those_of_the_golden_vector() -> None:
+    """FACTS 5 (vLLM's test): two requests, rejected [1, 0], next tokens [100, 200], mask id -2, one flat batch there.
+    Their padding row 5 has position 0 and no write; ours stands behind all rows that count, so it is left out here."""
+    fresh = jnp.asarray([[11, 12, 100, 13], [21, 22, 23, 200]])
+    rows = model.lay_out_rows(fresh, jnp.asarray([3, 4]), jnp.asarray([5, 10]), 3, -2)
+    real = np.arange(12) != 5
+    assert rows.token_ids.reshape(-1)[real].tolist() == [11, 12, 100, -2, -2, 21, 22, 23, 200, -2, -2]
+    assert rows.positions.reshape(-1)[real].tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert np.flatnonzero(~rows.committed.reshape(-1) & real).tolist() == [3, 4, 10, 11]
+    assert (rows.draft_rows + jnp.asarray([[0], [6]])).reshape(-1).tolist() == [2, 3, 4, 9, 10, 11]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 8])
+def test_the_rows_hold_everything_for_every_count(num_drafts: int) -> None:
+    """C fresh rows, K-1 slots and padding fill 2K rows for C = 1..K+1; drafts are the last committed and the slots."""
+    width = 2 * num_drafts
+    for num in range(1, num_drafts + 2):
+        fresh = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None] + 50
+        rows = model.lay_out_rows(fresh, jnp.asarray([num]), jnp.asarray([4]), num_drafts, 9)
+        assert rows.token_ids[0].tolist() == [*range(50, 50 + num), *[9] * (width - num)]
+        assert rows.positions[0].tolist() == list(range(4, 4 + width))
+        assert rows.draft_rows[0].tolist() == list(range(num - 1, num + num_drafts - 1))
+    rows = model.lay_out_rows(fresh, jnp.asarray([1]), jnp.asarray([-1]), num_drafts, 9)
+    assert set(rows.positions[0].tolist()) == {-1}
+
+
+@pytest.mark.parametrize("name", [ONE, TWO])
+def test_cached_steps_equal_one_uncached_pass_under_the_group_causal_mask(name: str) -> None:
+    """All anchors and depths of a text in one pass, in shuffled order, give what the steps give one after the other."""
+    peagle = drafter(name, deterministic=False)
+    text = random_text(peagle.config, 4)
+    anchors = [p for p in range(13) for _ in range(K)]
+    depths = [d for _ in range(13) for d in range(K)]
+    order = np.random.default_rng(0).permutation(len(anchors))
+    anchor, depth = np.asarray(anchors, np.int32)[order], np.asarray(depths, np.int32)[order]
+    # rows of depth > 0 carry their anchor's token and hidden, which must not matter
+    uncached = forward(
+        peagle.params,
+        peagle.config,
+        jnp.asarray(text.token_ids[anchor + 1])[None],
+        jnp.asarray(text.aux_hidden[anchor])[None],
+        jnp.asarray(anchor)[None],
+        jnp.asarray(depth)[None],
+    )
+    uncached = to_target_logits(peagle.params, peagle.config, uncached)[0]
+
+    state = prompt_state(peagle, [text], [4], K)
+    first, num = 3, 1
+    for accepted in (K, 0, 1, 2):
+        logits, state = step(peagle, state, [text], [first], [num])
+        here = [np.flatnonzero((anchor == first + num - 1) & (depth == d))[0] for d in range(K)]
+        np.testing.assert_allclose(logits[0], uncached[np.asarray(here)], atol=2e-5)
+        first, num = first + num, accepted + 1
+
+
+def test_every_draft_sees_the_whole_context() -> None:
+    """A drafter that looks at its last token only fails: each token and each hidden moves every draft's logits, and
+    contexts that differ early draft different tokens."""
+    peagle = drafter(TWO, deterministic=False)
+    text = random_text(peagle.config, 5)
+    last = 8  # the anchor: rows 0..5 by prefill, 6..8 fresh
+
+    def logits(told: Text) -> np.ndarray:
+        state = prompt_state(peagle, [told], [7], K)
+        return step(peagle, state, [told], [6], [3])[0][0]
+
+    base = logits(text)
+    drafts = {tuple(base.argmax(-1))}
+    for place in range(last + 1):
+        tokens = text.token_ids.copy()
+        tokens[place + 1] = (tokens[place + 1] + 1) % peagle.config.vocab_size
+        aux = text.aux_hidden.copy()
+        aux[place] = -aux[place]
+        for changed in (Text(tokens, text.aux_hidden), Text(text.token_ids, aux)):
+            moved = logits(changed)
+            drafts.add(tuple(moved.argmax(-1)))
+            assert (np.abs(moved - base).max(axis=-1) > 1e-3).all(), f"row {place} moves not every draft"
+    assert len(drafts) > 5
+    # token 0 is no row's, and what comes after the anchor is not known yet
+    unseen = Text(text.token_ids.copy(), text.aux_hidden.copy())
+    unseen.token_ids[0], unseen.token_ids[last + 2 :], unseen.aux_hidden[last + 1 :] = 1, 2, 3.0
+    np.testing.assert_array_equal(logits(unseen), base)
+
+
+def test_going_on_after_a_roll_back_equals_never_having_drafted() -> None:
+    """Steps with all, some or none of the drafts accepted leave logits and caches as one prefill of the text does."""
+    peagle = drafter(FOUR, deterministic=False)
+    text = random_text(peagle.config, 6)
+    state = prompt_state(peagle, [text], [5], K)
+    first, num = 4, 1
+    for accepted in (0, 0, K, 1, 0):
+        _, state = step(peagle, state, [text], [first], [num])
+        first, num = first + num, accepted + 1
+    logits, state = step(peagle, state, [text], [first], [num])
+
+    clean = prompt_state(peagle, [text], [first + 1], K)
+    clean_logits, clean = step(peagle, clean, [text], [first], [num])
+    np.testing.assert_allclose(logits, clean_logits, atol=2e-5)
+    for cache, clean_cache in zip(state, clean, strict=True):
+        for entries, clean_entries in ((cache.key, clean_cache.key), (cache.value, clean_cache.value)):
+            assert np.abs(entries[:, first + num - 1]).max() > 1e-3  # the newest row is there
+            np.testing.assert_allclose(entries[:, : first + num], clean_entries[:, : first + num], atol=2e-5)
+
+
+def test_padding_and_dead_entries_reach_no_result() -> None:
+    """Fresh rows beyond num, prompt rows beyond the length and cache entries beyond the committed rows are garbage
+    here, once mild and once wild; bits of the results are the same."""
+    peagle = drafter(TWO, deterministic=False)
+    text = random_text(peagle.config, 7)
+
+    def run(garbage: float, token: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        width, length = 32, 6
+        real = np.arange(width) < length
+        tokens = jnp.asarray(np.where(real, text.token_ids[:width], token), jnp.int32)[None]
+        aux = jnp.asarray(np.where(real[:, None], text.aux_hidden[:width], garbage), jnp.float32)[None]
+        state = peagle.init_state(1, 80 - 2 * K, K)
+        state = prefill(peagle, state, tokens, jnp.asarray([length]), aux)
+        dead = jnp.arange(state[0].capacity) >= length - 1
+        state = jax.tree.map(lambda entries: jnp.where(dead[None, :, None, None], garbage, entries), state)
+        fresh = stack_fresh([text], [5], [2], K)
+        fresh = fresh.replace(
+            token_ids=fresh.token_ids.at[:, 2:].set(token), aux_hidden=fresh.aux_hidden.at[:, 2:].set(garbage)
+        )
+        draft, state = propose(peagle, state, fresh, num_drafts=K)
+        return logits_of(draft), [np.asarray(entries[:, :7]) for entries in jax.tree.leaves(state)]
+
+    mild, wild = run(0.5, 1), run(1e4, 17)
+    np.testing.assert_array_equal(mild[0], wild[0])
+    for one, other in zip(mild[1], wild[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_state_has_room_for_the_widest_write() -> None:
+    """At a full target (length = capacity) a step equals the same step with room to spare."""
+    peagle = drafter(ONE, deterministic=False)
+    text = random_text(peagle.config, 8)
+    capacity = 15
+    tight = prompt_state(peagle, [text], [capacity], K, capacity=capacity)
+    wide = prompt_state(peagle, [text], [capacity], K, capacity=50)
+    for first, num in ((capacity - 1, 1), (capacity, K + 1)):
+        expected, wide = step(peagle, wide, [text], [first], [num])
+        logits, tight = step(peagle, tight, [text], [first], [num])
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+
+def test_rows_of_a_batch_are_independent_and_inactive_ones_write_nothing() -> None:
+    peagle = drafter(ONE, deterministic=False)
+    texts = [random_text(peagle.config, seed) for seed in (9, 10, 11)]
+    lengths = [4, 11, 7]
+    state = prompt_state(peagle, texts, lengths, K)
+    before = jax.tree.map(np.asarray, state)
+    logits, state = step(peagle, state, texts, [3, -1, 6], [1, 2, 1])
+    for row in (0, 2):
+        alone = prompt_state(peagle, texts[row : row + 1], lengths[row : row + 1], K)
+        expected, alone = step(peagle, alone, texts[row : row + 1], [lengths[row] - 1], [1])
+        np.testing.assert_allclose(logits[row : row + 1], expected, atol=1e-5)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(old[1], new[1])
+        assert (old[0] != new[0]).any()
+        assert (old[2] != new[2]).any()
+    # the inactive row goes on later as if nothing had been
+    logits, state = step(peagle, state, texts, [4, 10, 7], [K + 1, 1, 2])
+    alone = prompt_state(peagle, texts[1:2], lengths[1:2], K)
+    np.testing.assert_allclose(logits[1:2], step(peagle, alone, texts[1:2], [10], [1])[0], atol=1e-5)
+
+
+def test_a_prompt_of_one_token_has_no_row_yet() -> None:
+    peagle = drafter(ONE, deterministic=False)
+    text = random_text(peagle.config, 12)
+    state = prompt_state(peagle, [text], [1], K)
+    assert all(not entries.any() for entries in jax.tree.leaves(state))
+    logits, _ = step(peagle, state, [text], [0], [1])
+    other = random_text(peagle.config, 13)
+    other = Text(np.concatenate([text.token_ids[:2], other.token_ids[2:]]), text.aux_hidden)
+    np.testing.assert_array_equal(logits, step(peagle, state, [other], [0], [1])[0])
+
+
+def test_segments_and_padding_rows_do_not_see_one_another() -> None:
+    """Two documents with the same anchors in one pass, and padding, equal each document alone."""
+    peagle = drafter(TWO)
+    texts = [random_text(peagle.config, seed) for seed in (14, 15)]
+    anchor = np.asarray([0, 1, 2, 3, 4, 5, 4, 5, 5], np.int32)
+    depth = np.asarray([0, 0, 0, 0, 0, 0, 1, 1, 2], np.int32)
+
+    def rows(text: Text) -> tuple[np.ndarray, np.ndarray]:
+        return text.token_ids[anchor + 1], text.aux_hidden[anchor]
+
+    def run(tokens: np.ndarray, aux: np.ndarray, anchors: np.ndarray, depths: np.ndarray, segments: np.ndarray):
+        arrays = (jnp.asarray(a)[None] for a in (tokens, aux, anchors, depths, segments))
+        return np.asarray(forward(peagle.params, peagle.config, *arrays)[0])
+
+    one, two = np.zeros_like(anchor), np.ones_like(anchor)
+    joined = [np.concatenate([a, b]) for a, b in zip(rows(texts[0]), rows(texts[1]), strict=True)]
+    both = run(*joined, np.concatenate([anchor, anchor]), np.concatenate([depth, depth]), np.concatenate([one, two]))
+    alone = [run(*rows(text), anchor, depth, one) for text in texts]
+    np.testing.assert_allclose(both, np.concatenate(alone), atol=2e-5)
+    padded = np.where(two > 0, -1, anchor)
+    padding = run(*joined, np.concatenate([anchor, padded]), np.concatenate([depth, depth]), np.concatenate([one, one]))
+    np.testing.assert_allclose(padding[: len(anchor)], alone[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", [ONE, TWO, FOUR])
+def test_every_parameter_counts(name: str) -> None:
+    """Moving any one tensor moves the drafts' logits: none is carried along unread."""
+    peagle = drafter(name, deterministic=False)
+    text = random_text(peagle.config, 16)
+
+    def logits(params) -> np.ndarray:
+        moved = peagle.replace(params=params)
+        return step(moved, prompt_state(moved, [text], [6], K), [text], [5], [1])[0]
+
+    base = logits(peagle.params)
+    params, ids = peagle.params.replace(draft_to_target=None), peagle.params.draft_to_target
+    leaves, tree = jax.tree.flatten_with_path(params)
+    rng = np.random.default_rng(0)
+    for index, (path, leaf) in enumerate(leaves):
+        noise = jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+        changed = [other + 0.3 * noise if i == index else other for i, (_, other) in enumerate(leaves)]
+        moved = logits(jax.tree.unflatten(tree, changed).replace(draft_to_target=ids))
+        assert np.abs(moved - base).max() > 1e-3, jax.tree_util.keystr(path)
+
+
+def test_a_reduced_vocabulary_reaches_the_targets_ids() -> None:
+    peagle = drafter(ONE, deterministic=False)
+    text = random_text(peagle.config, 17)
+    state = prompt_state(peagle, [text], [6], K)
+    fresh = stack_fresh([text], [5], [1], K)
+    draft, _ = propose(peagle, state, fresh, num_drafts=K)
+    ids = np.asarray(peagle.params.draft_to_target)
+    full = logits_of(draft)
+    assert full.shape == (1, K, peagle.config.vocab_size)
+    assert full.dtype == np.float32
+    assert (ids != np.arange(len(ids))).any()
+    raw, _ = model.propose(
+        peagle.params, peagle.config, fresh.token_ids, fresh.aux_hidden, fresh.num, fresh.first_position, state, K
+    )
+    np.testing.assert_allclose(full[0][:, ids], raw[0], atol=1e-6)
+    assert (np.delete(full, ids, axis=-1) == MASKED).all()
+    shares = jax.nn.softmax(draft.logits, axis=-1)
+    assert (np.delete(np.asarray(shares), ids, axis=-1) == 0).all()
+    assert draft.token_ids.tolist() == full.argmax(-1).tolist()
+    certain, _ = propose(peagle.replace(deterministic=True), state, fresh, num_drafts=K)
+    assert certain.logits is None
+    assert certain.token_ids.tolist() == draft.token_ids.tolist()
+
+
+def test_bfloat16_drafts_and_one_trace_serve_every_count() -> None:
+    """Strict promotion holds with bfloat16 parameters and float32 hiddens; no retrace for another C or position."""
+    peagle = drafter(TWO, deterministic=False)
+    half = peagle.replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), peagle.params))
+    text = random_text(peagle.config, 18)
+    traces = []
+
+    @jax.jit
+    def counted(peagle: PEagle, state, fresh: Fresh):
+        traces.append(1)
+        return peagle.propose(state, fresh, K)
+
+    state, exact = prompt_state(half, [text], [6], K), prompt_state(peagle, [text], [6], K)
+    assert state[0].key.dtype == jnp.bfloat16
+    first, num = 5, 1
+    for accepted in (0, K, 1):
+        fresh = stack_fresh([text], [first], [num], K)
+        draft, state = counted(half, state, fresh)
+        expected, exact = step(peagle, exact, [text], [first], [num])
+        assert np.abs(logits_of(draft) - expected).max() < 0.3 * expected.std()
+        first, num = first + num, accepted + 1
+    assert len(traces) == 1
+
+
+def test_the_width_of_the_fresh_rows_is_checked() -> None:
+    peagle = drafter(ONE)
+    text = random_text(peagle.config, 19)
+    fresh = stack_fresh([text], [5], [1], K)
+    with pytest.raises(ValueError, match="4 fresh rows for 2 drafts"):
+        peagle.propose(peagle.init_state(1, 16, 2), fresh, 2)

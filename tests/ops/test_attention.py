@@ -1,0 +1,111 @@
+"""Attention against a loop in float64, and the identity that defines a sink."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.ops.attention import attention
+from peagle.ops.mask import causal_mask
+
+B, T, S, N, G, H = 2, 3, 5, 6, 2, 4
+
+
+def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(query, key, value, mask, sinks); every row sees something, and no two rows the same."""
+    rng = np.random.default_rng(seed)
+    query = 2 * rng.standard_normal((B, T, N, H), np.float32)
+    key, value = rng.standard_normal((2, B, S, G, H), np.float32)
+    mask = rng.random((B, T, S)) < 0.6
+    mask[:, :, 0] |= ~mask.any(axis=-1)
+    return query, key, value, mask, rng.standard_normal(N).astype(np.float32)
+
+
+def by_definition(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: np.ndarray, sinks: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(output [B, T, N, H], logsumexp of the scores without the sink [B, T, N]) in float64, head by head."""
+    out, lse = np.zeros((B, T, N, H)), np.zeros((B, T, N))
+    for b, t, n in np.ndindex(B, T, N):
+        keys, values = key[b, :, n // (N // G)], value[b, :, n // (N // G)]
+        seen = mask[b, t]
+        scores = keys[seen].astype(np.float64) @ query[b, t, n].astype(np.float64) / np.sqrt(H)
+        weights = np.exp(scores)
+        total = weights.sum() + (0.0 if sinks is None else np.exp(np.float64(sinks[n])))
+        out[b, t, n] = weights @ values[seen] / total
+        lse[b, t, n] = np.log(weights.sum())
+    return out, lse
+
+
+def run(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: np.ndarray, sinks: np.ndarray | None
+) -> np.ndarray:
+    arrays = map(jnp.asarray, (query, key, value, mask))
+    return np.asarray(attention(*arrays, None if sinks is None else jnp.asarray(sinks)))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_it_is_the_definition(with_sinks: bool) -> None:
+    query, key, value, mask, sinks = inputs()
+    chosen = sinks if with_sinks else None
+    expected, _ = by_definition(query, key, value, mask, chosen)
+    np.testing.assert_allclose(run(query, key, value, mask, chosen), expected, atol=1e-6)
+
+
+def test_a_sink_scales_by_the_sigmoid_of_the_logsumexp_above_it() -> None:
+    query, key, value, mask, sinks = inputs(1)
+    _, lse = by_definition(query, key, value, mask, None)
+    scale = 1 / (1 + np.exp(-(lse - sinks)))
+    without = run(query, key, value, mask, None)
+    np.testing.assert_allclose(run(query, key, value, mask, sinks), without * scale[..., None], atol=1e-6)
+
+
+@pytest.mark.parametrize("sink", [-1e4, 80.0])
+def test_extreme_sinks_stay_finite(sink: float) -> None:
+    """Far below all scores a sink is nothing; far above, it takes all the weight."""
+    query, key, value, mask, _ = inputs(2)
+    out = run(query, key, value, mask, np.full(N, sink, np.float32))
+    expected = run(query, key, value, mask, None) if sink < 0 else np.zeros_like(query)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+def test_what_is_masked_has_no_influence() -> None:
+    query, key, value, mask, sinks = inputs(3)
+    mask[:, :, 2] = False
+    before = run(query, key, value, mask, sinks)
+    key[:, 2], value[:, 2] = 1e6, -1e6
+    np.testing.assert_array_equal(run(query, key, value, mask, sinks), before)
+
+
+def test_a_row_that_sees_nothing_is_finite() -> None:
+    query, key, value, mask, sinks = inputs(4)
+    mask[0, 1] = False
+    assert np.isfinite(run(query, key, value, mask, sinks)).all()
+    assert np.isfinite(run(query, key, value, mask, None)).all()
+
+
+def test_query_heads_share_kv_heads_in_blocks() -> None:
+    """Heads 0..2 read kv head 0, heads 3..5 kv head 1; not every other one."""
+    query, key, value, mask, _ = inputs(5)
+    value[:, :, 0], value[:, :, 1] = 10.0, 20.0
+    out = run(query, key, value, mask, None)
+    np.testing.assert_allclose(out[:, :, :3], 10.0, rtol=1e-6)
+    np.testing.assert_allclose(out[:, :, 3:], 20.0, rtol=1e-6)
+
+
+def test_bfloat16_in_bfloat16_out_with_float32_softmax() -> None:
+    query, key, value, mask, sinks = inputs(6)
+    arrays = [jnp.asarray(a, jnp.bfloat16) for a in (query, key, value)]
+    out = attention(*arrays, jnp.asarray(mask), jnp.asarray(sinks, jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+    rounded = [np.asarray(a, np.float32) for a in arrays]
+    expected, _ = by_definition(*rounded, mask, np.asarray(jnp.asarray(sinks, jnp.bfloat16), np.float32))
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=0.02)
+
+
+def test_causal_mask_by_enumeration() -> None:
+    queries, keys = np.array([[0, 3, 7], [5, 6, -1]]), np.array([[0, 1, 2, 3, 7, -1], [3, 8, 5, -2, 6, 4]])
+    for window in (None, 1, 3):
+        mask = np.asarray(causal_mask(jnp.asarray(queries, jnp.int32), jnp.asarray(keys, jnp.int32), window))
+        for b, t, s in np.ndindex(2, 3, 6):
+            p, q = keys[b, s], queries[b, t]
+            assert mask[b, t, s] == (0 <= p <= q and (window is None or q - p < window))

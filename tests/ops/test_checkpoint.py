@@ -1,0 +1,277 @@
+"""A directory is read whole or refused by one line; what is written comes back."""
+
+import json
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, read_checkpoint, write_checkpoint
+from peagle.ops.errors import InputError
+
+CONFIG_VALUE = {"model_type": "example", "width": 3}
+
+
+def tensors() -> dict[str, np.ndarray]:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    return {
+        "float": values,
+        "brain": values.astype(ml_dtypes.bfloat16),
+        "bytes": np.arange(5, dtype=np.uint8),
+        "transposed": values.T,
+        "scalar": np.float32(7).reshape(()),
+        "empty": np.zeros((0, 2), np.float32),
+    }
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "single", CONFIG_VALUE, tensors())
+    return tmp_path / "single"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "sharded", CONFIG_VALUE, tensors(), shard_bytes=60)
+    return tmp_path / "sharded"
+
+
+def refusal(directory: Path) -> str:
+    """The message read_checkpoint refuses a directory with: one line that names the directory."""
+    with pytest.raises(InputError) as caught:
+        read_checkpoint(directory)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(directory) in message
+    return message
+
+
+def edit_index(directory: Path, **changes: str | None) -> None:
+    path = directory / INDEX
+    index = json.loads(path.read_text())
+    index["weight_map"] |= {name: shard for name, shard in changes.items() if shard is not None}
+    for name in [name for name, shard in changes.items() if shard is None]:
+        del index["weight_map"][name]
+    path.write_text(json.dumps(index))
+
+
+def shard_of(directory: Path, name: str) -> str:
+    return json.loads((directory / INDEX).read_text())["weight_map"][name]
+
+
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+def test_what_is_written_comes_back(layout: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(layout)
+    assert len(list(directory.glob("*.safetensors"))) == (1 if layout == "single" else 3)
+    checkpoint = read_checkpoint(directory)
+    assert checkpoint.config == CONFIG_VALUE
+    assert checkpoint.names == tensors().keys()
+    for name, value in tensors().items():
+        assert checkpoint.has(name)
+        assert (checkpoint.shape(name), checkpoint.dtype(name)) == (value.shape, value.dtype)
+        back = checkpoint.take(name, value.shape)
+        assert back.dtype == value.dtype
+        np.testing.assert_array_equal(back, value)
+    checkpoint.finish()
+
+
+def test_what_is_left_is_named(single: Path) -> None:
+    checkpoint = read_checkpoint(single)
+    for name in checkpoint.names - {"brain", "bytes"}:
+        checkpoint.take(name)
+    checkpoint.ignore("bytes")
+    with pytest.raises(InputError, match=r"1 tensor\(s\) that this model has no place for: brain"):
+        checkpoint.finish()
+    checkpoint.take("brain")
+    checkpoint.finish()
+
+
+def test_a_wrong_shape_is_named_with_both(single: Path) -> None:
+    checkpoint = read_checkpoint(single)
+    with pytest.raises(InputError, match=r"tensor float has shape \[3, 4\], expected \[4, 3\]"):
+        checkpoint.take("float", (4, 3))
+
+
+@pytest.mark.parametrize("method", ["take", "shape", "dtype"])
+def test_a_missing_tensor_is_named(single: Path, method: str) -> None:
+    checkpoint = read_checkpoint(single)
+    assert not checkpoint.has("absent")
+    with pytest.raises(InputError, match="tensor absent is missing"):
+        getattr(checkpoint, method)("absent")
+
+
+def test_expectations_are_checked_before_anything_is_read(single: Path) -> None:
+    checkpoint = read_checkpoint(single)
+    shapes = {name: value.shape for name, value in tensors().items()}
+    checkpoint.expect(shapes)
+    with pytest.raises(InputError, match="missing: more"):
+        checkpoint.expect({**shapes, "more": (1,)})
+    with pytest.raises(InputError, match="no place for: brain"):
+        checkpoint.expect({name: shape for name, shape in shapes.items() if name != "brain"})
+    with pytest.raises(InputError, match=r"bytes has shape \[5\], expected \[6\]"):
+        checkpoint.expect({**shapes, "bytes": (6,)})
+    with pytest.raises(InputError, match="no place for"):  # looking consumed nothing
+        checkpoint.finish()
+
+
+def test_a_dtype_that_numpy_lacks_is_named(single: Path) -> None:
+    save_file({"small": np.zeros(4, ml_dtypes.float8_e4m3fn)}, single / WEIGHTS)
+    with pytest.raises(InputError, match="small has dtype F8_E4M3"):
+        read_checkpoint(single).take("small")
+
+
+def test_no_directory(tmp_path: Path) -> None:
+    assert "does not exist" in refusal(tmp_path / "absent")
+
+
+def test_a_file_is_not_a_directory(single: Path) -> None:
+    assert "is not a directory" in refusal(single / WEIGHTS)
+
+
+def test_no_config(single: Path) -> None:
+    (single / CONFIG).unlink()
+    assert "has no config.json" in refusal(single)
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"", b"[" * 100_000])
+def test_a_config_that_is_not_json(single: Path, content: bytes) -> None:
+    (single / CONFIG).write_bytes(content)
+    assert "is not valid JSON" in refusal(single)
+
+
+def test_a_config_that_is_not_an_object(single: Path) -> None:
+    (single / CONFIG).write_text("[1]")
+    assert "expected an object" in refusal(single)
+
+
+def test_no_weights(single: Path) -> None:
+    (single / WEIGHTS).unlink()
+    assert "has no weights" in refusal(single)
+
+
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "model.pt"])
+def test_pickles_are_never_read(single: Path, pickle: str) -> None:
+    (single / WEIGHTS).rename(single / pickle)
+    message = refusal(single)
+    assert pickle in message
+    assert "convert" in message
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 100, -1])
+def test_truncated_weights(single: Path, kept: int) -> None:
+    data = (single / WEIGHTS).read_bytes()
+    (single / WEIGHTS).write_bytes(data[:kept])
+    assert "truncated or corrupt" in refusal(single)
+
+
+def test_corrupt_weights(single: Path) -> None:
+    data = bytearray((single / WEIGHTS).read_bytes())
+    data[8:40] = b"\xff" * 32
+    (single / WEIGHTS).write_bytes(data)
+    assert "truncated or corrupt" in refusal(single)
+
+
+def test_a_truncated_shard(sharded: Path) -> None:
+    path = sharded / shard_of(sharded, "brain")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert path.name in refusal(sharded)
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    shard = shard_of(sharded, "brain")
+    (sharded / shard).unlink()
+    message = refusal(sharded)
+    assert shard in message
+    assert "no such file" in message
+
+
+@pytest.mark.parametrize("outside", ["../outside.safetensors", "sub/../../outside.safetensors", "{absolute}", "link"])
+def test_a_shard_outside(sharded: Path, outside: str) -> None:
+    target = sharded.parent / "outside.safetensors"
+    (sharded / shard_of(sharded, "brain")).rename(target)
+    (sharded / "sub").mkdir()
+    (sharded / "link").symlink_to(target)
+    shard = outside.format(absolute=target)
+    held = [name for name in tensors() if shard_of(sharded, name) == shard_of(sharded, "brain")]
+    edit_index(sharded, **dict.fromkeys(held, shard))
+    message = refusal(sharded)
+    assert "outside of the directory" in message
+    assert repr(shard) in message
+
+
+def test_links_of_the_hugging_face_cache(sharded: Path, tmp_path: Path) -> None:
+    """A snapshot in the cache is a directory of links into the blobs beside it."""
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(sharded.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
+    checkpoint = read_checkpoint(snapshot)
+    np.testing.assert_array_equal(checkpoint.take("float"), tensors()["float"])
+
+
+def test_a_tensor_that_its_shard_lacks(sharded: Path) -> None:
+    edit_index(sharded, ghost=shard_of(sharded, "brain"))
+    message = refusal(sharded)
+    assert "ghost" in message
+    assert shard_of(sharded, "brain") in message
+
+
+def test_a_tensor_that_the_index_lacks(sharded: Path) -> None:
+    edit_index(sharded, brain=None)
+    assert "brain" in refusal(sharded)
+
+
+@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "3"])
+def test_a_broken_index(sharded: Path, index: str) -> None:
+    (sharded / INDEX).write_text(index)
+    assert INDEX in refusal(sharded)
+
+
+def test_writing_over_leaves_only_the_new_one_and_what_is_not_a_checkpoints(sharded: Path) -> None:
+    (sharded / "generation_config.json").write_text("{}")
+    (sharded / "notes.txt").write_text("mine")
+    write_checkpoint(sharded, {"new": True}, {"only": np.ones(2, np.float32)}, extra_files={"card.md": b"card"})
+    assert sorted(os.listdir(sharded)) == sorted([CONFIG, WEIGHTS, "card.md", "notes.txt"])
+    checkpoint = read_checkpoint(sharded)
+    assert checkpoint.config == {"new": True}
+    assert checkpoint.names == {"only"}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_failed_write_leaves_what_was_there(single: Path, exists: bool) -> None:
+    directory = single if exists else single.parent / "new"
+
+    def broken():
+        yield "first", np.ones(3, np.float32)
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        write_checkpoint(directory, {}, broken(), shard_bytes=1)
+    assert directory.exists() == exists
+    assert sorted(os.listdir(single.parent)) == ["single"]
+    assert read_checkpoint(single).config == CONFIG_VALUE
+    assert sorted(os.listdir(single)) == [CONFIG, WEIGHTS]
+
+
+def test_writing_to_a_file_is_refused(single: Path) -> None:
+    with pytest.raises(InputError, match="is a file"):
+        write_checkpoint(single / CONFIG, {}, {})
+
+
+def test_tensors_are_made_one_after_the_other(tmp_path: Path) -> None:
+    """A shard is on disk before the tensor after the next is asked for: never two shards in memory."""
+    seen: list[int] = []
+
+    def lazily():
+        for number in range(4):
+            seen.append(len([p for p in tmp_path.rglob("shard-*") if p.is_file()]))
+            yield f"t{number}", np.full(4, number, np.float32)
+
+    write_checkpoint(tmp_path / "lazy", {}, lazily(), shard_bytes=16)
+    assert seen == [0, 0, 1, 2]
+    assert read_checkpoint(tmp_path / "lazy").take("t3").tolist() == [3, 3, 3, 3]

@@ -1,0 +1,152 @@
+"""Every layout, however many rows, is one function: the loop below, in float64."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, expert_mlp
+from peagle.ops.expert_matmul.routing import route_dense, route_top_k
+from peagle.ops.mxfp4 import dequantize, quantize
+
+D, F, E, K = 64, 96, 7, 2
+LIMIT = 0.9  # low enough that gates and ups are really clamped, on both sides
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """One layer's experts as a checkpoint has them: [E, outputs, inputs], gate and up rows interleaved."""
+
+    gate_up: np.ndarray  # [E, 2F, D]
+    gate_up_bias: np.ndarray  # [E, 2F]
+    down: np.ndarray  # [E, D, F]
+    down_bias: np.ndarray  # [E, D]
+
+
+def random_weights(seed: int = 0) -> Weights:
+    rng = np.random.default_rng(seed)
+
+    def representable(*shape: int) -> np.ndarray:
+        return dequantize(*quantize(rng.standard_normal(shape, np.float32) * shape[-1] ** -0.5))
+
+    return Weights(
+        representable(E, 2 * F, D),
+        rng.standard_normal((E, 2 * F), np.float32),
+        representable(E, D, F),
+        rng.standard_normal((E, D), np.float32),
+    )
+
+
+def packed(w: Weights) -> PackedExperts:
+    gate_up_blocks, gate_up_scales = quantize(w.gate_up)
+    down_blocks, down_scales = quantize(w.down)
+    arrays = (gate_up_blocks, gate_up_scales, w.gate_up_bias, down_blocks, down_scales, w.down_bias)
+    return PackedExperts(*map(jnp.asarray, arrays))
+
+
+def apart(rows: np.ndarray) -> np.ndarray:
+    """Gates first, then ups, along axis 1."""
+    return np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1)
+
+
+def expanded(w: Weights) -> ExpandedExperts:
+    arrays = (apart(w.gate_up).swapaxes(1, 2), apart(w.gate_up_bias), w.down.swapaxes(1, 2), w.down_bias)
+    return ExpandedExperts(*map(jnp.asarray, arrays))
+
+
+def fused(w: Weights) -> FusedExperts:
+    gate_up = np.concatenate([w.gate_up[:, 0::2].reshape(-1, D), w.gate_up[:, 1::2].reshape(-1, D)]).T
+    bias = np.concatenate([w.gate_up_bias[:, 0::2].ravel(), w.gate_up_bias[:, 1::2].ravel()])
+    down = np.concatenate([expert.T for expert in w.down])
+    return FusedExperts(*map(jnp.asarray, (gate_up, bias, down, w.down_bias)))
+
+
+LAYOUTS: dict[str, Callable[[Weights], Experts]] = {"packed": packed, "expanded": expanded, "fused": fused}
+
+
+def by_definition(w: Weights, x: np.ndarray, router_logits: np.ndarray, limit: float = LIMIT) -> np.ndarray:
+    """FACTS 1, one token and one selected expert at a time; of equal logits the lower expert is taken."""
+    x, logits = x.astype(np.float64), router_logits.astype(np.float64)
+    out = np.zeros_like(x)
+    for t in range(len(x)):
+        selected = sorted(range(E), key=lambda e: (-logits[t, e], e))[:K]
+        router = np.exp(logits[t, selected] - logits[t, selected].max())
+        router /= router.sum()
+        for weight, e in zip(router, selected, strict=True):
+            h = w.gate_up[e].astype(np.float64) @ x[t] + w.gate_up_bias[e]
+            gate, up = np.minimum(h[0::2], limit), np.clip(h[1::2], -limit, limit)
+            hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            out[t] += weight * (w.down[e].astype(np.float64) @ hidden + w.down_bias[e])
+    return out
+
+
+def rows_and_logits(rows: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((rows, D), np.float32), rng.standard_normal((rows, E), np.float32)
+
+
+def run(experts: Experts, x: np.ndarray, logits: np.ndarray, limit: float = LIMIT) -> np.ndarray:
+    return np.asarray(
+        jax.jit(expert_mlp, static_argnums=(3, 4))(jnp.asarray(x), jnp.asarray(logits), experts, K, limit)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 19])  # 2, 6, 8, 38 pairs: fewer and more than the 7 experts
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
+    weights = random_weights()
+    x, logits = rows_and_logits(rows)
+    np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
+
+
+def test_the_clamp_is_felt() -> None:
+    """The test above would pass without clamps if nothing were clamped."""
+    weights = random_weights()
+    x, logits = rows_and_logits(4)
+    unclamped = by_definition(weights, x, logits, limit=1e9)
+    assert np.abs(unclamped - by_definition(weights, x, logits)).max() > 0.1
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ties_go_to_the_lower_expert(layout: str, rows: int) -> None:
+    weights = random_weights(3)
+    x, logits = rows_and_logits(rows, 4)
+    logits[0] = 0.5  # all tie
+    logits[1] = [0.0, 1.0, 2.0, 1.0, 1.0, 0.0, 1.0]  # four tie for the second place
+    np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_expert_with_all_rows_and_experts_with_none(layout: str) -> None:
+    weights = random_weights(5)
+    x, logits = rows_and_logits(9, 6)
+    logits[:, 4] = 30.0  # everyone's first; the second one's weight all but underflows
+    np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
+
+
+def test_both_routings_select_the_same() -> None:
+    logits = np.random.default_rng(7).integers(0, 4, (50, E)).astype(np.float32)  # full of ties
+    dense = np.asarray(route_dense(jnp.asarray(logits), K))
+    ids, weights = map(np.asarray, route_top_k(jnp.asarray(logits), K))
+    scattered = np.zeros_like(dense)
+    np.put_along_axis(scattered, ids, weights, axis=1)
+    np.testing.assert_allclose(dense, scattered, rtol=1e-6)
+    assert ((dense > 0).sum(axis=1) == K).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_stays_bfloat16_and_close(layout: str, rows: int) -> None:
+    weights = random_weights()
+    x, logits = rows_and_logits(rows)
+    half = jax.tree.map(
+        lambda leaf: leaf if leaf.dtype == jnp.uint8 else leaf.astype(jnp.bfloat16), LAYOUTS[layout](weights)
+    )
+    out = expert_mlp(jnp.asarray(x, jnp.bfloat16), jnp.asarray(logits, jnp.bfloat16), half, K, LIMIT)
+    assert out.dtype == jnp.bfloat16
+    rounded = np.asarray(jnp.asarray(logits, jnp.bfloat16), np.float32)
+    np.testing.assert_allclose(np.asarray(out, np.float32), by_definition(weights, x, rounded), atol=0.06)

@@ -1,0 +1,97 @@
+"""MXFP4 against its definition, on the host and on the device; transformers' own code is in test_mxfp4_oracle.py."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from peagle.ops.mxfp4 import BLOCK, CODES, NAN_SCALE, dequantize, dequantize_on_device, quantize
+
+
+def every_byte_and_scale(scales: range) -> tuple[np.ndarray, np.ndarray]:
+    """(blocks [S, 16, 16], scales [S, 16]): under each scale all 256 bytes, as 16 blocks."""
+    blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (len(scales), 16, 16))
+    return np.ascontiguousarray(blocks), np.repeat(np.array(scales, np.uint8)[:, None], 16, axis=1)
+
+
+def test_every_nibble_is_the_hardware_type() -> None:
+    """ml_dtypes' e2m1 is an independent table of the sixteen codes."""
+    codes = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(CODES, codes)
+    np.testing.assert_array_equal(np.signbit(CODES), np.signbit(codes))
+
+
+def test_the_low_nibble_comes_first() -> None:
+    blocks = np.zeros((1, 1, 16), np.uint8)
+    blocks[0, 0, 0] = 0x72  # codes 2, then 7
+    values = dequantize(blocks, np.full((1, 1), 128, np.uint8))
+    assert values[0, :3].tolist() == [2.0, 12.0, 0.0]
+
+
+def test_every_byte_under_every_scale_by_definition() -> None:
+    blocks, scales = every_byte_and_scale(range(NAN_SCALE))
+    values = dequantize(blocks, scales).reshape(NAN_SCALE, 256, 2)
+    for scale in range(NAN_SCALE):
+        power = np.float64(2.0) ** (scale - 127)
+        with np.errstate(over="ignore"):
+            low, high = (np.float32(CODES[np.arange(256) >> shift & 15].astype(np.float64) * power) for shift in (0, 4))
+        np.testing.assert_array_equal(values[scale, :, 0], low)
+        np.testing.assert_array_equal(values[scale, :, 1], high)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_device_agrees_where_nothing_is_denormal(dtype: type) -> None:
+    """Scale 2 is the first under which the smallest code, 0.5, is a normal number."""
+    blocks, scales = every_byte_and_scale(range(2, NAN_SCALE))
+    device = np.asarray(dequantize_on_device(jnp.asarray(blocks), jnp.asarray(scales), dtype))
+    assert device.dtype == dtype
+    np.testing.assert_array_equal(device.astype(np.float32), dequantize(blocks, scales))
+
+
+@given(
+    codes=hnp.arrays(np.uint8, (3, 2, BLOCK), elements=st.integers(0, 15)),
+    scales=hnp.arrays(np.uint8, (3, 2), elements=st.integers(3, 250)),
+)
+def test_what_is_representable_survives(codes: np.ndarray, scales: np.ndarray) -> None:
+    blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    values = dequantize(blocks, scales)
+    back = dequantize(*quantize(values))
+    np.testing.assert_array_equal(back, values)
+
+
+@given(hnp.arrays(np.float32, (2, 2 * BLOCK), elements=st.floats(-1e4, 1e4, width=32)))
+def test_quantize_takes_the_nearest_code(values: np.ndarray) -> None:
+    blocks, scales = quantize(values)
+    assert blocks.shape == (2, 2, 16)
+    assert scales.shape == (2, 2)
+    back = dequantize(blocks, scales).astype(np.float64)
+    grid = CODES.astype(np.float64) * np.exp2(scales.astype(np.float64) - 127)[..., None]  # what each block could hold
+    grouped = values.astype(np.float64).reshape(2, 2, BLOCK)
+    nearest = np.abs(grouped[..., None] - grid[..., None, :]).min(axis=-1)
+    np.testing.assert_array_equal(np.abs(grouped - back.reshape(2, 2, BLOCK)), nearest)
+    # and the scale is the one the standard asks for: the peak lands on the code's highest exponent
+    peak = np.abs(grouped).max(axis=-1) / np.exp2(scales.astype(np.float64) - 127)
+    normal = np.abs(grouped).max(axis=-1) > 1e-36
+    assert np.all((peak[normal] >= 4) & (peak[normal] < 8))
+
+
+def test_ties_go_to_the_even_code_and_the_largest_saturates() -> None:
+    values = np.zeros((1, BLOCK), np.float32)
+    values[0, :10] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 7.99]
+    blocks, scales = quantize(values)
+    assert scales.tolist() == [[127]]
+    assert dequantize(blocks, scales)[0, :10].tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 0.0, -4.0, 6.0]
+
+
+def test_a_block_of_zeros_is_zeros() -> None:
+    blocks, scales = quantize(np.zeros((1, BLOCK), np.float32))
+    assert scales.tolist() == [[127]]
+    assert not dequantize(blocks, scales).any()
+
+
+def test_columns_must_fill_their_blocks() -> None:
+    with pytest.raises(ValueError, match="multiple of 32"):
+        quantize(np.zeros((1, 33), np.float32))

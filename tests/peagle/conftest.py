@@ -1,0 +1,133 @@
+"""One tiny random pair in the real file layout, shared by all tests here: written once, loaded once."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import pytest
+
+import peagle.pair
+from drafter.config import DrafterConfig
+from drafter.load import save_drafter
+from drafter.params import init_params as init_drafter
+from peagle.ops.rope import RopeConfig, Yarn
+from peagle.pair import Pair
+from target.config import TargetConfig
+from target.load import save_target
+from target.params import init_params as init_target
+
+SPECIALS = ("<|startoftext|>", "<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|mask|>")
+STOP, MASK = 1, 6
+VOCAB_SIZE = 320
+MAX_POSITIONS = 384
+TEXTS = ["def mean(values):\n    return sum(values) / len(values)\n", "naïve café größer 東京 🎉🎉 дом\n", "1 + 2 = 3"]
+TEMPLATE = """\
+{%- if strftime_now is defined -%}
+<|start|>system<|message|>Today: {{ strftime_now("%Y-%m-%d") }}
+{%- if reasoning_effort is defined %} Reasoning: {{ reasoning_effort }}{% endif %}<|end|>
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == "assistant" -%}
+<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
+{%- else -%}
+<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+<|start|>assistant<|channel|>final<|message|>
+"""
+TARGET = TargetConfig(
+    hidden_size=64,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    vocab_size=VOCAB_SIZE,
+    layer_types=("sliding_attention", "full_attention", "sliding_attention"),
+    sliding_window=24,
+    num_experts=4,
+    top_k=2,
+    expert_width=32,
+    swiglu_limit=7.0,
+    rms_norm_eps=1e-5,
+    max_positions=MAX_POSITIONS,
+    rope=RopeConfig(16, 150000.0, Yarn(32.0, 4096, truncate=False)),
+)
+DRAFTER = DrafterConfig(
+    hidden_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_width=56,
+    target_hidden_size=64,
+    vocab_size=VOCAB_SIZE,
+    draft_vocab_size=VOCAB_SIZE,
+    mask_token_id=MASK,
+    rope=RopeConfig(8, 10000.0),
+    aux_layer_ids=(0, 1, 2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Directories:
+    """Checkpoints that fit together, and copies of them with something missing."""
+
+    target: Path
+    drafter: Path
+    root: Path
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level BPE of VOCAB_SIZE - 8 tokens (ids above are nobody's), a chat template that asks for the date."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 8,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(TEXTS * 3, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token=SPECIALS[0], eos_token=SPECIALS[STOP], clean_up_tokenization_spaces=False
+    )
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(directory)
+
+
+def write_target(directory: Path, config: TargetConfig = TARGET, stops: tuple[int, ...] = (STOP,)) -> None:
+    """Random weights, MXFP4 experts, with logits so far apart that float32 rounding flips no argmax."""
+    params = init_target(config, jax.random.key(0))
+    params = dataclasses.replace(params, embedding=params.embedding * 50, lm_head=params.lm_head * 4)
+    save_target(directory, params, config, dtype=ml_dtypes.bfloat16, mxfp4=True, stop_token_ids=stops)
+
+
+def write_drafter(directory: Path, config: DrafterConfig = DRAFTER) -> None:
+    save_drafter(directory, init_drafter(config, jax.random.key(1), jnp.float32), config)
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """The object in the file with these keys changed; None removes one."""
+    value = json.loads(path.read_text())
+    value.update(changes)
+    path.write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
+    root = tmp_path_factory.mktemp("pair")
+    write_target(root / "target")
+    write_tokenizer(root / "target")
+    write_drafter(root / "drafter")
+    return Directories(root / "target", root / "drafter", root)
+
+
+@pytest.fixture(scope="session")
+def pair(directories: Directories) -> Pair:
+    return peagle.pair.load(directories.target, directories.drafter)

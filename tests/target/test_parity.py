@@ -1,0 +1,126 @@
+"""The target against transformers' GptOssForCausalLM: float32, eager attention, checkpoints it wrote itself.
+
+Logits to 1e-4 of their standard deviation; all else (roll-backs, windows, padding) must not cost any of it.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from peagle.ops.kv_cache import ring_capacity
+from scripts.make_random_checkpoint import SIZES, random_tensors
+from target.load import LoadedTarget, load_target, write_target
+from target.model import GptOss, forward
+from tests.target.oracle import (
+    BATCH,
+    CONFIGS,
+    LENGTH,
+    Expected,
+    bfloat16_logits,
+    expected,
+    quantized_model,
+    random_model,
+)
+from tests.target.walk import WIDTH, walk
+
+AUX_LAYER_IDS = (1, 0)  # not in order, and not the last layer, whose hidden state transformers gives normed
+PROMPTS = [9, 16, 4]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    directory: Path = tmp_path_factory.mktemp("oracle") / request.param
+    model = random_model(request.param)
+    model.save_pretrained(directory)
+    return expected(model, directory)
+
+
+@pytest.fixture(scope="module")
+def loaded(oracle: Expected) -> LoadedTarget:
+    return load_target(oracle.directory, dtype=jnp.float32)
+
+
+def taps(oracle: Expected, layer_ids: tuple[int, ...]) -> np.ndarray:
+    """[BATCH, LENGTH, taps * D]: transformers' hidden state i + 1 is the output of layer i."""
+    return np.concatenate([oracle.hidden[i + 1] for i in layer_ids], axis=-1)
+
+
+def full_forward(loaded: LoadedTarget, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32), token_ids.shape)
+    run = jax.jit(forward, static_argnames=("config", "aux_layer_ids"))
+    logits, aux = run(loaded.params, loaded.config, jnp.asarray(token_ids), positions, aux_layer_ids=AUX_LAYER_IDS)
+    return np.asarray(logits), np.asarray(aux)
+
+
+def test_the_checkpoint_says_what_it_is(oracle: Expected, loaded: LoadedTarget) -> None:
+    name = oracle.directory.name
+    assert loaded.experts == name
+    assert loaded.stop_token_ids == (5, 3)
+    assert loaded.config.num_heads == CONFIGS[name]["num_attention_heads"]
+
+
+def test_full_forward_and_taps(oracle: Expected, loaded: LoadedTarget) -> None:
+    logits, aux = full_forward(loaded, oracle.token_ids)
+    oracle.check(logits, np.s_[:, :])
+    np.testing.assert_allclose(aux, taps(oracle, AUX_LAYER_IDS), atol=1e-4 * oracle.hidden.std())
+    for shift in (-1, 1):  # a tap off by one is another vector altogether
+        beside = oracle.hidden[AUX_LAYER_IDS[0] + 1 + shift]
+        assert np.abs(aux[..., : beside.shape[-1]] - beside).max() > 0.1 * oracle.hidden.std()
+
+
+@pytest.mark.parametrize("retain_full_kv", [False, True], ids=["ring", "retained"])
+def test_the_caches(oracle: Expected, loaded: LoadedTarget, retain_full_kv: bool) -> None:
+    """Prefill, decoding and rolled-back verification, across the wrap of the ring and, where there is one, past the
+    original length of YaRN."""
+    model = GptOss(loaded.params, loaded.config, AUX_LAYER_IDS, retain_full_kv)
+    sliding = [c for i, c in enumerate(model.init_cache(1, LENGTH, WIDTH)) if loaded.config.window(i)]
+    assert sliding
+    assert all(cache.ring != retain_full_kv for cache in sliding)
+    assert ring_capacity(loaded.config.sliding_window, WIDTH) * 2 < LENGTH - WIDTH  # it wraps at least once
+    hidden = taps(oracle, AUX_LAYER_IDS)
+
+    def check(rows: np.ndarray, positions: np.ndarray, logits: np.ndarray, aux: np.ndarray) -> None:
+        oracle.check(logits, (rows, positions))
+        np.testing.assert_allclose(aux, hidden[rows, positions], atol=1e-4 * oracle.hidden.std())
+
+    reached = walk(model, oracle.token_ids, PROMPTS, check)
+    assert len(reached) == BATCH
+    assert max(reached) > LENGTH - WIDTH
+    if oracle.directory.name == "fused":
+        assert min(reached) > CONFIGS["fused"]["rope_parameters"]["original_max_position_embeddings"]
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16(oracle: Expected) -> None:
+    """bfloat16 references disagree among themselves, so: the same first token where float32 is sure of it, and no
+    larger errors than transformers makes in bfloat16."""
+    loaded = load_target(oracle.directory, dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(jnp.bfloat16)}
+    logits, _ = full_forward(loaded, oracle.token_ids)
+    assert logits.dtype == jnp.bfloat16
+    ours = logits.astype(np.float32)
+    theirs = bfloat16_logits(random_model(oracle.directory.name), oracle.token_ids)
+
+    runner_up, best = np.sort(oracle.logits, axis=-1)[..., -2:].transpose(2, 0, 1)
+    sure = best - runner_up > 0.9 * oracle.logits.std()
+    assert sure.sum() >= 5
+    same, same_theirs = (some.argmax(-1) == oracle.logits.argmax(-1) for some in (ours, theirs))
+    assert same[sure].all()
+    assert same.mean() > same_theirs.mean() - 0.1
+    assert np.square(ours - oracle.logits).mean() < 1.5 * np.square(theirs - oracle.logits).mean()
+
+
+def test_mxfp4_packed_expanded_and_transformers_agree(tmp_path: Path) -> None:
+    config = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attention", "full_attention"))
+    write_target(tmp_path / "mxfp4", config, random_tensors(config, mxfp4=True, seed=2), mxfp4=True)
+    oracle = expected(quantized_model(tmp_path / "mxfp4"), tmp_path / "mxfp4")
+    for experts, layout in (("packed", "packed"), ("expanded", "fused")):
+        loaded = load_target(oracle.directory, dtype=jnp.float32, experts=experts)
+        assert (loaded.experts, loaded.mxfp4) == (layout, True)
+        logits, _ = full_forward(loaded, oracle.token_ids)
+        oracle.check(logits, np.s_[:, :])
