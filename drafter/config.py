@@ -61,10 +61,6 @@ class DrafterConfig:
                 f"the drafter names {len(self.aux_layer_ids)} tapped layers {list(self.aux_layer_ids)} but reads "
                 f"{self.num_taps} taps; expected one id per tap"
             )
-        if self.aux_layer_ids is None and self.num_taps != 3:
-            raise InputError(
-                f"the drafter reads {self.num_taps} taps without naming the tapped layers; the default taps are three"
-            )
         if any(layer < 0 for layer in self.aux_layer_ids or ()):
             raise InputError(
                 f"the drafter taps the outputs of layers {list(self.aux_layer_ids or ())}; expected 0 or more"

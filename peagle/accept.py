@@ -1,13 +1,13 @@
 """Which drafts are kept, and the token that follows them. Pure: every random number comes in.
 
-Why nothing is lost. Let p_i be the distribution plain decoding would draw token i of the step from, given the tokens before
-it (greedy: a point mass on the argmax).
+Why nothing is lost. Let p_i be the distribution plain decoding would draw token i of the step from, given the tokens
+before it (greedy: a point mass on the argmax).
 
 One-hot drafts (the drafter's argmax, an n-gram, anything deterministic): token i is drawn from p_i exactly as plain
-decoding draws it, x_i = choose(logits_i, uniform_i). The draft is accepted iff it equals x_i; the first x_i that differs is
-the recovered token, and x_K, with all drafts right, the bonus token. So the emitted tokens ARE plain decoding's, number for
-number, with the same seed; a draft d is accepted with probability p_i(d), which is what rejection sampling of a one-hot q
-gives. Greedy is the case without randomness.
+decoding draws it, x_i = choose(logits_i, uniform_i). The draft is accepted iff it equals x_i; the first x_i that
+differs is the recovered token, and x_K, with all drafts right, the bonus token. So the emitted tokens ARE plain
+decoding's, number for number, with the same seed; a draft d is accepted with probability p_i(d), which is what
+rejection sampling of a one-hot q gives. Greedy is the case without randomness.
 
 Sampled drafts, d_i ~ q_i: accepted iff u_i < p_i(d_i) / q_i(d_i), else the recovered token is drawn from
 max(p_i - q_i, 0) renormalised (Leviathan et al., arXiv 2211.17192, theorem 1): P(x) = min(p, q) + P(reject) *

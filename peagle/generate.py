@@ -1,7 +1,7 @@
 """Prefill and THE loop: one for speculation and plain decoding, double-buffered.
 
-The loop dispatches step n + 1 before it reads step n's few integers, which are copied to the host while the device works:
-two steps in flight, the host one step late. What was computed past a row's end is never shown.
+The loop dispatches step n + 1 before it reads step n's few integers, which are copied to the host while the device
+works: two steps in flight, the host one step late. What was computed past a row's end is never shown.
 
     device | prefill | step 0     | step 1     | step 2     | ...
     host   | dispatch prefill, 0 | read first, dispatch 1 | read 0, dispatch 2 | read 1 ...
@@ -28,8 +28,8 @@ SMALLEST_BUCKET = 32
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to go on with. Its random numbers are a function of (seed, index, position) alone; `index` is its place in
-    the input."""
+    """A prompt to go on with. Its random numbers are a function of (seed, index, position) alone; `index` is its
+    place in the input."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -54,8 +54,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Emission:
-    """What one step gave one request, as soon as the host knows it; `decision` is None for the first token, which prefill
-    gives. `time_s` is a reading of time.perf_counter()."""
+    """What one step gave one request, as soon as the host knows it; `decision` is None for the first token, which
+    prefill gives. `time_s` is a reading of time.perf_counter()."""
 
     request: Request
     token_ids: tuple[int, ...]
@@ -97,7 +97,8 @@ def _step(
 
 
 def trace_counts() -> dict[str, int]:
-    """Programs traced so far in this process: one step per (batch, K, capacity) of a pair, one prefill per bucket of each."""
+    """Programs traced so far in this process: one step per (batch, K, capacity) of a pair, one prefill per bucket of
+    each."""
     return {"prefill": _prefill._cache_size(), "step": _step._cache_size()}
 
 
@@ -130,7 +131,8 @@ class Engine:
             )
 
     def warm_up(self, requests: Sequence[Request]) -> None:
-        """Compiles, and runs once, every program the requests need, so that no time measured later holds a compilation."""
+        """Compiles, and runs once, every program the requests need, so that no time measured later holds a
+        compilation."""
         started = time.perf_counter()
         for bucket in sorted({self._bucket(batch) for batch in self._batches(requests)} - self._warm):
             dummy = Request(0, (0,), max_new_tokens=2)

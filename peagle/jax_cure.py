@@ -20,8 +20,8 @@ class MiscompilingJaxError(RuntimeError):
 def apply() -> None:
     """After this, JAX's CPU backend will compute right sums, in this process and its children.
 
-    Raises MiscompilingJaxError where an affected backend has already started without the flag: results of such a process
-    cannot be trusted, and nothing can mend it any more.
+    Raises MiscompilingJaxError where an affected backend has already started without the flag: results of such a
+    process cannot be trusted, and nothing can mend it any more.
     """
     if importlib.metadata.version("jaxlib") != AFFECTED_JAXLIB:
         return

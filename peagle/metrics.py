@@ -288,5 +288,5 @@ def summarize(
     }
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
+def _ratio(numerator: int | float, denominator: int | float) -> float | None:
     return numerator / denominator if denominator else None

@@ -39,7 +39,8 @@ class NGram:
         return History(state.token_ids.at[:, : token_ids.shape[1]].set(known), lengths)
 
     def propose(self, state: History, fresh: Fresh, num_drafts: int) -> tuple[Draft, History]:
-        """Appends the fresh tokens (their index is their row's position + 1) and looks up the num_drafts that follow."""
+        """Appends the fresh tokens (their index is their row's position + 1) and looks up the num_drafts that
+        follow."""
         offsets = jnp.arange(fresh.token_ids.shape[1], dtype=jnp.int32)[None, :]
         room = state.token_ids.shape[1]
         taken = (offsets < fresh.num[:, None]) & (fresh.first_position[:, None] >= 0)

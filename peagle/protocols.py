@@ -47,8 +47,8 @@ class Target(Protocol):
     def max_positions(self) -> int: ...
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
-        """Empty caches for rows of up to `capacity` positions and room for the rows a pass of `widest_write` writes behind
-        them; any such pass may be rolled back."""
+        """Empty caches for rows of up to `capacity` positions and room for the rows a pass of `widest_write` writes
+        behind them; any such pass may be rolled back."""
         ...
 
     def prefill(

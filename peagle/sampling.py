@@ -63,9 +63,9 @@ def row_keys(seed: Int[Array, "B"], request: Int[Array, "B"]) -> jax.Array:
 def uniforms(keys: jax.Array, index: Int[Array, "B T"]) -> Float[Array, "B T 3"]:
     """Uniform numbers in [0, 1) that depend on a row's key and the sequence index of the token decided alone.
 
-    So a row's randomness does not depend on the batch it is decoded in, on K, or on how a step happened to end. Numbers of
-    an index that a step drafted and did not reach are used again for the same index by the next step: nothing that was
-    emitted depended on them.
+    So a row's randomness does not depend on the batch it is decoded in, on K, or on how a step happened to end.
+    Numbers of an index that a step drafted and did not reach are used again for the same index by the next step:
+    nothing that was emitted depended on them.
     """
 
     def one(key: jax.Array, token_index: jax.Array) -> jax.Array:

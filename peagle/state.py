@@ -33,9 +33,12 @@ class DecodeState:
 
 @flax.struct.dataclass
 class StepOutput:
-    """What the host reads of a step (as NumPy arrays then). A row that was done before it has count 0 and num_accepted -1."""
+    """What the host reads of a step (as NumPy arrays then). A row that was done before it has count 0 and
+    num_accepted -1."""
 
-    token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token at index num_accepted; the rest is leftovers
+    token_ids: (
+        jax.Array | np.ndarray
+    )  # [B, K+1]: accepted drafts, then next_token at index num_accepted; the rest is leftovers
     count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1: cut behind a stop token and at the budget
     num_accepted: jax.Array | np.ndarray  # [B]: before that cut
     draft_token_ids: jax.Array | np.ndarray  # [B, K]
@@ -53,7 +56,8 @@ def init_state(
     key: jax.Array,
     stop_token_ids: Int[Array, "S"],
 ) -> DecodeState:
-    """The state after prefill and the first token, which counts as emitted. A row of budget 0 is done from the start."""
+    """The state after prefill and the first token, which counts as emitted. A row of budget 0 is done from the
+    start."""
     batch = first_token.shape[0]
     width = num_drafts + 1
     fresh = Fresh(
@@ -88,7 +92,8 @@ def commit(
 ) -> tuple[DecodeState, StepOutput]:
     """The state with num_accepted drafts and next_token emitted, and what the host will read of it.
 
-    Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row there.
+    Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
+    there.
     """
     active = ~state.done
     num_drafts = draft_token_ids.shape[1]

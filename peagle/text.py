@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from peagle.ops.errors import InputError
 
@@ -19,6 +19,7 @@ DEFAULT_DATE = "2025-08-05"
 TOKENIZER_FILE = "tokenizer.json"
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the toolkit needs of a tokenizer; `load_tokenizer` gives a checkpoint's, tests may bring their own."""
 

@@ -2,11 +2,12 @@
 
     python scripts/sweep_acceptance.py --out results/2026-11-21_cpu_demo_sweep -k 1,2,3,5,7
 
-Every prompt is decoded with every K in turn, plain decoding (K = 0) always among them, in an order that rotates from prompt
-to prompt and repeat to repeat, so that a drift of the machine falls on all K alike. Compilation is outside of every time.
+Every prompt is decoded with every K in turn, plain decoding (K = 0) always among them, in an order that rotates from
+prompt to prompt and repeat to repeat, so that a drift of the machine falls on all K alike. Compilation is outside of
+every time.
 
-Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per K), raw.jsonl (a line per
-decoded request), README.md (the table) and sweep.png.
+Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per K), raw.jsonl (a
+line per decoded request), README.md (the table) and sweep.png.
 """
 
 import argparse
@@ -87,8 +88,8 @@ def run(pair: Pair, sweep: Sweep) -> dict[int, list[list[Result]]]:
 
 
 def row(k: int, fast: list[list[Result]], plain: list[list[Result]]) -> dict[str, Any]:
-    """The figures of one K. Acceptance is of the first repeat (greedy repeats are equal); speeds are of all of them. The
-    interval is a bootstrap over prompts, 95 %."""
+    """The figures of one K. Acceptance is of the first repeat (greedy repeats are equal); speeds are of all of them.
+    The interval is a bootstrap over prompts, 95 %."""
     first = fast[0]
     quiet = [result for result in first if not result.loops]
     counters, quiet_counters = pooled_counters(first), pooled_counters(quiet)
@@ -124,9 +125,7 @@ def row(k: int, fast: list[list[Result]], plain: list[list[Result]]) -> dict[str
         "speedup_pooled_range": [float(min(pooled)), float(max(pooled))],
         "speedup_median": float(np.median(speedups)),
         "speedup_median_interval": _bootstrap(speedups),
-        "outputs_equal_to_plain": sum(
-            f.output_ids == p.output_ids for f, p in zip(first, plain[0], strict=True)
-        ),
+        "outputs_equal_to_plain": sum(f.output_ids == p.output_ids for f, p in zip(first, plain[0], strict=True)),
     }
 
 
@@ -189,7 +188,9 @@ def page(title: str, sweep: Sweep, rows: list[dict[str, Any]], origin: dict[str,
         if r["k"]:
             rates = " ".join(f"{rate:.2f}".lstrip("0") for rate in r["acceptance_rate_per_position"])
             accepted = f"{r['acceptance_length']:.2f} ({_span(r['acceptance_length_interval'])})"
-            quiet = f"{r['acceptance_length_without_loops']:.2f} ({_span(r['acceptance_length_without_loops_interval'])})"
+            quiet = (
+                f"{r['acceptance_length_without_loops']:.2f} ({_span(r['acceptance_length_without_loops_interval'])})"
+            )
         else:
             rates = accepted = quiet = "-"
         lines.append(
@@ -217,8 +218,13 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     ks = [r["k"] for r in speculative]
     rates = speculative[-1]["acceptance_rate_per_position"]
     left.bar(range(1, len(rates) + 1), rates, color="tab:blue")
-    left.set(xlabel="draft position", ylabel="accepted / steps", ylim=(0, 1), title=f"Acceptance by position, K = {ks[-1]}")
-    for key, label in (("acceptance_length", "acceptance length"), ("acceptance_length_without_loops", "without loops")):
+    left.set(
+        xlabel="draft position", ylabel="accepted / steps", ylim=(0, 1), title=f"Acceptance by position, K = {ks[-1]}"
+    )
+    for key, label in (
+        ("acceptance_length", "acceptance length"),
+        ("acceptance_length_without_loops", "without loops"),
+    ):
         span = np.array([r[f"{key}_interval"] for r in speculative]).T
         values = np.array([r[key] for r in speculative])
         right.errorbar(ks, values, np.abs(span - values), marker="o", capsize=3, label=label)
@@ -236,10 +242,14 @@ def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("-k", default="1,2,3,4,5,7", help="numbers of drafted tokens, with commas (default %(default)s)")
+    parser.add_argument(
+        "-k", default="1,2,3,4,5,7", help="numbers of drafted tokens, with commas (default %(default)s)"
+    )
     parser.add_argument("--target", default="demo", help="a target's directory (default: the demo's)")
     parser.add_argument("--drafter", default="demo", help="a drafter's directory, or ngram (default: the demo's)")
-    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines with a prompt each (default: held out)")
+    parser.add_argument(
+        "--prompts", type=Path, default=HELD_OUT, help="JSON lines with a prompt each (default: held out)"
+    )
     parser.add_argument("--num-prompts", type=int, default=60, help="how many of them (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="times each prompt is decoded (default %(default)s)")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=256, help="per prompt (default %(default)s)")

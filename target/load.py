@@ -58,7 +58,7 @@ class TargetFiles:
 
 
 def inspect_target(directory: Path) -> TargetFiles:
-    """Checks a directory as load_target does, short of reading a weight. Raises the same InputErrors for what it sees."""
+    """Checks a directory as load_target does, short of reading a weight; raises the same InputErrors."""
     checkpoint, names, config, mxfp4 = _open(Path(directory))
     counts = {True: 0, False: 0}
     sizes = {True: 0, False: 0}
@@ -87,8 +87,8 @@ def load_target(
 
     `packed` keeps MXFP4 experts as they are, `expanded` dequantises them once, here. `auto` is expanded on CPU where
     that fits in the memory that is free (dequantising inside the graph is many times slower there), and packed on
-    accelerators; unquantised experts are always expanded. No more than one tensor is in memory twice. `progress` is told
-    (bytes read, bytes in all).
+    accelerators; unquantised experts are always expanded. No more than one tensor is in memory twice. `progress` is
+    told (bytes read, bytes in all).
 
     Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
     and `packed` for a checkpoint that is not MXFP4.
@@ -123,6 +123,7 @@ def save_target(
 
     Raises InputError where MXFP4 is asked for widths that are not multiples of 32, or a value is not finite.
     """
+    tensor_shapes(config, mxfp4)  # refuses widths that do not fit before anything is written
     write_target(
         directory,
         config,

@@ -78,7 +78,8 @@ def prefill(
     caches: tuple[KVCache, ...],
     aux_layer_ids: Sequence[int] = (),
 ) -> tuple[Float[Array, "B V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
-    """(logits after each row's last token [B, V], aux_hidden of every row, caches holding exactly token_ids[:, :length]).
+    """(logits after each row's last token [B, V], aux_hidden of every row, caches holding exactly token_ids[:,
+    :length]).
 
     The caches must be empty. Rows from a sequence's length on are padding: they are computed and never written. A ring
     receives each sequence's last `capacity` real positions.
@@ -111,8 +112,8 @@ def verify(
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
     """(logits [B, T, V], aux_hidden, caches) of T tokens per row at positions length, length + 1, ...
 
-    The caches hold token_ids' T rows afterwards; how many of them count is the caller's `length`: rolling back is moving
-    it. A row of negative length is inactive: it writes nothing and its results mean nothing.
+    The caches hold token_ids' T rows afterwards; how many of them count is the caller's `length`: rolling back is
+    moving it. A row of negative length is inactive: it writes nothing and its results mean nothing.
     """
     width = token_ids.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
@@ -202,7 +203,8 @@ class GptOss:
         return self.config.max_positions
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
-        """Empty caches for rows of up to `capacity` positions, with room for a pass of `widest_write` rows behind them."""
+        """Empty caches for rows of up to `capacity` positions, with room for a pass of `widest_write` rows behind
+        them."""
         dtype = self.params.embedding.dtype
         return init_caches(self.config, batch, capacity + widest_write, widest_write, dtype, self.retain_full_kv)
 

@@ -1,10 +1,12 @@
-"""Conditional-on-depth sampling (COD; arXiv 2602.01469, section 4): which (anchor, depth) rows a sequence is trained on.
+"""Conditional-on-depth sampling (COD; arXiv 2602.01469, section 4): which (anchor, depth) rows a sequence is trained
+on.
 
-Depth 0 keeps every anchor. Depth d keeps a random part of the chains that depth d - 1 kept and whose label still lies in
-the sequence's trained region: about ratio^d of them, never less than min_ratio. So a kept row has its whole chain kept.
+Depth 0 keeps every anchor. Depth d keeps a random part of the chains that depth d - 1 kept and whose label still lies
+in the sequence's trained region: about ratio^d of them, never less than min_ratio. So a kept row has its whole chain
+kept.
 
-Chains are returned longest first, so the chains that reach depth d are a prefix of all chains, and depth d's rows attend
-to their own chain by slicing (drafter/train/forward.py):
+Chains are returned longest first, so the chains that reach depth d are a prefix of all chains, and depth d's rows
+attend to their own chain by slicing (drafter/train/forward.py):
 
     chain    0   1   2   3   4   5      anchors[chain]: the anchor it grows from
     depth 1  x   x   x   x   x   x      counts[0] = 6
@@ -27,9 +29,7 @@ class Cod:
 
     def counts(self, num_anchors: int) -> tuple[int, ...]:
         """How many chains reach depth 1, 2, ..., depth - 1, given anchors at depth 0 (FACTS 6)."""
-        return tuple(
-            max(0, int((num_anchors - d) * max(self.ratio**d, self.min_ratio))) for d in range(1, self.depth)
-        )
+        return tuple(max(0, int((num_anchors - d) * max(self.ratio**d, self.min_ratio))) for d in range(1, self.depth))
 
 
 def sample_chains(
@@ -37,9 +37,9 @@ def sample_chains(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(anchors [counts[0]] int32, reach [counts[0]] int32) of one sequence; `counts` is what the program's shapes hold.
 
-    trained [T] bool: tokens whose prediction counts. Row (a, d) predicts token a + d + 2, so it is kept only if that token
-    is trained and lies in the anchor's segment, and row (a, d - 1) is kept. reach is the deepest depth kept of each chain,
-    descending; anchors beyond the chains there are have reach 0: they are padding.
+    trained [T] bool: tokens whose prediction counts. Row (a, d) predicts token a + d + 2, so it is kept only if that
+    token is trained and lies in the anchor's segment, and row (a, d - 1) is kept. reach is the deepest depth kept of
+    each chain, descending; anchors beyond the chains there are have reach 0: they are padding.
     """
     width = trained.shape[0]
     label = np.arange(width)[:, None] + np.arange(cod.depth)[None, :] + 2

@@ -1,9 +1,9 @@
 """The drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
-The group-causal mask (peagle.ops.mask.group_causal_mask) lets a row see two things only: the context, rows of depth 0 up
-to its anchor, and its own chain. So attention is two pieces under one softmax: every row against the T context keys, and
-row (chain, d) against the d keys of its own chain, which, with chains longest first (drafter/train/cod.py), are the same
-places of the depth 1..d blocks:
+The group-causal mask (peagle.ops.mask.group_causal_mask) lets a row see two things only: the context, rows of depth 0
+up to its anchor, and its own chain. So attention is two pieces under one softmax: every row against the T context
+keys, and row (chain, d) against the d keys of its own chain, which, with chains longest first (drafter/train/cod.py),
+are the same places of the depth 1..d blocks:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
@@ -61,9 +61,7 @@ def forward_chains(
     mask_hidden = model._project_taps(params, config, params.mask_hidden[None, None, :])
     chain_rows = sum(counts)
     batch = token_ids.shape[0]
-    hidden = jnp.concatenate(
-        [hidden, jnp.broadcast_to(mask_hidden, (batch, chain_rows, hidden.shape[-1]))], axis=1
-    )
+    hidden = jnp.concatenate([hidden, jnp.broadcast_to(mask_hidden, (batch, chain_rows, hidden.shape[-1]))], axis=1)
     tokens = jnp.concatenate([token_ids, jnp.full((batch, chain_rows), config.mask_token_id, jnp.int32)], axis=1)
     row_positions = jnp.take_along_axis(positions, anchor, axis=1) + depth
     return model._run_layers(params, config, tokens, hidden, row_positions, attend)

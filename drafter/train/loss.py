@@ -27,7 +27,7 @@ def chain_loss(
     reach: Int[Array, "B n"],
     counts: tuple[int, ...],
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """(mean loss over kept rows, (hits [D], rows [D]) by depth).
+    """(sum of the loss over kept rows, (hits [D], rows [D]) by depth): sums, so that parts of a batch add up.
 
     token_ids are the sequence itself. Row (a, d) predicts token a + d + 2; its label is what the target says there, its
     logits at place a + d + 1: SOFT_FRAC of its distribution and the rest of its argmax. A hit is the drafter's argmax
@@ -38,7 +38,9 @@ def chain_loss(
     x = forward_chains(params, config, shifted, aux_hidden, segment_ids, positions, anchors, counts)
     logits = rms_norm(x, params.norm, config.rms_norm_eps) @ params.lm_head
     anchor, depth = rows_of(anchors, counts, width)
-    reached = jnp.concatenate([jnp.full((token_ids.shape[0], width), 0, jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
+    reached = jnp.concatenate(
+        [jnp.full((token_ids.shape[0], width), 0, jnp.int32), *(reach[:, :n] for n in counts)], axis=1
+    )
     label_place = anchor + depth + 1  # of the target's row; the token it decides stands one further
     inside = label_place + 1 < width
     place = jnp.where(inside, label_place, 0)
@@ -52,7 +54,7 @@ def chain_loss(
     rows_target = jnp.take_along_axis(jax.nn.softmax(target_logits, axis=-1), place[:, :, None], axis=1)
     hard = -jnp.take_along_axis(log_probs, rows_best[:, :, None], axis=-1)[..., 0]
     soft = -jnp.sum(rows_target * log_probs, axis=-1)
-    loss = jnp.sum((SOFT_FRAC * soft + (1 - SOFT_FRAC) * hard) * counted) / jnp.maximum(jnp.sum(counted), 1.0)
+    loss = jnp.sum((SOFT_FRAC * soft + (1 - SOFT_FRAC) * hard) * counted)
 
     hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == rows_best).astype(jnp.float32) * counted
     depths = len(counts) + 1

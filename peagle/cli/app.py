@@ -1,4 +1,4 @@
-"""The commands: arguments in, one frozen Settings, one call. Whatever can be mended becomes one line and exit code 2."""
+"""The commands: arguments in, one frozen Settings, one call. What can be mended becomes one line and exit code 2."""
 
 import os
 import sys

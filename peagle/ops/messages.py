@@ -1,4 +1,5 @@
-"""What the engine, a target and a drafter hand to each other. They live in the leaf so that both sides can name them."""
+"""What the engine, a target and a drafter hand to each other. They live in the leaf so that both sides can name
+them."""
 
 import flax.struct
 import jax

@@ -5,7 +5,8 @@
 Afterwards DIR holds, the same for the same installed versions:
 
     raw_train.jsonl, raw_heldout.jsonl      {"module", "path", "text"}: one source file a line
-    chat_train.jsonl, chat_heldout.jsonl    {"module", "name", "prompt", "reference"}: one function a line; the prompt is its
+    chat_train.jsonl, chat_heldout.jsonl    {"module", "name", "prompt", "reference"}: one function a line; the prompt
+    is its
                                             signature and docstring, the reference its dedented body
     heldout_prompts.jsonl                   the functions of chat_heldout with a docstring, at most a few per module
     manifest.json                           versions, files, bytes, the held-out modules
@@ -52,9 +53,12 @@ PACKAGES = {
     "humanize": "humanize",
 }
 SKIPPED_PARTS = frozenset(
-    "test tests testing _testing idle_test idlelib turtledemo lib2to3 encodings pydoc_data site-packages __pycache__ ensurepip "
-    "lexers styles _vendor vendor locale internal_test_util _generated example_libraries __phello__ export_back_compat_test_data "
-    "pallas experimental".split()
+    (
+        *("test", "tests", "testing", "_testing", "idle_test", "internal_test_util", "export_back_compat_test_data"),
+        *("idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data", "ensurepip", "__phello__", "locale"),
+        *("site-packages", "__pycache__", "_vendor", "vendor", "_generated", "lexers", "styles"),
+        *("example_libraries", "pallas", "experimental"),
+    )
 )
 SKIPPED_PREFIXES = ("test_", "_sysconfigdata", "_tables", "add_newdocs")
 SKIPPED_SUFFIXES = ("_test.py", "_test_util.py", "_pb2.py", "conftest.py")
@@ -77,7 +81,8 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A Python source file: `origin` is "stdlib" or a distribution, `module` its top-level module or that distribution."""
+    """A Python source file: `origin` is "stdlib" or a distribution, `module` its top-level module or that
+    distribution."""
 
     origin: str
     module: str

@@ -6,10 +6,11 @@ Afterwards `--out` holds raw_train.npz, raw_heldout.npz, chat_train.npz, chat_he
 
     token_ids    uint16 [N, T]   several documents side by side, padding at the end
     segment_ids  uint8  [N, T]   1, 2, ... per document of the row, 0 for padding
-    roles        uint8  [N, T]   PADDING, PROMPT (what a user said, and the template), TEXT (raw text, what the assistant said)
+    roles        uint8  [N, T]   PADDING, PROMPT (what a user said, and the template), TEXT (raw text, what the
+    assistant said)
 
-and manifest.json: the corpus' manifest with the numbers of tokens. Documents that do not fit a row are cut (raw) or left
-out (chat). The order of rows and documents is shuffled, the same in every run.
+and manifest.json: the corpus' manifest with the numbers of tokens. Documents that do not fit a row are cut (raw) or
+left out (chat). The order of rows and documents is shuffled, the same in every run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def chat_prefix(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
     choice = int(digest(prompt)[:8], 16)
     messages = [{"role": "user", "content": prompt}]
     if choice % SYSTEM_EVERY == 0:
-        messages.insert(0, {"role": "system", "content": SYSTEM_MESSAGES[choice // SYSTEM_EVERY % len(SYSTEM_MESSAGES)]})
+        messages.insert(
+            0, {"role": "system", "content": SYSTEM_MESSAGES[choice // SYSTEM_EVERY % len(SYSTEM_MESSAGES)]}
+        )
     options = {"reasoning_effort": EFFORTS[choice // EFFORT_EVERY % 3]} if choice % EFFORT_EVERY == 0 else {}
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
 

@@ -36,9 +36,7 @@ def join(params: TargetParams, blocks: dict[str, list[jax.Array]]) -> TargetPara
     """`params` (with or without them) with the matrices that `split` cuts out."""
     layers = []
     for i, layer in enumerate(params.layers):
-        attention = layer.attention.replace(
-            qkv=_side_by_side(blocks["qkv"][i]), out=_stacked(blocks["out"][i])
-        )
+        attention = layer.attention.replace(qkv=_side_by_side(blocks["qkv"][i]), out=_stacked(blocks["out"][i]))
         experts = layer.moe.experts.replace(
             gate_up=_side_by_side(blocks["gate_up"][i]), down=_stacked(blocks["down"][i])
         )

@@ -1,5 +1,6 @@
 """Attention over packed training rows, block by block: the same function as `peagle.ops.attention` under the mask of
-`target.model.forward`, several times faster on a CPU since scores stay in cache and blocks that no query sees are skipped.
+`target.model.forward`, several times faster on a CPU since scores stay in cache and blocks that no query sees are
+skipped.
 """
 
 from __future__ import annotations

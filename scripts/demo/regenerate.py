@@ -2,15 +2,14 @@
 
     python -m scripts.demo.regenerate --target DIR --prompts chat_train.jsonl --out DIR [--num-prompts N]
 
-Afterwards `--out` holds shard_00000.npz, shard_00001.npz, ... in the layout of scripts.demo.dataset (roles: PROMPT, and TEXT
-for what the target wrote). A shard is whole or absent; the same command goes on with the first missing one. Decoding is
-greedy, through peagle's own engine.
+Afterwards `--out` holds shard_00000.npz, shard_00001.npz, ... in the layout of scripts.demo.dataset (roles: PROMPT,
+and TEXT for what the target wrote). A shard is whole or absent; the same command goes on with the first missing one.
+Decoding is greedy, through peagle's own engine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from peagle.config import SpeculationConfig
 from peagle.generate import Engine, Request
 from scripts.demo.corpus import read_lines
 from scripts.demo.dataset import PROMPT, TEXT, WIDTH, Document, chat_prefix, encode_all, pack, shuffled
+from scripts.demo.train_target import log
 from target.load import load_target
 from target.model import GptOss
 
@@ -84,7 +84,7 @@ def main() -> None:
         elapsed = time.monotonic() - started
         left = elapsed / done * (len(prompts) - start - len(chosen))
         text_tokens = int((arrays["roles"] == TEXT).sum())
-        print(json.dumps({"shard": number, "text_tokens": text_tokens, "elapsed_s": round(elapsed), "left_s": round(left)}), flush=True)
+        log(arguments.out, shard=number, text_tokens=text_tokens, elapsed_s=elapsed, left_s=left)
 
 
 if __name__ == "__main__":

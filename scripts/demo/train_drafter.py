@@ -2,9 +2,9 @@
 
     python -m scripts.demo.train_drafter --target DIR --data DIR --raw raw_train.npz --out DIR (--minutes M | --steps N)
 
-The target runs inside the training step: it gives the taps and the labels. Afterwards `--out` holds run.json (the recipe),
-log.jsonl, state.npz (what a later call goes on from) and drafter/, a checkpoint in the AWS/vLLM dialect. The same command
-after an interruption goes on from the last checkpoint.
+The target runs inside the training step: it gives the taps and the labels. Afterwards `--out` holds run.json (the
+recipe), log.jsonl, state.npz (what a later call goes on from) and drafter/, a checkpoint in the AWS/vLLM dialect. The
+same command after an interruption goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import argparse
 import importlib.metadata
 import json
 import time
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,25 +24,26 @@ from scripts.demo.train_target import restart_tuned
 if __name__ == "__main__":
     restart_tuned()
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
 
-from drafter.config import DrafterConfig  # noqa: E402
-from drafter.load import save_drafter  # noqa: E402
-from drafter.params import DrafterParams, init_params  # noqa: E402
-from drafter.train.cod import Cod, sample_chains  # noqa: E402
-from drafter.train.loss import chain_loss  # noqa: E402
-from peagle.ops.rope import RopeConfig  # noqa: E402
-from scripts.demo.checkpoint import load_tree, save_tree  # noqa: E402
-from scripts.demo.dataset import TEXT, WIDTH  # noqa: E402
-from scripts.demo.tokenizer import MASK  # noqa: E402
-from scripts.demo.train_target import Every, log, positions_of  # noqa: E402
-from target import model as target_model  # noqa: E402
-from target.config import TargetConfig  # noqa: E402
-from target.load import load_target  # noqa: E402
-from target.params import TargetParams  # noqa: E402
+from drafter.config import DrafterConfig
+from drafter.load import save_drafter
+from drafter.params import DrafterParams, init_params
+from drafter.train.cod import Cod, sample_chains
+from drafter.train.loss import chain_loss
+from peagle.ops.rope import RopeConfig
+from scripts.demo.checkpoint import load_tree, save_tree
+from scripts.demo.dataset import TEXT, WIDTH
+from scripts.demo.tokenizer import MASK
+from scripts.demo.train_target import ROWS, Every, devices, log, positions_of, replicated
+from target import model as target_model
+from target.config import TargetConfig
+from target.load import load_target
+from target.params import TargetParams
 
 TAPS = (1, 4, 7)
 COD = Cod(depth=8, ratio=0.8, min_ratio=0.2)
@@ -68,6 +71,14 @@ class State(NamedTuple):
 
     params: DrafterParams
     optimizer: Any
+
+
+class Record(NamedTuple):
+    """What a step saw: mean loss; by depth, how often the drafter agreed with the target, and of how many rows."""
+
+    loss: jax.Array
+    hits: jax.Array
+    rows: jax.Array
 
 
 class Rows:
@@ -145,7 +156,8 @@ def batch_at(step: int, written: Rows, raw: Rows, counts: tuple[int, ...]) -> Ba
     picked = [(written, written.at(step * (BATCH_ROWS - raws) + i, SEED)) for i in range(BATCH_ROWS - raws)]
     picked += [(raw, raw.at(step * raws + i, SEED)) for i in range(raws)]
     token_ids, segment_ids, roles = (
-        np.stack([getattr(rows, name)[number] for rows, number in picked]) for name in ("token_ids", "segment_ids", "roles")
+        np.stack([getattr(rows, name)[number] for rows, number in picked])
+        for name in ("token_ids", "segment_ids", "roles")
     )
     trained = roles == TEXT
     rng = np.random.default_rng((SEED, 1, step))
@@ -160,40 +172,69 @@ def batch_at(step: int, written: Rows, raw: Rows, counts: tuple[int, ...]) -> Ba
     )
 
 
-@partial(jax.jit, static_argnames=("config", "target_config", "counts", "steps"), donate_argnames="state")
-def train_step(
-    state: State,
-    batch: Batch,
-    target: TargetParams,
-    *,
-    config: DrafterConfig,
-    target_config: TargetConfig,
-    counts: tuple[int, ...],
-    steps: int,
-) -> tuple[State, jax.Array, jax.Array, jax.Array]:
-    """(the next state, this batch's loss, hits and rows by depth)."""
+@dataclass(frozen=True)
+class Recipe:
+    """What a step needs beside arrays."""
+
+    config: DrafterConfig
+    target_config: TargetConfig
+    counts: tuple[int, ...]
+    steps: int
+
+
+def loss_of_row(
+    params: DrafterParams, recipe: Recipe, target: TargetParams, row: Batch
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """`chain_loss` of a batch, with the target's taps and labels."""
     logits, aux_hidden = target_model.forward(
-        target, target_config, batch.token_ids, batch.positions, segment_ids=batch.segment_ids, aux_layer_ids=TAPS
+        target,
+        recipe.target_config,
+        row.token_ids,
+        row.positions,
+        segment_ids=row.segment_ids,
+        aux_layer_ids=TAPS,
+    )
+    logits, aux_hidden = jax.lax.stop_gradient((logits, aux_hidden))
+    return chain_loss(
+        params,
+        recipe.config,
+        row.token_ids,
+        aux_hidden,
+        logits,
+        row.segment_ids,
+        row.positions,
+        row.trained,
+        row.anchors,
+        row.reach,
+        recipe.counts,
     )
 
-    def loss_of(params: DrafterParams) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        return chain_loss(
-            params,
-            config,
-            batch.token_ids,
-            aux_hidden,
-            logits,
-            batch.segment_ids,
-            batch.positions,
-            batch.trained,
-            batch.anchors,
-            batch.reach,
-            counts,
-        )
 
-    (loss, (hits, rows)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-    updates, optimizer_state = optimizer(steps).update(gradients, state.optimizer, state.params)
-    return State(optax.apply_updates(state.params, updates), optimizer_state), loss, hits, rows
+def next_state(recipe: Recipe, state: State, target: TargetParams, batch: Batch) -> tuple[State, Record]:
+    """(the next state, what the batch showed). Runs on every device, on its rows, one row after the other."""
+
+    def add_row(sums: Any, row: tuple[jax.Array, ...]) -> tuple[Any, None]:
+        one = Batch(*(part[None] for part in row))
+        found = jax.value_and_grad(loss_of_row, has_aux=True)(state.params, recipe, target, one)
+        return jax.tree.map(jnp.add, sums, found), None
+
+    depths = jnp.zeros((COD.depth,))
+    zeros = ((jnp.zeros(()), (depths, depths)), jax.tree.map(jnp.zeros_like, state.params))
+    sums, _ = jax.lax.scan(add_row, zeros, tuple(batch))
+    (loss, (hits, rows)), gradients = jax.lax.psum(sums, ROWS)
+    total = jnp.maximum(jnp.sum(rows), 1.0)
+    gradients = jax.tree.map(lambda gradient: gradient / total, gradients)
+    updates, optimizer_state = optimizer(recipe.steps).update(gradients, state.optimizer, state.params)
+    return State(optax.apply_updates(state.params, updates), optimizer_state), Record(loss / total, hits, rows)
+
+
+@lru_cache
+def compiled_step(recipe: Recipe) -> Callable[[State, TargetParams, Batch], tuple[State, Record]]:
+    """`next_state` over all devices; it takes the state's memory."""
+    everywhere, by_rows = PartitionSpec(), PartitionSpec(ROWS)
+    specs = {"in_specs": (everywhere, everywhere, by_rows), "out_specs": everywhere}
+    sharded = jax.shard_map(partial(next_state, recipe), mesh=devices(), check_vma=False, **specs)
+    return jax.jit(sharded, donate_argnums=0)
 
 
 def main() -> None:
@@ -218,29 +259,47 @@ def main() -> None:
     written, raw = Rows(sorted(arguments.data.glob("shard_*.npz"))), Rows([arguments.raw])
     # the most anchors any written row has; raw rows have more and are sampled down to it
     counts = COD.counts(int((written.roles == TEXT).sum(axis=1).max()))
-    run = partial(train_step, target=loaded.params, config=config, target_config=loaded.config, counts=counts)
+    target = replicated(loaded.params)
 
     def fresh(steps: int) -> State:
         params = initial_params(config, loaded.params)
         return State(params, optimizer(steps).init(params))
 
-    steps = steps_of(arguments, out, lambda: seconds_per_step(partial(run, steps=1000), fresh(1000), written, raw, counts))
+    def seconds() -> float:
+        recipe = Recipe(config, loaded.config, counts, steps=1000)
+        return seconds_per_step(recipe, replicated(fresh(1000)), target, written, raw)
+
+    steps = steps_of(arguments, out, seconds)
     state, first = restore(out, fresh(steps))
+    state = train(out, Recipe(config, loaded.config, counts, steps), replicated(state), first, target, written, raw)
+    shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.params)
+    save_drafter(out / "drafter", shipped, config)
+
+
+def train(out: Path, recipe: Recipe, state: State, first: int, target: TargetParams, written: Rows, raw: Rows) -> State:
+    """The state after the last step; out/state.npz holds it, too."""
     saving, start = Every(SAVE_SECONDS), time.monotonic()
-    records: list[tuple[jax.Array, jax.Array, jax.Array]] = []
-    for step in range(first, steps):
-        state, *record = run(state, batch_at(step, written, raw, counts), steps=steps)
-        records.append(tuple(record))
-        if (step + 1) % LOG_EVERY == 0 or step + 1 == steps:
+    records: list[Record] = []
+    for step in range(first, recipe.steps):
+        state, record = compiled_step(recipe)(state, target, batch_at(step, written, raw, recipe.counts))
+        records.append(record)
+        last = step + 1 == recipe.steps
+        if (step + 1) % LOG_EVERY == 0 or last:
             loss, hits, rows = (np.asarray(jnp.stack(values)) for values in zip(*records, strict=True))
-            by_depth = (hits.sum(0) / np.maximum(rows.sum(0), 1)).round(3).tolist()
             elapsed = time.monotonic() - start
-            left = (steps - step - 1) * elapsed / (step + 1 - first)
-            log(out, step=step + 1, steps=steps, loss=float(loss.mean()), hits_by_depth=by_depth, elapsed_s=elapsed, left_s=left)
+            log(
+                out,
+                step=step + 1,
+                steps=recipe.steps,
+                loss=float(loss.mean()),
+                hits_by_depth=[round(float(rate), 3) for rate in hits.sum(0) / np.maximum(rows.sum(0), 1)],
+                elapsed_s=elapsed,
+                left_s=(recipe.steps - step - 1) * elapsed / (step + 1 - first),
+            )
             records = []
-        if saving.due() or step + 1 == steps:
+        if saving.due() or last:
             save_tree(out / "state.npz", {"state": state, "step": np.int32(step + 1)})
-            save_drafter(out / "drafter", state.params, config)
+    return state
 
 
 def steps_of(arguments: argparse.Namespace, out: Path, seconds: Any) -> int:
@@ -267,13 +326,13 @@ def steps_of(arguments: argparse.Namespace, out: Path, seconds: Any) -> int:
     return json.loads(path.read_text(encoding="utf-8"))["steps"]
 
 
-def seconds_per_step(run: Any, state: State, written: Rows, raw: Rows, counts: tuple[int, ...]) -> float:
+def seconds_per_step(recipe: Recipe, state: State, target: TargetParams, written: Rows, raw: Rows) -> float:
     """The median time of a step on a throw-away state, compilation left out."""
     times = []
     for step in range(6):
         start = time.perf_counter()
-        state, loss, *_ = run(state, batch_at(step, written, raw, counts))
-        loss.block_until_ready()
+        state, record = compiled_step(recipe)(state, target, batch_at(step, written, raw, recipe.counts))
+        record.loss.block_until_ready()
         times.append(time.perf_counter() - start)
     return float(np.median(times[2:]))
 

@@ -2,11 +2,13 @@
 
     python -m scripts.demo.train_target --data DIR --out DIR (--minutes M | --tokens N)
 
-Afterwards `--out` holds config.json and params.npz (`scripts.demo.checkpoint.load_target` reads them), state.npz (what a
-later call goes on from), run.json (the recipe, with the number of steps: --minutes is turned into steps once, at the
-start) and log.jsonl. The same command after an interruption goes on from the last checkpoint, step for step the same;
-with another --tokens or --minutes it changes the number of steps and with it the rest of the schedule.
+Afterwards `--out` holds config.json and params.npz (`scripts.demo.checkpoint.load_target` reads them), state.npz
+(what a later call goes on from), run.json (the recipe, with the number of steps: --minutes is turned into steps once,
+at the start) and log.jsonl. The same command after an interruption goes on from the last checkpoint, step for step
+the same; with another --tokens or --minutes it changes the number of steps and with it the rest of the schedule.
 """
+
+# ruff: noqa: E402 - the environment is set before JAX is imported
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ TUNED = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": str(device_count(os.cpu_count())),
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "XLA_FLAGS": (
+        "--xla_cpu_multi_thread_eigen=false --xla_cpu_prefer_vector_width=512 --xla_cpu_enable_fast_min_max=true"
+    ),
 }
 if importlib.metadata.version("jaxlib") == "0.10.2":  # it computes some fused reductions wrongly (jax#39103)
     TUNED["XLA_FLAGS"] += " --xla_cpu_experimental_ynn_fusion_type="
@@ -55,29 +59,31 @@ def restart_tuned() -> None:
 if __name__ == "__main__":
     restart_tuned()
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scripts.demo import muon  # noqa: E402
-from scripts.demo.checkpoint import load_tree, read_config, save_tree  # noqa: E402
-from scripts.demo.dataset import PROMPT, TEXT, WIDTH  # noqa: E402
-from scripts.demo.packed_attention import packed_attention  # noqa: E402
-from target import model  # noqa: E402
-from target.config import TargetConfig  # noqa: E402
-from target.params import TargetParams, init_params  # noqa: E402
+from scripts.demo import muon
+from scripts.demo.checkpoint import load_tree, read_config, save_tree
+from scripts.demo.dataset import PROMPT, TEXT, WIDTH
+from scripts.demo.packed_attention import packed_attention
+from target import model
+from target.config import TargetConfig
+from target.params import TargetParams, init_params
 
 PROMPT_WEIGHT = 0.25
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.012, 0.004, 0.05
-WARMUP_FRAC, DECAY_FRAC = 0.02, 0.6
+WARMUP_FRAC, DECAY_FRAC = 0.01, 0.6
 CHAT_FRAC = ((0.0, 0.15), (0.35, 0.15), (0.75, 0.85), (1.0, 0.9))  # (progress, share of chat rows), linear between
 ROWS = "rows"  # the name of the axis of devices
-LOG_EVERY = 20
+LOG_EVERY = 10
 SAVE_SECONDS, EVALUATE_SECONDS = 180.0, 480.0
 EVALUATED_ROWS = 32
 SEED = 0
+# The residual stream starts at the size of what the layers add to it, the predictions near uniform.
+EMBEDDING_SCALE, HEAD_SCALE = 0.5, 0.1
 
 
 class Batch(NamedTuple):
@@ -141,7 +147,9 @@ class Rows:
     def __init__(self, path: Path, seed: int) -> None:
         with np.load(path, allow_pickle=False) as arrays:
             self.token_ids, self.segment_ids, self.roles = arrays["token_ids"], arrays["segment_ids"], arrays["roles"]
-        self._order = lru_cache(maxsize=2)(lambda epoch: np.random.default_rng((seed, epoch)).permutation(len(self.roles)))
+        self._order = lru_cache(maxsize=2)(
+            lambda epoch: np.random.default_rng((seed, epoch)).permutation(len(self.roles))
+        )
 
     def at(self, start: int, count: int) -> np.ndarray:
         """The row numbers at places start .. start + count - 1 of the endless order."""
@@ -172,7 +180,7 @@ def chat_rows_until(step: int, steps: int) -> int:
     """How many chat rows the first `step` of `steps` steps hold, all rows beside them being raw ones."""
     progress = (np.arange(step) + 0.5) / steps
     shares = np.interp(progress, *zip(*CHAT_FRAC, strict=True))
-    return int(round(float(shares.sum()) * BATCH_ROWS))
+    return round(float(shares.sum()) * BATCH_ROWS)
 
 
 def batch_at(step: int, steps: int, raw: Rows, chat: Rows) -> Batch:
@@ -233,6 +241,8 @@ def replicated(tree: Any) -> Any:
 def init_state(config: TargetConfig) -> State:
     """Fresh parameters and an optimiser that has seen nothing."""
     params = init_params(config, jax.random.key(SEED), jnp.float32)
+    embedding = params.embedding * (EMBEDDING_SCALE / jnp.std(params.embedding))
+    params = params.replace(embedding=embedding, lm_head=params.lm_head * HEAD_SCALE)
     momentum = jax.tree.map(jnp.zeros_like, muon.split(config, params))
     return State(params, momentum, muon.adam().init(muon.without_matrices(params)))
 
@@ -295,20 +305,51 @@ def seconds_per_step(config: TargetConfig, raw: Rows, chat: Rows, measured: int 
 
 def recipe(steps: int) -> dict:
     """What decides the result, as run.json records it."""
-    names = (
-        "BATCH_ROWS WIDTH PROMPT_WEIGHT MUON_RATE ADAM_RATE WEIGHT_DECAY WARMUP_FRAC DECAY_FRAC CHAT_FRAC SEED".split()
-    )
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
-    return {"steps": steps, "tokens": steps * BATCH_ROWS * WIDTH, "versions": versions} | {n.lower(): globals()[n] for n in names}
+    return {
+        "steps": steps,
+        "tokens": steps * BATCH_ROWS * WIDTH,
+        "batch_rows": BATCH_ROWS,
+        "width": WIDTH,
+        "muon_rate": MUON_RATE,
+        "adam_rate": ADAM_RATE,
+        "weight_decay": WEIGHT_DECAY,
+        "warmup_frac": WARMUP_FRAC,
+        "decay_frac": DECAY_FRAC,
+        "chat_frac": CHAT_FRAC,
+        "prompt_weight": PROMPT_WEIGHT,
+        "embedding_scale": EMBEDDING_SCALE,
+        "head_scale": HEAD_SCALE,
+        "seed": SEED,
+        "devices": len(jax.devices()),
+        "versions": versions,
+    }
 
 
-def steps_wanted(arguments: argparse.Namespace, config: TargetConfig, raw: Rows, chat: Rows) -> int | None:
-    """The number of steps that the command line asks for, if it does."""
-    if arguments.tokens:
-        return max(1, arguments.tokens // (BATCH_ROWS * WIDTH))
+def settle_config(out: Path, arguments: argparse.Namespace) -> TargetConfig:
+    """The target of out/config.json, written there from the command line in a new run."""
+    path = out / "config.json"
+    if not path.exists():
+        names = ("hidden", "layers", "heads", "kv_heads", "experts", "expert_width", "vocab")
+        config = hf_config(**{name: getattr(arguments, name) for name in names})
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return read_config(out)
+
+
+def settle_steps(out: Path, config: TargetConfig, arguments: argparse.Namespace) -> int:
+    """The number of steps: what the command line asks for, now in out/run.json, or else what is there."""
+    path = out / "run.json"
     if arguments.minutes:
-        return max(1, int(arguments.minutes * 60 / seconds_per_step(config, raw, chat)))
-    return None
+        raw, chat = (Rows(arguments.data / f"{name}.npz", SEED) for name in ("raw_train", "chat_train"))
+        steps = max(1, int(arguments.minutes * 60 / seconds_per_step(config, raw, chat)))
+    elif arguments.tokens:
+        steps = max(1, arguments.tokens // (BATCH_ROWS * WIDTH))
+    elif path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))["steps"]
+    else:
+        raise SystemExit("train_target: a new run needs --minutes or --tokens")
+    path.write_text(json.dumps(recipe(steps), indent=1) + "\n", encoding="utf-8")
+    return steps
 
 
 def save(out: Path, state: State, step: int) -> None:
@@ -351,9 +392,8 @@ class Every:
 
 def train(out: Path, config: TargetConfig, steps: int, data: Path) -> TargetParams:
     """Go on from the last checkpoint to the last step; the parameters are in out/params.npz afterwards."""
-    raw, chat, raw_heldout, chat_heldout = (
-        Rows(data / f"{name}.npz", SEED) for name in ("raw_train", "chat_train", "raw_heldout", "chat_heldout")
-    )
+    raw, chat = (Rows(data / f"{name}.npz", SEED) for name in ("raw_train", "chat_train"))
+    held_out = {name: Rows(data / f"{name}.npz", SEED) for name in ("raw_heldout", "chat_heldout")}
     state, first = restore(out, config)
     state, step_of = replicated(state), compiled_step(config)
     saving, evaluating = Every(SAVE_SECONDS), Every(EVALUATE_SECONDS)
@@ -369,8 +409,8 @@ def train(out: Path, config: TargetConfig, steps: int, data: Path) -> TargetPara
             log(out, step=step + 1, steps=steps, loss=mean, tok_per_s=speed, elapsed_s=now - start, left_s=left)
             losses, mark = [], now
         if evaluating.due() or step + 1 == steps:
-            held_out = {"raw": evaluate(state.params, config, raw_heldout), "chat": evaluate(state.params, config, chat_heldout)}
-            log(out, step=step + 1, heldout_raw=held_out["raw"], heldout_chat=held_out["chat"])
+            nats = {name: evaluate(state.params, config, rows) for name, rows in held_out.items()}
+            log(out, step=step + 1, **nats)
         if saving.due() or step + 1 == steps:
             save(out, state, step + 1)
             save_tree(out / "params.npz", state.params)
@@ -379,7 +419,7 @@ def train(out: Path, config: TargetConfig, steps: int, data: Path) -> TargetPara
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """The target's size."""
-    defaults = {"hidden": 192, "layers": 8, "heads": 3, "kv-heads": 1, "experts": 8, "expert-width": 96, "vocab": 2048}
+    defaults = {"hidden": 192, "layers": 8, "heads": 3, "kv-heads": 1, "experts": 8, "expert-width": 64, "vocab": 2048}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
 
@@ -395,19 +435,8 @@ def main() -> None:
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "config.json").exists():
-        names = ("hidden", "layers", "heads", "kv_heads", "experts", "expert_width", "vocab")
-        shape = {name: getattr(arguments, name) for name in names}
-        (out / "config.json").write_text(json.dumps(hf_config(**shape), indent=2) + "\n", encoding="utf-8")
-    config = read_config(out)
-    raw, chat = Rows(arguments.data / "raw_train.npz", SEED), Rows(arguments.data / "chat_train.npz", SEED)
-    steps = steps_wanted(arguments, config, raw, chat)
-    if steps is None and not (out / "run.json").exists():
-        raise SystemExit("train_target: a new run needs --minutes or --tokens")
-    if steps is not None:
-        (out / "run.json").write_text(json.dumps(recipe(steps), indent=1) + "\n", encoding="utf-8")
-    steps = json.loads((out / "run.json").read_text(encoding="utf-8"))["steps"]
-    train(out, config, steps, arguments.data)
+    config = settle_config(out, arguments)
+    train(out, config, settle_steps(out, config, arguments), arguments.data)
 
 
 if __name__ == "__main__":

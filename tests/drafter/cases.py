@@ -1,6 +1,7 @@
 """Tiny drafters, pairwise distinct in every dimension, and texts for them to follow."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -69,19 +70,29 @@ CONFIGS = {
 }
 
 
+@functools.cache
 def random_params(config: DrafterConfig, seed: int = 0) -> DrafterParams:
-    """Parameters far from their neutral values: norms around one, biases around zero, a scattered draft vocabulary."""
-    params = init_params(config, jax.random.key(seed))
+    """Parameters far from their neutral values: norms around one, biases around zero, a scattered draft vocabulary.
+
+    Drawn by NumPy: compiling JAX's generator for each shape would take most of the tests' time."""
+    shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
     rng = np.random.default_rng(seed)
-    weights = params.replace(draft_to_target=None)
-    leaves, tree = jax.tree.flatten(weights)
-    moved = [leaf + jnp.asarray(0.2 * rng.standard_normal(leaf.shape), leaf.dtype) for leaf in leaves]
-    matrices = [new if leaf.ndim == 1 else leaf for leaf, new in zip(leaves, moved, strict=True)]
-    ids = None
-    if params.draft_to_target is not None:
-        kept = rng.choice(config.vocab_size, config.draft_vocab_size, replace=False)
-        ids = jnp.asarray(np.sort(kept), jnp.int32)
-    return jax.tree.unflatten(tree, matrices).replace(draft_to_target=ids)
+
+    def draw(path: tuple[jax.tree_util.GetAttrKey, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path[-1:])
+        if leaf.ndim == 2:
+            values = rng.standard_normal(leaf.shape) * leaf.shape[0] ** -0.5
+        elif "mask_hidden" in name:
+            values = rng.standard_normal(leaf.shape)
+        else:
+            values = (1.0 if "norm" in name else 0.0) + 0.2 * rng.standard_normal(leaf.shape)
+        return jnp.asarray(values, leaf.dtype)
+
+    params = jax.tree_util.tree_map_with_path(draw, shapes.replace(draft_to_target=None))
+    if shapes.draft_to_target is None:
+        return params
+    kept = rng.choice(config.vocab_size, config.draft_vocab_size, replace=False)
+    return params.replace(draft_to_target=jnp.asarray(np.sort(kept), jnp.int32))
 
 
 def drafter(name: str, deterministic: bool = True) -> PEagle:

@@ -47,7 +47,7 @@ def test_the_reference_sees_everything_it_is_told() -> None:
     """Each token, each aux hidden and each mask slot moves it; what is behind a row does not."""
     peagle = drafter(TWO)
     config, tensors = peagle.config, to_tensors(peagle.params, peagle.config)
-    text = random_text(config, 3)
+    text = random_text(config, 3, length=7)
     base = reference.draft_logits(tensors, config, text.token_ids.tolist(), text.aux_hidden[:6], 3)
     for place in range(1, 7):
         tokens = text.token_ids.copy()

@@ -1,5 +1,6 @@
 """Attention against a loop in float64, and the identity that defines a sink."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,8 +40,7 @@ def by_definition(
 def run(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: np.ndarray, sinks: np.ndarray | None
 ) -> np.ndarray:
-    arrays = map(jnp.asarray, (query, key, value, mask))
-    return np.asarray(attention(*arrays, None if sinks is None else jnp.asarray(sinks)))
+    return np.asarray(jax.jit(attention)(query, key, value, mask, sinks))
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -95,7 +95,7 @@ def test_query_heads_share_kv_heads_in_blocks() -> None:
 def test_bfloat16_in_bfloat16_out_with_float32_softmax() -> None:
     query, key, value, mask, sinks = inputs(6)
     arrays = [jnp.asarray(a, jnp.bfloat16) for a in (query, key, value)]
-    out = attention(*arrays, jnp.asarray(mask), jnp.asarray(sinks, jnp.bfloat16))
+    out = jax.jit(attention)(*arrays, jnp.asarray(mask), jnp.asarray(sinks, jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
     rounded = [np.asarray(a, np.float32) for a in arrays]
     expected, _ = by_definition(*rounded, mask, np.asarray(jnp.asarray(sinks, jnp.bfloat16), np.float32))
@@ -105,7 +105,8 @@ def test_bfloat16_in_bfloat16_out_with_float32_softmax() -> None:
 def test_causal_mask_by_enumeration() -> None:
     queries, keys = np.array([[0, 3, 7], [5, 6, -1]]), np.array([[0, 1, 2, 3, 7, -1], [3, 8, 5, -2, 6, 4]])
     for window in (None, 1, 3):
-        mask = np.asarray(causal_mask(jnp.asarray(queries, jnp.int32), jnp.asarray(keys, jnp.int32), window))
+        jitted = jax.jit(causal_mask, static_argnums=2)
+        mask = np.asarray(jitted(queries.astype(np.int32), keys.astype(np.int32), window))
         for b, t, s in np.ndindex(2, 3, 6):
             p, q = keys[b, s], queries[b, t]
             assert mask[b, t, s] == (0 <= p <= q and (window is None or q - p < window))

@@ -88,13 +88,14 @@ def rows_and_logits(rows: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return rng.standard_normal((rows, D), np.float32), rng.standard_normal((rows, E), np.float32)
 
 
-def run(experts: Experts, x: np.ndarray, logits: np.ndarray, limit: float = LIMIT) -> np.ndarray:
-    return np.asarray(
-        jax.jit(expert_mlp, static_argnums=(3, 4))(jnp.asarray(x), jnp.asarray(logits), experts, K, limit)
-    )
+jitted = jax.jit(expert_mlp, static_argnums=(3, 4))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 19])  # 2, 6, 8, 38 pairs: fewer and more than the 7 experts
+def run(experts: Experts, x: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    return np.asarray(jitted(x, logits, experts, K, LIMIT))
+
+
+@pytest.mark.parametrize("rows", [3, 4, 19])  # 6, 8, 38 pairs: fewer and more than the 7 experts
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
     weights = random_weights()
@@ -110,7 +111,7 @@ def test_the_clamp_is_felt() -> None:
     assert np.abs(unclamped - by_definition(weights, x, logits)).max() > 0.1
 
 
-@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("rows", [3, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ties_go_to_the_lower_expert(layout: str, rows: int) -> None:
     weights = random_weights(3)
@@ -123,15 +124,15 @@ def test_ties_go_to_the_lower_expert(layout: str, rows: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_expert_with_all_rows_and_experts_with_none(layout: str) -> None:
     weights = random_weights(5)
-    x, logits = rows_and_logits(9, 6)
+    x, logits = rows_and_logits(19, 6)
     logits[:, 4] = 30.0  # everyone's first; the second one's weight all but underflows
     np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
 
 
 def test_both_routings_select_the_same() -> None:
     logits = np.random.default_rng(7).integers(0, 4, (50, E)).astype(np.float32)  # full of ties
-    dense = np.asarray(route_dense(jnp.asarray(logits), K))
-    ids, weights = map(np.asarray, route_top_k(jnp.asarray(logits), K))
+    both = jax.jit(lambda x: (route_dense(x, K), route_top_k(x, K)))(logits)
+    dense, (ids, weights) = jax.tree.map(np.asarray, both)
     scattered = np.zeros_like(dense)
     np.put_along_axis(scattered, ids, weights, axis=1)
     np.testing.assert_allclose(dense, scattered, rtol=1e-6)
@@ -144,9 +145,10 @@ def test_bfloat16_stays_bfloat16_and_close(layout: str, rows: int) -> None:
     weights = random_weights()
     x, logits = rows_and_logits(rows)
     half = jax.tree.map(
-        lambda leaf: leaf if leaf.dtype == jnp.uint8 else leaf.astype(jnp.bfloat16), LAYOUTS[layout](weights)
+        lambda leaf: leaf if leaf.dtype == jnp.uint8 else jnp.asarray(np.asarray(leaf).astype(jnp.bfloat16)),
+        LAYOUTS[layout](weights),
     )
-    out = expert_mlp(jnp.asarray(x, jnp.bfloat16), jnp.asarray(logits, jnp.bfloat16), half, K, LIMIT)
+    out = jitted(jnp.asarray(x, jnp.bfloat16), jnp.asarray(logits, jnp.bfloat16), half, K, LIMIT)
     assert out.dtype == jnp.bfloat16
     rounded = np.asarray(jnp.asarray(logits, jnp.bfloat16), np.float32)
     np.testing.assert_allclose(np.asarray(out, np.float32), by_definition(weights, x, rounded), atol=0.06)

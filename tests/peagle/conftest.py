@@ -2,22 +2,28 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 import pytest
 
 import peagle.pair
 from drafter.config import DrafterConfig
 from drafter.load import save_drafter
 from drafter.params import init_params as init_drafter
+from peagle.ngram import NGram
 from peagle.ops.rope import RopeConfig, Yarn
 from peagle.pair import Pair
+from peagle.text import ByteLevelTokenizer, Tokenizer, load_tokenizer
 from target.config import TargetConfig
 from target.load import save_target
 from target.params import init_params as init_target
+from tests.peagle.toys import MarkovTarget
 
 SPECIALS = ("<|startoftext|>", "<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|mask|>")
 STOP, MASK = 1, 6
@@ -68,6 +74,23 @@ DRAFTER = DrafterConfig(
     rope=RopeConfig(8, 10000.0),
     aux_layer_ids=(0, 1, 2),
 )
+
+
+class ByteTokenizer:
+    """A tokenizer whose ids are the 256 bytes, and that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.asked += 1
+        return bytes([token_id])
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def encode_chat(self, turns: Sequence[str], answers: Sequence[str], **options: object) -> tuple[int, ...]:
+        return self.encode(repr((turns, answers, options)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,3 +154,34 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 @pytest.fixture(scope="session")
 def pair(directories: Directories) -> Pair:
     return peagle.pair.load(directories.target, directories.drafter)
+
+
+@flax.struct.dataclass
+class ToyTarget(MarkovTarget):
+    """A target that compiles in no time: the next token depends on the last one alone."""
+
+    @property
+    def max_positions(self) -> int:
+        return MAX_POSITIONS
+
+
+def toy_pair(tokenizer: Tokenizer | None, stops: tuple[int, ...] = (STOP,)) -> Pair:
+    """The toy target with an n-gram drafter. It walks through tokens that are letters, in circles, and never stops."""
+    rng = np.random.default_rng(0)
+    table = rng.normal(0, 1, (VOCAB_SIZE, VOCAB_SIZE)).astype(np.float32)
+    table[:, : len(SPECIALS)] -= 20  # no special tokens
+    table[:, VOCAB_SIZE - 8 :] -= 20  # none that the tokenizer does not know
+    target = ToyTarget(jnp.asarray(table))
+    return Pair(target, target, NGram(), tokenizer, stops)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(directories: Directories) -> ByteLevelTokenizer:
+    loaded = load_tokenizer(directories.target)
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture
+def toy(tokenizer: ByteLevelTokenizer) -> Pair:
+    return toy_pair(tokenizer)

@@ -34,7 +34,8 @@ def cells(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def emitted_law(p: list[np.ndarray], drafts: tuple[int, int], q: np.ndarray | None) -> dict:
-    """Law of the emitted run for given drafts: p[i] is the target's (processed) distribution behind i accepted drafts."""
+    """Law of the emitted run for given drafts: p[i] is the target's (processed) distribution behind i accepted
+    drafts."""
     axes = []  # one per uniform number the decision may depend on: (position, purpose, midpoints, widths)
     for i in range(K + 1):
         cuts = [np.cumsum(p[i])]
@@ -134,7 +135,11 @@ def emitted_law_of_logits(
             uniforms[0, i, TARGET] = axes[i][0][cell]
             mass *= axes[i][1][cell]
         result = accept(
-            jnp.asarray([drafts], jnp.int32), None, jnp.asarray(log(np.stack(raw)))[None], sampling, jnp.asarray(uniforms)
+            jnp.asarray([drafts], jnp.int32),
+            None,
+            jnp.asarray(log(np.stack(raw)))[None],
+            sampling,
+            jnp.asarray(uniforms),
         )
         run = (*drafts[: int(result.num_accepted[0])], int(result.next_token[0]))
         law[run] = law.get(run, 0.0) + mass

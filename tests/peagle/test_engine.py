@@ -16,7 +16,9 @@ from peagle.protocols import Drafter
 from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, tiny_target
 
 CAPACITY, NEW = 96, 60
-PROMPTS = [tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in ((0, 5), (1, 19), (2, 9))]
+PROMPTS = [
+    tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in ((0, 5), (1, 19), (2, 9))
+]
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:

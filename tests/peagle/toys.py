@@ -31,7 +31,8 @@ CONFIG = TargetConfig(
 
 
 def tiny_target(seed: int = 0, aux_layer_ids: tuple[int, ...] = ()) -> GptOss:
-    """A random GPT-OSS whose parameters, biases and sinks included, are all non-zero, and whose output does not loop."""
+    """A random GPT-OSS whose parameters, biases and sinks included, are all non-zero, and whose output does not
+    loop."""
     params = init_params(CONFIG, jax.random.key(seed))
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(seed)
@@ -41,7 +42,8 @@ def tiny_target(seed: int = 0, aux_layer_ids: tuple[int, ...] = ()) -> GptOss:
 
 @flax.struct.dataclass
 class Scripted:
-    """Proposes script[index] for the token at each sequence index, from its row's own script; forgets everything else."""
+    """Proposes script[index] for the token at each sequence index, from its row's own script; forgets everything
+    else."""
 
     script: jax.Array  # [B, S] int32: the token proposed for each sequence index
 

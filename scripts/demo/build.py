@@ -1,0 +1,90 @@
+"""Build the demo pair from nothing, in one command; resumable.
+
+    python -m scripts.demo.build --work DIR [--target-tokens 7000000] [--drafter-minutes 25]
+
+Stages, each a folder of `--work`: corpus, tokenizer, dataset, target (training), pair/target (the checkpoint),
+written (the target's own answers), drafter (training), pair/drafter. A stage that is done is not done again, a
+training that was cut off goes on. With --install the pair, its held-out prompts and its card replace those in
+peagle/demo. About two hours on two cores; the result is the same within noise (the number of drafter steps depends on
+the machine's speed unless --drafter-steps fixes it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+DEMO = Path(__file__).parents[2] / "peagle" / "demo"
+
+
+def stage(name: str, done: Path, *arguments: str | Path) -> None:
+    """Runs scripts.demo.<name>, unless the file it ends with is there; stops the build where it fails."""
+    if done.exists():
+        print(f"build: {name}: done before", flush=True)
+        return
+    command = [sys.executable, "-m", f"scripts.demo.{name}", *map(str, arguments)]
+    print("build:", " ".join(command[1:]), flush=True)
+    if subprocess.run(command, check=False).returncode:
+        raise SystemExit(f"build: {name} failed; the same command goes on from here")
+
+
+def build(work: Path, target_tokens: int, drafter_length: list[str]) -> None:
+    """Everything up to work/pair."""
+    corpus, tokenizer, dataset, target, written, drafter, pair = (
+        work / name for name in ("corpus", "tokenizer", "dataset", "target", "written", "drafter", "pair")
+    )
+    stage("corpus", corpus / "manifest.json", "--out", corpus)
+    stage("tokenizer", tokenizer / "chat_template.jinja", "--corpus", corpus, "--out", tokenizer)
+    stage("dataset", dataset / "manifest.json", "--corpus", corpus, "--tokenizer", tokenizer, "--out", dataset)
+    tokens = [] if (target / "run.json").exists() else ["--tokens", str(target_tokens)]
+    stage("train_target", target / "finished", "--data", dataset, "--out", target, *tokens)
+    (target / "finished").touch()
+    stage(
+        "export_target", pair / "target" / "config.json",
+        "--run", target, "--tokenizer", tokenizer, "--out", pair / "target",
+    )  # fmt: skip
+    stage(
+        "regenerate", written / "finished",
+        "--target", pair / "target", "--prompts", corpus / "chat_train.jsonl", "--out", written,
+    )  # fmt: skip
+    (written / "finished").touch()
+    length = [] if (drafter / "run.json").exists() else drafter_length
+    stage(
+        "train_drafter", drafter / "drafter" / "config.json",
+        "--target", pair / "target", "--data", written, "--raw", dataset / "raw_train.npz", "--out", drafter, *length,
+    )  # fmt: skip
+    if not (pair / "drafter").exists():
+        shutil.copytree(drafter / "drafter", pair / "drafter")
+
+
+def install(work: Path) -> None:
+    """peagle/demo holds the pair, the held-out prompts and the card of this build."""
+    for part in ("target", "drafter"):
+        shutil.rmtree(DEMO / part, ignore_errors=True)
+        shutil.copytree(work / "pair" / part, DEMO / part)
+    shutil.copy(work / "corpus" / "heldout_prompts.jsonl", DEMO / "heldout_prompts.jsonl")
+    subprocess.run([sys.executable, "-m", "scripts.demo.card", "--work", str(work)], check=True)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
+    parser.add_argument("--target-tokens", type=int, default=7_000_000, help="tokens the target is trained on")
+    parser.add_argument("--drafter-minutes", type=float, default=25, help="about how long the drafter is trained")
+    parser.add_argument("--drafter-steps", type=int, help="instead: exactly so many steps")
+    parser.add_argument("--install", action="store_true", help="put the result into peagle/demo")
+    arguments = parser.parse_args()
+    fixed = arguments.drafter_steps
+    length = ["--steps", str(fixed)] if fixed else ["--minutes", str(arguments.drafter_minutes)]
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    build(arguments.work, arguments.target_tokens, length)
+    if arguments.install:
+        install(arguments.work)
+
+
+if __name__ == "__main__":
+    main()

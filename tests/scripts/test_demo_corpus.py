@@ -1,0 +1,154 @@
+"""The demo's corpus, tokenizer and packing: what is held out stays out, every text survives, rows say what they hold."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("tokenizers")
+
+from scripts.demo import corpus, dataset, tokenizer
+from scripts.demo.corpus import SourceFile
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+FUNCTION = '''
+def {name}(first, second=None):
+    """Add {name} to what is there.
+
+    A second paragraph that no prompt holds.
+    """
+    total = first + {number}
+    return total
+'''
+
+
+def module(name: str, names: list[str], origin: str = "stdlib") -> SourceFile:
+    """A file with a function of each name, whose bodies differ by the name."""
+    functions = [FUNCTION.format(name=function, number=sum(map(ord, function))) for function in names]
+    return SourceFile(origin, name, f"{origin}/{name}.py", "".join(functions))
+
+
+@pytest.fixture
+def small_corpus(monkeypatch: pytest.MonkeyPatch) -> corpus.Corpus:
+    """Four modules, two of them held out; a package holds copies of every module's first function."""
+    monkeypatch.setattr(corpus, "NUM_HELD_OUT", 2)
+    modules = [module(name, [f"{name}_{i}" for i in range(5)]) for name in ("ant", "bee", "cow", "dog")]
+    copies = module("package", ["ant_0", "bee_0", "cow_0", "dog_0", "own"], origin="package")
+    return corpus.build_corpus([*modules, copies])
+
+
+@pytest.fixture(scope="module")
+def saved_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on a little Python, saved and loaded again without the network."""
+    path: Path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.wrap(tokenizer.train_bpe(iter([FUNCTION, Path(corpus.__file__).read_text()]), 600)).save_pretrained(path)
+    assert {file.name for file in path.iterdir()} >= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def test_no_function_of_a_held_out_module_is_left_in_training_text(small_corpus: corpus.Corpus) -> None:
+    def keys(sources: list[SourceFile]) -> set[str]:
+        return {corpus.function_key(n) for s in sources for n in corpus.functions_of(ast.parse(s.text))}
+
+    assert len(small_corpus.held_out_modules) == 2
+    assert not keys(small_corpus.raw_train) & keys(small_corpus.raw_heldout)
+    assert not {s.module for s in small_corpus.raw_train} & set(small_corpus.held_out_modules)
+    assert "def own(" in small_corpus.raw_train[-1].text
+
+
+def test_no_held_out_body_is_a_training_example(small_corpus: corpus.Corpus) -> None:
+    held_out = {function.body_key for function in small_corpus.chat_heldout}
+    assert held_out and not held_out & {function.body_key for function in small_corpus.chat_train}
+    assert {function.module for function in small_corpus.heldout_prompts} == set(small_corpus.held_out_modules)
+
+
+def test_the_corpus_does_not_depend_on_chance(small_corpus: corpus.Corpus) -> None:
+    sources = [*small_corpus.raw_heldout, *small_corpus.raw_train]
+    assert corpus.choose_held_out(sources) == corpus.choose_held_out(sources[::-1])
+
+
+def test_an_example_is_signature_with_summary_and_dedented_body() -> None:
+    (function,) = corpus.chat_functions(SourceFile("stdlib", "m", "m.py", textwrap.indent(FUNCTION, "    ").replace(
+        "\n    def", "class A:\n    def", 1
+    ).format(name="grow", number=3)))  # fmt: skip
+    assert function.prompt == 'def grow(first, second=None):\n    """Add grow to what is there."""'
+    assert function.reference == "total = first + 3\nreturn total"
+
+
+@pytest.mark.parametrize("body", ["pass", "raise NotImplementedError", "...", "return 1", "\n".join(["x = 1"] * 40)])
+def test_trivial_and_long_bodies_are_left_out(body: str) -> None:
+    text = "def f(x):\n" + textwrap.indent(body, "    ") + "\n"
+    assert not list(corpus.chat_functions(SourceFile("stdlib", "m", "m.py", text)))
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("argparse.py", True),
+        ("json/decoder.py", True),
+        ("test/test_json.py", False),
+        ("encodings/cp437.py", False),
+        ("site-packages/x.py", False),
+        ("a/b_test.py", False),
+    ],
+)
+def test_tests_and_tables_are_not_collected(path: str, wanted: bool) -> None:
+    assert corpus.is_wanted(Path(path)) is wanted
+
+
+@given(st.text())
+@settings(max_examples=100, deadline=None)
+def test_any_text_survives_the_tokenizer(saved_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert saved_tokenizer.decode(saved_tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_special_tokens_have_their_roles_and_fixed_ids(saved_tokenizer: PreTrainedTokenizerFast) -> None:
+    assert saved_tokenizer.convert_tokens_to_ids(list(tokenizer.SPECIAL_TOKENS)) == list(range(8))
+    roles = (saved_tokenizer.bos_token_id, saved_tokenizer.pad_token_id, saved_tokenizer.eos_token_id)
+    assert (*roles, saved_tokenizer.mask_token_id) == (0, 1, 2, 7)
+
+
+def test_the_chat_template_writes_every_role_and_ends_the_last_answer(saved_tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": role, "content": role[0]} for role in ("system", "developer", "user", "assistant", "user")]
+
+    def render(turns: list[dict[str, str]], **options: object) -> str:
+        return saved_tokenizer.apply_chat_template(turns, tokenize=False, **options)
+
+    expected = (
+        "<|start|>system<|message|>s<|end|><|start|>developer<|message|>d<|end|><|start|>user<|message|>u<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>a<|end|><|start|>user<|message|>u<|end|>"
+    )
+    opening = "<|start|>assistant<|channel|>final<|message|>"
+    assert render(messages, add_generation_prompt=True) == expected + opening
+    answered = [*messages, {"role": "assistant", "content": "b"}]
+    assert render(answered) == expected + opening + "b<|return|>"
+    assert render(messages[2:3], reasoning_effort="low").startswith("<|start|>system<|message|>Reasoning: low<|end|>")
+    assert render(messages[:1], reasoning_effort="low") == "<|start|>system<|message|>s\nReasoning: low<|end|>"
+    with pytest.raises(Exception, match="role tool is unknown"):
+        render([{"role": "tool", "content": ""}])
+
+
+def test_prompt_and_answer_are_the_whole_conversation(saved_tokenizer: PreTrainedTokenizerFast) -> None:
+    (ids, roles), *_ = dataset.chat_documents(saved_tokenizer, [{"prompt": "def f():", "reference": "return 1"}])
+    messages = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": "return 1"}]
+    assert saved_tokenizer.decode(ids).endswith(saved_tokenizer.apply_chat_template(messages, tokenize=False))
+    answer = [token for token, role in zip(ids, roles, strict=True) if role == dataset.TEXT]
+    assert saved_tokenizer.decode(answer) == "return 1<|return|>"
+
+
+def test_packed_rows_hold_every_document_once() -> None:
+    documents = [([n] * size, [dataset.TEXT] * size) for n, size in enumerate((400, 300, 100, 200, 512, 7), start=1)]
+    arrays = dataset.pack(documents)
+    assert sorted(np.unique(arrays["token_ids"][arrays["roles"] > 0], return_counts=True)[1]) == [
+        *(7, 100, 200, 300, 400, 512),
+    ]
+    for ids, segments in zip(arrays["token_ids"], arrays["segment_ids"], strict=True):
+        for segment in set(segments[segments > 0]):
+            assert len(set(ids[segments == segment])) == 1
+    assert not arrays["token_ids"][arrays["segment_ids"] == 0].any()

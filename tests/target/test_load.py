@@ -1,0 +1,314 @@
+"""Directories to parameters and back; what does not fit is refused by one line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
+from peagle.ops.errors import InputError
+from peagle.ops.expert_matmul import ExpandedExperts, FusedExperts, PackedExperts
+from peagle.ops.mxfp4 import dequantize, quantize
+from peagle.ops.rope import Llama3, RopeConfig, Yarn
+from scripts.make_random_checkpoint import SIZES, random_tensors
+from target import load
+from target.config import TargetConfig, parse_config, render_config
+from target.load import load_target, save_target, tensor_shapes, write_target
+from tests.target.test_model import CONFIG, random_params
+
+MXFP4_CONFIG = SIZES["tiny"].__class__(
+    **{**SIZES["tiny"].__dict__, "layer_types": ("sliding_attention", "full_attention")}
+)
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("load") / "mxfp4"
+    tensors = random_tensors(MXFP4_CONFIG, mxfp4=True, seed=0)
+    write_target(directory, MXFP4_CONFIG, tensors, mxfp4=True, stop_token_ids=(7, 5), shard_bytes=200_000)
+    return directory
+
+
+def assert_equal(left: object, right: object) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right), strict=True):
+        assert a.dtype == b.dtype, path
+        np.testing.assert_array_equal(a, b, str(path))
+
+
+def contents(directory: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    checkpoint = read_checkpoint(directory)
+    return checkpoint.config, {name: checkpoint.take(name) for name in checkpoint.names}
+
+
+def changed(directory: Path, to: Path, change: Callable[[dict, dict[str, np.ndarray]], None]) -> Path:
+    """A copy of a checkpoint with its config and tensors changed."""
+    config, tensors = contents(directory)
+    change(config, tensors)
+    write_checkpoint(to, config, tensors)
+    return to
+
+
+# round trips
+
+
+@pytest.mark.parametrize("fused_up_to", [4, 0], ids=["fused", "expanded"])
+def test_what_is_saved_unquantised_comes_back_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused_up_to: int
+) -> None:
+    params = random_params()
+    save_target(tmp_path / "a", params, CONFIG, dtype=np.float32, mxfp4=False, stop_token_ids=(3, 9), pad_token_id=1)
+    monkeypatch.setattr(load, "FUSED_UP_TO", fused_up_to)
+    loaded = load_target(tmp_path / "a")
+    assert (loaded.config, loaded.stop_token_ids, loaded.mxfp4) == (CONFIG, (3, 9), False)
+    if fused_up_to:
+        assert loaded.experts == "fused"
+        assert_equal(loaded.params, params)
+    else:
+        assert loaded.experts == "expanded"
+        assert isinstance(loaded.params.layers[0].moe.experts, ExpandedExperts)
+    save_target(tmp_path / "b", loaded.params, CONFIG, dtype=np.float32, mxfp4=False)
+    first, second = contents(tmp_path / "a")[1], contents(tmp_path / "b")[1]
+    assert first.keys() == second.keys()
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("experts", ["packed", "expanded"])
+def test_mxfp4_survives_loading_and_saving_in_any_layout(mxfp4: Path, tmp_path: Path, experts: str) -> None:
+    loaded = load_target(mxfp4, dtype=jnp.bfloat16, experts=experts)  # type: ignore[arg-type]
+    save_target(tmp_path / "again", loaded.params, loaded.config, stop_token_ids=loaded.stop_token_ids)
+    before, after = contents(mxfp4), contents(tmp_path / "again")
+    assert before[0] == after[0]
+    assert before[0]["quantization_config"]["quant_method"] == "mxfp4"
+    for name, value in before[1].items():
+        back = after[1][name]
+        assert back.dtype == value.dtype
+        if not name.endswith(("_blocks", "_scales")):
+            np.testing.assert_array_equal(back, value, name)
+        if name.endswith("_blocks"):  # as values: a small block may also be written with a smaller scale
+            scales = name.removesuffix("_blocks") + "_scales"
+            np.testing.assert_array_equal(
+                dequantize(back, after[1][scales]), dequantize(value, before[1][scales]), name
+            )
+
+
+def test_packed_keeps_the_bytes(mxfp4: Path) -> None:
+    loaded = load_target(mxfp4, experts="packed")
+    experts = loaded.params.layers[1].moe.experts
+    assert isinstance(experts, PackedExperts)
+    stored = read_checkpoint(mxfp4).take("model.layers.1.mlp.experts.down_proj_blocks")
+    np.testing.assert_array_equal(experts.down_blocks, stored)
+    assert loaded.stop_token_ids == (7, 5)
+
+
+def test_quantising_on_save_rounds_to_the_nearest(tmp_path: Path) -> None:
+    params = random_params(MXFP4_CONFIG)
+    save_target(tmp_path / "q", params, MXFP4_CONFIG, dtype=np.float32)
+    saved = load_target(tmp_path / "q", experts="expanded").params
+    experts, exact = saved.layers[0].moe.experts, params.layers[0].moe.experts
+    assert isinstance(experts, FusedExperts)
+    down = np.asarray(exact.down).reshape(MXFP4_CONFIG.num_experts, MXFP4_CONFIG.expert_width, -1)
+    rounded = dequantize(*quantize(down.swapaxes(1, 2))).swapaxes(1, 2)
+    np.testing.assert_array_equal(experts.down, rounded.reshape(-1, MXFP4_CONFIG.hidden_size))
+    np.testing.assert_array_equal(saved.layers[0].attention.qkv, params.layers[0].attention.qkv)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(10, 5e5),
+        RopeConfig(10, 1e4, Llama3(8.0, 64, 1.0, 4.0)),
+        RopeConfig(10, 1e4, Yarn(4.0, 64, 16.0, 2.0, truncate=True, concentration=1.5)),
+    ],
+    ids=["plain", "llama3", "yarn"],
+)
+def test_a_config_survives(rope: RopeConfig) -> None:
+    config = TargetConfig(**{**CONFIG.__dict__, "rope": rope})
+    assert parse_config(json.loads(json.dumps(render_config(config)))) == config
+
+
+# other layouts and choices
+
+
+def test_the_original_layout_is_the_same_model(mxfp4: Path, tmp_path: Path) -> None:
+    """openai's own names: fused q, k, v; other words in config.json; no model_type."""
+    config, tensors = contents(mxfp4)
+    original: dict[str, np.ndarray] = {}
+    for name, value in tensors.items():
+        if any(f".{letter}_proj." in name for letter in "qkv"):
+            continue
+        for theirs, openais in (
+            ("model.layers.", "block."),
+            ("model.embed_tokens.weight", "embedding.weight"),
+            ("lm_head.weight", "unembedding.weight"),
+            ("model.norm.weight", "norm.scale"),
+            ("input_layernorm.weight", "attn.norm.scale"),
+            ("post_attention_layernorm.weight", "mlp.norm.scale"),
+            ("self_attn.o_proj", "attn.out"),
+            ("self_attn.sinks", "attn.sinks"),
+            ("mlp.router", "mlp.gate"),
+            ("mlp.experts.gate_up_proj_bias", "mlp.mlp1_bias"),
+            ("mlp.experts.down_proj_bias", "mlp.mlp2_bias"),
+            ("mlp.experts.gate_up_proj_", "mlp.mlp1_weight."),
+            ("mlp.experts.down_proj_", "mlp.mlp2_weight."),
+        ):
+            name = name.replace(theirs, openais)
+        original[name] = value
+    for layer in range(MXFP4_CONFIG.num_layers):
+        for kind in ("weight", "bias"):
+            parts = [tensors[f"model.layers.{layer}.self_attn.{letter}_proj.{kind}"] for letter in "qkv"]
+            original[f"block.{layer}.attn.qkv.{kind}"] = np.concatenate(parts)
+    scaling = config["rope_scaling"]
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    write_checkpoint(
+        tmp_path / "original",
+        {
+            **{name: config[name] for name in (*kept, "head_dim", "vocab_size", "sliding_window", "swiglu_limit")},
+            "num_experts": config["num_local_experts"],
+            "experts_per_token": config["num_experts_per_tok"],
+            "initial_context_length": scaling["original_max_position_embeddings"],
+            "rope_theta": config["rope_theta"],
+            "rope_scaling_factor": scaling["factor"],
+            "rope_ntk_alpha": scaling["beta_slow"],
+            "rope_ntk_beta": scaling["beta_fast"],
+        },
+        original,
+    )
+    for experts in ("packed", "expanded"):
+        ours, theirs = load_target(tmp_path / "original", experts=experts), load_target(mxfp4, experts=experts)
+        assert_equal(ours.params, theirs.params)
+        same = {"max_positions": theirs.config.max_positions}  # openai's config.json does not say
+        assert TargetConfig(**{**ours.config.__dict__, **same}) == theirs.config
+
+
+def test_auto_expands_on_cpu_where_it_fits(mxfp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_target(mxfp4).experts == "fused"
+    weights = sum(np.prod(shape) for shape in tensor_shapes(MXFP4_CONFIG, mxfp4=False).values())
+    monkeypatch.setattr(load, "available_memory_bytes", lambda: int(4 * weights))  # all of it, nothing to spare
+    assert load_target(mxfp4).experts == "packed"
+    assert load_target(mxfp4, dtype=jnp.bfloat16).experts == "fused"  # half as large
+    assert load_target(mxfp4, experts="expanded").experts == "fused"  # who asks for it gets it
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert load_target(mxfp4, dtype=jnp.bfloat16).experts == "packed"
+
+
+def test_available_memory_is_plausible() -> None:
+    assert 1 << 26 < load.available_memory_bytes() < 1 << 46
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        ({"eos_token_id": 4}, None, (4,)),
+        ({"eos_token_id": [4, 2, 4]}, None, (4, 2)),
+        ({}, None, ()),
+        ({"eos_token_id": 4}, {"eos_token_id": [200002, 199999]}, (200002, 199999)),
+        ({"eos_token_id": 4}, {"temperature": 1.0}, ()),
+    ],
+)
+def test_stop_tokens(tmp_path: Path, config: dict, generation: dict | None, expected: tuple[int, ...]) -> None:
+    directory = tmp_path / "stop"
+    save_target(directory, random_params(), CONFIG, mxfp4=False)
+    (directory / "config.json").write_text(json.dumps(render_config(CONFIG) | config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    assert load_target(directory).stop_token_ids == expected
+
+
+def test_tokenizer_files_travel(tmp_path: Path) -> None:
+    save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False, tokenizer_files={"tokenizer.json": b"{}"})
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == b"{}"
+
+
+# bad input
+
+SCALES = "model.layers.1.mlp.experts.gate_up_proj_scales"
+
+
+def drop(name: str) -> Callable[[dict, dict], None]:
+    return lambda _, tensors: tensors.pop(name)
+
+
+def put(name: str, value: np.ndarray) -> Callable[[dict, dict], None]:
+    return lambda _, tensors: tensors.update({name: value})
+
+
+def say(**values: object) -> Callable[[dict, dict], None]:
+    return lambda config, _: config.update(values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("model.layers.1.self_attn.sinks"), r"missing: model\.layers\.1\.self_attn\.sinks"),
+        (put("extra", np.zeros(1, np.float32)), "no place for: extra"),
+        (put("model.norm.weight", np.zeros(5, np.float32)), r"model\.norm\.weight has shape \[5\], expected \[96\]"),
+        (put("model.norm.weight", np.zeros(96, np.int32)), r"model\.norm\.weight has dtype int32; expected floats"),
+        (put(SCALES, np.full((5, 128, 3), 255, np.uint8)), f"{SCALES} has a scale of 255"),
+        (put(SCALES, np.zeros((5, 128, 3), np.int8)), f"{SCALES} has dtype int8; expected uint8"),
+        (say(model_type="llama"), "model_type 'llama'; expected 'gpt_oss'"),
+        (say(num_hidden_layers=1, layer_types=None), r"no place for: model\.layers\.1\."),
+        (say(num_hidden_layers=3, layer_types=None), r"missing: model\.layers\.2\."),
+        (say(quantization_config={"quant_method": "awq"}), "quantised with 'awq'"),
+        (say(swiglu_alpha=1.0), "swiglu_alpha 1.0"),
+        (say(hidden_size="wide"), "wrong kind"),
+        (say(eos_token_id="</s>"), "eos_token_id"),
+        (lambda config, _: config.pop("vocab_size"), "lacks 'vocab_size'"),
+    ],
+)
+def test_bad_input_is_named(mxfp4: Path, tmp_path: Path, change: Callable, message: str) -> None:
+    directory = changed(mxfp4, tmp_path / "bad", change)
+    with pytest.raises(InputError, match=message) as caught:
+        load_target(directory, experts="packed")
+    assert "\n" not in str(caught.value)
+
+
+def test_packed_needs_mxfp4(tmp_path: Path) -> None:
+    save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=False)
+    with pytest.raises(InputError, match="packed needs an MXFP4 checkpoint"):
+        load_target(tmp_path / "a", experts="packed")
+
+
+def test_widths_that_mxfp4_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="multiples of 32"):
+        save_target(tmp_path / "a", random_params(), CONFIG, mxfp4=True)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_diverged_model_is_not_written(tmp_path: Path) -> None:
+    params = random_params()
+    with pytest.raises(InputError, match=r"model\.norm\.weight has values that are not finite"):
+        save_target(tmp_path / "a", params.replace(norm=params.norm.at[3].set(jnp.nan)), CONFIG, mxfp4=False)
+    assert not (tmp_path / "a").exists()
+
+
+# the script of random checkpoints
+
+
+def test_random_checkpoints_are_what_their_seed_says() -> None:
+    first, again, other = (dict(random_tensors(MXFP4_CONFIG, mxfp4=True, seed=seed)) for seed in (3, 3, 4))
+    shapes = tensor_shapes(MXFP4_CONFIG, mxfp4=True)
+    assert first.keys() == shapes.keys()
+    for name, value in first.items():
+        assert value.shape == shapes[name]
+        assert value.dtype == (np.uint8 if name.endswith(("_blocks", "_scales")) else ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(value, again[name])
+        assert not np.array_equal(value, other[name])
+
+
+def test_published_geometries() -> None:
+    """FACTS' 20b shapes, and the sizes of the baselines."""
+    shapes = tensor_shapes(SIZES["20b"], mxfp4=True)
+    assert shapes["model.layers.23.self_attn.q_proj.weight"] == (4096, 2880)
+    assert shapes["model.layers.0.mlp.experts.gate_up_proj_blocks"] == (32, 5760, 90, 16)
+    assert shapes["model.layers.0.mlp.experts.down_proj_scales"] == (32, 2880, 90)
+    assert len(shapes) == 24 * 19 + 3
+    for name, millions in {"S": 11, "M": 183, "L": 1834, "20b": 20915}.items():
+        count = sum(int(np.prod(shape)) for shape in tensor_shapes(SIZES[name], mxfp4=False).values())
+        assert count / 1e6 == pytest.approx(millions, rel=0.01)

@@ -1,0 +1,135 @@
+"""What holds of the target without any reference: its ways of running agree, and rows do not touch each other."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.ops.rope import RopeConfig, Yarn
+from target.config import FULL, SLIDING, TargetConfig
+from target.model import GptOss, forward
+from target.params import TargetParams, init_params
+from tests.target.walk import WIDTH, walk
+
+CONFIG = TargetConfig(
+    hidden_size=24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=10,
+    vocab_size=53,
+    layer_types=(SLIDING, FULL),
+    sliding_window=7,
+    num_experts=5,
+    top_k=3,
+    expert_width=14,
+    swiglu_limit=2.0,
+    rms_norm_eps=1e-5,
+    max_positions=128,
+    rope=RopeConfig(10, 10000.0, Yarn(factor=4.0, original_length=16, truncate=False)),
+)
+BATCH, LENGTH = 3, 34
+# one trace for all tests: forward(params, config, [BATCH, LENGTH], ...)
+run_forward = jax.jit(forward, static_argnames=("config", "aux_layer_ids"))
+
+
+def random_params(config: TargetConfig = CONFIG, seed: int = 0) -> TargetParams:
+    """Parameters of which none is special: norms around one, biases and sinks far from zero."""
+    rng = np.random.default_rng(seed)
+
+    def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        values = 0.25 * rng.standard_normal(leaf.shape, np.float32)
+        return jnp.asarray(values + 1.0 if "norm" in jax.tree_util.keystr(path) else values)
+
+    return jax.tree_util.tree_map_with_path(one, jax.eval_shape(lambda: init_params(config, jax.random.key(0))))
+
+
+@pytest.fixture(scope="module")
+def model() -> GptOss:
+    return GptOss(random_params(), CONFIG, aux_layer_ids=(1,))
+
+
+def token_ids(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (BATCH, LENGTH)).astype(np.int32)
+
+
+def positions() -> np.ndarray:
+    return np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (BATCH, LENGTH))
+
+
+def test_the_caches_agree_with_the_whole_sequence(model: GptOss) -> None:
+    ids = token_ids()
+    logits, aux = run_forward(model.params, CONFIG, ids, positions(), aux_layer_ids=(1,))
+    checked = np.zeros((BATCH, LENGTH), bool)
+
+    def check(rows: np.ndarray, at: np.ndarray, ours: np.ndarray, hidden: np.ndarray) -> None:
+        np.testing.assert_allclose(ours, np.asarray(logits)[rows, at], atol=1e-4 * float(logits.std()))
+        np.testing.assert_allclose(hidden, np.asarray(aux)[rows, at], atol=1e-4 * float(aux.std()))
+        checked[rows, at] = True
+
+    walk(model, ids, [9, 3, 6], check, decoded=0)
+    assert checked[:, 9 : LENGTH - WIDTH].any(axis=0).all()
+
+
+def test_an_inactive_row_writes_nothing_and_changes_nobody(model: GptOss) -> None:
+    ids, lengths = jnp.asarray(token_ids()[:2]), jnp.array([12, 10], jnp.int32)
+    caches = model.init_cache(2, LENGTH, WIDTH)
+    _, caches = jax.jit(GptOss.prefill)(model, ids[:, :12], lengths, caches)
+    verify = jax.jit(GptOss.verify)
+    both, _ = verify(model, ids[:, 12 : 12 + WIDTH], lengths, caches)
+    alone, after = verify(model, ids[:, 12 : 12 + WIDTH], jnp.array([12, -1], jnp.int32), caches)
+    np.testing.assert_array_equal(alone.logits[0], both.logits[0])
+    for old, new in zip(caches, after, strict=True):
+        np.testing.assert_array_equal(new.key[1], old.key[1])
+        np.testing.assert_array_equal(new.value[1], old.value[1])
+        assert not np.array_equal(new.key[0], old.key[0])
+
+
+def test_segments_do_not_see_each_other(model: GptOss) -> None:
+    """Two documents packed into a row are the two documents, wherever the row is cut."""
+    ids, cuts = token_ids(5), [13, 1, 30]
+    starts = positions() - np.where(positions() >= np.array(cuts)[:, None], np.array(cuts)[:, None], 0)
+    segments = (positions() >= np.array(cuts)[:, None]).astype(np.int32)
+    packed, _ = run_forward(
+        model.params, CONFIG, ids, starts.astype(np.int32), segment_ids=segments, aux_layer_ids=(1,)
+    )
+    # alone: the first document is the row's beginning, the second one is moved to the beginning
+    seconds = np.stack([np.roll(row, -cut) for row, cut in zip(ids, cuts, strict=True)])
+    first, _ = run_forward(model.params, CONFIG, ids, positions(), aux_layer_ids=(1,))
+    second, _ = run_forward(model.params, CONFIG, seconds, positions(), aux_layer_ids=(1,))
+    for row, cut in enumerate(cuts):
+        apart = np.concatenate([first[row, :cut], second[row, : LENGTH - cut]])
+        np.testing.assert_allclose(packed[row], apart, atol=1e-4 * apart.std())
+
+
+def test_rings_where_they_are_smaller_and_only_there() -> None:
+    model = GptOss(random_params(), CONFIG)
+    kinds = [(cache.ring, cache.capacity) for cache in model.init_cache(1, 30, WIDTH)]
+    assert kinds == [(True, CONFIG.sliding_window + WIDTH - 1), (False, 30 + WIDTH)]
+    assert [cache.ring for cache in model.init_cache(1, 5, WIDTH)] == [False, False]
+    retained = dataclasses.replace(model, retain_full_kv=True).init_cache(1, 30, WIDTH)
+    assert [(cache.ring, cache.capacity) for cache in retained] == [(False, 34), (False, 34)]
+
+
+def test_gradients_reach_every_parameter(model: GptOss) -> None:
+    """The trainer differentiates `forward`: nothing is cut off, nothing is NaN."""
+    ids = jnp.asarray(token_ids(9))
+
+    def loss(params: TargetParams) -> jax.Array:
+        logits, _ = forward(params, CONFIG, ids, jnp.asarray(positions()))
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, :-1, 0])
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(model.params)):
+        assert np.isfinite(leaf).all(), path
+        assert np.abs(leaf).max() > 0, path
+
+
+def test_fresh_parameters_start_near_the_uniform_distribution() -> None:
+    """init_params: shapes as the config says, biases zero, and logits whose loss is close to log V."""
+    params = jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0))
+    assert params.lm_head.shape == (CONFIG.hidden_size, CONFIG.vocab_size)
+    assert not params.layers[1].moe.router_bias.any()
+    logits, _ = run_forward(params, CONFIG, token_ids(), positions(), aux_layer_ids=(1,))
+    loss = -jax.nn.log_softmax(logits).mean()
+    assert np.log(CONFIG.vocab_size) < loss < np.log(CONFIG.vocab_size) + 1.0
