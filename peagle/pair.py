@@ -76,6 +76,7 @@ class Pair:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        draft_sampling: bool = False,
         seed: int = 0,
         system: str | None = None,
         reasoning_effort: str | None = None,
@@ -97,7 +98,7 @@ class Pair:
         config = SpeculationConfig(
             num_speculative_tokens,
             capacity=self.capacity([request]),
-            sampling=SamplingConfig(temperature, top_k, top_p),
+            sampling=SamplingConfig(temperature, top_k, top_p, draft_sampling),
         )
         return Stream(self, self.engine(config, ignore_eos=ignore_eos), request)
 
@@ -255,14 +256,13 @@ def load(
     """
     from drafter.load import load_drafter
     from drafter.propose import PEagle
-    from target.load import load_target
+    from target.load import inspect_target, load_target
     from target.model import GptOss
 
     target_directory = resolve(target, "target")
     drafter_directory = drafter_path(target, drafter)
-    taps: tuple[int, ...] = ()
-    if drafter_directory is not None:
-        taps = check_fit(target_directory, drafter_directory)
+    inspect_target(target_directory)
+    taps = () if drafter_directory is None else check_fit(target_directory, drafter_directory)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, progress=progress)

@@ -114,8 +114,8 @@ class _Session:
         self.done = 0
         self.outcomes: dict[int, Outcome] = {}
         self.compile_s = 0.0
-        pair.room(config.context)
-        self.capacity = pair.capacity([self._widest(number) for number in range(len(conversations))])
+        needed = pair.capacity([self._widest(number) for number in range(len(conversations))])
+        self.capacity = needed if config.context is None else config.context
 
     def run(self) -> Run:
         interrupted = False
@@ -177,8 +177,9 @@ class _Session:
 
     def _decode_wave(self, number: int, wave: list[tuple[Request, int | None]]) -> None:
         requests = [request for request, _ in wave]
-        # an answer may come back a little longer than it was, cut into other tokens: then the room grows
-        self.capacity = max(self.capacity, self.pair.capacity(requests))
+        if self.config.context is None:
+            # an answer may come back a little longer than it was, cut into other tokens: then the room grows
+            self.capacity = max(self.capacity, self.pair.capacity(requests))
         self.observer.compiling()
         for engine in self._all_engines():
             before = engine.compile_s

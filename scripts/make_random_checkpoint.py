@@ -1,6 +1,6 @@
 """Writes a GPT-OSS checkpoint of random weights in the real layout: for speed, memory and format, not for sense.
 
-    python scripts/make_random_checkpoint.py M /tmp/gpt-oss-m --unquantized --seed 1
+    python -m scripts.make_random_checkpoint M /tmp/gpt-oss-m --unquantized --seed 1
 
 Tensors are drawn and written one after the other, so the 20b geometry (13 GB) needs the memory of one shard. Equal
 arguments give equal bytes. Scales are those of a fresh initialisation: activations stay finite and routing is spread.

@@ -41,8 +41,8 @@ def trace_lines(run: Run) -> Iterator[str]:
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """JSON text. NaN and infinity are no JSON, and a bug where they come up."""
-    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    """JSON text, ASCII, so that it can be written whatever a path or a model holds. NaN is no JSON, and a bug."""
+    return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
 def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) -> list[str]:

@@ -23,12 +23,16 @@ def run_command(settings: Settings) -> int:
     code. Raises InputError before anything is written."""
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
-    target = settings.target or DEMO
-    drafter = None if settings.command == "generate" else settings.drafter or DEMO
+    target = DEMO if settings.target is None else settings.target
+    drafter = DEMO if settings.drafter is None else settings.drafter
+    drafter = None if settings.command == "generate" else drafter
     resolve(target, "target")
     drafter_path(target, drafter)
     rendering = Rendering(
-        settings.raw_prompt, settings.system, settings.reasoning_effort, settings.date or DEFAULT_DATE
+        settings.raw_prompt,
+        settings.system,
+        settings.reasoning_effort,
+        DEFAULT_DATE if settings.date is None else settings.date,
     )
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
     conversations = _conversations(settings)

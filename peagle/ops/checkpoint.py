@@ -281,7 +281,9 @@ def _write_weights(
     held = total = 0
 
     def flush() -> None:
-        save_file(shard, directory / f"shard-{len(shards)}", metadata={"format": "pt"})
+        path = directory / f"shard-{len(shards)}"
+        save_file(shard, path, metadata={"format": "pt"})
+        path.chmod(0o666 & ~_umask())  # the library makes it its owner's alone
         shards.append(list(shard))
         shard.clear()
 

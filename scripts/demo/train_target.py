@@ -74,7 +74,7 @@ from target.config import TargetConfig
 from target.params import TargetParams, init_params
 
 PROMPT_WEIGHT = 0.25
-MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.012, 0.004, 0.05
+MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.005, 0.003, 0.05
 WARMUP_FRAC, DECAY_FRAC = 0.01, 0.6
 CHAT_FRAC = ((0.0, 0.15), (0.35, 0.15), (0.75, 0.85), (1.0, 0.9))  # (progress, share of chat rows), linear between
 ROWS = "rows"  # the name of the axis of devices

@@ -24,11 +24,9 @@ def test_forward_gives_their_logits(name: str, which: str) -> None:
     params, config = load_drafter(GOLDEN / name)
     golden = np.load(GOLDEN / name / "golden.npz")
     anchor, depth = golden[f"{which}_anchor"], golden[f"{which}_depth"]
-    rows = [golden[f"{which}_{array}"][anchor][None] for array in ("token_ids", "aux_hidden", "documents")]
-    token_ids, aux_hidden, segments = (jnp.asarray(row) for row in rows)
-    logits = forward(
-        params, config, token_ids, aux_hidden, jnp.asarray(anchor)[None], jnp.asarray(depth)[None], segments
-    )
+    rows = [golden[f"{which}_{array}"][anchor] for array in ("token_ids", "aux_hidden", "documents")]
+    segments = rows.pop()
+    logits = forward(params, config, *(jnp.asarray(row[None]) for row in (*rows, anchor, depth, segments)))
     assert depth.max() > 2
     assert segments.max() == (1 if which == "train" else 0)
     np.testing.assert_allclose(logits[0], golden[f"{which}_logits"], atol=1e-4)
@@ -51,8 +49,8 @@ def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
     num = context - prefilled
     room = ((0, 0), (0, num_drafts + 1 - num))
     fresh = Fresh(
-        token_ids=jnp.pad(jnp.asarray(token_ids[None, prefilled + 1 :]), room),
-        aux_hidden=jnp.pad(jnp.asarray(aux_hidden[None, prefilled:]), (*room, (0, 0))),
+        token_ids=jnp.asarray(np.pad(token_ids[None, prefilled + 1 :], room)),
+        aux_hidden=jnp.asarray(np.pad(aux_hidden[None, prefilled:], (*room, (0, 0)))),
         num=jnp.asarray([num]),
         first_position=jnp.asarray([prefilled]),
     )

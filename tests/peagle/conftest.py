@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import peagle.pair
 from drafter.config import DrafterConfig
@@ -24,6 +25,9 @@ from target.config import TargetConfig
 from target.load import save_target
 from target.params import init_params as init_target
 from tests.peagle.toys import MarkovTarget
+
+settings.register_profile("peagle", deadline=None, max_examples=50)  # a busy machine is no failure
+settings.load_profile("peagle")
 
 SPECIALS = ("<|startoftext|>", "<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|mask|>")
 STOP, MASK = 1, 6

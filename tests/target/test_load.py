@@ -1,5 +1,6 @@
 """Directories to parameters and back; what does not fit is refused by one line."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,11 @@ from peagle.ops.mxfp4 import dequantize, quantize
 from peagle.ops.rope import Llama3, RopeConfig, Yarn
 from scripts.make_random_checkpoint import SIZES, random_tensors
 from target import load
-from target.config import TargetConfig, parse_config, render_config
-from target.load import load_target, save_target, tensor_shapes, write_target
+from target.config import parse_config, render_config
+from target.load import inspect_target, load_target, save_target, tensor_shapes, write_target
 from tests.target.test_model import CONFIG, random_params
 
-MXFP4_CONFIG = SIZES["tiny"].__class__(
-    **{**SIZES["tiny"].__dict__, "layer_types": ("sliding_attention", "full_attention")}
-)
+MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attention", "full_attention"))
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +128,7 @@ def test_quantising_on_save_rounds_to_the_nearest(tmp_path: Path) -> None:
     ids=["plain", "llama3", "yarn"],
 )
 def test_a_config_survives(rope: RopeConfig) -> None:
-    config = TargetConfig(**{**CONFIG.__dict__, "rope": rope})
+    config = dataclasses.replace(CONFIG, rope=rope)
     assert parse_config(json.loads(json.dumps(render_config(config)))) == config
 
 
@@ -183,8 +182,8 @@ def test_the_original_layout_is_the_same_model(mxfp4: Path, tmp_path: Path) -> N
     for experts in ("packed", "expanded"):
         ours, theirs = load_target(tmp_path / "original", experts=experts), load_target(mxfp4, experts=experts)
         assert_equal(ours.params, theirs.params)
-        same = {"max_positions": theirs.config.max_positions}  # openai's config.json does not say
-        assert TargetConfig(**{**ours.config.__dict__, **same}) == theirs.config
+        # openai's config.json does not say how many positions there are
+        assert dataclasses.replace(ours.config, max_positions=theirs.config.max_positions) == theirs.config
 
 
 def test_auto_expands_on_cpu_where_it_fits(mxfp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +195,33 @@ def test_auto_expands_on_cpu_where_it_fits(mxfp4: Path, monkeypatch: pytest.Monk
     assert load_target(mxfp4, experts="expanded").experts == "fused"  # who asks for it gets it
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert load_target(mxfp4, dtype=jnp.bfloat16).experts == "packed"
+
+
+def test_progress_counts_every_byte_once(mxfp4: Path) -> None:
+    told: list[tuple[int, int]] = []
+    load_target(mxfp4, progress=lambda done, of: told.append((done, of)))
+    total = sum(value.nbytes for value in contents(mxfp4)[1].values())
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert {of for _, of in told} == {total}
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_inspecting_tells_what_loading_would_find(mxfp4: Path, tmp_path: Path, quantised: bool) -> None:
+    directory = mxfp4
+    if not quantised:
+        directory = tmp_path / "dense"
+        write_target(directory, MXFP4_CONFIG, random_tensors(MXFP4_CONFIG, mxfp4=False, seed=0), mxfp4=False)
+    files = inspect_target(directory)
+    stored = contents(directory)[1]
+    dense = tensor_shapes(MXFP4_CONFIG, mxfp4=False)
+    experts = sum(int(np.prod(shape)) for name, shape in dense.items() if name.endswith("_proj") and "mlp" in name)
+    assert (files.config, files.mxfp4) == (MXFP4_CONFIG, quantised)
+    assert files.stop_token_ids == ((7, 5) if quantised else ())
+    assert files.num_parameters == sum(int(np.prod(shape)) for shape in dense.values())
+    assert files.num_expert_parameters == experts
+    assert files.tensor_bytes == sum(value.nbytes for value in stored.values())
+    assert files.expert_tensor_bytes == (experts // 2 + experts // 32 if quantised else 2 * experts)
 
 
 def test_available_memory_is_plausible() -> None:

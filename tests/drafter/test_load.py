@@ -1,0 +1,311 @@
+"""Checkpoints: three dialects there and back, and every bad file refused in one line that names what is wrong."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from drafter.config import DrafterConfig
+from drafter.load import (
+    Dialect,
+    is_drafter_config,
+    load_drafter,
+    parse_config,
+    render_config,
+    save_drafter,
+    to_tensors,
+)
+from drafter.params import DrafterParams, init_params
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.errors import InputError
+from peagle.ops.rope import RopeConfig, Yarn
+from tests.drafter.cases import CONFIGS, random_params
+
+ONE, TWO, FOUR = CONFIGS
+Tensors = dict[str, np.ndarray]
+Edit = Callable[[dict[str, Any], Tensors], None]
+
+
+def write(
+    directory: Path, name: str = ONE, dialect: Dialect = "vllm", edit: Edit = lambda _config, _tensors: None
+) -> Path:
+    """A drafter's directory, its config and tensors edited in place before they are written."""
+    config, params = CONFIGS[name], random_params(CONFIGS[name])
+    entries = render_config(config, dialect, "float32")
+    tensors = {key: np.ascontiguousarray(value) for key, value in to_tensors(params, config, dialect).items()}
+    edit(entries, tensors)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(entries))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def refusal(directory: Path, **given: Any) -> str:
+    """The one line with which a directory is refused."""
+    with pytest.raises(InputError) as caught:
+        load_drafter(directory, **given)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.startswith(str(directory))
+    return line
+
+
+def assert_same(one: DrafterParams, other: DrafterParams) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype, jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+def cast(params: DrafterParams, dtype: Any) -> DrafterParams:
+    narrowed = jax.tree.map(
+        lambda leaf: jnp.asarray(np.asarray(leaf).astype(dtype)), params.replace(draft_to_target=None)
+    )
+    return narrowed.replace(draft_to_target=params.draft_to_target)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+@pytest.mark.parametrize("name", [ONE, TWO, FOUR])
+def test_a_drafter_comes_back_bit_for_bit(tmp_path: Path, name: str, dialect: Dialect) -> None:
+    config = CONFIGS[name]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        params = cast(random_params(config), dtype)
+        save_drafter(tmp_path / "saved", params, config, dialect)
+        loaded, loaded_config = load_drafter(tmp_path / "saved")
+        assert loaded_config == config
+        assert_same(params, loaded)
+    names = set(load_file(tmp_path / "saved" / "model.safetensors"))
+    first = {"vllm": "midlayer.", "speculators": "layers.0."}
+    assert {key for key, prefix in first.items() if any(n.startswith(prefix) for n in names)} == {dialect}
+    wide, _ = load_drafter(tmp_path / "saved", jnp.float32)
+    assert_same(cast(loaded, jnp.float32), wide)
+
+
+def test_other_rotations_and_default_taps_come_back(tmp_path: Path) -> None:
+    yarn = Yarn(factor=8.0, original_length=64, beta_fast=16.0, truncate=False, concentration=1.5)
+    base = dataclasses.replace(CONFIGS[FOUR], aux_layer_ids=None, num_taps=3)
+    for scaling in (yarn, dataclasses.replace(yarn, concentration=None), None):
+        config = dataclasses.replace(base, rope=RopeConfig(6, 1234.5, scaling))
+        for dialect in ("vllm", "speculators"):
+            save_drafter(tmp_path / "saved", random_params(CONFIGS[FOUR]), config, dialect)
+            assert parse_config(read_checkpoint(tmp_path / "saved")) == config
+
+
+@pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_each_name_of_the_mask_token_is_known(tmp_path: Path, key: str) -> None:
+    def rename(config: dict[str, Any], _tensors: Tensors) -> None:
+        config[key] = config.pop("ptd_token_id") - 1
+
+    directory = write(tmp_path, edit=rename)
+    assert load_drafter(directory)[1].mask_token_id == CONFIGS[ONE].mask_token_id - 1
+    assert is_drafter_config(json.loads((directory / "config.json").read_text()))
+    assert not is_drafter_config({"model_type": "gpt_oss"})
+
+
+def test_a_sparse_config_is_completed_by_the_tensors(tmp_path: Path) -> None:
+    """Head geometry and the taps' width are in the shapes; either name of the first layer, mask_hidden flat, no t2d,
+    a d2t of offsets."""
+
+    def strip(config: dict[str, Any], tensors: Tensors) -> None:
+        for key in (
+            "head_dim",
+            "num_key_value_heads",
+            "target_hidden_size",
+            "eagle_aux_hidden_state_layer_ids",
+            "fc_norm",
+        ):
+            del config[key]
+        config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
+        for tensor in [name for name in tensors if name.startswith("midlayer.")]:
+            tensors[tensor.replace("midlayer", "layers.0")] = tensors.pop(tensor)
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(-1)
+        del tensors["t2d"]
+        tensors["d2t"] = np.asarray([0, 0, 3] + [5] * 34)
+
+    params, config = load_drafter(write(tmp_path, edit=strip))
+    assert config == dataclasses.replace(CONFIGS[ONE], aux_layer_ids=None)
+    assert params.draft_to_target is not None
+    assert params.draft_to_target.tolist() == [0, 1, 5, *range(8, 42)]
+    assert_same(params.replace(draft_to_target=None), random_params(CONFIGS[ONE]).replace(draft_to_target=None))
+
+
+def test_taps_are_named_by_the_layer_whose_input_they_are(tmp_path: Path) -> None:
+    """FACTS 4: inputs [2, 12, 21] are outputs [1, 11, 20]."""
+
+    def edit(config: dict[str, Any], _tensors: Tensors) -> None:
+        config["eagle_aux_hidden_state_layer_ids"] = [2, 12, 21]
+
+    assert load_drafter(write(tmp_path, edit=edit))[1].aux_layer_ids == (1, 11, 20)
+
+    def nested(config: dict[str, Any], _tensors: Tensors) -> None:
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [3, 4, 9], "use_aux_hidden_state": True}
+        del config["eagle_aux_hidden_state_layer_ids"]
+
+    assert load_drafter(write(tmp_path, edit=nested))[1].aux_layer_ids == (2, 3, 8)
+
+
+def test_an_identity_map_is_no_map(tmp_path: Path) -> None:
+    def edit(_config: dict[str, Any], tensors: Tensors) -> None:
+        tensors["d2t"] = np.zeros(CONFIGS[TWO].vocab_size, np.int64)
+
+    assert load_drafter(write(tmp_path, TWO, edit=edit))[0].draft_to_target is None
+
+
+def test_what_the_target_shares_may_be_missing(tmp_path: Path) -> None:
+    """Only together with the target's own; a head is narrowed to the draft vocabulary; what is stored wins."""
+    config, params = CONFIGS[ONE], random_params(CONFIGS[ONE])
+    rng = np.random.default_rng(0)
+    embedding = rng.standard_normal((config.vocab_size, config.hidden_size)).astype(np.float32)
+    head = rng.standard_normal((config.hidden_size, config.vocab_size)).astype(np.float32)
+
+    def strip(_config: dict[str, Any], tensors: Tensors) -> None:
+        del tensors["embed_tokens.weight"], tensors["lm_head.weight"]
+
+    directory = write(tmp_path / "shared", edit=strip)
+    loaded, _ = load_drafter(directory, target_embedding=embedding, target_lm_head=jnp.asarray(head))
+    np.testing.assert_array_equal(loaded.embedding, embedding)
+    np.testing.assert_array_equal(loaded.lm_head, head[:, np.asarray(params.draft_to_target)])
+    assert "embed_tokens.weight is missing: this drafter shares" in refusal(directory)
+    assert "lm_head.weight is missing: this drafter shares" in refusal(directory, target_embedding=embedding)
+    line = refusal(directory, target_embedding=embedding[:, :-1])
+    assert "embed_tokens.weight" in line
+    assert "[61, 19] where [61, 20] is expected" in line
+    stored = write(tmp_path / "stored")
+    assert_same(load_drafter(stored, target_embedding=embedding, target_lm_head=head)[0], params)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_every_tensor_is_needed_and_every_shape_checked(tmp_path: Path, dialect: Dialect) -> None:
+    """Each tensor in turn left out, and with a row too many: refused with its name; t2d alone says nothing."""
+    names = sorted(to_tensors(random_params(CONFIGS[TWO]), CONFIGS[TWO], dialect))
+    assert len(names) == 40
+    for name in names:
+
+        def drop(_config: dict[str, Any], tensors: Tensors, name: str = name) -> None:
+            del tensors[name]
+
+        def widen(_config: dict[str, Any], tensors: Tensors, name: str = name) -> None:
+            tensors[name] = np.concatenate([tensors[name], tensors[name][:1]])
+
+        assert f"tensor {name} is missing" in refusal(write(tmp_path, TWO, dialect, drop))
+        assert name in refusal(write(tmp_path, TWO, dialect, widen))
+
+
+def test_every_tensor_has_a_place(tmp_path: Path) -> None:
+    for name in ("midlayer.self_attn.q_norm.weight", "input_norm.weight", "layers.0.norm.weight", "fc.bias"):
+
+        def add(_config: dict[str, Any], tensors: Tensors, name: str = name) -> None:
+            tensors[name] = np.ones(12, np.float32)
+
+        line = refusal(write(tmp_path, edit=add))
+        assert name.split(".")[0] in line
+    for present in (True, False):
+
+        def bias(config: dict[str, Any], tensors: Tensors, present: bool = present) -> None:
+            if present:
+                tensors["midlayer.self_attn.o_proj.bias"] = np.ones(20, np.float32)
+            else:
+                config["attention_bias"] = True
+
+        assert "midlayer.self_attn" in refusal(write(tmp_path, edit=bias))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"ptd_token_id": None}, r"no mask token; expected one of mask_token_id, pard_token, ptd_token_id"),
+        ({"mask_token_id": 4}, r"different mask tokens.*'mask_token_id': 4.*'ptd_token_id': 60"),
+        ({"ptd_token_id": 61}, r"mask token 61 lies outside 0\.\.60"),
+        ({"ptd_token_id": "sixty"}, r"wrong kind.*sixty"),
+        ({"hidden_size": ...}, r"lacks 'hidden_size'"),
+        ({"hidden_size": 21}, r"embed_tokens.weight has shape \[61, 20\].*\[61, 21\]"),
+        ({"num_attention_heads": 0}, r"num_attention_heads 0"),
+        ({"num_attention_heads": 5}, r"5 query heads do not divide among 2"),
+        ({"num_hidden_layers": 0}, r"num_layers is 0"),
+        ({"head_dim": 7}, r"head_dim is 7"),
+        ({"num_key_value_heads": 3}, r"k_proj.weight has shape \[16, 40\].*\[24, 40\]"),
+        ({"intermediate_size": 27}, r"gate_proj.weight"),
+        ({"draft_vocab_size": 62}, r"draft_vocab_size 62 exceeds its vocab_size 61"),
+        ({"target_hidden_size": 13}, r"fc.weight reads 36 values, which is not 3 taps of target_hidden_size 13"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"names 2 tapped layers \[1, 3\] but reads 3 taps"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...}, r"reads 36 values.*2 taps"),
+        ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
+        ({"norm_before_fc": True}, r"input_norm.weight is missing"),
+        ({"fc_norm": True}, r"fc_norm.0.weight is missing"),
+        ({"hidden_act": "gelu"}, r"hidden_act 'gelu', which is not supported"),
+        ({"logit_scale": 0.5}, r"logit_scale 0.5, which is not supported"),
+        ({"is_causal": False}, r"is_causal False"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, r"use_aux_hidden_state False"),
+        ({"eagle_config": 7}, r"wrong kind"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantization_config"),
+        ({"qkv_bias": True}, r"qkv_bias True beside attention_bias False"),
+        ({"layer_types": ["sliding_attention"]}, r"sliding_attention.*expected full_attention"),
+        ({"model_type": "qwen3"}, r"'qwen3'; expected 'llama'"),
+        ({"transformer_layer_config": 3}, r"transformer_layer_config is a int"),
+        ({"transformer_layer_config": {}}, r"speculators_model_type None; expected 'peagle'"),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": {}}, r"'eagle3'; expected 'peagle'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"'dynamic' is not supported"),
+    ],
+)
+def test_a_config_that_asks_for_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    def edit(config: dict[str, Any], _tensors: Tensors) -> None:
+        for key, value in changes.items():
+            if value is ...:
+                config.pop(key)
+            else:
+                config[key] = value
+
+    assert re.search(says, refusal(write(tmp_path, edit=edit)))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "says"),
+    [
+        ("d2t", np.full(37, 30), r"ids 30\.\.66; expected 0\.\.60"),
+        ("d2t", np.arange(37, 0, -1), r"37 draft ids to 1 target ids"),
+        ("d2t", None, r"d2t is missing; a draft vocabulary of 37"),
+        ("mask_hidden", np.zeros((1, 1, 20), np.float32), r"\[1, 1, 20\]; expected \[1, 1, 36\]"),
+        ("mask_hidden", np.zeros((2, 36), np.float32), r"\[2, 36\]; expected \[1, 1, 36\]"),
+        ("norm.weight", np.zeros(20, np.int32), r"norm.weight has dtype int32; expected floating-point"),
+        ("layers.0.norm.weight", np.zeros(20, np.float32), r"both midlayer\.\* and layers\.0\.\*"),
+    ],
+)
+def test_a_tensor_that_makes_no_sense_is_refused(
+    tmp_path: Path, tensor: str, value: np.ndarray | None, says: str
+) -> None:
+    def edit(_config: dict[str, Any], tensors: Tensors) -> None:
+        if value is None:
+            del tensors[tensor]
+        else:
+            tensors[tensor] = value
+
+    assert re.search(says, refusal(write(tmp_path, edit=edit)))
+
+
+def test_a_head_tied_to_the_embedding_is_refused_where_none_is_stored(tmp_path: Path) -> None:
+    def edit(config: dict[str, Any], tensors: Tensors) -> None:
+        config["tie_word_embeddings"] = True
+        tensors.pop("lm_head.weight", None)
+
+    assert "tie_word_embeddings true" in refusal(write(tmp_path, edit=edit))
+
+
+def test_the_random_start_has_every_shape_that_a_file_has(tmp_path: Path) -> None:
+    """init_params gives what save and load give back: norms one, biases zero, the lowest ids as draft vocabulary."""
+    config: DrafterConfig = CONFIGS[ONE]
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+    save_drafter(tmp_path / "saved", params, config)
+    assert_same(load_drafter(tmp_path / "saved")[0], params)
+    assert params.draft_to_target is not None
+    assert params.draft_to_target.tolist() == list(range(config.draft_vocab_size))
+    assert all((np.asarray(layer.norm) == 1).all() for layer in params.layers)

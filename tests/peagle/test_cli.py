@@ -1,0 +1,471 @@
+"""The command line: what it prints where, what it leaves behind, and what it says to what cannot work."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peagle.cli.run
+from peagle.cli import main
+from peagle.cli.display import Display
+from peagle.pair import Pair
+from tests.peagle.conftest import MASK, VOCAB_SIZE, Directories, edit_json, toy_pair
+
+Run = Callable[..., tuple[int, str, str]]
+
+# a process with the toy pair in place of a loaded one
+TOY_PROCESS = """
+import sys
+import peagle.cli.run
+from peagle.cli import main
+from tests.peagle.conftest import toy_pair
+peagle.cli.run.load = lambda *a, **b: toy_pair(None)
+sys.exit(main(sys.argv[1:]))
+"""
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: Pair) -> Run:
+    """Runs the command line in this process on the toy pair: (exit code, standard output, standard error)."""
+
+    def run(*arguments: str, pair: Pair = toy) -> tuple[int, str, str]:
+        monkeypatch.setattr(peagle.cli.run, "load", lambda *_, **__: pair)
+        code = main([*arguments[:1], "--target", "toy", *arguments[1:]])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def real(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The same, loading what is named."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+SPECULATE = ("speculate", "--drafter", "ngram", "-k", "3", "-n", "12")
+
+
+def test_text_goes_to_standard_output_and_the_summary_to_standard_error(cli: Run, toy: Pair) -> None:
+    code, out, err = cli(*SPECULATE, "Hi")
+    expected = toy.generate("Hi", max_new_tokens=12, num_speculative_tokens=0)
+    assert code == 0
+    assert out == f"{expected.text}\n"
+    for part in ("speculation", "12 tokens", "tok/s", "acceptance", "K = 3", "plain", "speed-up", "the same tokens",
+                 "compiled in", "peak memory"):  # fmt: skip
+        assert part in err
+    assert "\x1b" not in err  # no colours where no terminal is
+
+
+def test_quiet_is_the_text_alone(cli: Run) -> None:
+    code, out, err = cli(*SPECULATE, "--quiet", "Hi")
+    assert (code, err) == (0, "")
+    assert out.endswith("\n")
+
+
+def test_generate_is_plain_and_says_the_same(cli: Run) -> None:
+    _, speculated, _ = cli(*SPECULATE, "Hi")
+    code, out, err = cli("generate", "-n", "12", "Hi")
+    assert (code, out) == (0, speculated)
+    assert "acceptance" not in err
+
+
+def test_json_on_standard_output_is_alone_there(cli: Run) -> None:
+    code, out, _ = cli(*SPECULATE, "--json", "-", "--prompt-ids", "50,51")
+    value = json.loads(out)
+    assert code == 0
+    assert value["schema"] == 1
+    assert value["requests"][0]["prompt_ids"] == [50, 51]
+    assert value["config"]["target"] == "toy"
+    assert value["config"]["drafter"] == "ngram"
+    assert value["config"]["num_speculative_tokens"] == 3
+
+
+def test_files_are_written_whole_and_with_the_usual_permissions(cli: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["a", "b"]}\n{"prompt": "c"}\n{"prompt_ids": [50]}\n')
+    result, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
+    result.write_text("old")
+    arguments = ("--prompt-file", str(prompts), "--json", str(result), "--trace", str(trace), "--batch", "2")
+    code, out, err = cli(*SPECULATE, *arguments)
+    assert code == 0
+    value = json.loads(result.read_text())
+    assert [request["turn"] for request in value["requests"]] == [0, 1, None, None]
+    assert all(request["baseline"]["first_divergence"] is None for request in value["requests"])
+    assert all(request["text"] in out for request in value["requests"])
+    assert "4 requests" in err
+    steps = [json.loads(line)["request"] for line in trace.read_text().splitlines()]
+    assert sorted(steps) == steps
+    assert set(steps) == {0, 1, 2, 3}
+    fresh = tmp_path / "fresh"
+    fresh.touch()
+    assert result.stat().st_mode == fresh.stat().st_mode
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "out.json", "trace.jsonl", "fresh"}
+
+
+def test_a_link_is_followed_and_a_device_is_not_replaced(cli: Run, tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    assert cli(*SPECULATE, "--json", str(tmp_path / "link.json"), "--prompt-ids", "50")[0] == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text())["schema"] == 1
+    assert cli(*SPECULATE, "--json", os.devnull, "--prompt-ids", "50")[0] == 0
+    assert not Path(os.devnull).is_file()
+
+
+def test_logprobs_are_in_the_json(cli: Run) -> None:
+    code, out, _ = cli("generate", "-n", "4", "--logprobs", "2", "--json", "-", "--prompt-ids", "50")
+    (request,) = json.loads(out)["requests"]
+    assert code == 0
+    assert [token["id"] for token in request["logprobs"]] == request["output_ids"]
+    assert [token["top"][0][0] for token in request["logprobs"]] == request["output_ids"]
+    assert all(token["top"][0][1] == token["logprob"] for token in request["logprobs"])
+
+
+def test_without_a_tokenizer_ids_are_printed(cli: Run) -> None:
+    code, out, _ = cli(*SPECULATE, "--prompt-ids", "50", "--json", os.devnull, pair=toy_pair(None))
+    assert code == 0
+    assert len(out.split()) == 12
+    assert all(token.isdecimal() for token in out.split())
+
+
+def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(data: bytes) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return cli(*SPECULATE, "--raw-prompt", "--json", "-", "-")
+
+    piped, typed = given("größer\n".encode()), cli(*SPECULATE, "--raw-prompt", "--json", "-", "größer")
+    assert json.loads(piped[1])["requests"][0]["prompt_ids"] == json.loads(typed[1])["requests"][0]["prompt_ids"]
+    assert given(b"\xff")[0] == 2
+    assert given(b"\n")[0] == 2
+
+
+def test_no_prompt_runs_the_built_in_example(cli: Run) -> None:
+    code, out, err = cli(*SPECULATE)
+    assert code == 0
+    assert out
+    assert "def mean" in err
+
+
+def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -> None:
+    def prompt(*options: str) -> str:
+        value = json.loads(cli(*SPECULATE, "--json", "-", *options, "Hi")[1])
+        assert toy.tokenizer is not None
+        return b"".join(map(toy.tokenizer.token_bytes, value["requests"][0]["prompt_ids"])).decode()
+
+    assert "Today: 2025-08-05" in prompt()
+    told = prompt("--date", "2031-01-31", "--reasoning-effort", "low", "--system", "Be brief.")
+    assert "Today: 2031-01-31 Reasoning: low" in told
+    assert "Be brief." in told
+
+
+@pytest.mark.parametrize("batch", ["1", "2"])
+def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, batch: str) -> None:
+    shown, emitted = [], Display.emitted
+
+    def interrupt(self: Display, *arguments: Any) -> None:
+        emitted(self, *arguments)
+        shown.append(arguments)
+        if len(shown) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Display, "emitted", interrupt)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [50]}\n{"prompt_ids": [51]}\n')
+    files = ("--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace"))
+    code, out, err = cli(*SPECULATE, "--prompt-file", str(prompts), "-n", "60", "--batch", batch, *files)
+    assert code == 130
+    assert "interrupted" in err
+    assert "acceptance" in err
+    value = json.loads((tmp_path / "out.json").read_text())
+    first = value["requests"][0]
+    assert first["finish_reason"] == "interrupted"
+    assert first["text"] in out
+    assert 0 < len(first["output_ids"]) < 60
+    assert first["baseline"] is None
+    assert value["config"]["interrupted"] is True
+
+
+def refused(result: tuple[int, str, str], *parts: str) -> None:
+    """Exit code 2 and one line that says these things."""
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.startswith("peagle: error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["-k", "0", "Hi"], ["K is 0", "1 or more"]),
+        (["-k", "-3", "Hi"], ["K is -3"]),
+        (["-k", "1000", "Hi"], ["K is 1000", "382"]),
+        (["-k", "x", "Hi"], ["--num-speculative-tokens"]),
+        (["-n", "0", "Hi"], ["0 new tokens"]),
+        (["--batch", "0", "Hi"], ["batch is 0"]),
+        (["--context", "1", "Hi"], ["context is 1"]),
+        (["--context", "100000", "Hi"], ["context is 100000", "384"]),
+        (["--context", "8", "Hi there"], ["8 positions", "--context"]),
+        (["--temperature", "-1", "Hi"], ["temperature is -1"]),
+        (["--temperature", "nan", "Hi"], ["temperature is nan"]),
+        (["--top-p", "0", "Hi"], ["top-p is 0"]),
+        (["--top-k", "-1", "Hi"], ["top-k is -1"]),
+        (["--seed", "-1", "Hi"], ["seed is -1"]),
+        (["--draft-sampling", "--temperature", "1", "Hi"], ["no probabilities"]),
+        (["--date", "today", "Hi"], ["YYYY-MM-DD"]),
+        (["--reasoning-effort", "huge", "Hi"], ["huge"]),
+        (["--dtype", "int4", "Hi"], ["int4"]),
+        (["--no-such-flag", "Hi"], ["--no-such-flag"]),
+        ([""], ["the prompt is empty"]),
+        (["  \n"], ["the prompt is empty"]),
+        (["a\udc80"], ["not valid Unicode"]),
+        (["--prompt-ids", "", "--raw-prompt"], ["--prompt-ids is empty"]),
+        (["--prompt-ids", "1,x"], ["'x'"]),
+        (["--prompt-ids", f"5,{VOCAB_SIZE}"], [str(VOCAB_SIZE), f"0..{VOCAB_SIZE - 1}"]),
+        (["--prompt-ids", "-1"], ["-1", "vocabulary"]),
+        (["--prompt-ids", ",".join(["5"] * 384)], ["384 tokens", "384 positions", "at most 383"]),
+        (["--prompt-ids", "5", "Hi"], ["PROMPT and --prompt-ids"]),
+        (["--prompt-file", "absent.jsonl"], ["absent.jsonl cannot be read"]),
+        (["--prompt-ids", "5", "--system", "x"], ["--system"]),
+        (["--raw-prompt", "--system", "x", "Hi"], ["--raw-prompt"]),
+        (["--json", "/", "Hi"], ["--json / cannot be written", "directory"]),
+        (["--json", "no/such/folder/out.json", "Hi"], ["--json", "cannot be written"]),
+        (["--json", f"{__file__}/out.json", "Hi"], ["--json", "cannot be written"]),
+        (["--trace", "no/such/folder/out.json", "Hi"], ["--trace", "cannot be written"]),
+        (["--trace", "-", "Hi"], ["--trace -"]),
+        (["--trace", "same", "--json", "same", "Hi"], ["two files"]),
+    ],
+)
+def test_bad_flags_and_prompts_are_refused_in_one_line(
+    cli: Run, arguments: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = [] if {"--json", "--trace"} & set(arguments) else ["--json", "out.json", "--trace", "trace.jsonl"]
+    refused(cli("speculate", "--drafter", "ngram", *files, *arguments), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_line_of_a_prompt_file_is_named(cli: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": }\n')
+    refused(cli(*SPECULATE, "--prompt-file", str(prompts), "--json", str(tmp_path / "out")), "line 2", "not valid JSON")
+    prompts.write_text(f'{{"prompt": "a"}}\n\n{{"prompt_ids": [{VOCAB_SIZE}]}}\n')
+    refused(cli(*SPECULATE, "--prompt-file", str(prompts), "--json", str(tmp_path / "out")), "line 3", str(VOCAB_SIZE))
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_of_the_other_command_are_refused(cli: Run, real: Run) -> None:
+    refused(cli("generate", "-k", "3", "Hi"), "-k")
+    refused(cli("speculate", "--logprobs", "3", "Hi"), "--logprobs")
+    refused(cli("generate", "--logprobs", "-1", "Hi"), "logprobs is -1")
+    refused(real("nonsense"), "nonsense")
+
+
+Spoil = Callable[[Path], object]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def index(path: Path, shard: str) -> None:
+    """Weights in shards by an index that names this one."""
+    from safetensors import safe_open
+
+    with safe_open(path / "model.safetensors", framework="numpy") as weights:
+        names = list(weights.keys())
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    weight_map = dict.fromkeys(names, "a.safetensors") | {names[0]: shard}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "parts"),
+    [
+        (lambda path: (path / "config.json").unlink(), ["no config.json"]),
+        (lambda path: (path / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+        (lambda path: edit_json(path / "config.json", model_type="llama"), ["'llama'", "gpt_oss"]),
+        (lambda path: cut(path / "model.safetensors"), ["model.safetensors", "truncated"]),
+        (lambda path: (path / "model.safetensors").write_bytes(b"no"), ["model.safetensors"]),
+        (lambda path: (path / "model.safetensors").unlink(), ["no weights"]),
+        (lambda path: index(path, "b.safetensors"), ["b.safetensors", "no such file"]),
+        (lambda path: index(path, "../b.safetensors"), ["../b.safetensors", "outside"]),
+        (lambda path: edit_json(path / "config.json", num_hidden_layers=2, layer_types=None), ["no place for"]),
+        (lambda path: edit_json(path / "config.json", num_hidden_layers=4, layer_types=None), ["missing"]),
+        (lambda path: edit_json(path / "config.json", vocab_size=321), ["[320, 64]", "[321, 64]"]),
+        (lambda path: (path / "tokenizer.json").write_text("{"), ["tokenizer.json"]),
+    ],
+)
+def test_a_target_that_does_not_work_is_refused_in_one_line(
+    real: Run, directories: Directories, tmp_path: Path, spoil: Spoil, parts: list[str]
+) -> None:
+    shutil.copytree(directories.target, tmp_path / "target")
+    spoil(tmp_path / "target")
+    arguments = ("--target", str(tmp_path / "target"), "--drafter", "ngram", "--json", str(tmp_path / "out"), "Hi")
+    refused(real("speculate", *arguments), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "parts"),
+    [
+        (lambda path: (path / "config.json").unlink(), ["no config.json"]),
+        (lambda path: edit_json(path / "config.json", ptd_token_id=None), ["mask token"]),
+        (lambda path: edit_json(path / "config.json", ptd_token_id=VOCAB_SIZE), [str(VOCAB_SIZE)]),
+        (lambda path: edit_json(path / "config.json", hidden_size=48), ["48"]),
+        (lambda path: edit_json(path / "config.json", eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ["layer 8", "0..2"]),
+        (lambda path: cut(path / "model.safetensors"), ["truncated"]),
+    ],
+)
+def test_a_drafter_that_does_not_work_or_fit_is_refused_in_one_line(
+    real: Run, directories: Directories, tmp_path: Path, spoil: Spoil, parts: list[str]
+) -> None:
+    assert json.loads((directories.drafter / "config.json").read_text())["ptd_token_id"] == MASK
+    shutil.copytree(directories.drafter, tmp_path / "drafter")
+    spoil(tmp_path / "drafter")
+    pair = ("--target", str(directories.target), "--drafter", str(tmp_path / "drafter"))
+    refused(real("speculate", *pair, "--json", str(tmp_path / "out"), "Hi"), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_without_a_drafter_and_other_mixtures_are_refused(
+    real: Run, directories: Directories, tmp_path: Path
+) -> None:
+    refused(real("speculate", "--target", str(directories.target), "Hi"), "--drafter DIR, or --drafter ngram")
+    refused(real("generate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
+    drafter_as_target = ("--target", str(directories.drafter), "--drafter", "ngram")
+    refused(real("speculate", *drafter_as_target, "Hi"), "'llama'")
+    shutil.copytree(directories.target, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    refused(real("speculate", "--target", str(tmp_path / "bare"), "--drafter", "ngram", "Hi"), "--prompt-ids")
+
+
+def test_speculation_and_plain_decoding_of_a_real_pair_agree(real: Run, directories: Directories) -> None:
+    """From files to text, both commands; the second one also says how likely each token was."""
+    common = ("--target", str(directories.target), "-n", "24", "--ignore-eos", "--json", "-", "hello")
+    code, out, err = real("speculate", "--drafter", str(directories.drafter), "-k", "3", *common)
+    assert (code, "the same tokens" in err) == (0, True)
+    (fast,) = json.loads(out)["requests"]
+    code, out, _ = real("generate", "--logprobs", "3", *common)
+    (plain,) = json.loads(out)["requests"]
+    assert code == 0
+    assert fast["output_ids"] == plain["output_ids"] == fast["baseline"]["output_ids"]
+    assert fast["text"] == plain["text"]
+    assert [token["top"][0][0] for token in plain["logprobs"]] == plain["output_ids"]
+    assert all(token["logprob"] <= 0 for token in plain["logprobs"])
+
+
+def test_info_tells_what_checkpoints_are_and_whether_they_fit(real: Run, directories: Directories) -> None:
+    target, drafter = str(directories.target), str(directories.drafter)
+    for names in ((target, drafter), (drafter, target)):
+        code, out, err = real("info", *names)
+        assert (code, err) == (0, "")
+        for part in ("GPT-OSS target", "P-EAGLE drafter", "MXFP4", "They fit", "layers 0, 1, 2", "stop tokens"):
+            assert part in out
+    assert "They fit" not in real("info", target)[1]
+    assert f"{(directories.target / 'model.safetensors').stat().st_size / 1e3:.1f} kB" in real("info", target)[1]
+
+
+def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories, pair: Pair) -> None:
+    """Parameters and cache bytes are those of the loaded model."""
+    import jax
+
+    from peagle.ops.kv_cache import cache_bytes
+
+    lines = dict(line.strip().split("  ", 1) for line in real("info", str(directories.target))[1].splitlines()[1:-1])
+    params = pair.plain_target.params  # type: ignore[attr-defined]
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert f"{count:,}," in lines["parameters"]
+    assert f"expanded {4 * count / 1e3:.1f} kB float32" in lines["in memory"]
+    cache = jax.eval_shape(lambda: pair.plain_target.init_cache(1, 1000 - 8, 8))
+    assert f"{cache_bytes(cache[1]) / 1e3:.1f} kB float32" in lines["KV cache per 1,000 positions"]
+    assert f"{cache_bytes((cache[0], cache[2])) / 1e3:.1f} kB float32" in lines["KV rings, once per row"]
+
+
+def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_path: Path) -> None:
+    target, drafter = str(directories.target), str(directories.drafter)
+    code, out, err = real("info", target, target)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "both targets" in err
+    refused(real("info", target, drafter, target), "3 directories")
+    refused(real("info", str(tmp_path)), "no config.json")
+    shutil.copytree(directories.drafter, tmp_path / "other")
+    edit_json(tmp_path / "other" / "config.json", eagle_aux_hidden_state_layer_ids=[1, 2, 9])
+    code, out, err = real("info", target, str(tmp_path / "other"))
+    assert code == 2
+    assert "They fit" not in out
+    assert "layer 8" in err
+
+
+def process(*arguments: str, code: str = TOY_PROCESS, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    """Also measured: half a second of processor time, with the interpreter's start."""
+    code = """
+import sys, time
+from peagle.cli import main
+assert main(sys.argv[1:]) == 0
+heavy = {"jax", "numpy", "transformers", "flax", "safetensors"} & set(sys.modules)
+print(sorted(heavy), time.process_time(), file=sys.stderr)
+"""
+    for arguments, expected in ((["--help"], "speculate"), (["speculate", "--help"], "--prompt-file")):
+        seconds = []
+        for _ in range(2):
+            out, err = process(*arguments, code=code).communicate()
+            heavy, taken = err.decode().strip().rsplit(" ", 1)
+            assert heavy == "[]"
+            assert expected in out.decode()
+            seconds.append(float(taken))
+            if seconds[-1] < 0.5:
+                break
+        assert min(seconds) < 0.5
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "300", "-q")
+    running = process(*arguments)
+    assert running.stdout is not None
+    assert running.stderr is not None
+    assert running.stdout.read(2)
+    running.stdout.close()
+    assert running.stderr.read() == b""
+    assert running.wait() == 141
+
+
+def test_ctrl_c_in_a_process_leaves_130() -> None:
+    slow = (
+        "import time\nimport peagle.cli.display as d\nd.Display.finished = lambda *_: None\nshow = d.Display.emitted\n"
+    )
+    slow += "d.Display.emitted = lambda *a: (show(*a), time.sleep(0.1))\n"
+    arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "380", "-k", "1")
+    running = process(*arguments, code=slow + TOY_PROCESS)
+    assert running.stdout is not None
+    assert running.stdout.read(2)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate()
+    assert running.returncode == 130
+    assert b"Traceback" not in err
+    assert b"finish: interrupted" in err

@@ -1,0 +1,206 @@
+"""Loading a pair and running it from Python; what does not fit together is refused with both sides named."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import peagle
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.generate import Request
+from peagle.ops.errors import InputError
+from peagle.pair import Pair, check_fit, drafter_path, load, resolve
+from peagle.prompts import Rendering, from_ids
+from tests.peagle.conftest import (
+    DRAFTER,
+    MAX_POSITIONS,
+    STOP,
+    TARGET,
+    VOCAB_SIZE,
+    Directories,
+    edit_json,
+    toy_pair,
+    write_drafter,
+    write_target,
+)
+
+
+def test_the_names_of_the_package_are_those_of_their_modules() -> None:
+    assert peagle.load is load
+    assert peagle.Pair is Pair
+    assert set(peagle.__all__) <= set(dir(peagle))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = peagle.nothing
+
+
+def test_a_loaded_pair_streams_what_plain_decoding_says(pair: Pair) -> None:
+    """The real target and drafter: text comes in pieces, and speculation changes no token."""
+    stream = pair.stream("hello", max_new_tokens=24, num_speculative_tokens=3, ignore_eos=True)
+    pieces = list(stream)
+    plain = pair.generate("hello", max_new_tokens=24, num_speculative_tokens=0, ignore_eos=True)
+    assert "".join(pieces) == stream.result.text
+    assert stream.result.output_ids == plain.output_ids
+    assert len(set(plain.output_ids)) > 5  # not stuck
+    assert stream.result.acceptance_length is not None
+    assert plain.acceptance_length is None
+    assert stream.result.tok_per_s is not None
+    assert stream.result.finish_reason == "length"
+
+
+def test_a_pair_knows_what_was_loaded(pair: Pair) -> None:
+    assert pair.stop_token_ids == (STOP,)
+    assert pair.max_positions == MAX_POSITIONS
+    assert pair.dtype == "float32"  # tests run on CPU
+    assert pair.target.vocab_size == VOCAB_SIZE
+    assert getattr(pair.target, "aux_layer_ids", None) == DRAFTER.aux_layer_ids
+    assert getattr(pair.plain_target, "aux_layer_ids", None) == ()
+
+
+def test_a_stream_says_so_far_and_then_all(toy: Pair) -> None:
+    stream = toy.stream([50], max_new_tokens=12, num_speculative_tokens=3)
+    assert stream.result.output_ids == ()
+    first = next(stream)
+    assert stream.result.finish_reason == "interrupted"
+    assert stream.result.text == first
+    rest = list(stream)
+    assert stream.result.text == first + "".join(rest)
+    assert stream.result.finish_reason == "length"
+
+
+def test_without_a_tokenizer_a_stream_shows_ids() -> None:
+    stream = toy_pair(None).stream([50], max_new_tokens=5, num_speculative_tokens=2)
+    assert "".join(stream).split() == list(map(str, stream.result.output_ids))
+
+
+def test_without_a_drafter_a_pair_decodes_plainly(toy: Pair) -> None:
+    alone = dataclasses.replace(toy, drafter=None, _engines={})
+    assert alone.generate([50], max_new_tokens=5).output_ids == toy.generate([50], max_new_tokens=5).output_ids
+    with pytest.raises(InputError, match="no drafter"):
+        alone.stream([50], num_speculative_tokens=2)
+
+
+def test_the_default_k_is_the_pairs(toy: Pair) -> None:
+    best = dataclasses.replace(toy, default_num_speculative_tokens=5, _engines={})
+    assert best.generate([50], max_new_tokens=4).num_speculative_tokens == 5
+
+
+def test_capacity_is_the_smallest_multiple_of_128_that_holds_it(toy: Pair) -> None:
+    def capacity(prompt: int, budget: int) -> int:
+        return toy.capacity([Request(0, (5,) * prompt, budget)])
+
+    assert [capacity(100, 28), capacity(100, 29), capacity(1, 1)] == [128, 256, 128]
+    assert capacity(300, 80) == MAX_POSITIONS  # 384 is a multiple, and all there is
+    assert toy.capacity([Request(0, (5,), 1), Request(1, (5,) * 200, 10)]) == 256
+
+
+def test_equal_shapes_share_an_engine(toy: Pair) -> None:
+    config = SpeculationConfig(3, capacity=128)
+    assert toy.engine(config) is toy.engine(SpeculationConfig(3, capacity=128))
+    assert toy.engine(config) is not toy.engine(config, ignore_eos=True)
+    assert toy.engine(config, ignore_eos=True).stop_token_ids == ()
+
+
+@pytest.mark.parametrize("k", [MAX_POSITIONS - 1, MAX_POSITIONS + 5])
+def test_a_k_beyond_the_positions_is_refused(toy: Pair, k: int) -> None:
+    with pytest.raises(InputError, match=f"K is {k}; expected at most {MAX_POSITIONS - 2}"):
+        toy.stream([50], num_speculative_tokens=k)
+
+
+def test_drafts_without_probabilities_are_not_sampled(toy: Pair) -> None:
+    config = SpeculationConfig(2, sampling=SamplingConfig(temperature=1.0, draft_sampling=True))
+    with pytest.raises(InputError, match="no probabilities"):
+        toy.engine(config)
+
+
+def test_sampled_drafts_come_from_a_drafter_with_logits(pair: Pair) -> None:
+    config = SpeculationConfig(2, sampling=SamplingConfig(temperature=1.0, draft_sampling=True))
+    assert getattr(pair.engine(config).drafter, "deterministic", None) is False
+    assert getattr(pair.drafter, "deterministic", None) is True
+
+
+def test_prompts_are_checked_against_the_model(toy: Pair) -> None:
+    def ask(ids: list[int], **options: int) -> Request:
+        return toy.request(from_ids(ids), [], Rendering(), **{"max_new_tokens": 10, **options})
+
+    assert ask([5] * (MAX_POSITIONS - 4)).max_new_tokens == 4
+    assert ask([5] * 5, context=8).max_new_tokens == 3
+    for ids, options, what in (
+        ([VOCAB_SIZE], {}, "outside the target's vocabulary"),
+        ([5] * MAX_POSITIONS, {}, f"the model has {MAX_POSITIONS} positions"),
+        ([5] * 8, {"context": 8}, "raise --context"),
+        ([5], {"context": MAX_POSITIONS + 1}, "context is"),
+        ([5], {"max_new_tokens": 0}, "expected 1 or more"),
+        ([5], {"seed": -1}, "seed"),
+    ):
+        with pytest.raises(InputError, match=what):
+            ask(ids, **options)
+
+
+def test_names_stand_for_the_demo_and_for_directories(directories: Directories) -> None:
+    assert resolve(str(directories.target), "target") == directories.target
+    assert drafter_path("anything", None) is None
+    assert drafter_path("anything", "ngram") is None
+    with pytest.raises(InputError, match="give --drafter DIR, or --drafter ngram"):
+        drafter_path(directories.target, "demo")
+
+
+def test_a_pair_that_fits_has_the_drafters_taps(directories: Directories) -> None:
+    assert check_fit(directories.target, directories.drafter) == DRAFTER.aux_layer_ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"target_hidden_size": 32}, ("32", "64", "hidden states")),
+        ({"vocab_size": 300, "draft_vocab_size": 300}, ("300", str(VOCAB_SIZE), "vocabulary")),
+        ({"aux_layer_ids": (0, 1, 3)}, ("layer 3", "0..2")),
+        ({"aux_layer_ids": None}, ("no default taps", "eagle_aux_hidden_state_layer_ids")),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(
+    directories: Directories, tmp_path: Path, changes: dict[str, object], what: tuple[str, ...]
+) -> None:
+    write_drafter(tmp_path / "other", dataclasses.replace(DRAFTER, **changes))  # type: ignore[arg-type]
+    with pytest.raises(InputError) as caught:
+        load(directories.target, tmp_path / "other")
+    assert all(part in str(caught.value) for part in what)
+    if changes.get("aux_layer_ids", 0) is not None:
+        assert str(directories.target) in str(caught.value)
+        assert str(tmp_path / "other") in str(caught.value)
+
+
+def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
+    deep = dataclasses.replace(TARGET, layer_types=TARGET.layer_types * 3)
+    write_target(tmp_path / "deep", deep)
+    write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
+    write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
+    assert check_fit(tmp_path / "deep", tmp_path / "three") == (1, 3, 5)
+    with pytest.raises(InputError, match=r"reads 2 taps .* 3 taps \[1, 3, 5\]"):
+        check_fit(tmp_path / "deep", tmp_path / "two")
+
+
+def test_loading_tells_how_far_it_is(directories: Directories) -> None:
+    told: list[tuple[int, int]] = []
+    load(directories.target, None, progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1][0] == told[-1][1]
+
+
+def test_dtype_and_experts_are_as_asked(directories: Directories) -> None:
+    packed = load(directories.target, None, dtype="bfloat16", experts="packed")
+    assert (packed.dtype, packed.experts) == ("bfloat16", "packed")
+    embedding = packed.plain_target.params.embedding  # type: ignore[attr-defined]
+    assert embedding.dtype == np.dtype("bfloat16")
+
+
+def test_stop_tokens_come_from_generation_config_and_else_from_config(directories: Directories, tmp_path: Path) -> None:
+    shutil.copytree(directories.target, tmp_path / "target")
+    edit_json(tmp_path / "target" / "generation_config.json", eos_token_id=[3, 4])
+    assert load(tmp_path / "target", None).stop_token_ids == (3, 4)
+    (tmp_path / "target" / "generation_config.json").unlink()
+    edit_json(tmp_path / "target" / "config.json", eos_token_id=5)
+    assert load(tmp_path / "target", None).stop_token_ids == (5,)
+    edit_json(tmp_path / "target" / "config.json", eos_token_id=None)
+    assert load(tmp_path / "target", None).stop_token_ids == ()

@@ -1,0 +1,126 @@
+"""Who may import whom (DESIGN): peagle.ops <- target, drafter <- peagle's roots; the rest of peagle knows itself."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("peagle", "target", "drafter")
+OURS = (*PACKAGES, "scripts", "tests", "results")
+# where the parts are put together: the commands, and what they and `import peagle` share, the pair
+ROOTS = ("peagle.cli", "peagle.pair")
+# what `import peagle` shows people; it stands on the pair, and the engine does not
+FRONT = ("peagle", "peagle.session")
+# torch and transformers' models are oracles of the tests; pickle runs code
+NEVER = ("torch", "pickle", "cloudpickle", "dill", "joblib")
+
+
+def module_name(path: Path) -> str:
+    """peagle/ops/norm.py -> peagle.ops.norm; peagle/ops/__init__.py -> peagle.ops."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Every module that the source imports, inside functions too, by statement or by import_module of a literal."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def is_in(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def allowed(importer: str, name: str) -> bool:
+    """Whether one of our modules may import a name."""
+    if is_in(name, *NEVER):
+        return False
+    if is_in(name, "drafter.train"):  # training is never part of inference
+        return is_in(importer, "drafter.train", *ROOTS)
+    if not is_in(name, *OURS):
+        return True
+    if is_in(importer, "peagle.ops"):
+        return is_in(name, "peagle.ops") or name == "peagle"
+    if is_in(importer, "target", "drafter"):
+        return is_in(name, importer.split(".")[0], "peagle.ops") or name == "peagle"
+    if is_in(importer, *ROOTS):
+        return is_in(name, *PACKAGES)
+    return is_in(name, "peagle") and (not is_in(name, *ROOTS) or (importer in FRONT and is_in(name, "peagle.pair")))
+
+
+def violations(path: Path, source: str) -> list[str]:
+    importer = module_name(path)
+    names = imported(source, importer, path.name == "__init__.py")
+    return [f"{importer} imports {name}" for name in names if not allowed(importer, name)]
+
+
+def sources() -> list[Path]:
+    return sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def test_every_file_keeps_the_order() -> None:
+    assert len(sources()) > 20
+    found = [line for path in sources() for line in violations(path, (ROOT / path).read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("peagle/ops/norm.py", "import target.config"),
+        ("peagle/ops/norm.py", "from peagle import config"),
+        ("peagle/ops/norm.py", "from ..config import SpeculationConfig"),
+        ("target/model.py", "from drafter import params"),
+        ("target/model.py", "def f():\n    from peagle.config import SamplingConfig"),
+        ("target/model.py", "from peagle import state"),
+        ("drafter/model.py", "import target"),
+        ("drafter/model.py", "from drafter.train import loop"),
+        ("drafter/model.py", "from .train import loop"),
+        ("drafter/train/loop.py", "from peagle.generate import generate"),
+        ("peagle/generate.py", "from target.model import GptOss"),
+        ("peagle/generate.py", "import importlib\nimportlib.import_module('drafter.model')"),
+        ("peagle/generate.py", "from peagle.cli import main"),
+        ("peagle/generate.py", "from peagle.pair import load"),
+        ("peagle/__init__.py", "from target.model import GptOss"),
+        ("peagle/session.py", "from target.model import GptOss"),
+        ("peagle/session.py", "from peagle.cli import main"),
+        ("peagle/cli.py", "from scripts import sweep_acceptance"),
+        ("peagle/cli.py", "import tests.conftest"),
+        ("target/load.py", "import torch.nn"),
+        ("target/load.py", "import pickle"),
+    ],
+)
+def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
+    assert violations(Path(path), source)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("peagle/ops/norm.py", "import jax\nfrom peagle.ops import mask"),
+        ("peagle/ops/expert_matmul/api.py", "from . import reference"),
+        ("target/model.py", "from peagle.ops.norm import rms_norm\nfrom .params import TargetParams"),
+        ("drafter/train/loop.py", "import optax\nfrom drafter.model import forward\nfrom . import loss"),
+        ("peagle/generate.py", "from peagle.step import step"),
+        ("peagle/__init__.py", "from peagle.pair import load"),
+        ("peagle/pair.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),
+        ("peagle/cli.py", "from target.load import load_target\nimport drafter.train.loop, peagle.generate"),
+        ("peagle/cli/speculate.py", "from target import load"),
+    ],
+)
+def test_what_keeps_it_is_not(path: str, source: str) -> None:
+    assert not violations(Path(path), source)
