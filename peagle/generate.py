@@ -126,8 +126,8 @@ class Engine:
             raise InputError(f"{request.max_new_tokens} new tokens asked for; expected 1 or more")
         if len(prompt) + request.max_new_tokens > capacity:
             raise InputError(
-                f"{name} has {len(prompt)} tokens and {request.max_new_tokens} new ones are asked for, but the context holds "
-                f"{capacity}: shorten one of them or raise the context"
+                f"{name} has {len(prompt)} tokens and {request.max_new_tokens} new ones are asked for, but the context "
+                f"holds {capacity}: shorten one of them or raise the context"
             )
 
     def warm_up(self, requests: Sequence[Request]) -> None:

@@ -30,8 +30,8 @@ def apply() -> None:
         return
     if _backend_started():
         raise MiscompilingJaxError(
-            f"JAX was started before peagle was imported, and jaxlib {AFFECTED_JAXLIB} silently miscomputes reductions on "
-            f"CPU (jax issue 39103). Import peagle (or target, drafter) before the first JAX computation, set "
+            f"JAX was started before peagle was imported, and jaxlib {AFFECTED_JAXLIB} silently miscomputes reductions "
+            f"on CPU (jax issue 39103). Import peagle (or target, drafter) before the first JAX computation, set "
             f"XLA_FLAGS={FLAG} in the environment, or install another jaxlib."
         )
     os.environ["XLA_FLAGS"] = f"{flags} {FLAG}".strip()

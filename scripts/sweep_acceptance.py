@@ -172,13 +172,13 @@ def page(title: str, sweep: Sweep, rows: list[dict[str, Any]], origin: dict[str,
         f"`{command}`",
         "",
         f"{sample['num_outputs']} prompts ({'raw' if sweep.raw_prompts else 'chat template'}), at most "
-        f"{sweep.max_new_tokens} new tokens, temperature {sweep.temperature:g}, {sweep.repeats} repeat(s), batch 1, float32; "
-        f"{origin['cpu']}, {origin['num_threads']} threads, {origin['device']['platform']}; jaxlib "
+        f"{sweep.max_new_tokens} new tokens, temperature {sweep.temperature:g}, {sweep.repeats} repeat(s), batch 1, "
+        f"float32; {origin['cpu']}, {origin['num_threads']} threads, {origin['device']['platform']}; jaxlib "
         f"{origin['packages']['jaxlib']}; {origin['time']}.",
         "",
         f"Plain outputs: {100 * sample['finished_frac']:.0f} % end by themselves; "
-        f"{sample['num_outputs'] - sample['num_outputs_without_loops']} of {sample['num_outputs']} loop (repeated-4-gram "
-        "share above 0.3).",
+        f"{sample['num_outputs'] - sample['num_outputs_without_loops']} of {sample['num_outputs']} loop "
+        "(repeated-4-gram share above 0.3).",
         "",
         "| K | acceptance length (95 %) | without loops (95 %) | per position | ms a step | tok/s | speed-up, pooled "
         "(range of repeats) | speed-up, median of prompts (95 %) | outputs equal to plain |",

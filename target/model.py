@@ -37,20 +37,14 @@ def forward(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     aux_layer_ids: Sequence[int] = (),
+    attend: Attend | None = None,
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"]]:
     """(logits [B, T, V], aux_hidden [B, T, len(aux_layer_ids) * D]) of whole sequences, without a cache.
 
-    Each row attends causally by position within its own segment, if segments are given.
+    Each row attends causally by position within its own segment, if segments are given. A trainer may bring its own
+    form of that attention as `attend`.
     """
-    windows = set(map(config.window, range(config.num_layers)))
-    masks = {window: causal_mask(positions, positions, window) for window in windows}
-    if segment_ids is not None:
-        same = segment_ids[:, :, None] == segment_ids[:, None, :]
-        masks = {window: mask & same for window, mask in masks.items()}
-
-    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return attention(query, key, value, masks[config.window(layer)], p.sinks)
-
+    attend = attend or _attend_within(config, positions, segment_ids)
     x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
     return _logits(params, config, x), aux_hidden
 
@@ -87,15 +81,14 @@ def prefill(
     width = token_ids.shape[1]
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], token_ids.shape)
     real = positions < lengths[:, None]
-    windows = set(map(config.window, range(config.num_layers)))
-    masks = {window: causal_mask(positions, positions, window) for window in windows}
+    within = _attend_within(config, positions)
     written = list(caches)
 
     def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         cache = caches[layer]
         kept = real & (positions >= lengths[:, None] - cache.capacity) if cache.ring else real
         written[layer] = write_kv(cache, key, value, jnp.where(kept, positions, -1))
-        return attention(query, key, value, masks[config.window(layer)], p.sinks)
+        return within(layer, p, query, key, value)
 
     x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
@@ -132,6 +125,21 @@ def verify(
 
     x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
     return _logits(params, config, x), aux_hidden, tuple(written)
+
+
+def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None = None) -> Attend:
+    """Attention among the rows of one pass: causal by position, by each layer's window, and within segments."""
+    masks = {
+        window: causal_mask(positions, positions, window) for window in map(config.window, range(config.num_layers))
+    }
+    if segment_ids is not None:
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        masks = {window: mask & same for window, mask in masks.items()}
+
+    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(query, key, value, masks[config.window(layer)], p.sinks)
+
+    return attend
 
 
 def _run_layers(

@@ -1,12 +1,12 @@
 """Build the demo pair from nothing, in one command; resumable.
 
-    python -m scripts.demo.build --work DIR [--target-tokens 7000000] [--drafter-minutes 25]
+    python -m scripts.demo.build --work DIR [--target-tokens 4500000] [--drafter-minutes 25]
 
 Stages, each a folder of `--work`: corpus, tokenizer, dataset, target (training), pair/target (the checkpoint),
 written (the target's own answers), drafter (training), pair/drafter. A stage that is done is not done again, a
 training that was cut off goes on. With --install the pair, its held-out prompts and its card replace those in
-peagle/demo. About two hours on two cores; the result is the same within noise (the number of drafter steps depends on
-the machine's speed unless --drafter-steps fixes it).
+peagle/demo. About an hour and a half on two cores; the result is the same within noise (the number of drafter steps
+depends on the machine's speed unless --drafter-steps fixes it).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
-    parser.add_argument("--target-tokens", type=int, default=7_000_000, help="tokens the target is trained on")
+    parser.add_argument("--target-tokens", type=int, default=4_500_000, help="tokens the target is trained on")
     parser.add_argument("--drafter-minutes", type=float, default=25, help="about how long the drafter is trained")
     parser.add_argument("--drafter-steps", type=int, help="instead: exactly so many steps")
     parser.add_argument("--install", action="store_true", help="put the result into peagle/demo")

@@ -25,36 +25,35 @@ A GPT-OSS-architecture target and its P-EAGLE drafter, small enough to ship ({me
 CPU cores. The task: the user gives a Python signature with its docstring, the assistant writes the body. Raw
 continuation of Python source works, too. It is a demonstration of the toolkit, not a useful programmer.
 
-| | |
-|---|---|
-| target | {target_parameters:.2f} M parameters: hidden {hidden}, {layers} layers (sliding window {window} / full), {heads} query and \
-{kv_heads} key/value heads of {head_dim}, {experts} experts top-{top_k} of width {expert_width}, vocabulary {vocab};
-experts MXFP4, \\ the rest bfloat16 |
-| drafter | P-EAGLE, {drafter_layers} layers of the same width, taps at the outputs of layers {taps}; bfloat16 |
-| tokenizer | byte-level BPE, harmony-style chat template |
-| licence of the text | the Python Software Foundation License and those of the packages below; the weights are derived from it |
+- Target: {target_parameters:.2f} M parameters; hidden {hidden}, {layers} layers (sliding window {window} / full),
+  {heads} query and {kv_heads} key/value heads of {head_dim}, {experts} experts top-{top_k} of width {expert_width},
+  vocabulary {vocab}. Experts MXFP4, the rest bfloat16.
+- Drafter: P-EAGLE, {drafter_layers} layers of the same width, taps at the outputs of layers {taps}; bfloat16.
+- Tokenizer: byte-level BPE with a harmony-style chat template.
+- Licence of the text: the Python Software Foundation License and those of the packages below.
 
 ## Data
 
 {counts[raw_train]} source files ({raw_megabytes:.1f} MB) and {counts[chat_train]} functions with docstrings as chat,
-from Python's \\ standard library and these packages: {packages}. Held out, whole: the standard library's
-{num_held_out} modules {held_out}. \\ `heldout_prompts.jsonl` are {counts[heldout_prompts]} functions of them; no
-training function has a held-out function's body.
+from Python's standard library and these packages: {packages}.
+
+Held out, whole: the standard library's {num_held_out} modules {held_out}. `heldout_prompts.jsonl` are
+{counts[heldout_prompts]} functions of them; no training function has a held-out function's body.
 
 ## Recipe and losses
 
-Target: {target_tokens:.2f} M tokens in rows of {width}, {target_minutes:.0f} minutes, Muon for matrices and Adam for
-the rest, raw \\ text first, chat while the learning rate decays. Held-out nats per token, of the checkpoint that ships
-(float32 before rounding to \\ MXFP4): raw {raw_loss:.3f} ({raw_loss_before:.3f}), chat {chat_loss:.3f}
-({chat_loss_before:.3f}).
+Target: {target_tokens:.2f} M tokens in rows of {width}, {target_minutes:.0f} minutes, Muon for matrices (rate
+{muon_rate}) and Adam for the rest ({adam_rate}), raw text first, chat while the learning rate decays. Held-out nats per
+token, of the checkpoint that ships (in brackets float32, before rounding to MXFP4): raw {raw_loss:.3f}
+({raw_loss_before:.3f}), chat {chat_loss:.3f} ({chat_loss_before:.3f}).
 
 Drafter: {drafter_steps} steps of {rows_per_step} rows on {written_tokens:.2f} M tokens that the target wrote itself
-(greedy), \\ {drafter_minutes:.0f} minutes; conditional-on-depth sampling with K_train = {k_train}, r = {cod_ratio};
-labels half the target's \\ distribution, half its argmax. Agreement with the target's argmax by depth, teacher-forced,
-at the end: {hits}.
+(greedy), {drafter_minutes:.0f} minutes; conditional-on-depth sampling with K_train = {k_train}, r = {cod_ratio}; labels
+half the target's distribution, half its argmax. Agreement with the target's argmax by depth, teacher-forced, at the
+end: {hits}.
 
-Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about two hours on
-two cores; \\ resumable).
+Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about an hour and a
+half on two cores; resumable).
 
 ## Acceptance
 
@@ -63,8 +62,7 @@ two cores; \\ resumable).
 ## Limits
 
 The target saw {target_tokens:.1f} M tokens: it writes short, plausible bodies that are often wrong, and some outputs
-fall into \\ repetition, which flatters acceptance; that is why the figures without looping outputs stand beside the
-others.
+fall into repetition, which flatters acceptance; that is why the figures without looping outputs stand beside the others.
 """
 
 
@@ -90,8 +88,8 @@ def acceptance_text(sweep: Path | None) -> str:
     run = json.loads((sweep / "run.json").read_text(encoding="utf-8"))
     rows = [row for row in run["rows"] if row["k"]]
     lines = [
-        f"Greedy, {rows[0]['num_outputs']} held-out prompts, chat template; {rows[0]['num_outputs_without_loops']} outputs do "
-        f"not loop. Everything: results/{sweep.name}.",
+        f"Greedy, {rows[0]['num_outputs']} held-out prompts, chat template; {rows[0]['num_outputs_without_loops']} "
+        f"outputs do not loop. Everything: results/{sweep.name}.",
         "",
         "| K | acceptance length | without loops | speed-up over plain (CPU, median of prompts) |",
         "|---|---|---|---|",
@@ -151,6 +149,8 @@ def card(work: Path, sweep: Path | None) -> str:
         target_tokens=target_run["tokens"] / 1e6,
         width=target_run["width"],
         target_minutes=minutes(target_log),
+        muon_rate=target_run["muon_rate"],
+        adam_rate=target_run["adam_rate"],
         raw_loss=loss["raw"],
         raw_loss_before=before["heldout_raw"],
         chat_loss=loss["chat"],

@@ -9,8 +9,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from target.config import TargetConfig
+from target.model import Attend
+from target.params import AttentionParams
+
 BLOCK = 128
 MASKED = -1e30
+
+
+def attend_packed(config: TargetConfig, segment_ids: Int[Array, "B T"]) -> Attend:
+    """What `target.model.forward` takes as `attend` for packed rows."""
+
+    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return packed_attention(query, key, value, segment_ids, p.sinks, config.window(layer))
+
+    return attend
 
 
 def packed_attention(

@@ -38,6 +38,7 @@ from drafter.train.loss import chain_loss
 from peagle.ops.rope import RopeConfig
 from scripts.demo.checkpoint import load_tree, save_tree
 from scripts.demo.dataset import TEXT, WIDTH
+from scripts.demo.packed_attention import attend_packed
 from scripts.demo.tokenizer import MASK
 from scripts.demo.train_target import ROWS, Every, devices, log, positions_of, replicated
 from target import model as target_model
@@ -49,7 +50,7 @@ TAPS = (1, 4, 7)
 COD = Cod(depth=8, ratio=0.8, min_ratio=0.2)
 BATCH_ROWS = 8
 RAW_EVERY = 8  # one row in so many is raw text
-MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.006, 0.002, 0.02
+MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.004, 0.0015, 0.02
 WARMUP_FRAC, DECAY_FRAC = 0.02, 0.6
 LOG_EVERY, SAVE_SECONDS = 20, 180.0
 SEED = 0
@@ -191,7 +192,7 @@ def loss_of_row(
         recipe.target_config,
         row.token_ids,
         row.positions,
-        segment_ids=row.segment_ids,
+        attend=attend_packed(recipe.target_config, row.segment_ids),
         aux_layer_ids=TAPS,
     )
     logits, aux_hidden = jax.lax.stop_gradient((logits, aux_hidden))

@@ -43,6 +43,7 @@ TUNED = {
     "JAX_NUM_CPU_DEVICES": str(device_count(os.cpu_count())),
     "XLA_FLAGS": (
         "--xla_cpu_multi_thread_eigen=false --xla_cpu_prefer_vector_width=512 --xla_cpu_enable_fast_min_max=true"
+        " --xla_cpu_collective_call_terminate_timeout_seconds=3600"  # a busy machine may delay one core for long
     ),
 }
 if importlib.metadata.version("jaxlib") == "0.10.2":  # it computes some fused reductions wrongly (jax#39103)
@@ -68,15 +69,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scripts.demo import muon
 from scripts.demo.checkpoint import load_tree, read_config, save_tree
 from scripts.demo.dataset import PROMPT, TEXT, WIDTH
-from scripts.demo.packed_attention import packed_attention
+from scripts.demo.packed_attention import attend_packed
 from target import model
 from target.config import TargetConfig
 from target.params import TargetParams, init_params
 
 PROMPT_WEIGHT = 0.25
-MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.005, 0.003, 0.05
+MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.004, 0.002, 0.1
 WARMUP_FRAC, DECAY_FRAC = 0.01, 0.6
-CHAT_FRAC = ((0.0, 0.15), (0.35, 0.15), (0.75, 0.85), (1.0, 0.9))  # (progress, share of chat rows), linear between
+CHAT_FRAC = ((0.0, 0.15), (0.25, 0.15), (0.6, 0.8), (1.0, 0.9))  # (progress, share of chat rows), linear between
 ROWS = "rows"  # the name of the axis of devices
 LOG_EVERY = 10
 SAVE_SECONDS, EVALUATE_SECONDS = 180.0, 480.0
@@ -199,12 +200,8 @@ def rate_at(step: int, steps: int) -> float:
 
 def log_likelihoods(params: TargetParams, config: TargetConfig, batch: Batch) -> jax.Array:
     """The log-probability of each row's tokens 1, 2, ... given those before: [B, T - 1]."""
-
-    def attend(layer: int, p: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return packed_attention(query, key, value, batch.segment_ids, p.sinks, config.window(layer))
-
-    x, _ = model._run_layers(params, config, batch.token_ids, batch.positions, attend, ())
-    logits = model._logits(params, config, x)[:, :-1]
+    attend = attend_packed(config, batch.segment_ids)
+    logits = model.forward(params, config, batch.token_ids, batch.positions, attend=attend)[0][:, :-1]
     chosen = jnp.take_along_axis(logits, batch.token_ids[:, 1:, None], axis=-1)[..., 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 

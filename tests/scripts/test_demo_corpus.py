@@ -1,4 +1,4 @@
-"""The demo's corpus, tokenizer and packing: what is held out stays out, every text survives, rows say what they hold."""
+"""The demo's corpus, tokenizer, packing: held-out text stays out, every text survives, rows say what they hold."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tokenizers")
 
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
 from scripts.demo import corpus, dataset, tokenizer
 from scripts.demo.corpus import SourceFile
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 FUNCTION = '''
 def {name}(first, second=None):
@@ -64,7 +65,8 @@ def test_no_function_of_a_held_out_module_is_left_in_training_text(small_corpus:
 
 def test_no_held_out_body_is_a_training_example(small_corpus: corpus.Corpus) -> None:
     held_out = {function.body_key for function in small_corpus.chat_heldout}
-    assert held_out and not held_out & {function.body_key for function in small_corpus.chat_train}
+    assert held_out
+    assert not held_out & {function.body_key for function in small_corpus.chat_train}
     assert {function.module for function in small_corpus.heldout_prompts} == set(small_corpus.held_out_modules)
 
 
