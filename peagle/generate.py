@@ -7,6 +7,7 @@ works: two steps in flight, the host one step late. What was computed past a row
     host   | dispatch prefill, 0 | read first, dispatch 1 | read 0, dispatch 2 | read 1 ...
 """
 
+import collections
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,9 @@ class Emission:
     decision: Decision | None = None
 
 
+_traces = collections.Counter({"prefill": 0, "step": 0})
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def _prefill(
     target: Target,
@@ -77,6 +81,7 @@ def _prefill(
     config: SpeculationConfig,
 ) -> tuple[DecodeState, jax.Array]:
     """(state, first token [B]) of the prompts token_ids[:, :lengths]; a row of budget 0 is done from the start."""
+    _traces["prefill"] += 1
     batch, num_drafts, sampling = token_ids.shape[0], config.num_speculative_tokens, config.sampling
     output, cache = target.prefill(token_ids, lengths, target.init_cache(batch, config.capacity, num_drafts + 1))
     drafter_state = drafter.init_state(batch, config.capacity, num_drafts)
@@ -93,13 +98,14 @@ def _prefill(
 def _step(
     target: Target, drafter: Drafter, state: DecodeState, *, num_drafts: int, sampling: SamplingConfig
 ) -> tuple[DecodeState, StepOutput]:
+    _traces["step"] += 1
     return step(target, drafter, state, num_drafts, sampling)
 
 
 def trace_counts() -> dict[str, int]:
     """Programs traced so far in this process: one step per (batch, K, capacity) of a pair, one prefill per bucket of
     each."""
-    return {"prefill": _prefill._cache_size(), "step": _step._cache_size()}
+    return dict(_traces)
 
 
 @dataclass

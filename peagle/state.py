@@ -7,6 +7,8 @@ Invariants, per active row, between steps:
 A row that is done is frozen: steps go on computing it, and change nothing that is read.
 """
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -112,7 +114,8 @@ def commit(
 
     num_new = acceptance.num_accepted + 1
     fresh = Fresh(token_ids=run, aux_hidden=aux_hidden, num=num_new, first_position=state.length)
-    state = state.replace(
+    state = dataclasses.replace(
+        state,
         length=jnp.where(active, state.length + num_new, state.length),
         pending_token=jnp.where(active, acceptance.next_token, state.pending_token),
         fresh=jax.tree.map(lambda new, old: _rows_where(active, new, old), fresh, state.fresh),

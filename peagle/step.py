@@ -1,5 +1,7 @@
 """One step: propose, verify, accept, commit. One program; no host decision, no host read."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -22,7 +24,8 @@ def step(
         index = state.length[:, None] + 1 + jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
         random = uniforms(state.key, index)
 
-    fresh = state.fresh.replace(first_position=_unless_done(state, state.fresh.first_position))
+    first_position = _unless_done(state, state.fresh.first_position)
+    fresh = dataclasses.replace(state.fresh, first_position=first_position)
     draft, drafter_state = drafter.propose(state.drafter_state, fresh, num_drafts)
     draft_token_ids, draft_probs = draft.token_ids, None
     if sampling.draft_sampling and draft.logits is not None and random is not None:

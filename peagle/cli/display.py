@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from peagle.generate import Request
 from peagle.metrics import Result
@@ -50,7 +50,8 @@ class Display(Observer):
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self._done, self._began = done, self._began or time.perf_counter()
         what = "decoding plainly, to compare" if plainly else "decoding"
-        self._show(what if total == 1 else f"{what}: {done} of {total} requests{self._time_left()}")
+        # not animated: a thread that redraws would be in the way of what is measured
+        self._show(what if total == 1 else f"{what}: {done} of {total} requests{self._time_left()}", animated=False)
 
     def started(self, request: Request, turn: int | None) -> None:
         self._pieces[request.index] = []
@@ -123,12 +124,14 @@ class Display(Observer):
         sys.stdout.write(text.translate(_UNSAFE) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
-    def _show(self, what: str) -> None:
+    def _show(self, what: str, animated: bool = True) -> None:
         if not self._live:
             return
         self.clear()
-        columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-        self._progress = Progress(*columns, TextColumn("{task.fields[left]}"), console=self.console, transient=True)
+        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
+        if animated:
+            columns = [SpinnerColumn("line"), *columns, TimeElapsedColumn(), TextColumn("{task.fields[left]}")]
+        self._progress = Progress(*columns, console=self.console, transient=True, auto_refresh=animated)
         self._progress.add_task(what, total=None, left="")
         self._progress.start()
 

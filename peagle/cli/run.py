@@ -24,8 +24,7 @@ def run_command(settings: Settings) -> int:
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = DEMO if settings.target is None else settings.target
-    drafter = DEMO if settings.drafter is None else settings.drafter
-    drafter = None if settings.command == "generate" else drafter
+    drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
     resolve(target, "target")
     drafter_path(target, drafter)
     rendering = Rendering(
@@ -62,7 +61,7 @@ def run_command(settings: Settings) -> int:
         display.end_all()
 
     peak = peak_memory_bytes()
-    names = {"command": settings.command, "target": target, "drafter": drafter}
+    names: dict[str, str | None] = {"command": settings.command, "target": target, "drafter": drafter}
     if trace_file is not None:
         trace_file.write("".join(trace_lines(outcome)))
     if json_file is not None:

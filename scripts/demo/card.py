@@ -62,7 +62,7 @@ half on two cores; resumable).
 ## Limits
 
 The target saw {target_tokens:.1f} M tokens: it writes short, plausible bodies that are often wrong, and some outputs
-fall into repetition, which flatters acceptance; that is why the figures without looping outputs stand beside the others.
+fall into repetition, which flatters acceptance; so the figures without looping outputs stand beside the others.
 """
 
 

@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from scripts.demo.corpus import read_lines
@@ -84,6 +84,10 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         model_max_length=MAX_POSITIONS,
     )
     wrapped.chat_template = CHAT_TEMPLATE
+    # a raw text starts as those of the training do; the chat template brings its own marks
+    wrapped.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START_OF_TEXT} $A", special_tokens=[(START_OF_TEXT, wrapped.bos_token_id)]
+    )
     return wrapped
 
 

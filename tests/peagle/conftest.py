@@ -170,11 +170,16 @@ class ToyTarget(MarkovTarget):
 
 
 def toy_pair(tokenizer: Tokenizer | None, stops: tuple[int, ...] = (STOP,)) -> Pair:
-    """The toy target with an n-gram drafter. It walks through tokens that are letters, in circles, and never stops."""
-    rng = np.random.default_rng(0)
-    table = rng.normal(0, 1, (VOCAB_SIZE, VOCAB_SIZE)).astype(np.float32)
-    table[:, : len(SPECIALS)] -= 20  # no special tokens
-    table[:, VOCAB_SIZE - 8 :] -= 20  # none that the tokenizer does not know
+    """The toy target with an n-gram drafter. It never stops: greedily it counts upwards in circles of nine tokens, so
+    that drafts fail on the first round and succeed on the second."""
+    table = np.random.default_rng(0).normal(0, 1, (VOCAB_SIZE, VOCAB_SIZE)).astype(np.float32)
+    first, last = len(SPECIALS), VOCAB_SIZE - 8
+    table[:, :first] -= 20  # no special tokens
+    table[:, last:] -= 20  # none that the tokenizer does not know
+    for token in range(VOCAB_SIZE):
+        place = max(token - first, 0)
+        following = place + 1 if place % 9 < 8 else place - 8
+        table[token, first + following % (last - first)] += 6
     target = ToyTarget(jnp.asarray(table))
     return Pair(target, target, NGram(), tokenizer, stops)
 

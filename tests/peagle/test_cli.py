@@ -288,13 +288,12 @@ def cut(path: Path) -> None:
 
 
 def index(path: Path, shard: str) -> None:
-    """Weights in shards by an index that names this one."""
+    """Weights under another name, and an index that sends every tensor to this shard."""
     from safetensors import safe_open
 
     with safe_open(path / "model.safetensors", framework="numpy") as weights:
-        names = list(weights.keys())
+        weight_map = dict.fromkeys(weights.keys(), shard)
     (path / "model.safetensors").rename(path / "a.safetensors")
-    weight_map = dict.fromkeys(names, "a.safetensors") | {names[0]: shard}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -446,13 +445,13 @@ print(sorted(heavy), time.process_time(), file=sys.stderr)
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "300", "-q")
-    running = process(*arguments)
-    assert running.stdout is not None
-    assert running.stderr is not None
-    assert running.stdout.read(2)
-    running.stdout.close()
-    assert running.stderr.read() == b""
-    assert running.wait() == 141
+    with process(*arguments) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert running.stdout.read(2)
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait() == 141
 
 
 def test_ctrl_c_in_a_process_leaves_130() -> None:
@@ -461,11 +460,11 @@ def test_ctrl_c_in_a_process_leaves_130() -> None:
     )
     slow += "d.Display.emitted = lambda *a: (show(*a), time.sleep(0.1))\n"
     arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "380", "-k", "1")
-    running = process(*arguments, code=slow + TOY_PROCESS)
-    assert running.stdout is not None
-    assert running.stdout.read(2)
-    running.send_signal(signal.SIGINT)
-    _, err = running.communicate()
+    with process(*arguments, code=slow + TOY_PROCESS) as running:
+        assert running.stdout is not None
+        assert running.stdout.read(2)
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate()
     assert running.returncode == 130
     assert b"Traceback" not in err
     assert b"finish: interrupted" in err
