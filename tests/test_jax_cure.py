@@ -47,7 +47,7 @@ def test_without_the_cure_the_sum_is_wrong() -> None:
     assert printed(PROBE) != RIGHT
 
 
-@pytest.mark.parametrize("package", ["peagle", "target.model", "drafter", "peagle.ops.norm"])
+@pytest.mark.parametrize("package", ["peagle", "target", "drafter", "peagle.ops.norm"])
 def test_importing_any_of_ours_makes_it_right(package: str) -> None:
     assert printed(f"import {package}\n" + textwrap.dedent(PROBE)) == RIGHT
 

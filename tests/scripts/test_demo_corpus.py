@@ -116,6 +116,12 @@ def test_special_tokens_have_their_roles_and_fixed_ids(saved_tokenizer: PreTrain
     assert (*roles, saved_tokenizer.mask_token_id) == (0, 1, 2, 7)
 
 
+def test_a_raw_text_starts_with_the_start_token(saved_tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = saved_tokenizer("import os")["input_ids"]
+    assert ids[0] == 0
+    assert saved_tokenizer.decode(ids[1:]) == "import os"
+
+
 def test_the_chat_template_writes_every_role_and_ends_the_last_answer(saved_tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [{"role": role, "content": role[0]} for role in ("system", "developer", "user", "assistant", "user")]
 
