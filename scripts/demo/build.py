@@ -54,7 +54,7 @@ def build(work: Path, target_tokens: int, drafter_length: list[str]) -> None:
     length = [] if (drafter / "run.json").exists() else drafter_length
     stage(
         "train_drafter", drafter / "drafter" / "config.json",
-        "--target", pair / "target", "--data", written, "--raw", dataset / "raw_train.npz", "--out", drafter, *length,
+        "--target", pair / "target", "--data", written, "--dataset", dataset, "--out", drafter, *length,
     )  # fmt: skip
     if not (pair / "drafter").exists():
         shutil.copytree(drafter / "drafter", pair / "drafter")

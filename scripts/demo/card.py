@@ -47,10 +47,10 @@ Target: {target_tokens:.2f} M tokens in rows of {width}, {target_minutes:.0f} mi
 token, of the checkpoint that ships (in brackets float32, before rounding to MXFP4): raw {raw_loss:.3f}
 ({raw_loss_before:.3f}), chat {chat_loss:.3f} ({chat_loss_before:.3f}).
 
-Drafter: {drafter_steps} steps of {rows_per_step} rows on {written_tokens:.2f} M tokens that the target wrote itself
-(greedy), {drafter_minutes:.0f} minutes; conditional-on-depth sampling with K_train = {k_train}, r = {cod_ratio}; labels
-half the target's distribution, half its argmax. Agreement with the target's argmax by depth, teacher-forced, at the
-end: {hits}.
+Drafter: {drafter_steps} steps of {rows_per_step} rows: {written_share:.0%} the target's own greedy answers
+({written_tokens:.2f} M tokens), the rest the corpus' chat and raw text; {drafter_minutes:.0f} minutes.
+Conditional-on-depth sampling with K_train = {k_train}, r = {cod_ratio}; labels half the target's distribution, half its
+argmax. Agreement with the target's argmax by depth, teacher-forced, at the end: {hits}.
 
 Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about an hour and a
 half on two cores; resumable).
@@ -157,6 +157,7 @@ def card(work: Path, sweep: Path | None) -> str:
         chat_loss_before=before["heldout_chat"],
         drafter_steps=drafter_run["steps"],
         rows_per_step=drafter_run["rows_per_step"],
+        written_share=drafter_run["mix"]["written"] / drafter_run["rows_per_step"],
         written_tokens=sum(record["text_tokens"] for record in written) / 1e6,
         drafter_minutes=minutes(drafter_log),
         k_train=drafter_run["cod"]["depth"],

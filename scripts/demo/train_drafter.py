@@ -1,6 +1,6 @@
 """Train the demo's P-EAGLE drafter on what the target wrote, on a CPU.
 
-    python -m scripts.demo.train_drafter --target DIR --data DIR --raw raw_train.npz --out DIR (--minutes M | --steps N)
+    python -m scripts.demo.train_drafter --target DIR --data DIR --dataset DIR --out DIR (--minutes M | --steps N)
 
 The target runs inside the training step: it gives the taps and the labels. Afterwards `--out` holds run.json (the
 recipe), log.jsonl, state.npz (what a later call goes on from) and drafter/, a checkpoint in the AWS/vLLM dialect. The
@@ -48,11 +48,12 @@ from target.params import TargetParams
 
 TAPS = (1, 4, 7)
 COD = Cod(depth=8, ratio=0.8, min_ratio=0.2)
-BATCH_ROWS = 8
-RAW_EVERY = 8  # one row in so many is raw text
+MIX = {"written": 4, "chat": 3, "raw": 1}  # rows of a step: the target's own answers, the corpus' chat, raw text
+BATCH_ROWS = sum(MIX.values())
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.004, 0.0015, 0.02
 WARMUP_FRAC, DECAY_FRAC = 0.02, 0.6
 LOG_EVERY, SAVE_SECONDS = 20, 180.0
+ROOM_QUANTILE = 0.9
 SEED = 0
 
 
@@ -151,11 +152,9 @@ def optimizer(steps: int) -> optax.GradientTransformation:
     )
 
 
-def batch_at(step: int, written: Rows, raw: Rows, counts: tuple[int, ...]) -> Batch:
+def batch_at(step: int, sources: dict[str, Rows], counts: tuple[int, ...]) -> Batch:
     """The batch of a step: a function of the arguments alone."""
-    raws = BATCH_ROWS // RAW_EVERY
-    picked = [(written, written.at(step * (BATCH_ROWS - raws) + i, SEED)) for i in range(BATCH_ROWS - raws)]
-    picked += [(raw, raw.at(step * raws + i, SEED)) for i in range(raws)]
+    picked = [(sources[name], sources[name].at(step * n + i, SEED)) for name, n in MIX.items() for i in range(n)]
     token_ids, segment_ids, roles = (
         np.stack([getattr(rows, name)[number] for rows, number in picked])
         for name in ("token_ids", "segment_ids", "roles")
@@ -245,7 +244,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="the target's directory with its tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="what scripts.demo.regenerate wrote")
-    parser.add_argument("--raw", type=Path, required=True, help="raw_train.npz of scripts.demo.dataset")
+    parser.add_argument("--dataset", type=Path, required=True, help="what scripts.demo.dataset wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run goes on")
     parser.add_argument("--layers", type=int, default=2, help="of the drafter (default 2)")
     parser.add_argument("--minutes", type=float, help="train about as long; measured once, then fixed as steps")
@@ -257,9 +256,14 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.target, local_files_only=True)
     loaded = load_target(arguments.target, dtype=np.dtype("float32"))
     config = drafter_config(loaded.config, tokenizer.convert_tokens_to_ids(MASK), arguments.layers)
-    written, raw = Rows(sorted(arguments.data.glob("shard_*.npz"))), Rows([arguments.raw])
-    # the most anchors any written row has; raw rows have more and are sampled down to it
-    counts = COD.counts(int((written.roles == TEXT).sum(axis=1).max()))
+    sources = {
+        "written": Rows(sorted(arguments.data.glob("shard_*.npz"))),
+        "chat": Rows([arguments.dataset / "chat_train.npz"]),
+        "raw": Rows([arguments.dataset / "raw_train.npz"]),
+    }
+    # room for the chains of most chat rows; fuller rows are sampled down to it
+    trained = [(sources[name].roles == TEXT).sum(axis=1) for name in ("written", "chat")]
+    counts = COD.counts(int(np.quantile(np.concatenate(trained), ROOM_QUANTILE)))
     target = replicated(loaded.params)
 
     def fresh(steps: int) -> State:
@@ -268,21 +272,21 @@ def main() -> None:
 
     def seconds() -> float:
         recipe = Recipe(config, loaded.config, counts, steps=1000)
-        return seconds_per_step(recipe, replicated(fresh(1000)), target, written, raw)
+        return seconds_per_step(recipe, replicated(fresh(1000)), target, sources)
 
     steps = steps_of(arguments, out, seconds)
     state, first = restore(out, fresh(steps))
-    state = train(out, Recipe(config, loaded.config, counts, steps), replicated(state), first, target, written, raw)
+    state = train(out, Recipe(config, loaded.config, counts, steps), replicated(state), first, target, sources)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state.params)
     save_drafter(out / "drafter", shipped, config)
 
 
-def train(out: Path, recipe: Recipe, state: State, first: int, target: TargetParams, written: Rows, raw: Rows) -> State:
+def train(out: Path, recipe: Recipe, state: State, first: int, target: TargetParams, sources: dict[str, Rows]) -> State:
     """The state after the last step; out/state.npz holds it, too."""
     saving, start = Every(SAVE_SECONDS), time.monotonic()
     records: list[Record] = []
     for step in range(first, recipe.steps):
-        state, record = compiled_step(recipe)(state, target, batch_at(step, written, raw, recipe.counts))
+        state, record = compiled_step(recipe)(state, target, batch_at(step, sources, recipe.counts))
         records.append(record)
         last = step + 1 == recipe.steps
         if (step + 1) % LOG_EVERY == 0 or last:
@@ -311,6 +315,7 @@ def steps_of(arguments: argparse.Namespace, out: Path, seconds: Any) -> int:
         recipe = {
             "steps": steps,
             "rows_per_step": BATCH_ROWS,
+            "mix": MIX,
             "width": WIDTH,
             "layers": arguments.layers,
             "cod": COD.__dict__,
@@ -327,12 +332,12 @@ def steps_of(arguments: argparse.Namespace, out: Path, seconds: Any) -> int:
     return json.loads(path.read_text(encoding="utf-8"))["steps"]
 
 
-def seconds_per_step(recipe: Recipe, state: State, target: TargetParams, written: Rows, raw: Rows) -> float:
+def seconds_per_step(recipe: Recipe, state: State, target: TargetParams, sources: dict[str, Rows]) -> float:
     """The median time of a step on a throw-away state, compilation left out."""
     times = []
     for step in range(6):
         start = time.perf_counter()
-        state, record = compiled_step(recipe)(state, target, batch_at(step, written, raw, recipe.counts))
+        state, record = compiled_step(recipe)(state, target, batch_at(step, sources, recipe.counts))
         record.loss.block_until_ready()
         times.append(time.perf_counter() - start)
     return float(np.median(times[2:]))
