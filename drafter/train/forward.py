@@ -20,6 +20,8 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.attention import MASKED
 
+CONTEXT_BLOCK = 128  # context rows that are scored together: what lies behind them is left out
+
 
 def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
     """(anchor, depth) [B, T + sum(counts)] of every row, block by block."""
@@ -75,22 +77,57 @@ def _attention(
     counts: tuple[int, ...],
     width: int,
 ) -> Float[Array, "B R N H"]:
+    """Block by block: runs of context rows see the context up to their end, the rows of depth d also their own chain.
+
+    Plain matrix products and elementwise sums, one sequence and kv head at a time: on a CPU several times faster than
+    batched products of such small matrices.
+    """
     batch, rows, heads, head_dim = query.shape
     groups = key.shape[2]
     grouped = query.reshape(batch, rows, groups, heads // groups, head_dim) * head_dim**-0.5
-    context = jnp.einsum("btgrh,bsgh->bgrts", grouped, key[:, :width])
-    context = jnp.where(context_mask[:, None, None], context, MASKED)
     starts = [width + sum(counts[:i]) for i in range(len(counts))]
-    outs = []
-    # block by block: the context rows see no chain, block d sees chain keys 1..d
-    for depth, (start, count) in enumerate(zip([0, *starts], [width, *counts], strict=True)):
-        block = slice(start, start + count)
-        q = grouped[:, block]
-        chain = [slice(starts[other], starts[other] + count) for other in range(depth)]
-        own_scores = [jnp.einsum("btgrh,btgh->bgrt", q, key[:, own])[..., None] for own in chain]
-        probs = jax.nn.softmax(jnp.concatenate([context[:, :, :, block], *own_scores], axis=-1), axis=-1)
-        out = jnp.einsum("bgrts,bsgh->btgrh", probs[..., :width], value[:, :width])
-        for other, own in enumerate(chain):
-            out = out + jnp.einsum("bgrt,btgh->btgrh", probs[..., width + other], value[:, own])
-        outs.append(out)
-    return jnp.concatenate(outs, axis=1).reshape(batch, rows, heads, head_dim)
+
+    def one(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+        parts = []
+        for start in range(0, width, CONTEXT_BLOCK):
+            end = min(start + CONTEXT_BLOCK, width)
+            parts.append(_block(q[start:end], k[:end], v[:end], mask[start:end, :end], []))
+        for depth, (start, count) in enumerate(zip(starts, counts, strict=True), 1):
+            chain = [slice(own, own + count) for own in starts[:depth]]
+            block = slice(start, start + count)
+            own_rows = [(k[own], v[own]) for own in chain]
+            parts.append(_block(q[block], k[:width], v[:width], mask[block], own_rows))
+        return jnp.concatenate(parts, axis=0)
+
+    sequences = []
+    for b in range(batch):
+        per_group = [one(grouped[b, :, g], key[b, :, g], value[b, :, g], context_mask[b]) for g in range(groups)]
+        sequences.append(jnp.concatenate(per_group, axis=1))
+    return jnp.stack(sequences)
+
+
+def _block(
+    query: Float[Array, "n M H"],
+    key: Float[Array, "S H"],
+    value: Float[Array, "S H"],
+    mask: Bool[Array, "n S"],
+    chain: list[tuple[jax.Array, jax.Array]],
+) -> Float[Array, "n M H"]:
+    """Attention of n rows (M query heads, scaled) to S shared keys under the mask, and of each row to its own key and
+    value in every member (keys [n, H], values [n, H]) of its chain."""
+    count, heads, head_dim = query.shape
+    scores = (query.reshape(-1, head_dim) @ key.T).reshape(count, heads, -1)
+    scores = jnp.where(mask[:, None, :], scores, MASKED)
+    own_scores = [jnp.sum(query * own_key[:, None, :], axis=-1) for own_key, _ in chain]
+    peak = jnp.max(scores, axis=-1)
+    for own in own_scores:
+        peak = jnp.maximum(peak, own)
+    peak = jax.lax.stop_gradient(peak)
+    weights = jnp.exp(scores - peak[:, :, None])
+    total = jnp.sum(weights, axis=-1)
+    out = (weights.reshape(-1, weights.shape[-1]) @ value).reshape(count, heads, head_dim)
+    for own, (_, own_value) in zip(own_scores, chain, strict=True):
+        weight = jnp.exp(own - peak)
+        total = total + weight
+        out = out + weight[:, :, None] * own_value[:, None, :]
+    return out / total[:, :, None]

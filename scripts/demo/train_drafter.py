@@ -50,7 +50,7 @@ TAPS = (1, 4, 7)
 COD = Cod(depth=8, ratio=0.8, min_ratio=0.2)
 MIX = {"written": 4, "chat": 3, "raw": 1}  # rows of a step: the target's own answers, the corpus' chat, raw text
 BATCH_ROWS = sum(MIX.values())
-MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.004, 0.0015, 0.02
+MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.008, 0.003, 0.02
 WARMUP_FRAC, DECAY_FRAC = 0.02, 0.6
 LOG_EVERY, SAVE_SECONDS = 20, 180.0
 ROOM_QUANTILE = 0.9
