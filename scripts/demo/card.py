@@ -119,7 +119,7 @@ def card(work: Path, sweep: Path | None) -> str:
     )
     target_log, drafter_log = (log_records(work / name / "log.jsonl") for name in ("target", "drafter"))
     written = [json.loads(line) for line in (work / "written" / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    before = [record for record in target_log if "heldout_raw" in record][-1]
+    before = [record for record in target_log if "raw_heldout" in record][-1]
     loss = held_out_loss(DEMO / "target", work / "dataset")
     loaded = load_target(DEMO / "target")
     config = loaded.config
@@ -152,9 +152,9 @@ def card(work: Path, sweep: Path | None) -> str:
         muon_rate=target_run["muon_rate"],
         adam_rate=target_run["adam_rate"],
         raw_loss=loss["raw"],
-        raw_loss_before=before["heldout_raw"],
+        raw_loss_before=before["raw_heldout"],
         chat_loss=loss["chat"],
-        chat_loss_before=before["heldout_chat"],
+        chat_loss_before=before["chat_heldout"],
         drafter_steps=drafter_run["steps"],
         rows_per_step=drafter_run["rows_per_step"],
         written_share=drafter_run["mix"]["written"] / drafter_run["rows_per_step"],
