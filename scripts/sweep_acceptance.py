@@ -33,6 +33,7 @@ from peagle.provenance import provenance
 
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"
 BOOTSTRAP = 2000
+LENGTHS = ("acceptance_length", "acceptance_length_without_loops")  # keys of a row
 
 
 @dataclass(frozen=True)
@@ -185,14 +186,10 @@ def page(title: str, sweep: Sweep, rows: list[dict[str, Any]], origin: dict[str,
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
+        rates = "-"
         if r["k"]:
             rates = " ".join(f"{rate:.2f}".lstrip("0") for rate in r["acceptance_rate_per_position"])
-            accepted = f"{r['acceptance_length']:.2f} ({_span(r['acceptance_length_interval'])})"
-            quiet = (
-                f"{r['acceptance_length_without_loops']:.2f} ({_span(r['acceptance_length_without_loops_interval'])})"
-            )
-        else:
-            rates = accepted = quiet = "-"
+        accepted, quiet = (_with_interval(r, key) for key in LENGTHS)
         lines.append(
             f"| {r['k']} | {accepted} | {quiet} | {rates} | {r['step_ms']:.2f} | {r['tok_per_s']:.0f} | "
             f"{r['speedup_pooled']:.2f} ({_span(r['speedup_pooled_range'])}) | {r['speedup_median']:.2f} "
@@ -200,6 +197,11 @@ def page(title: str, sweep: Sweep, rows: list[dict[str, Any]], origin: dict[str,
         )
     lines += ["", "Acceptance length is 1 + accepted / steps, pooled over all steps. ![sweep](sweep.png)", ""]
     return "\n".join(lines)
+
+
+def _with_interval(row: dict[str, Any], key: str) -> str:
+    """A figure and its interval; "-" where there is none (plain decoding, or every output loops)."""
+    return "-" if row[key] is None else f"{row[key]:.2f} ({_span(row[f'{key}_interval'])})"
 
 
 def _span(interval: Sequence[float]) -> str:
@@ -221,13 +223,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     left.set(
         xlabel="draft position", ylabel="accepted / steps", ylim=(0, 1), title=f"Acceptance by position, K = {ks[-1]}"
     )
-    for key, label in (
-        ("acceptance_length", "acceptance length"),
-        ("acceptance_length_without_loops", "without loops"),
-    ):
-        span = np.array([r[f"{key}_interval"] for r in speculative]).T
-        values = np.array([r[key] for r in speculative])
-        right.errorbar(ks, values, np.abs(span - values), marker="o", capsize=3, label=label)
+    for key, label in zip(LENGTHS, ("acceptance length", "without loops"), strict=True):
+        known = [r for r in speculative if r[key] is not None]
+        if known:
+            span = np.array([r[f"{key}_interval"] for r in known]).T
+            values = np.array([r[key] for r in known])
+            right.errorbar([r["k"] for r in known], values, np.abs(span - values), marker="o", capsize=3, label=label)
     values = np.array([r["speedup_median"] for r in speculative])
     span = np.array([r["speedup_median_interval"] for r in speculative]).T
     right.errorbar(ks, values, np.abs(span - values), marker="s", capsize=3, label="speed-up, median of prompts")

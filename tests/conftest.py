@@ -3,6 +3,7 @@ at each call, shapes by jaxtyping and the rest by beartype."""
 
 import peagle  # noqa: F401, I001  first: it makes JAX's CPU backend right before it starts
 
+import signal
 from typing import Any
 
 import flax.struct
@@ -22,6 +23,9 @@ def _unchecked_dataclass(*args: Any, **kwargs: Any) -> Any:
 
 flax.struct.dataclass = _unchecked_dataclass
 install_import_hook(["peagle", "target", "drafter"], "beartype.beartype")
+
+# a suite that was started in the background ignores Ctrl-C, and so would the processes whose Ctrl-C is tested
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
