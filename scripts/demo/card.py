@@ -16,7 +16,7 @@ from typing import Any
 import peagle  # noqa: F401  (before anything starts JAX)
 from scripts.demo.build import DEMO
 from scripts.demo.train_target import SEED, Rows, evaluate
-from target.load import load_target
+from target.load import LoadedTarget, inspect_target, load_target
 
 CARD = """\
 # The demo pair
@@ -102,9 +102,8 @@ def acceptance_text(sweep: Path | None) -> str:
     return "\n".join(lines)
 
 
-def held_out_loss(directory: Path, data: Path) -> dict[str, float]:
+def held_out_loss(loaded: LoadedTarget, data: Path) -> dict[str, float]:
     """Nats per token of a shipped target on the held-out raw and chat rows."""
-    loaded = load_target(directory)
     return {
         kind: evaluate(loaded.params, loaded.config, Rows(data / f"{kind}_heldout.npz", SEED))
         for kind in ("raw", "chat")
@@ -117,15 +116,14 @@ def card(work: Path, sweep: Path | None) -> str:
     target_run, drafter_run = (
         json.loads((work / name / "run.json").read_text(encoding="utf-8")) for name in ("target", "drafter")
     )
-    target_log, drafter_log = (log_records(work / name / "log.jsonl") for name in ("target", "drafter"))
-    written = [json.loads(line) for line in (work / "written" / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    target_log, drafter_log, written = (
+        log_records(work / name / "log.jsonl") for name in ("target", "drafter", "written")
+    )
     before = [record for record in target_log if "raw_heldout" in record][-1]
-    loss = held_out_loss(DEMO / "target", work / "dataset")
     loaded = load_target(DEMO / "target")
+    loss = held_out_loss(loaded, work / "dataset")
     config = loaded.config
     size = sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file())
-    from target.load import inspect_target
-
     return CARD.format(
         megabytes=size / 1e6,
         target_parameters=inspect_target(DEMO / "target").num_parameters / 1e6,
