@@ -90,7 +90,7 @@ def from_text(text: str, name: str = "the prompt") -> Conversation:
     return Conversation(name, turns=(check_text(text, name),))
 
 
-def from_ids(ids: Iterable[int], name: str = "the prompt") -> Conversation:
+def from_ids(ids: Iterable[Any], name: str = "the prompt") -> Conversation:
     """Token ids as they are. Raises InputError for none, or for what is no id; whether they lie in the vocabulary is
     checked where that is known."""
     listed = list(ids)

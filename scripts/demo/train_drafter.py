@@ -19,7 +19,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.demo.train_target import restart_tuned
+from scripts.demo.tuned import BATCH_ROWS, restart_tuned
 
 if __name__ == "__main__":
     restart_tuned()
@@ -49,7 +49,7 @@ from target.params import TargetParams
 TAPS = (1, 4, 7)
 COD = Cod(depth=8, ratio=0.8, min_ratio=0.2)
 MIX = {"written": 4, "chat": 3, "raw": 1}  # rows of a step: the target's own answers, the corpus' chat, raw text
-BATCH_ROWS = sum(MIX.values())
+assert sum(MIX.values()) == BATCH_ROWS
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.008, 0.003, 0.02
 WARMUP_FRAC, DECAY_FRAC = 0.02, 0.6
 LOG_EVERY, SAVE_SECONDS = 20, 180.0
