@@ -25,6 +25,7 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, LayerParams
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError
+from peagle.ops.linear import Panels, arrange, arrange_embedding, as_matrix, take_outputs
 from peagle.ops.rope import RopeConfig, Yarn, parse_rope
 
 Dialect = Literal["vllm", "speculators"]
@@ -48,14 +49,16 @@ def load_drafter(
     directory: Path,
     dtype: DTypeLike | None = None,
     *,
+    native: bool = False,
     target_embedding: jax.Array | np.ndarray | None = None,
-    target_lm_head: jax.Array | np.ndarray | None = None,
+    target_lm_head: jax.Array | np.ndarray | Panels | None = None,
 ) -> tuple[DrafterParams, DrafterConfig]:
-    """The drafter in a directory, in the given dtype or that of its fc weight.
+    """The drafter in a directory, in the given dtype or that of its fc weight; with `native` its matrices are panels
+    for the compiled CPU kernels, in which bfloat16 stays bfloat16.
 
     Some drafters share the target's embedding or head and do not store it. Such a file loads only together with the
-    target's own: target_embedding [V, D], target_lm_head [D, V] (narrowed to the draft vocabulary here). What the file
-    stores wins over what is given.
+    target's own, as it was loaded, with the same `native`: target_embedding [V, D], target_lm_head [D, V] (narrowed to
+    the draft vocabulary here). What the file stores wins over what is given.
 
     Raises InputError, in one line, for whatever is missing, surplus, wrongly shaped or not supported.
     """
@@ -63,7 +66,7 @@ def load_drafter(
     config = parse_config(checkpoint)
     dtype = jnp.dtype(checkpoint.dtype(_FC) if dtype is None else dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == np.float64 else dtype
-    reader = _Reader(checkpoint, config, dtype)
+    reader = _Reader(checkpoint, config, dtype, native)
     draft_to_target = _draft_to_target(checkpoint, config)
     params = DrafterParams(
         embedding=reader.embedding(target_embedding),
@@ -111,13 +114,13 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
     """The tensors of a checkpoint by name, output dimension first, as every dialect stores them."""
     tensors: dict[str, np.ndarray] = {}
 
-    def put(name: str, value: jax.Array | None) -> None:
+    def put(name: str, value: jax.Array | Panels | None) -> None:
         if value is not None:
-            tensors[name] = np.ascontiguousarray(np.asarray(value).T)
+            tensors[name] = np.ascontiguousarray(as_matrix(value).T)
 
-    def put_parts(names: list[str], widths: list[int], weight: jax.Array, bias: jax.Array | None) -> None:
+    def put_parts(names: list[str], widths: list[int], weight: jax.Array | Panels, bias: jax.Array | None) -> None:
         cuts = np.cumsum(widths)[:-1].tolist()
-        for name, part in zip(names, np.split(np.asarray(weight), cuts, axis=1), strict=True):
+        for name, part in zip(names, np.split(as_matrix(weight), cuts, axis=1), strict=True):
             tensors[f"{name}.weight"] = np.ascontiguousarray(part.T)
         if bias is not None:
             for name, part in zip(names, np.split(np.asarray(bias), cuts), strict=True):
@@ -203,37 +206,36 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[s
 
 
 class _Reader:
-    """Takes a checkpoint's tensors as parameters: transposed to input dimension first, and cast."""
+    """Takes a checkpoint's tensors as parameters: vectors cast, matrices arranged for `linear`."""
 
-    def __init__(self, checkpoint: Checkpoint, config: DrafterConfig, dtype: jnp.dtype) -> None:
-        self.checkpoint, self.config, self.dtype = checkpoint, config, dtype
+    def __init__(self, checkpoint: Checkpoint, config: DrafterConfig, dtype: jnp.dtype, native: bool) -> None:
+        self.checkpoint, self.config, self.dtype, self.native = checkpoint, config, dtype, native
         self.first_layer = _first_layer_prefix(checkpoint)
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """The tensor as it is stored, cast. Raises InputError where it does not hold floating-point numbers."""
+        """The tensor as it is stored. Raises InputError where it does not hold floating-point numbers."""
         stored = self.checkpoint.dtype(name)
         if not jnp.issubdtype(stored, jnp.floating):
             raise InputError(
                 f"{self.checkpoint.directory}: tensor {name} has dtype {stored}; expected floating-point weights "
                 "(quantised drafters are not supported)"
             )
-        return self.checkpoint.take(name, shape).astype(self.dtype)
+        return self.checkpoint.take(name, shape)
 
     def vector(self, name: str, width: int) -> jax.Array:
-        return jnp.asarray(self.take(name, (width,)))
+        return jnp.asarray(self.take(name, (width,)).astype(self.dtype))
 
-    def matrix(self, name: str, inputs: int, outputs: int) -> jax.Array:
+    def matrix(self, name: str, inputs: int, outputs: int) -> jax.Array | Panels:
         return self._fused([name], inputs, [outputs])
 
-    def _fused(self, names: list[str], inputs: int, outputs: list[int]) -> jax.Array:
+    def _fused(self, names: list[str], inputs: int, outputs: list[int]) -> jax.Array | Panels:
         parts = [self.take(f"{n}.weight", (o, inputs)) for n, o in zip(names, outputs, strict=True)]
-        return jnp.asarray(np.concatenate(parts, axis=0).T)
+        return arrange(np.concatenate(parts, axis=0), self.dtype, self.native)
 
     def _fused_bias(self, names: list[str], outputs: list[int], present: bool) -> jax.Array | None:
         if not present:
             return None
-        parts = [self.take(f"{name}.bias", (width,)) for name, width in zip(names, outputs, strict=True)]
-        return jnp.asarray(np.concatenate(parts))
+        return jnp.concatenate([self.vector(f"{name}.bias", width) for name, width in zip(names, outputs, strict=True)])
 
     def layer(self, index: int) -> LayerParams:
         c = self.config
@@ -271,37 +273,45 @@ class _Reader:
                 f"{self.checkpoint.directory}: tensor {name} has shape {list(shape)}; expected [1, 1, {width}], the "
                 f"width of {self.config.num_taps} taps of {self.config.target_hidden_size}"
             )
-        return jnp.asarray(self.take(name).reshape(width))
+        return jnp.asarray(self.take(name).reshape(width).astype(self.dtype))
 
     def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.checkpoint.has(_EMBEDDING):
-            return jnp.asarray(self.take(_EMBEDDING, shape))
-        return jnp.asarray(self._shared(_EMBEDDING, shared, shape)).astype(self.dtype)
+            return arrange_embedding(self.take(_EMBEDDING, shape), self.dtype, self.native)
+        if shared is None:
+            raise self._not_shared(_EMBEDDING)
+        self._check_shared(_EMBEDDING, shared.shape, shape)
+        return jnp.asarray(shared) if self.native else jnp.asarray(shared).astype(self.dtype)
 
-    def lm_head(self, shared: jax.Array | np.ndarray | None, draft_to_target: np.ndarray | None) -> jax.Array:
+    def lm_head(
+        self, shared: jax.Array | np.ndarray | Panels | None, draft_to_target: np.ndarray | None
+    ) -> jax.Array | Panels:
         c = self.config
         if self.checkpoint.has(_LM_HEAD):
             return self.matrix("lm_head", c.hidden_size, c.draft_vocab_size)
-        head = jnp.asarray(self._shared(_LM_HEAD, shared, (c.hidden_size, c.vocab_size))).astype(self.dtype)
+        if shared is None:
+            raise self._not_shared(_LM_HEAD)
+        if isinstance(shared, Panels):
+            self._check_shared(_LM_HEAD, (shared.inputs, shared.outputs), (c.hidden_size, c.vocab_size))
+            return shared if draft_to_target is None else take_outputs(shared, draft_to_target)
+        self._check_shared(_LM_HEAD, shared.shape, (c.hidden_size, c.vocab_size))
+        head = jnp.asarray(shared).astype(self.dtype)
         return head if draft_to_target is None else head[:, draft_to_target]
 
-    def _shared(
-        self, name: str, shared: jax.Array | np.ndarray | None, shape: tuple[int, int]
-    ) -> jax.Array | np.ndarray:
-        """What the target gives in place of a tensor that the file does not store."""
-        directory = self.checkpoint.directory
-        if shared is None:
+    def _not_shared(self, name: str) -> InputError:
+        return InputError(
+            f"{self.checkpoint.directory}: tensor {name} is missing: this drafter shares its target's; load it "
+            "together with that target, or store the tensor in it"
+        )
+
+    def _check_shared(self, name: str, seen: tuple[int, ...], expected: tuple[int, int]) -> None:
+        """Raises InputError where what the target gives in place of a tensor does not fit."""
+        if tuple(seen) != expected:
             raise InputError(
-                f"{directory}: tensor {name} is missing: this drafter shares its target's; load it together with that "
-                "target, or store the tensor in it"
+                f"{self.checkpoint.directory}: tensor {name} is missing, and the target's has shape {list(seen)} where "
+                f"{list(expected)} is expected: this drafter cannot share it; store the tensor in it"
             )
-        if tuple(shared.shape) != shape:
-            raise InputError(
-                f"{directory}: tensor {name} is missing, and the target's has shape {list(shared.shape)} where "
-                f"{list(shape)} is expected: this drafter cannot share it; store the tensor in it"
-            )
-        return shared
 
 
 def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:

@@ -5,7 +5,7 @@
     propose   the rows committed last and K-1 mask slots, 2K rows wide, written to the caches, then attended
 
 Positions do not shift, tokens do: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and
-predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)). All three run `_run_layers`; they
+predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)). All three run `run_layers`; they
 differ in what attention reads, which each passes in as `attend`.
 """
 
@@ -18,15 +18,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from drafter.config import DrafterConfig
-from drafter.params import DrafterParams, LayerParams
-from peagle.ops.attention import attention
-from peagle.ops.kv_cache import KVCache, init_kv_cache, slot_positions, write_kv
-from peagle.ops.mask import causal_mask, group_causal_mask
-from peagle.ops.norm import rms_norm
-from peagle.ops.rope import apply_rope, rope_tables
+from drafter.params import DrafterParams
+from peagle.ops.attention import attend_rows, attention, decode_attention, split_heads
+from peagle.ops.kv_cache import KVCache, init_kv_cache, write_kv
+from peagle.ops.linear import embed, linear
+from peagle.ops.mask import group_causal_mask
+from peagle.ops.norm import Norm, rms_norm
+from peagle.ops.rope import rope_tables
 
 # (layer, query, key, value) -> attention output [B, T, N, H]
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+# (layer, qkv [B, T, (N + 2G) H], cos, sin) -> attention output [B, T, N H]
+AttendProjected = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @flax.struct.dataclass
@@ -64,7 +67,8 @@ def forward(
     masked = depth > 0
     token_ids = jnp.where(masked, config.mask_token_id, token_ids)
     aux_hidden = jnp.where(masked[:, :, None], params.mask_hidden[None, None, :], aux_hidden.astype(params.dtype))
-    x = _run_layers(params, config, token_ids, _project_taps(params, config, aux_hidden), anchor + depth, attend)
+    hidden = project_taps(params, config, aux_hidden)
+    x = run_layers(params, config, token_ids, hidden, anchor + depth, rotated(config, attend))
     return _logits(params, config, x)
 
 
@@ -93,16 +97,15 @@ def prefill(
     width = token_ids.shape[1]
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], token_ids.shape)
     written_positions = jnp.where(positions < lengths[:, None], positions, -1)
-    mask = causal_mask(positions, positions)
     written = list(caches)
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         written[layer] = write_kv(caches[layer], key, value, written_positions)
-        return attention(query, key, value, mask)
+        return attend_rows(query, key, value, positions, native=params.native)
 
     # what the last layer does after its keys and values is not used, so a compiled prefill does not contain it
-    hidden = _project_taps(params, config, aux_hidden.astype(params.dtype))
-    _run_layers(params, config, token_ids, hidden, positions, attend)
+    hidden = project_taps(params, config, aux_hidden.astype(params.dtype))
+    run_layers(params, config, token_ids, hidden, positions, rotated(config, attend))
     return tuple(written)
 
 
@@ -165,17 +168,17 @@ def propose(
             f"{fresh_token_ids.shape[1]} fresh rows for {num_drafts} drafts; expected K >= 1 drafts and K+1 rows"
         )
     rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, num_drafts, config.mask_token_id)
-    mask = causal_mask(rows.positions, slot_positions(caches[0], rows.positions[:, -1]))
     written = list(caches)
 
-    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        cache = written[layer] = write_kv(caches[layer], key, value, rows.positions)
-        return attention(query, cache.key, cache.value, mask)
+    def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        out, written[layer] = decode_attention(
+            qkv, cos, sin, caches[layer], rows.positions, config.num_heads, native=params.native
+        )
+        return out
 
     hidden = _slot_hidden(params, config, fresh_aux_hidden, rows.committed)
-    x = _run_layers(params, config, rows.token_ids, hidden, rows.positions, attend)
-    drafting = jnp.take_along_axis(x, rows.draft_rows[:, :, None], axis=1)
-    return _logits(params, config, drafting), tuple(written)
+    x = run_layers(params, config, rows.token_ids, hidden, rows.positions, attend, rows.draft_rows)
+    return _logits(params, config, x), tuple(written)
 
 
 def _slot_hidden(
@@ -185,13 +188,13 @@ def _slot_hidden(
     batch, fresh, aux_width = fresh_aux_hidden.shape
     mask_hidden = jnp.broadcast_to(params.mask_hidden[None, None, :], (batch, 1, aux_width))
     aux_hidden = jnp.concatenate([fresh_aux_hidden.astype(params.dtype), mask_hidden], axis=1)
-    hidden = _project_taps(params, config, aux_hidden)
+    hidden = project_taps(params, config, aux_hidden)
     # row r reads fresh row r, or the one behind the last: the mask's
     source = jnp.where(committed, jnp.arange(committed.shape[1], dtype=jnp.int32)[None, :], fresh)
     return jnp.take_along_axis(hidden, source[:, :, None], axis=1)
 
 
-def _project_taps(
+def project_taps(
     params: DrafterParams, config: DrafterConfig, aux_hidden: Float[Array, "B T A"]
 ) -> Float[Array, "B T D"]:
     """fc of the taps, normalised first where the config says so. mask_hidden takes the same way."""
@@ -200,54 +203,49 @@ def _project_taps(
         taps, weights = jnp.split(aux_hidden, groups, axis=-1), jnp.split(params.aux_norm, groups)
         normed = [rms_norm(tap, weight, config.rms_norm_eps) for tap, weight in zip(taps, weights, strict=True)]
         aux_hidden = jnp.concatenate(normed, axis=-1)
-    return aux_hidden @ params.fc
+    return linear(aux_hidden, params.fc)
 
 
-def _run_layers(
+def rotated(config: DrafterConfig, attend: Attend) -> AttendProjected:
+    """The same on projections that are still side by side and not yet rotated."""
+
+    def projected(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
+        return attend(layer, query, key, value).reshape(*qkv.shape[:2], -1)
+
+    return projected
+
+
+def run_layers(
     params: DrafterParams,
     config: DrafterConfig,
     token_ids: jax.Array,
     hidden: jax.Array,
     positions: jax.Array,
-    attend: Attend,
+    attend: AttendProjected,
+    wanted: Int[Array, "B K"] | None = None,
 ) -> jax.Array:
-    """Residual stream after the last layer [B, T, D], from the tokens and fc's output for each row."""
+    """Residual stream after the last layer [B, T, D], from the tokens and fc's output for each row; of the `wanted`
+    rows alone [B, K, D], where some are named: of the others the last layer needs only keys and values."""
     eps = config.rms_norm_eps
     cos, sin = rope_tables(config.rope, positions, hidden.dtype)
     x = hidden
-    for index, layer in enumerate(params.layers):
-        if layer.hidden_norm is None:
-            read = rms_norm(x, layer.norm, eps)
+    for index, p in enumerate(params.layers):
+        if p.hidden_norm is None:
+            qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, eps))
         else:
-            normed = rms_norm(x, layer.hidden_norm, eps)
-            embedded = rms_norm(params.embedding[token_ids], layer.norm, eps)
-            read = jnp.concatenate([embedded, normed], axis=-1)
+            normed = rms_norm(x, p.hidden_norm, eps)
+            embedded = rms_norm(embed(params.embedding, token_ids, hidden.dtype), p.norm, eps)
+            qkv = linear(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias)
             x = normed if config.norm_before_residual else x
-        x = x + _attention_block(layer, config, index, read, cos, sin, attend)
-        x = x + _mlp_block(layer, rms_norm(x, layer.mlp_norm, eps))
+        out = attend(index, qkv, cos, sin)
+        if wanted is not None and index == len(params.layers) - 1:
+            out, x = (jnp.take_along_axis(rows, wanted[:, :, None], axis=1) for rows in (out, x))
+        x = linear(out, p.out, p.out_bias, residual=x)
+        gate, up = jnp.split(linear(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps)), 2, axis=-1)
+        x = linear(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x)
     return x
 
 
-def _attention_block(
-    p: LayerParams, config: DrafterConfig, layer: int, read: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend
-) -> jax.Array:
-    batch, width, _ = read.shape
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    query, key, value = jnp.split(_linear(read, p.qkv, p.qkv_bias), (queries, queries + keys), axis=-1)
-    query = apply_rope(query.reshape(batch, width, config.num_heads, config.head_dim), cos, sin)
-    key = apply_rope(key.reshape(batch, width, config.num_kv_heads, config.head_dim), cos, sin)
-    value = value.reshape(batch, width, config.num_kv_heads, config.head_dim)
-    return _linear(attend(layer, query, key, value).reshape(batch, width, queries), p.out, p.out_bias)
-
-
-def _mlp_block(p: LayerParams, x: jax.Array) -> jax.Array:
-    gate, up = jnp.split(_linear(x, p.gate_up, p.gate_up_bias), 2, axis=-1)
-    return _linear(jax.nn.silu(gate) * up, p.down, p.down_bias)
-
-
-def _linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return x @ weight if bias is None else x @ weight + bias[None, None, :]
-
-
 def _logits(params: DrafterParams, config: DrafterConfig, x: jax.Array) -> jax.Array:
-    return rms_norm(x, params.norm, config.rms_norm_eps) @ params.lm_head
+    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))

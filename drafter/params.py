@@ -1,6 +1,7 @@
 """The parameters of a P-EAGLE drafter as a pytree, and their random initialisation.
 
-Matrices are stored input dimension first (`x @ w`). D hidden size, N query heads, G kv heads, H head_dim, F MLP width,
+Matrices are arrays with the input dimension first (`x @ w`), or all of them panels for the native kernels
+(peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, F MLP width,
 V the target's vocabulary, U the draft vocabulary, A the width of the taps side by side. Absent biases are None.
 """
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from drafter.config import DrafterConfig
+from peagle.ops.linear import Panels
 
 
 @flax.struct.dataclass
@@ -18,14 +20,14 @@ class LayerParams:
 
     norm: jax.Array  # [D]
     hidden_norm: jax.Array | None  # [D] in layer 0, None elsewhere
-    qkv: jax.Array  # [2D or D, (N + 2G) H]: queries, keys, values side by side
+    qkv: jax.Array | Panels  # [2D or D, (N + 2G) H]: queries, keys, values side by side
     qkv_bias: jax.Array | None  # [(N + 2G) H]
-    out: jax.Array  # [N H, D]
+    out: jax.Array | Panels  # [N H, D]
     out_bias: jax.Array | None  # [D]
     mlp_norm: jax.Array  # [D]
-    gate_up: jax.Array  # [D, 2F]: gate, up side by side
+    gate_up: jax.Array | Panels  # [D, 2F]: gate, up side by side
     gate_up_bias: jax.Array | None  # [2F]
-    down: jax.Array  # [F, D]
+    down: jax.Array | Panels  # [F, D]
     down_bias: jax.Array | None  # [D]
 
 
@@ -34,18 +36,24 @@ class DrafterParams:
     """All of a drafter. `draft_to_target` is the one leaf that is not trained: a trainer sets it aside
     (`params.replace(draft_to_target=None)`); only proposing reads it."""
 
-    embedding: jax.Array  # [V, D]
+    embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     aux_norm: jax.Array | None  # [A]: weight of the norm before fc, if the config has one
-    fc: jax.Array  # [A, D]
+    fc: jax.Array | Panels  # [A, D]
     mask_hidden: jax.Array  # [A]: stands for the taps in a mask slot
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
-    lm_head: jax.Array  # [D, U]
+    lm_head: jax.Array | Panels  # [D, U]
     draft_to_target: jax.Array | None  # [U] int32, absolute ids; None: the draft vocabulary is the target's
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.fc.dtype
+        """Of activations and caches."""
+        return self.norm.dtype
+
+    @property
+    def native(self) -> bool:
+        """Whether the matrices are panels."""
+        return isinstance(self.lm_head, Panels)
 
 
 def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> DrafterParams:

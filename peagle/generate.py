@@ -5,6 +5,8 @@ works: two steps in flight, the host one step late. What was computed past a row
 
     device | prefill | step 0     | step 1     | step 2     | ...
     host   | dispatch prefill, 0 | read first, dispatch 1 | read 0, dispatch 2 | read 1 ...
+
+A dispatch costs the host a fraction of a millisecond. Where a step is as quick as that, one dispatch holds several.
 """
 
 import collections
@@ -22,7 +24,7 @@ from peagle.ops.errors import InputError
 from peagle.protocols import Drafter, Target
 from peagle.sampling import TARGET, choose, row_keys, uniforms
 from peagle.state import DecodeState, StepOutput, init_state
-from peagle.step import step
+from peagle.step import steps
 
 SMALLEST_BUCKET = 32
 
@@ -94,12 +96,12 @@ def _prefill(
     return state, first_token
 
 
-@functools.partial(jax.jit, static_argnames=("num_drafts", "sampling"), donate_argnames="state")
-def _step(
-    target: Target, drafter: Drafter, state: DecodeState, *, num_drafts: int, sampling: SamplingConfig
+@functools.partial(jax.jit, static_argnames=("num_drafts", "sampling", "count"), donate_argnames="state")
+def _steps(
+    target: Target, drafter: Drafter, state: DecodeState, *, num_drafts: int, sampling: SamplingConfig, count: int
 ) -> tuple[DecodeState, StepOutput]:
     _traces["step"] += 1
-    return step(target, drafter, state, num_drafts, sampling)
+    return steps(target, drafter, state, num_drafts, sampling, count)
 
 
 def trace_counts() -> dict[str, int]:
@@ -110,12 +112,16 @@ def trace_counts() -> dict[str, int]:
 
 @dataclass
 class Engine:
-    """A target and a drafter with the shape of a run. `compile_s` adds up what `warm_up` took."""
+    """A target and a drafter with the shape of a run. `compile_s` adds up what `warm_up` took.
+
+    steps_per_dispatch changes when tokens reach the host, never which.
+    """
 
     target: Target
     drafter: Drafter
     config: SpeculationConfig
     stop_token_ids: tuple[int, ...] = ()
+    steps_per_dispatch: int = 1
     compile_s: float = field(default=0.0, init=False)
     _warm: set[int] = field(default_factory=set, init=False, repr=False)
 
@@ -174,14 +180,16 @@ class Engine:
             yield Emission(request, (int(token),), now)
         while True:
             state, following = self._dispatch(state)
-            output: StepOutput = jax.device_get(in_flight)
+            outputs: StepOutput = jax.device_get(in_flight)
             in_flight, now = following, time.perf_counter()
-            for row, request in enumerate(requests):
-                if output.num_accepted[row] >= 0:
-                    decision = _decision(output, row, lengths[row])
-                    lengths[row] += decision.num_accepted + 1
-                    tokens = tuple(output.token_ids[row, : output.count[row]].tolist())
-                    yield Emission(request, tokens, now, decision)
+            for place in range(self.steps_per_dispatch):
+                output: StepOutput = jax.tree.map(lambda leaf, place=place: leaf[place], outputs)
+                for row, request in enumerate(requests):
+                    if output.num_accepted[row] >= 0:
+                        decision = _decision(output, row, lengths[row])
+                        lengths[row] += decision.num_accepted + 1
+                        tokens = tuple(output.token_ids[row, : output.count[row]].tolist())
+                        yield Emission(request, tokens, now, decision)
             if output.done.all():
                 return
 
@@ -201,14 +209,19 @@ class Engine:
         )
 
     def _dispatch(self, state: DecodeState) -> tuple[DecodeState, StepOutput]:
-        """Sends off a step and the copy of its output to the host; waits for neither."""
+        """Sends off the next steps and the copy of their outputs to the host; waits for neither."""
         config = self.config
-        state, output = _step(
-            self.target, self.drafter, state, num_drafts=config.num_speculative_tokens, sampling=config.sampling
+        state, outputs = _steps(
+            self.target,
+            self.drafter,
+            state,
+            num_drafts=config.num_speculative_tokens,
+            sampling=config.sampling,
+            count=self.steps_per_dispatch,
         )
-        for leaf in jax.tree.leaves(output):
+        for leaf in jax.tree.leaves(outputs):
             leaf.copy_to_host_async()
-        return state, output
+        return state, outputs
 
 
 def _decision(output: StepOutput, row: int, length: int) -> Decision:

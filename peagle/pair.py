@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from peagle.autoregressive import NoDrafter
 from peagle.config import SamplingConfig, SpeculationConfig
@@ -29,8 +30,10 @@ from peagle.generate import Engine, Request
 from peagle.metrics import Recorder, Result
 from peagle.ngram import NGram
 from peagle.ops.errors import InputError
+from peagle.ops.native import available as native_available
+from peagle.ops.native import status as native_status
 from peagle.prompts import Conversation, Rendering, from_ids, from_text
-from peagle.protocols import Drafter, Target
+from peagle.protocols import Drafter, PyTree, Target
 from peagle.text import DEFAULT_DATE, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -41,10 +44,12 @@ DEMO, NGRAM = "demo", "ngram"
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
+MOST_STEPS_PER_DISPATCH = 8
 CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
 
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
+KernelsChoice = Literal["auto", "native", "xla"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,9 @@ class Pair:
     stop_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     experts: str | None = None  # the layout the target's experts are in
+    kernels: str | None = None  # what computes: the compiled CPU kernels, or XLA and why
     default_num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     _engines: dict[Any, Engine] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -173,10 +180,10 @@ class Pair:
         if key not in self._engines:
             stops = () if ignore_eos else self.stop_token_ids
             if k == 0:
-                self._engines[key] = Engine(self.plain_target, NoDrafter(), config, stops)
+                self._engines[key] = Engine(self.plain_target, NoDrafter(), config, stops, self.steps_per_dispatch)
             else:
                 drafter = self._drafter(config.sampling.draft_sampling)
-                self._engines[key] = Engine(self.target, drafter, config, stops)
+                self._engines[key] = Engine(self.target, drafter, config, stops, self.steps_per_dispatch)
         return self._engines[key]
 
     def _drafter(self, sampled: bool) -> Drafter:
@@ -242,14 +249,16 @@ def load(
     *,
     dtype: DtypeName | None = None,
     experts: ExpertsChoice = "auto",
+    kernels: KernelsChoice = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
     """The pair of two checkpoint directories, or the demo pair, which comes with the package.
 
     drafter "ngram" needs no weights; None leaves plain decoding only. A directory that is called like one of these
     words is given as "./demo". dtype: float32 on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4
-    in memory, "expanded" dequantises at load, "auto" takes what is fastest and fits. progress is told (bytes of the
-    target read, bytes in all) while it is read.
+    in memory, "expanded" dequantises at load, "auto" takes what is fastest and fits. kernels: "native" runs the
+    compiled CPU kernels or refuses, "xla" does without them, "auto" takes them where they run (`peagle info` says).
+    progress is told (bytes of the target read, bytes in all) while it is read.
 
     Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
     read.
@@ -265,13 +274,15 @@ def load(
     taps = () if drafter_directory is None else check_fit(target_directory, drafter_directory)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
-    loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, progress=progress)
+    native = _native(kernels)
+    loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
     plain = GptOss(loaded.params, loaded.config)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     if drafter_directory is not None:
         params, config = load_drafter(
             drafter_directory,
             jnp.dtype(dtype),
+            native=native,
             target_embedding=loaded.params.embedding,
             target_lm_head=loaded.params.lm_head,
         )
@@ -284,7 +295,9 @@ def load(
         stop_token_ids=loaded.stop_token_ids,
         dtype=dtype,
         experts=loaded.experts,
+        kernels=native_status()[1] if kernels != "xla" else "XLA",
         default_num_speculative_tokens=_demo_k() if drafter == DEMO else DEFAULT_NUM_SPECULATIVE_TOKENS,
+        steps_per_dispatch=_steps_per_dispatch(loaded.params) if native else 1,
     )
 
 
@@ -355,6 +368,20 @@ def fitting_taps(
             f"{outside[0]}, the target has layers 0..{target.num_layers - 1}; use the drafter that was trained for it"
         )
     return taps
+
+
+def _steps_per_dispatch(params: PyTree) -> int:
+    """As many steps as read some 32 MB of weights: milliseconds, beside which a dispatch does not count."""
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return int(np.clip(32_000_000 // weights, 1, MOST_STEPS_PER_DISPATCH))
+
+
+def _native(kernels: KernelsChoice) -> bool:
+    """Whether the weights are to be loaded for the native kernels. Raises InputError where they were asked for by name
+    and do not run."""
+    if kernels == "native" and not native_available():
+        raise InputError(f"the native kernels do not run here: {native_status()[1]}")
+    return kernels != "xla" and native_available()
 
 
 def default_dtype() -> DtypeName:

@@ -84,6 +84,17 @@ def init_state(
     )
 
 
+def empty_outputs(count: int, batch: int, num_drafts: int) -> StepOutput:
+    """The outputs of `count` steps of rows that were done before."""
+    return StepOutput(
+        token_ids=jnp.zeros((count, batch, num_drafts + 1), jnp.int32),
+        count=jnp.zeros((count, batch), jnp.int32),
+        num_accepted=jnp.full((count, batch), -1, jnp.int32),
+        draft_token_ids=jnp.zeros((count, batch, num_drafts), jnp.int32),
+        done=jnp.ones((count, batch), bool),
+    )
+
+
 def commit(
     state: DecodeState,
     draft_token_ids: Int[Array, "B K"],

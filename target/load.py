@@ -18,7 +18,9 @@ import numpy as np
 
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, read_json, write_checkpoint
 from peagle.ops.errors import InputError
-from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts
+from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts, alternate
+from peagle.ops.linear import Panels, arrange, arrange_embedding, as_matrix
+from peagle.ops.linear.panels import BFLOAT16, pack_floats, pack_mxfp4, panels
 from peagle.ops.mxfp4 import BLOCK, NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig, parse_config, render_config
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
@@ -31,6 +33,7 @@ FUSED_UP_TO = 4
 _MEMORY_SHARE = 0.8
 
 ExpertsChoice = Literal["auto", "packed", "expanded"]
+Layout = Literal["packed", "expanded", "fused"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,7 @@ class LoadedTarget:
     params: TargetParams
     config: TargetConfig
     stop_token_ids: tuple[int, ...]  # may be none
-    experts: Literal["packed", "expanded", "fused"]  # the layout they are in now
+    experts: Layout  # the layout they are in now
     mxfp4: bool  # whether the files hold quantised experts
 
 
@@ -81,9 +84,14 @@ def load_target(
     *,
     dtype: Any = jnp.float32,
     experts: ExpertsChoice = "auto",
+    native: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedTarget:
     """The model in a directory: float parameters in `dtype`, on JAX's default device, every tensor of the files used.
+
+    native: all matrices become panels for the compiled CPU kernels (peagle.ops.native.available() says whether they
+    run); bfloat16 matrices stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4 unless `expanded`
+    asks for bfloat16 ones.
 
     `packed` keeps MXFP4 experts as they are, `expanded` dequantises them once, here. `auto` is expanded on CPU where
     that fits in the memory that is free (dequantising inside the graph is many times slower there), and packed on
@@ -96,10 +104,10 @@ def load_target(
     directory = Path(directory)
     checkpoint, names, config, mxfp4 = _open(directory)
     stop_token_ids = _stop_token_ids(checkpoint)
-    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, directory)
+    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, directory)
     if progress is not None:
         checkpoint.watch(progress)
-    params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4).params(layout)
+    params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4, native).params(layout)
     checkpoint.finish()
     return LoadedTarget(params, config, stop_token_ids, layout, mxfp4)
 
@@ -314,16 +322,18 @@ def _stop_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def _choose_layout(
-    config: TargetConfig, dtype: np.dtype, experts: ExpertsChoice, mxfp4: bool, directory: Path
-) -> Literal["packed", "expanded", "fused"]:
+    config: TargetConfig, dtype: np.dtype, experts: ExpertsChoice, mxfp4: bool, native: bool, directory: Path
+) -> Layout:
     if experts not in ("auto", "packed", "expanded"):
         raise InputError(f"experts {experts!r}: expected auto, packed or expanded")
     if experts == "packed" and not mxfp4:
         raise InputError(
             f"{directory}: experts packed needs an MXFP4 checkpoint, but this one's experts are not quantised"
         )
-    if experts == "packed" or (experts == "auto" and mxfp4 and not _expanding_pays(config, dtype)):
+    if experts == "packed" or (experts == "auto" and mxfp4 and (native or not _expanding_pays(config, dtype))):
         return "packed"
+    if native:
+        return "expanded"
     return "fused" if config.num_experts <= FUSED_UP_TO * config.top_k else "expanded"
 
 
@@ -356,27 +366,34 @@ class _Reader:
     """Takes tensors from a checkpoint one by one and puts them where the parameters want them."""
 
     def __init__(
-        self, checkpoint: Checkpoint, names: _Names, config: TargetConfig, dtype: np.dtype, mxfp4: bool
+        self,
+        checkpoint: Checkpoint,
+        names: _Names,
+        config: TargetConfig,
+        dtype: np.dtype,
+        mxfp4: bool,
+        native: bool,
     ) -> None:
         self._checkpoint, self._names, self._config, self._dtype = checkpoint, names, config, dtype
         self._shapes = _shapes(names, config, mxfp4)
-        self._mxfp4 = mxfp4
+        self._mxfp4, self._native = mxfp4, native
 
-    def params(self, layout: Literal["packed", "expanded", "fused"]) -> TargetParams:
+    def params(self, layout: Layout) -> TargetParams:
         return TargetParams(
-            embedding=self._vector(self._names.embedding),
+            embedding=arrange_embedding(self._floats(self._names.embedding), self._dtype, self._native),
             layers=tuple(self._layer(index, layout) for index in range(self._config.num_layers)),
             norm=self._vector(self._names.norm),
             lm_head=self._matrix(self._names.lm_head),
         )
 
-    def _layer(self, index: int, layout: Literal["packed", "expanded", "fused"]) -> LayerParams:
+    def _layer(self, index: int, layout: Layout) -> LayerParams:
         names, prefix = self._names, self._names.layer.format(index)
         readers: dict[str, Callable[[str], Experts]] = {
             "packed": self._packed,
             "expanded": self._expanded,
             "fused": self._fused,
         }
+        experts = self._panels(prefix, layout) if self._native else readers[layout](prefix)
         return LayerParams(
             attention=AttentionParams(
                 norm=self._vector(prefix + names.attention_norm),
@@ -390,7 +407,7 @@ class _Reader:
                 norm=self._vector(prefix + names.moe_norm),
                 router=self._matrix(f"{prefix}{names.router}.weight"),
                 router_bias=self._vector(f"{prefix}{names.router}.bias"),
-                experts=readers[layout](prefix),
+                experts=experts,
             ),
         )
 
@@ -410,10 +427,10 @@ class _Reader:
         """The tensors end to end, as they lie."""
         return jnp.asarray(np.concatenate([self._floats(name).astype(self._dtype) for name in names]))
 
-    def _matrix(self, *names: str) -> jax.Array:
-        """Matrices of the file [outputs, inputs], side by side as [inputs, all outputs]."""
+    def _matrix(self, *names: str) -> jax.Array | Panels:
+        """Matrices of the file [outputs, inputs], as one with all their outputs."""
         stacked = self._floats(names[0]) if len(names) == 1 else np.concatenate([self._floats(name) for name in names])
-        return jnp.asarray(stacked.T.astype(self._dtype, order="C"))
+        return arrange(stacked, self._dtype, self._native)
 
     def _packed_pair(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         blocks, scales = name + self._names.blocks_suffix, name + self._names.scales_suffix
@@ -480,6 +497,31 @@ class _Reader:
             down_bias=self._vector(prefix + names.down_bias),
         )
 
+    def _panels(self, prefix: str, layout: Layout) -> PanelExperts:
+        c, names = self._config, self._names
+        gate_up_bias = self._floats(prefix + names.gate_up_bias).astype(np.float32)
+        return PanelExperts(
+            gate_up=self._expert_panels(prefix + names.gate_up, layout, alternate),
+            gate_up_bias=jnp.asarray(alternate(gate_up_bias)),
+            down=self._expert_panels(prefix + names.down, layout, lambda rows: rows),
+            down_bias=jnp.asarray(self._floats(prefix + names.down_bias).astype(np.float32)),
+            hidden=c.expert_width,
+        )
+
+    def _expert_panels(self, name: str, layout: Layout, order: Callable[[np.ndarray], np.ndarray]) -> Panels:
+        """All experts' matrices end to end; `order` puts [experts, outputs, *rest] into the order of the panels."""
+        if layout == "packed":
+            blocks, scales = map(order, self._packed_pair(name))
+            return panels(pack_mxfp4(blocks, scales), blocks.shape[2] * BLOCK, blocks.shape[1])
+        # MXFP4 values are exact in bfloat16
+        dtype = BFLOAT16 if self._mxfp4 else self._dtype
+        packed = []
+        for matrix in self._expert_matrices(name):
+            rows = order(matrix.T[None])
+            packed.append(pack_floats((rows if rows.dtype == BFLOAT16 else rows.astype(dtype))[0]))
+        data = np.stack([data for data, _ in packed])
+        return panels((data, packed[0][1]), rows.shape[2], rows.shape[1])
+
     def _gate_and_up_bias(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
         bias = self._floats(prefix + self._names.gate_up_bias).astype(self._dtype)
         return bias[:, 0::2], bias[:, 1::2]
@@ -500,21 +542,21 @@ def _tensors(
     for index, layer in enumerate(params.layers):
         prefix, attention, moe = names.layer.format(index), layer.attention, layer.moe
         yield vector(prefix + names.attention_norm, attention.norm)
-        weights = np.split(np.asarray(attention.qkv).T, splits)
+        weights = np.split(as_matrix(attention.qkv).T, splits)
         biases = np.split(np.asarray(attention.qkv_bias), splits)
         for module, weight, bias in zip(names.qkv, weights, biases, strict=True):
             yield vector(f"{prefix}{module}.weight", weight)
             yield vector(f"{prefix}{module}.bias", bias)
-        yield vector(f"{prefix}{names.out}.weight", np.asarray(attention.out).T)
+        yield vector(f"{prefix}{names.out}.weight", as_matrix(attention.out).T)
         yield vector(f"{prefix}{names.out}.bias", attention.out_bias)
         yield vector(prefix + names.sinks, attention.sinks)
         yield vector(prefix + names.moe_norm, moe.norm)
-        yield vector(f"{prefix}{names.router}.weight", np.asarray(moe.router).T)
+        yield vector(f"{prefix}{names.router}.weight", as_matrix(moe.router).T)
         yield vector(f"{prefix}{names.router}.bias", moe.router_bias)
         for name, value in _expert_tensors(moe.experts, config, mxfp4).items():
             yield (prefix + name, value) if value.dtype == np.uint8 else vector(prefix + name, value)
     yield vector(names.norm, params.norm)
-    yield vector(names.lm_head, np.asarray(params.lm_head).T)
+    yield vector(names.lm_head, as_matrix(params.lm_head).T)
 
 
 def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool) -> dict[str, np.ndarray]:
@@ -544,6 +586,8 @@ def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool) -> dict
 def _dense_experts(experts: Experts, config: TargetConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(gate_up [E, D, 2F] interleaved, its bias [E, 2F] interleaved, down [E, F, D], its bias [E, D])."""
     count, width, hidden = config.num_experts, config.expert_width, config.hidden_size
+    if isinstance(experts, PanelExperts):
+        raise TypeError("experts in panels are for computing with; to save a model, load it with native=False")
     if isinstance(experts, PackedExperts):
         gate_up = dequantize(np.asarray(experts.gate_up_blocks), np.asarray(experts.gate_up_scales)).swapaxes(-1, -2)
         down = dequantize(np.asarray(experts.down_blocks), np.asarray(experts.down_scales)).swapaxes(-1, -2)

@@ -15,18 +15,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.attention import attention
-from peagle.ops.expert_matmul import expert_mlp
-from peagle.ops.kv_cache import KVCache, init_kv_cache, ring_capacity, slot_positions, write_kv
+from peagle.ops.attention import attend_rows, attention, decode_attention, split_heads
+from peagle.ops.expert_matmul import expert_block
+from peagle.ops.kv_cache import KVCache, init_kv_cache, ring_capacity, write_kv
+from peagle.ops.linear import embed, linear
 from peagle.ops.mask import causal_mask
 from peagle.ops.messages import TargetOutput
-from peagle.ops.norm import rms_norm
-from peagle.ops.rope import apply_rope, rope_tables
+from peagle.ops.norm import Norm
+from peagle.ops.rope import rope_tables
 from target.config import TargetConfig
-from target.params import AttentionParams, MoeParams, TargetParams
+from target.params import AttentionParams, TargetParams
 
 # (layer, its params, query, key, value) -> attention output [B, T, N, H]
 Attend = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
+# (layer, its params, qkv [B, T, (N + 2G) H], cos, sin) -> attention output [B, T, N H]
+AttendProjected = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def forward(
@@ -45,7 +48,8 @@ def forward(
     form of that attention as `attend`.
     """
     attend = attend or _attend_within(config, positions, segment_ids)
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
+    projected = _rotated(config, attend)
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, projected, aux_layer_ids)
     return _logits(params, config, x), aux_hidden
 
 
@@ -81,16 +85,16 @@ def prefill(
     width = token_ids.shape[1]
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], token_ids.shape)
     real = positions < lengths[:, None]
-    within = _attend_within(config, positions)
     written = list(caches)
 
     def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         cache = caches[layer]
         kept = real & (positions >= lengths[:, None] - cache.capacity) if cache.ring else real
         written[layer] = write_kv(cache, key, value, jnp.where(kept, positions, -1))
-        return within(layer, p, query, key, value)
+        return attend_rows(query, key, value, positions, config.window(layer), p.sinks, native=params.native)
 
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
+    projected = _rotated(config, attend)
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, projected, aux_layer_ids)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
     return _logits(params, config, last)[:, 0], aux_hidden, tuple(written)
 
@@ -111,23 +115,27 @@ def verify(
     width = token_ids.shape[1]
     steps = jnp.arange(width, dtype=jnp.int32)[None, :]
     positions = jnp.where(lengths[:, None] < 0, -1, lengths[:, None] + steps)
-    newest = positions[:, -1]
-    masks: dict[tuple[int | None, bool], jax.Array] = {}
     written = list(caches)
 
-    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        cache, window = write_kv(caches[layer], key, value, positions), config.window(layer)
-        written[layer] = cache
-        kind = (window, cache.ring)
-        if kind not in masks:
-            masks[kind] = causal_mask(positions, slot_positions(cache, newest), window)
-        return attention(query, cache.key, cache.value, masks[kind], p.sinks)
+    def attend(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        out, written[layer] = decode_attention(
+            qkv,
+            cos,
+            sin,
+            caches[layer],
+            positions,
+            config.num_heads,
+            config.window(layer),
+            p.sinks,
+            native=params.native,
+        )
+        return out
 
     x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
     return _logits(params, config, x), aux_hidden, tuple(written)
 
 
-def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None = None) -> Attend:
+def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None) -> Attend:
     """Attention among the rows of one pass: causal by position, by each layer's window, and within segments."""
     masks = {
         window: causal_mask(positions, positions, window) for window in map(config.window, range(config.num_layers))
@@ -142,55 +150,42 @@ def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.
     return attend
 
 
+def _rotated(config: TargetConfig, attend: Attend) -> AttendProjected:
+    """The same on projections that are still side by side and not yet rotated."""
+
+    def projected(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
+        return attend(layer, p, query, key, value).reshape(*qkv.shape[:2], -1)
+
+    return projected
+
+
 def _run_layers(
     params: TargetParams,
     config: TargetConfig,
     token_ids: jax.Array,
     positions: jax.Array,
-    attend: Attend,
+    attend: AttendProjected,
     aux_layer_ids: Sequence[int],
 ) -> tuple[jax.Array, jax.Array]:
     """(residual stream after the last layer [B, T, D], taps side by side [B, T, A * D])."""
-    x = params.embedding[token_ids]
+    x = embed(params.embedding, token_ids, params.dtype)
     cos, sin = rope_tables(config.rope, positions, x.dtype)
     taps: dict[int, jax.Array] = {}
     for index, layer in enumerate(params.layers):
-        x = x + _attention_block(layer.attention, config, index, x, cos, sin, attend)
-        x = x + _moe_block(layer.moe, config, x)
+        p, moe = layer.attention, layer.moe
+        qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps))
+        x = linear(attend(index, p, qkv, cos, sin), p.out, p.out_bias, residual=x)
+        norm = Norm(moe.norm, config.rms_norm_eps)
+        x = expert_block(x, norm, moe.router, moe.router_bias, moe.experts, config.top_k, config.swiglu_limit)
         if index in aux_layer_ids:
             taps[index] = x
     no_taps = jnp.zeros((*token_ids.shape, 0), x.dtype)
     return x, jnp.concatenate([taps[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else no_taps
 
 
-def _attention_block(
-    p: AttentionParams,
-    config: TargetConfig,
-    layer: int,
-    x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    attend: Attend,
-) -> jax.Array:
-    batch, width, _ = x.shape
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = rms_norm(x, p.norm, config.rms_norm_eps) @ p.qkv + p.qkv_bias[None, None, :]
-    query, key, value = jnp.split(qkv, (queries, queries + keys), axis=-1)
-    query = apply_rope(query.reshape(batch, width, config.num_heads, config.head_dim), cos, sin)
-    key = apply_rope(key.reshape(batch, width, config.num_kv_heads, config.head_dim), cos, sin)
-    value = value.reshape(batch, width, config.num_kv_heads, config.head_dim)
-    out = attend(layer, p, query, key, value).reshape(batch, width, queries)
-    return out @ p.out + p.out_bias[None, None, :]
-
-
-def _moe_block(p: MoeParams, config: TargetConfig, x: jax.Array) -> jax.Array:
-    rows = rms_norm(x, p.norm, config.rms_norm_eps).reshape(-1, x.shape[-1])
-    router_logits = rows @ p.router + p.router_bias[None, :]
-    return expert_mlp(rows, router_logits, p.experts, config.top_k, config.swiglu_limit).reshape(x.shape)
-
-
 def _logits(params: TargetParams, config: TargetConfig, x: jax.Array) -> jax.Array:
-    return rms_norm(x, params.norm, config.rms_norm_eps) @ params.lm_head
+    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))
 
 
 @flax.struct.dataclass
@@ -213,8 +208,9 @@ class GptOss:
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
         """Empty caches for rows of up to `capacity` positions, with room for a pass of `widest_write` rows behind
         them."""
-        dtype = self.params.embedding.dtype
-        return init_caches(self.config, batch, capacity + widest_write, widest_write, dtype, self.retain_full_kv)
+        return init_caches(
+            self.config, batch, capacity + widest_write, widest_write, self.params.dtype, self.retain_full_kv
+        )
 
     def prefill(
         self, token_ids: Int[Array, "B T"], lengths: Int[Array, "B"], cache: tuple[KVCache, ...]

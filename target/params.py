@@ -1,6 +1,7 @@
 """The parameters of a GPT-OSS model as a pytree, and their random initialisation.
 
-Matrices are stored input dimension first (`x @ w`). D hidden size, N query heads, G kv heads, H head_dim, V vocabulary.
+Matrices are arrays with the input dimension first (`x @ w`), or all of them panels for the native kernels
+(peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, V vocabulary.
 """
 
 import flax.struct
@@ -9,15 +10,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from peagle.ops.expert_matmul import Experts, FusedExperts
+from peagle.ops.linear import Panels
 from target.config import TargetConfig
 
 
 @flax.struct.dataclass
 class AttentionParams:
     norm: jax.Array  # [D]
-    qkv: jax.Array  # [D, (N + 2G) H]: queries, keys, values side by side
+    qkv: jax.Array | Panels  # [D, (N + 2G) H]: queries, keys, values side by side
     qkv_bias: jax.Array  # [(N + 2G) H]
-    out: jax.Array  # [N H, D]
+    out: jax.Array | Panels  # [N H, D]
     out_bias: jax.Array  # [D]
     sinks: jax.Array  # [N]
 
@@ -25,7 +27,7 @@ class AttentionParams:
 @flax.struct.dataclass
 class MoeParams:
     norm: jax.Array  # [D]
-    router: jax.Array  # [D, E]
+    router: jax.Array | Panels  # [D, E]
     router_bias: jax.Array  # [E]
     experts: Experts
 
@@ -38,10 +40,20 @@ class LayerParams:
 
 @flax.struct.dataclass
 class TargetParams:
-    embedding: jax.Array  # [V, D]
+    embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
-    lm_head: jax.Array  # [D, V]
+    lm_head: jax.Array | Panels  # [D, V]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations and caches."""
+        return self.norm.dtype
+
+    @property
+    def native(self) -> bool:
+        """Whether the matrices are panels."""
+        return isinstance(self.lm_head, Panels)
 
 
 def init_params(config: TargetConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> TargetParams:

@@ -59,14 +59,14 @@ def forward_chains(
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # noqa: ARG001
         return _attention(query, key, value, context_mask, counts, width)
 
-    hidden = model._project_taps(params, config, aux_hidden)
-    mask_hidden = model._project_taps(params, config, params.mask_hidden[None, None, :])
+    hidden = model.project_taps(params, config, aux_hidden)
+    mask_hidden = model.project_taps(params, config, params.mask_hidden[None, None, :])
     chain_rows = sum(counts)
     batch = token_ids.shape[0]
     hidden = jnp.concatenate([hidden, jnp.broadcast_to(mask_hidden, (batch, chain_rows, hidden.shape[-1]))], axis=1)
     tokens = jnp.concatenate([token_ids, jnp.full((batch, chain_rows), config.mask_token_id, jnp.int32)], axis=1)
     row_positions = jnp.take_along_axis(positions, anchor, axis=1) + depth
-    return model._run_layers(params, config, tokens, hidden, row_positions, attend)
+    return model.run_layers(params, config, tokens, hidden, row_positions, model.rotated(config, attend))
 
 
 def _attention(

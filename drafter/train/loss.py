@@ -7,7 +7,8 @@ from jaxtyping import Array, Float, Int
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.forward import forward_chains, rows_of
-from peagle.ops.norm import rms_norm
+from peagle.ops.linear import linear
+from peagle.ops.norm import Norm
 
 # How much of the label is the target's whole distribution; the rest is its argmax. Half and half measured best on the
 # first prototype (BASELINES): greedy acceptance asks for the argmax, the distribution tells how near the others are.
@@ -36,7 +37,7 @@ def chain_loss(
     width = token_ids.shape[1]
     shifted = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
     x = forward_chains(params, config, shifted, aux_hidden, segment_ids, positions, anchors, counts)
-    logits = rms_norm(x, params.norm, config.rms_norm_eps) @ params.lm_head
+    logits = linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))
     anchor, depth = rows_of(anchors, counts, width)
     reached = jnp.concatenate(
         [jnp.full((token_ids.shape[0], width), 0, jnp.int32), *(reach[:, :n] for n in counts)], axis=1

@@ -84,6 +84,12 @@ class Experts(StrEnum):
     expanded = "expanded"
 
 
+class Kernels(StrEnum):
+    auto = "auto"
+    native = "native"
+    xla = "xla"
+
+
 PromptArgument = Annotated[
     str | None,
     typer.Argument(
@@ -148,6 +154,14 @@ ExpertsOption = Annotated[
         "--experts",
         rich_help_panel=MODEL,
         help="packed keeps MXFP4 in memory, expanded dequantises at load, auto takes what is fastest and fits.",
+    ),
+]
+KernelsOption = Annotated[
+    Kernels,
+    typer.Option(
+        "--kernels",
+        rich_help_panel=MODEL,
+        help="native runs the compiled CPU kernels or refuses, xla does without; auto: native where they run.",
     ),
 ]
 Context = Annotated[
@@ -269,6 +283,7 @@ def speculate(
     drafter: Drafter = None,
     dtype: DtypeOption = None,
     experts: ExpertsOption = Experts.auto,
+    kernels: KernelsOption = Kernels.auto,
     context: Context = None,
     num_speculative_tokens: NumSpeculative = None,
     draft_sampling: DraftSampling = False,
@@ -297,6 +312,7 @@ def speculate(
         drafter=drafter,
         dtype=dtype and dtype.value,
         experts=experts.value,
+        kernels=kernels.value,
         context=context,
         num_speculative_tokens=num_speculative_tokens,
         draft_sampling=draft_sampling,
@@ -328,6 +344,7 @@ def generate(
     target: Target = None,
     dtype: DtypeOption = None,
     experts: ExpertsOption = Experts.auto,
+    kernels: KernelsOption = Kernels.auto,
     context: Context = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -354,6 +371,7 @@ def generate(
         drafter=None,
         dtype=dtype and dtype.value,
         experts=experts.value,
+        kernels=kernels.value,
         context=context,
         num_speculative_tokens=0,
         draft_sampling=False,

@@ -15,6 +15,8 @@ from drafter.model import init_caches as init_drafter_caches
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache, cache_bytes
+from peagle.ops.native import available as native_available
+from peagle.ops.native import status as native_status
 from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEMO, fitting_taps, resolve
 from peagle.text import TOKENIZER_FILE
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
@@ -90,7 +92,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("default taps", taps),
         ("stop tokens", _list(files.stop_token_ids) or "none"),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
-        ("kernels", "XLA"),
+        ("kernels", native_status()[1]),
     ]
 
 
@@ -113,7 +115,7 @@ def drafter_rows(checkpoint: Checkpoint, config: DrafterConfig, path: Path) -> R
         ("on disk", _bytes(_disk_bytes(path))),
         ("in memory", f"{_bytes(parameters * 4)} float32, {_bytes(parameters * 2)} bfloat16"),
         (f"KV cache per {POSITIONS:,} positions", f"{_bytes(cells * 4)} float32, {_bytes(cells * 2)} bfloat16"),
-        ("kernels", "XLA"),
+        ("kernels", native_status()[1]),
     ]
 
 
@@ -123,7 +125,8 @@ def _target_memory(files: TargetFiles) -> str:
         return _bytes((files.num_parameters - files.num_expert_parameters) * dtype.itemsize + experts)
 
     layouts = [("expanded", False)] + ([("packed", True)] if files.mxfp4 else [])
-    return "; ".join(
+    stored = f"{_bytes(files.tensor_bytes)} as stored; without native kernels " if native_available() else ""
+    return stored + "; ".join(
         f"{name} {of(FLOAT32, packed)} float32, {of(BFLOAT16, packed)} bfloat16" for name, packed in layouts
     )
 

@@ -71,6 +71,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "capacity": run.capacity,
         "dtype": pair.dtype,
         "experts": pair.experts,
+        "kernels": pair.kernels,
         "baseline": config.compares,
         "ignore_eos": config.ignore_eos,
         "logprobs": config.logprobs,

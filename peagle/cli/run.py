@@ -50,6 +50,7 @@ def run_command(settings: Settings) -> int:
             drafter,
             dtype=cast(Any, settings.dtype),
             experts=cast(Any, settings.experts),
+            kernels=cast(Any, settings.kernels),
             progress=progress,
         )
     display.has_tokenizer = pair.tokenizer is not None

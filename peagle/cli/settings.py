@@ -21,6 +21,7 @@ class Settings:
     drafter: str | None
     dtype: str | None
     experts: str
+    kernels: str
     context: int | None
     num_speculative_tokens: int | None
     draft_sampling: bool

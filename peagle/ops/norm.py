@@ -1,8 +1,17 @@
 """Root-mean-square normalisation."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+
+class Norm(NamedTuple):
+    """A normalisation that an op begins with (`rms_norm`)."""
+
+    weight: jax.Array
+    epsilon: float
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:

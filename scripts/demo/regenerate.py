@@ -20,6 +20,7 @@ import peagle  # noqa: F401  (before anything starts JAX)
 from peagle.autoregressive import NoDrafter
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine, Request
+from peagle.ops import native
 from scripts.demo.corpus import read_lines
 from scripts.demo.dataset import PROMPT, TEXT, WIDTH, Document, chat_prefix, encode_all, pack, shuffled
 from scripts.demo.train_target import log
@@ -68,7 +69,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.target, local_files_only=True)
     texts = [chat_prefix(tokenizer, record["prompt"]) for record in shuffled(read_lines(arguments.prompts), seed=1)]
     prompts = [ids for ids in encode_all(tokenizer, texts) if len(ids) <= MAX_PROMPT_TOKENS][: arguments.num_prompts]
-    loaded = load_target(arguments.target, dtype=np.dtype("float32"))
+    loaded = load_target(arguments.target, dtype=np.dtype("float32"), native=native.available())
     config = SpeculationConfig(0, BATCH, MAX_PROMPT_TOKENS + MAX_NEW_TOKENS)
     engine = Engine(GptOss(loaded.params, loaded.config), NoDrafter(), config, loaded.stop_token_ids)
     started, done = time.monotonic(), 0

@@ -384,12 +384,14 @@ def test_info_tells_what_checkpoints_are_and_whether_they_fit(real: Run, directo
     assert f"{(directories.target / 'model.safetensors').stat().st_size / 1e3:.1f} kB" in real("info", target)[1]
 
 
-def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories, pair: Pair) -> None:
+def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -> None:
     """Parameters and cache bytes are those of the loaded model."""
     import jax
 
     from peagle.ops.kv_cache import cache_bytes
+    from peagle.pair import load
 
+    pair = load(directories.target, None, kernels="xla")
     lines = dict(line.strip().split("  ", 1) for line in real("info", str(directories.target))[1].splitlines()[1:-1])
     params = pair.plain_target.params  # type: ignore[attr-defined]
     count = sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -2,9 +2,13 @@
 
 import json
 
+import jax
 import pytest
 
 import peagle.pair
+from peagle.config import SpeculationConfig
+from peagle.generate import Request, _steps
+from peagle.ops import native
 from peagle.pair import DEMO_DIRECTORY, Pair
 from peagle.prompts import read_prompt_file
 from peagle.session import Run, RunConfig, run
@@ -40,6 +44,17 @@ def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:
     for outcome in answers.outcomes:
         # passes of different width may round a tie apart, and nothing more
         assert outcome.first_divergence is None or outcome.first_divergence.margin < 1e-3
+
+
+@pytest.mark.skipif(not native.available(), reason="no native kernels: " + native.status()[1])
+@pytest.mark.parametrize("together", [1, 4])
+def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int) -> None:
+    engine = demo.engine(SpeculationConfig(3, capacity=512))
+    state, _ = engine._start([Request(0, (5, 6, 7), 20)], 32)
+    options = {"num_drafts": 3, "sampling": engine.config.sampling, "count": together}
+    memory = _steps.lower(engine.target, engine.drafter, state, **options).compile().memory_analysis()
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves((engine.target, state.target_cache)))
+    assert memory.temp_size_in_bytes < min(largest, state.target_cache[1].key.nbytes)
 
 
 def test_the_drafter_is_of_use(answers: Run) -> None:

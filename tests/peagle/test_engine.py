@@ -172,13 +172,27 @@ def test_no_retrace_after_warm_up(target, requests) -> None:
     assert trace_counts() == before
 
 
-def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target, requests) -> None:
-    from peagle.generate import _step
+@pytest.mark.parametrize("together", [2, 8])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_that_are_dispatched_together_change_nothing(target, requests, drafts, together) -> None:
+    drafter = NGram(longest=2) if drafts else NoDrafter()
 
-    engine = Engine(target, NGram(), config(3))
+    def emissions(steps_per_dispatch: int) -> list[tuple]:
+        engine = Engine(target, drafter, config(drafts, batch=2), steps_per_dispatch=steps_per_dispatch)
+        return [(e.request, e.token_ids, e.decision) for e in engine.generate(requests)]
+
+    assert emissions(together) == emissions(1)
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target, requests, together) -> None:
+    from peagle.generate import _steps
+
+    engine = Engine(target, NGram(), SpeculationConfig(3, capacity=4096), steps_per_dispatch=together)
     state, _ = engine._start(requests[:1], 32)
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
-    compiled = _step.lower(target, engine.drafter, state, num_drafts=3, sampling=SamplingConfig()).compile()
+    options = {"num_drafts": 3, "sampling": SamplingConfig(), "count": together}
+    compiled = _steps.lower(target, engine.drafter, state, **options).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= donated
     engine._dispatch(state)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.target_cache))

@@ -18,8 +18,8 @@ TOP = {"schema", "provenance", "config", "requests", "summary"}
 PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu", "num_threads", "device"}
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "max_new_tokens", "temperature", "top_k", "top_p",
-    "draft_sampling", "seed", "batch_size", "context", "capacity", "dtype", "experts", "baseline", "ignore_eos",
-    "logprobs", "raw_prompt", "system", "reasoning_effort", "date", "stop_token_ids", "interrupted",
+    "draft_sampling", "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels", "baseline",
+    "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date", "stop_token_ids", "interrupted",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "finish_reason", "num_truncated_tokens", "ttft_s",

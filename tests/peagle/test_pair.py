@@ -189,10 +189,26 @@ def test_loading_tells_how_far_it_is(directories: Directories) -> None:
 
 
 def test_dtype_and_experts_are_as_asked(directories: Directories) -> None:
-    packed = load(directories.target, None, dtype="bfloat16", experts="packed")
-    assert (packed.dtype, packed.experts) == ("bfloat16", "packed")
+    packed = load(directories.target, None, dtype="bfloat16", experts="packed", kernels="xla")
+    assert (packed.dtype, packed.experts, packed.kernels) == ("bfloat16", "packed", "XLA")
     embedding = packed.plain_target.params.embedding  # type: ignore[attr-defined]
     assert embedding.dtype == np.dtype("bfloat16")
+
+
+def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
+    directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, options = [5, 6, 7], {"max_new_tokens": 12, "ignore_eos": True}
+    outputs = {
+        kernels: load(directories.target, directories.drafter, kernels=kernels).generate(prompt, **options).output_ids
+        for kernels in ("native", "xla")
+    }
+    assert outputs["native"] == outputs["xla"]
+    monkeypatch.setattr("peagle.pair.native_status", lambda: (None, "XLA: no compiler was found"))
+    monkeypatch.setattr("peagle.pair.native_available", lambda: False)
+    with pytest.raises(InputError, match="no compiler was found"):
+        load(directories.target, None, kernels="native")
+    assert load(directories.target, None).kernels == "XLA: no compiler was found"
 
 
 def test_stop_tokens_come_from_generation_config_and_else_from_config(directories: Directories, tmp_path: Path) -> None:

@@ -1,6 +1,16 @@
-"""The mixture-of-experts feed-forward of GPT-OSS: one op, three layouts of its weights."""
+"""The mixture-of-experts feed-forward of GPT-OSS: one op, four layouts of its weights."""
 
-from peagle.ops.expert_matmul.api import expert_mlp
-from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts
+from peagle.ops.expert_matmul.api import expert_block, expert_mlp
+from peagle.ops.expert_matmul.native import alternate
+from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
 
-__all__ = ["ExpandedExperts", "Experts", "FusedExperts", "PackedExperts", "expert_mlp"]
+__all__ = [
+    "ExpandedExperts",
+    "Experts",
+    "FusedExperts",
+    "PackedExperts",
+    "PanelExperts",
+    "alternate",
+    "expert_block",
+    "expert_mlp",
+]

@@ -1,9 +1,30 @@
 """The public entry: picks the form that suits the layout and the number of rows."""
 
+import jax
 from jaxtyping import Array, Float
 
-from peagle.ops.expert_matmul import reference
-from peagle.ops.expert_matmul.weights import Experts, FusedExperts
+from peagle.ops.expert_matmul import native, reference
+from peagle.ops.expert_matmul.weights import Experts, FusedExperts, PanelExperts
+from peagle.ops.linear import Panels, linear
+from peagle.ops.norm import Norm, rms_norm
+
+
+def expert_block(
+    x: Float[Array, "*rows D"],
+    norm: Norm,
+    router: jax.Array | Panels,
+    router_bias: Float[Array, "E"],
+    experts: Experts,
+    top_k: int,
+    swiglu_limit: float,
+) -> Float[Array, "*rows D"]:
+    """x + expert_mlp of norm(x), routed by its router logits: the second half of a layer."""
+    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(experts, PanelExperts):
+        assert isinstance(router, Panels)
+        return native.routed(rows, norm, router, router_bias, experts, top_k, swiglu_limit).reshape(x.shape)
+    rows = rms_norm(rows, norm.weight, norm.epsilon)
+    return x + expert_mlp(rows, linear(rows, router, router_bias), experts, top_k, swiglu_limit).reshape(x.shape)
 
 
 def expert_mlp(
@@ -11,8 +32,11 @@ def expert_mlp(
 ) -> Float[Array, "T D"]:
     """sum over the top_k selected experts e of softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e).
 
-    Whatever the layout of the weights, the result is the same function, in x's dtype.
+    Whatever XLA layout the weights are in, the result is the same function, in x's dtype. Panels are for
+    `expert_block`.
     """
+    if isinstance(experts, PanelExperts):
+        raise TypeError("experts in panels are computed with their norm and router: see expert_block")
     if isinstance(experts, FusedExperts):
         return reference.fused(x, router_logits, experts, top_k, swiglu_limit)
     # Few rows touch few experts: read just those. Many rows touch all: read each expert once for all rows.

@@ -1,0 +1,29 @@
+"""Compiles the native CPU kernels while the package is built; without a compiler the package is pure Python."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+NATIVE = Path(__file__).parent / "peagle" / "ops" / "native"
+
+
+class CustomBuildHook(BuildHookInterface):
+    """The wheel holds the kernels of every instruction set, or none."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
+        spec = importlib.util.spec_from_file_location("native_build", NATIVE / "build.py")
+        assert spec is not None
+        assert spec.loader is not None
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+        try:
+            made = native.build()
+        except native.BuildError as error:
+            print(f"peagle: no native kernels, XLA's own code will run instead: {error}", file=sys.stderr)
+            return
+        build_data["artifacts"] += [str(path.relative_to(Path(__file__).parent)) for path in made]
+        build_data["pure_python"] = False
+        build_data["infer_tag"] = True

@@ -1,0 +1,98 @@
+"""Attention with a cache, and among the rows of one pass: in XLA, or in the compiled kernels, which read what a query
+sees and nothing else. With those a query's bits depend on its position and on the keys and values it sees alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from peagle.ops import native as kernels
+from peagle.ops.attention.reference import attention
+from peagle.ops.kv_cache import KVCache, slot_positions, write_kv
+from peagle.ops.mask import causal_mask
+from peagle.ops.rope import apply_rope
+
+
+def split_heads(
+    qkv: Float[Array, "B T all"],
+    num_heads: int,
+    num_kv_heads: int,
+    cos: Float[Array, "B T h"],
+    sin: Float[Array, "B T h"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T G H"], Float[Array, "B T G H"]]:
+    """(queries, keys, values) of a projection that holds them side by side; queries and keys rotated."""
+    batch, width, outputs = qkv.shape
+    head_dim = outputs // (num_heads + 2 * num_kv_heads)
+    heads = qkv.reshape(batch, width, -1, head_dim)
+    query, key, value = jnp.split(heads, (num_heads, num_heads + num_kv_heads), axis=2)
+    return apply_rope(query, cos, sin), apply_rope(key, cos, sin), value
+
+
+def decode_attention(
+    qkv: Float[Array, "B T all"],
+    cos: Float[Array, "B T h"],
+    sin: Float[Array, "B T h"],
+    cache: KVCache,
+    positions: Int[Array, "B T"],
+    num_heads: int,
+    window: int | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    *,
+    native: bool = False,
+) -> tuple[Float[Array, "B T out"], KVCache]:
+    """(attention's output [B, T, N H], the cache with the rows' keys and values): rotated, written, then attended.
+
+    A query at position p sees positions max(0, p - window + 1) .. p, all of them without a window; the newest position
+    that was ever written is the row's last query's. A query of negative position writes nothing, and what comes out of
+    it is finite and means nothing.
+    """
+    if not native:
+        query, key, value = split_heads(qkv, num_heads, cache.key.shape[2], cos, sin)
+        cache = write_kv(cache, key, value, positions)
+        mask = causal_mask(positions, slot_positions(cache, positions[:, -1]), window)
+        out = attention(query, cache.key, cache.value, mask, sinks)
+        return out.reshape(*qkv.shape[:2], -1), cache
+    outputs = num_heads * cache.key.shape[3]
+    stored = jax.ShapeDtypeStruct(cache.key.shape, cache.key.dtype)
+    out, key, value = kernels.call(
+        "decode_attention",
+        (jax.ShapeDtypeStruct((*qkv.shape[:2], outputs), cache.key.dtype), stored, stored),
+        qkv,
+        cos,
+        sin,
+        cache.key,
+        cache.value,
+        positions,
+        kernels.optional(sinks),
+        in_place={3: 1, 4: 2},
+        window=np.int64(window or 0),
+        ring=np.bool_(cache.ring),
+    )
+    return out, KVCache(key, value, cache.ring)
+
+
+def attend_rows(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T G H"],
+    value: Float[Array, "B T G H"],
+    positions: Int[Array, "B T"],
+    window: int | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    *,
+    native: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Causal attention among a pass's own rows, which stand at positions 0, 1, 2, ..."""
+    if not native:
+        return attention(query, key, value, causal_mask(positions, positions, window), sinks)
+    out: jax.Array = kernels.call(
+        "attention",
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        query,
+        key,
+        value,
+        positions,
+        kernels.optional(sinks),
+        window=np.int64(window or 0),
+        ring=np.bool_(False),
+    )
+    return out

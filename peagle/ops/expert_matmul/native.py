@@ -1,0 +1,53 @@
+"""The op in the native kernels, and the layout they read."""
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from peagle.ops import native
+from peagle.ops.expert_matmul.weights import PanelExperts
+from peagle.ops.linear.panels import ROWS, Panels, num_panels
+from peagle.ops.norm import Norm
+
+
+def routed(
+    x: Float[Array, "T D"],
+    norm: Norm,
+    router: Panels,
+    router_bias: Float[Array, "E"],
+    experts: PanelExperts,
+    top_k: int,
+    limit: float,
+) -> Float[Array, "T D"]:
+    """See `expert_block`. Each selected expert is read once, for all rows that selected it. A row's bits do not depend
+    on other rows: its experts are added up in ascending order."""
+    out: jax.Array = native.call(
+        "experts",
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        x,
+        native.optional(norm.weight),
+        router.data,
+        native.optional(router_bias),
+        experts.gate_up.data,
+        experts.gate_up.scales,
+        experts.gate_up_bias,
+        experts.down.data,
+        experts.down.scales,
+        experts.down_bias,
+        num_experts=np.int64(experts.num_experts),
+        top_k=np.int64(top_k),
+        hidden=np.int64(experts.hidden),
+        limit=np.float32(limit),
+        epsilon=np.float32(norm.epsilon),
+    )
+    return out
+
+
+def alternate(interleaved: np.ndarray) -> np.ndarray:
+    """Rows gate, up, gate, up, ... [..., 2F, *rest] as whole panels of them: 16 gates, the 16 ups that belong to
+    them, ... [..., 2 * 16 * ceil(F/16), *rest]. `rest` are the axes behind the row axis, which is axis 1."""
+    lead, rest = interleaved.shape[:1], interleaved.shape[2:]
+    hidden = interleaved.shape[1] // 2
+    padded = np.zeros((*lead, num_panels(hidden) * ROWS, 2, *rest), interleaved.dtype)
+    padded[:, :hidden] = interleaved.reshape(*lead, hidden, 2, *rest)
+    return padded.reshape(*lead, -1, ROWS, 2, *rest).swapaxes(2, 3).reshape(*lead, -1, *rest)

@@ -1,0 +1,55 @@
+"""The public entries: the layout of the weights decides what runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from peagle.ops import native
+from peagle.ops.linear.panels import Panels
+from peagle.ops.norm import Norm, rms_norm
+
+
+def linear(
+    x: Float[Array, "... inputs"],
+    weight: jax.Array | Panels,
+    bias: Float[Array, "outputs"] | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Float[Array, "... outputs"] | None = None,
+) -> Float[Array, "... outputs"]:
+    """x, normalised first where there is a norm, times the weight (an array is [inputs, outputs]), plus the bias, plus
+    the residual; in x's dtype.
+
+    With `Panels` every row's bits are a function of that row and the weights alone: it does not matter how many rows
+    there are.
+    """
+    if not isinstance(weight, Panels):
+        out = (x if norm is None else rms_norm(x, norm.weight, norm.epsilon)) @ weight
+        out = out if bias is None else out + jnp.expand_dims(bias, tuple(range(x.ndim - 1)))
+        return out if residual is None else residual + out
+    rows = x.reshape(-1, x.shape[-1])
+    out = native.call(
+        "linear",
+        jax.ShapeDtypeStruct((rows.shape[0], weight.outputs), x.dtype),
+        rows,
+        native.optional(None if norm is None else norm.weight),
+        weight.data,
+        weight.scales,
+        native.optional(bias),
+        jnp.zeros((0,), x.dtype) if residual is None else residual.reshape(-1, weight.outputs),
+        epsilon=np.float32(0.0 if norm is None else norm.epsilon),
+    )
+    return out.reshape(*x.shape[:-1], weight.outputs)
+
+
+def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:
+    """The tokens' rows of the table [V, width], in `dtype`.
+
+    A table of uint16 holds the bits of bfloat16: XLA on CPU would convert a whole bfloat16 table to gather from it.
+    """
+    rows = table[token_ids]
+    if rows.dtype == jnp.uint16:
+        rows = jax.lax.bitcast_convert_type(rows, jnp.bfloat16)
+    return rows.astype(dtype)

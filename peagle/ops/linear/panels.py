@@ -1,0 +1,103 @@
+"""Weights as the native kernels read them (peagle/ops/native/kernels.h): panels of 16 output rows, row within the panel
+last, so that one vector register holds one input's weights of 16 outputs. Zero rows fill the last panel.
+
+    float32     [panels, inputs, 16]
+    bfloat16    [panels, inputs/2 rounded up, 16, 2]: neighbouring inputs of a row share 32 bits
+    MXFP4       uint32 [panels, inputs/8, 16]: eight neighbouring codes of a row, the first in the lowest four bits;
+                scales uint8 [panels, inputs/32, 16]
+
+Bfloat16 and MXFP4 values are multiplied exactly and summed in float32, whatever the activations are: weights that a
+checkpoint stores in bfloat16 stay so, and the result is that of float32 weights.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+
+ROWS = 16
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@flax.struct.dataclass
+class Panels:
+    """One weight matrix, or several of one shape end to end (experts: a leading dimension more)."""
+
+    data: jax.Array
+    scales: jax.Array  # of no elements but in MXFP4
+    inputs: int = flax.struct.field(pytree_node=False)
+    outputs: int = flax.struct.field(pytree_node=False)
+
+
+def num_panels(outputs: int) -> int:
+    """Panels that hold so many output rows."""
+    return -(-outputs // ROWS)
+
+
+def pack_floats(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(data, scales) of a matrix [..., outputs, inputs]; bfloat16 stays bfloat16, anything else becomes float32."""
+    half = matrix.dtype == BFLOAT16
+    *lead, outputs, inputs = matrix.shape
+    padded = np.zeros((*lead, num_panels(outputs) * ROWS, inputs + inputs % 2 if half else inputs), matrix.dtype)
+    padded[..., :outputs, :inputs] = matrix
+    if half:
+        data = padded.reshape(*lead, -1, ROWS, padded.shape[-1] // 2, 2).swapaxes(-2, -3)
+    else:
+        data = padded.astype(np.float32, copy=False).reshape(*lead, -1, ROWS, inputs).swapaxes(-1, -2)
+    return np.ascontiguousarray(data), np.zeros((0,), np.uint8)
+
+
+def pack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(data, scales) of MXFP4 rows as checkpoints store them: blocks [..., outputs, inputs/32, 16] and scales [...,
+    outputs, inputs/32] (peagle.ops.mxfp4)."""
+    *lead, outputs, count, _ = blocks.shape
+    rows = num_panels(outputs) * ROWS
+    words = np.zeros((*lead, rows, count * 4), "<u4")
+    words[..., :outputs, :] = np.ascontiguousarray(blocks).view("<u4").reshape(*lead, outputs, count * 4)
+    padded = np.zeros((*lead, rows, count), np.uint8)
+    padded[..., :outputs, :] = scales
+    panels = [part.reshape(*lead, -1, ROWS, part.shape[-1]).swapaxes(-1, -2) for part in (words, padded)]
+    return np.ascontiguousarray(panels[0]), np.ascontiguousarray(panels[1])
+
+
+def panels(packed: tuple[np.ndarray, np.ndarray], inputs: int, outputs: int) -> Panels:
+    """What a pack function gave, on the device."""
+    return Panels(jnp.asarray(packed[0]), jnp.asarray(packed[1]), inputs, outputs)
+
+
+def unpack_floats(packed: Panels) -> np.ndarray:
+    """The matrix [..., outputs, inputs] again."""
+    data = np.asarray(packed.data)
+    if data.dtype == BFLOAT16:
+        rows = data.swapaxes(-2, -3).reshape(*data.shape[:-4], -1, ROWS, data.shape[-3] * 2)
+    else:
+        rows = data.swapaxes(-1, -2)
+    return rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])[..., : packed.outputs, : packed.inputs]
+
+
+def as_matrix(weight: jax.Array | Panels) -> np.ndarray:
+    """The weight [inputs, outputs] on the host, whatever layout it is in."""
+    return unpack_floats(weight).T if isinstance(weight, Panels) else np.asarray(weight)
+
+
+def take_outputs(packed: Panels, outputs: np.ndarray) -> Panels:
+    """The matrix of these outputs alone, in their order."""
+    return panels(pack_floats(unpack_floats(packed)[outputs]), packed.inputs, len(outputs))
+
+
+def arrange(rows: np.ndarray, dtype: DTypeLike, native: bool) -> jax.Array | Panels:
+    """A matrix as checkpoints store it, [outputs, inputs], for `linear` with activations of `dtype`: [inputs, outputs]
+    in that dtype, or panels, in which bfloat16 stays bfloat16."""
+    if native:
+        outputs, inputs = rows.shape
+        return panels(pack_floats(rows if rows.dtype == BFLOAT16 else rows.astype(dtype)), inputs, outputs)
+    return jnp.asarray(rows.T.astype(dtype, order="C"))
+
+
+def arrange_embedding(table: np.ndarray, dtype: DTypeLike, native: bool) -> jax.Array:
+    """A table for `embed`: in `dtype`, or where bfloat16 may stay bfloat16, its bits."""
+    if native and BFLOAT16 in (table.dtype, np.dtype(dtype)):
+        return jnp.asarray(table.astype(BFLOAT16).view(np.uint16))
+    return jnp.asarray(table.astype(dtype))

@@ -1,0 +1,89 @@
+"""The compiled CPU kernels, called through XLA's FFI: which there are, which this machine runs, and the call.
+
+Sources: kernels.h (what they compute), kernels.cc (how), ffi.cc (checked and threaded, as XLA calls them), build.py.
+Whoever calls an op of peagle.ops never comes here: the ops do, for weights in panels (peagle.ops.linear).
+"""
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from peagle.ops.errors import InputError
+from peagle.ops.native.build import instruction_sets, library
+
+HANDLERS = ("linear", "experts", "attention", "decode_attention")
+VARIABLE = "PEAGLE_KERNELS"
+XLA = "xla"
+
+
+@functools.cache
+def status() -> tuple[str | None, str]:
+    """(the instruction set of the kernels that run here, or None for XLA's own code; one line that says so, and why).
+
+    Raises InputError where PEAGLE_KERNELS names what does not exist here.
+    """
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted not in ("", XLA, *instruction_sets()):
+        raise InputError(f"{VARIABLE} is {wanted!r}; expected {', '.join([*instruction_sets(), XLA])}, or nothing")
+    if wanted == XLA:
+        return None, f"XLA ({VARIABLE}={XLA})"
+    isa, why = _choose(wanted)
+    if isa is None and wanted:
+        raise InputError(f"{VARIABLE} is {wanted!r}, but {why}")
+    return (isa, f"native, {isa}") if isa else (None, f"XLA: {why}")
+
+
+def available() -> bool:
+    """Whether the native kernels run here: the backend is a CPU, they were compiled, and nobody asked for XLA."""
+    return status()[0] is not None
+
+
+def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
+    """The kernel's result or results, of the shapes in `result`; in_place: operand -> the result that takes its memory.
+    Raises InputError where `available` is False."""
+    isa, line = status()
+    if isa is None:
+        raise InputError(f"the native kernels do not run here ({line}); load the weights with kernels='xla'")
+    kernel = jax.ffi.ffi_call(f"peagle_{name}_{isa}", result, input_output_aliases=in_place)
+    return kernel(*operands, **attributes)
+
+
+def optional(values: jax.Array | None) -> jax.Array:
+    """What a kernel takes for a vector that may be absent: float32, or nothing."""
+    return jnp.zeros((0,), jnp.float32) if values is None else values.astype(jnp.float32)
+
+
+def _choose(wanted: str) -> tuple[str | None, str]:
+    if jax.default_backend() != "cpu":
+        return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
+    built = [isa for isa in instruction_sets() if library(isa).exists()]
+    again = "python -m peagle.ops.native compiles them where a C++ compiler is"
+    if "portable" not in built or (wanted and wanted not in built):
+        return None, f"the native kernels were not compiled; {again}"
+    order = list(instruction_sets())
+    try:
+        machine = _open("portable").peagle_machine
+        machine.restype = ctypes.c_char_p
+        runs = [isa for isa in order[order.index(machine().decode()) :] if isa in built]
+        if wanted and wanted not in runs:
+            return None, f"this CPU runs {', '.join(runs)} only"
+        isa = wanted or runs[0]
+        _register(isa)
+    except Exception as error:  # a library for another system, or for another version of XLA's FFI
+        return None, f"the native kernels do not load ({' '.join(str(error).split())[:120]}); {again}"
+    return isa, ""
+
+
+def _open(isa: str) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library(isa)))
+
+
+def _register(isa: str) -> None:
+    opened = _open(isa)
+    for name in HANDLERS:
+        handler = jax.ffi.pycapsule(getattr(opened, f"peagle_{name}"))
+        jax.ffi.register_ffi_target(f"peagle_{name}_{isa}", handler, platform="cpu")

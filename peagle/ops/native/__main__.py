@@ -1,0 +1,5 @@
+import sys
+
+from peagle.ops.native.build import main
+
+sys.exit(main())

@@ -1,0 +1,100 @@
+"""Compiles the native CPU kernels: one shared library per instruction set, beside this file.
+
+    python -m peagle.ops.native
+
+Installing the package does this where a C++ compiler is (hatch_build.py); so this module imports nothing but the
+standard library. The command is for an installation that found no compiler, or another jaxlib, at the time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("kernels.cc", "ffi.cc")
+SUFFIX = ".so"
+_X86 = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+    "avx2": ("-mavx2", "-mfma"),
+}
+FLAGS = (
+    "-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
+    "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
+)  # fmt: skip
+SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g")
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled here; the message says why."""
+
+
+def library(isa: str, directory: Path = HERE) -> Path:
+    """Where the library of an instruction set is, or would be."""
+    return directory / f"kernels_{isa}{SUFFIX}"
+
+
+def instruction_sets() -> dict[str, tuple[str, ...]]:
+    """The instruction sets that this kind of machine gets, best first, with their compiler flags."""
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return {**(_X86 if x86 else {}), "portable": ()}
+
+
+def compiler() -> str:
+    """The C++ compiler: $CXX, or what the system calls one. Raises BuildError where there is none."""
+    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+        if found := shutil.which(name):
+            return found
+    raise BuildError("no C++ compiler was found (CXX, c++, g++, clang++)")
+
+
+def headers() -> Path:
+    """The folder of XLA's FFI headers, which come with jaxlib. Raises BuildError without jaxlib."""
+    spec = importlib.util.find_spec("jaxlib")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        if (folder := Path(location) / "include").is_dir():
+            return folder
+    raise BuildError("jaxlib, which brings XLA's FFI headers, is not installed")
+
+
+def build(directory: Path = HERE, *, sanitize: bool = False) -> list[Path]:
+    """The libraries are in `directory`, each whole or absent. Raises BuildError with the compiler's first error."""
+    cxx, include = compiler(), headers()
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
+    unique = () if "clang" in version else ("-fno-gnu-unique",)
+
+    def one(isa: str, flags: tuple[str, ...]) -> Path:
+        path = library(isa, directory)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        command = [
+            cxx, *FLAGS, *unique, *flags, *(SANITIZE if sanitize else ()), "-isystem", str(include),
+            *(str(HERE / source) for source in SOURCES), "-o", str(temporary),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            temporary.unlink(missing_ok=True)
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            raise BuildError(f"{cxx} failed: {errors[0] if errors else done.stderr.strip()[-300:]}")
+        os.replace(temporary, path)
+        return path
+
+    sets = instruction_sets()
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(one, sets.keys(), sets.values()))
+
+
+def main() -> int:
+    """The command."""
+    try:
+        for path in build():
+            print(path)
+    except BuildError as error:
+        print(f"peagle: the native kernels were not built: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,381 @@
+// The kernels as XLA FFI handlers: every shape is checked before anything is read, and work goes to XLA's own threads.
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace peagle {
+namespace {
+
+namespace ffi = xla::ffi;
+using ffi::AnyBuffer;
+using Out = ffi::Result<AnyBuffer>;
+
+// The caller takes part, and waits only for chunks that another thread has begun: a pool whose threads are all waiting
+// in handlers of their own cannot lock up. A helper that starts late finds nothing left, and touches nothing but the
+// shared state.
+class PoolParallel final : public Parallel {
+ public:
+  explicit PoolParallel(ffi::ThreadPool& pool) : pool_(pool) {}
+
+  void Run(int64_t chunks, void (*body)(void*, int64_t), void* context) override {
+    const int64_t helpers = std::min<int64_t>(pool_.num_threads(), chunks) - 1;
+    if (helpers < 1) {
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) body(context, chunk);
+      return;
+    }
+    auto shared = std::make_shared<Shared>();
+    shared->chunks = chunks;
+    shared->body = body;
+    shared->context = context;
+    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([shared] { Take(*shared); });
+    Take(*shared);
+    for (int64_t spins = 0; shared->finished.load(std::memory_order_acquire) < chunks; ++spins) Pause(spins);
+  }
+
+ private:
+  struct Shared {
+    std::atomic<int64_t> next{0}, finished{0};
+    int64_t chunks;
+    void (*body)(void*, int64_t);
+    void* context;
+  };
+
+  static void Take(Shared& shared) {
+    int64_t chunk;
+    while ((chunk = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.chunks) {
+      shared.body(shared.context, chunk);
+      shared.finished.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  static void Pause(int64_t spins) {
+    if (spins > 10'000) {
+      std::this_thread::yield();
+      return;
+    }
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+  }
+
+  ffi::ThreadPool& pool_;
+};
+
+std::string Shape(const AnyBuffer& buffer) {
+  std::string text = "[";
+  for (int64_t size : buffer.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+bool IsFloat(const AnyBuffer& buffer) {
+  return buffer.element_type() == ffi::DataType::F32 || buffer.element_type() == ffi::DataType::BF16;
+}
+
+// A buffer's values as float32: in place where they are, else a copy.
+class Floats {
+ public:
+  explicit Floats(const AnyBuffer& buffer) : count_(buffer.element_count()) {
+    if (buffer.element_type() == ffi::DataType::F32) {
+      values_ = static_cast<const float*>(buffer.untyped_data());
+      return;
+    }
+    copy_ = std::make_unique_for_overwrite<float[]>(count_);
+    auto halves = static_cast<const uint16_t*>(buffer.untyped_data());
+    auto bits = reinterpret_cast<uint32_t*>(copy_.get());
+    for (size_t i = 0; i < count_; ++i) bits[i] = static_cast<uint32_t>(halves[i]) << 16;
+    values_ = copy_.get();
+  }
+  const float* get() const { return values_; }
+
+ private:
+  size_t count_;
+  const float* values_;
+  std::unique_ptr<float[]> copy_;
+};
+
+// Where float32 results go: into the buffer, or beside it until Finish rounds them into it.
+class Results {
+ public:
+  explicit Results(Out& buffer) : count_(buffer->element_count()), half_(buffer->element_type() == ffi::DataType::BF16) {
+    if (half_) copy_ = std::make_unique_for_overwrite<float[]>(count_);
+    data_ = buffer->untyped_data();
+  }
+  float* get() { return half_ ? copy_.get() : static_cast<float*>(data_); }
+
+  void Finish() {
+    if (!half_) return;
+    auto bits = reinterpret_cast<const uint32_t*>(copy_.get());
+    auto halves = static_cast<uint16_t*>(data_);
+    for (size_t i = 0; i < count_; ++i) {  // to nearest, ties to even; NaN stays NaN
+      const uint32_t rounded = (bits[i] + 0x7fffu + ((bits[i] >> 16) & 1u)) >> 16;
+      halves[i] = (bits[i] & 0x7fffffffu) > 0x7f800000u ? (bits[i] >> 16) | 64u : rounded;
+    }
+  }
+
+ private:
+  size_t count_;
+  bool half_;
+  void* data_;
+  std::unique_ptr<float[]> copy_;
+};
+
+// A matrix from its buffers, once they are found to hold `copies` times inputs x outputs.
+ffi::ErrorOr<Matrix> MakeMatrix(const char* name, const AnyBuffer& panels, const AnyBuffer* scales, int64_t copies,
+                                int64_t inputs, int64_t outputs) {
+  const int64_t scales_seen = scales == nullptr ? 0 : scales->element_count();
+  const int64_t count = copies * ((outputs + kPanelRows - 1) / kPanelRows) * kPanelRows;
+  Matrix matrix{Format::kFloat32, panels.untyped_data(), nullptr, inputs, outputs};
+  int64_t elements = count * inputs, scale_elements = 0;
+  if (panels.element_type() == ffi::DataType::BF16) {
+    matrix.format = Format::kBfloat16;
+    elements = count * ((inputs + 1) / 2) * 2;
+  } else if (panels.element_type() == ffi::DataType::U32 && scales != nullptr &&
+             scales->element_type() == ffi::DataType::U8) {
+    matrix.format = Format::kMxfp4;
+    matrix.scales = static_cast<const uint8_t*>(scales->untyped_data());
+    elements = inputs % 32 == 0 ? count * inputs / 8 : -1;
+    scale_elements = count * inputs / 32;
+  } else if (panels.element_type() != ffi::DataType::F32) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        std::string(name) + ": panels are float32, bfloat16, or uint32 with scales of uint8"));
+  }
+  if (static_cast<int64_t>(panels.element_count()) != elements ||
+      scales_seen != scale_elements) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(
+        std::string(name) + ": panels " + Shape(panels) + " with " + std::to_string(scales_seen) +
+        " scales do not hold " +
+        std::to_string(copies) + " matrices of " + std::to_string(inputs) + " inputs and " + std::to_string(outputs) +
+        " outputs"));
+  }
+  return matrix;
+}
+
+// float32 values of which there are `count`, or none at all.
+ffi::ErrorOr<const float*> Optional(const char* what, const AnyBuffer& buffer, int64_t count) {
+  if (buffer.element_count() == 0) return nullptr;
+  if (buffer.element_type() != ffi::DataType::F32 || static_cast<int64_t>(buffer.element_count()) != count)
+    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(what) + " " + Shape(buffer) + " is not float32 [" +
+                                                       std::to_string(count) + "]"));
+  return buffer.typed_data<float>();
+}
+
+#define PEAGLE_TRY(name, expression)          \
+  auto name##_or = expression;                \
+  if (name##_or.has_error()) return name##_or.error(); \
+  auto name = *name##_or
+
+ffi::Error LinearHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyBuffer panels, AnyBuffer scales,
+                         AnyBuffer bias, AnyBuffer residual, Out out, float epsilon) {
+  const auto in = x.dimensions(), to = out->dimensions();
+  if (in.size() != 2 || to.size() != 2 || in[0] != to[0] || !IsFloat(x) || !IsFloat(*out))
+    return ffi::Error::InvalidArgument("linear: x " + Shape(x) + " and out " + Shape(*out) + " are not [T, K] and [T, N]");
+  if (residual.element_count() > 0 && (!IsFloat(residual) || residual.dimensions() != to))
+    return ffi::Error::InvalidArgument("linear: residual " + Shape(residual) + " is not like out " + Shape(*out));
+  PEAGLE_TRY(weight, MakeMatrix("linear", panels, &scales, 1, in[1], to[1]));
+  PEAGLE_TRY(norm_weight, Optional("linear: norm", norm, in[1]));
+  PEAGLE_TRY(bias_values, Optional("linear: bias", bias, to[1]));
+  const Floats inputs(x), residuals(residual);
+  Results results(out);
+  PoolParallel parallel(pool);
+  RunLinear({inputs.get(), {norm_weight, epsilon}, weight, bias_values,
+             residual.element_count() > 0 ? residuals.get() : nullptr, results.get(), in[0]},
+            parallel);
+  results.Finish();
+  return ffi::Error::Success();
+}
+
+ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyBuffer router, AnyBuffer router_bias,
+                          AnyBuffer gate_up, AnyBuffer gate_up_scales, AnyBuffer gate_up_bias, AnyBuffer down,
+                          AnyBuffer down_scales, AnyBuffer down_bias, Out out, int64_t num_experts, int64_t top_k,
+                          int64_t hidden, float limit, float epsilon) {
+  const auto in = x.dimensions();
+  if (in.size() != 2 || out->dimensions() != in || !IsFloat(x) || !IsFloat(*out))
+    return ffi::Error::InvalidArgument("experts: x " + Shape(x) + " and out " + Shape(*out) + " are not [T, D] twice");
+  if (num_experts < 1 || top_k < 1 || top_k > num_experts || hidden < 1)
+    return ffi::Error::InvalidArgument("experts: top_k is not in 1..E");
+  const int64_t rows = in[0], width = in[1];
+  const int64_t padded = 2 * ((hidden + kPanelRows - 1) / kPanelRows) * kPanelRows;
+  PEAGLE_TRY(route, MakeMatrix("experts, router", router, nullptr, 1, width, num_experts));
+  PEAGLE_TRY(first, MakeMatrix("experts, gate and up", gate_up, &gate_up_scales, num_experts, width, padded));
+  PEAGLE_TRY(second, MakeMatrix("experts, down", down, &down_scales, num_experts, hidden, width));
+  PEAGLE_TRY(norm_weight, Optional("experts: norm", norm, width));
+  PEAGLE_TRY(route_bias, Optional("experts: router bias", router_bias, num_experts));
+  PEAGLE_TRY(first_bias, Optional("experts: gate and up bias", gate_up_bias, num_experts * padded));
+  PEAGLE_TRY(second_bias, Optional("experts: down bias", down_bias, num_experts * width));
+  if (first_bias == nullptr || second_bias == nullptr) return ffi::Error::InvalidArgument("experts: a bias is missing");
+  const Floats inputs(x);
+  Results results(out);
+  PoolParallel parallel(pool);
+  RunExperts({inputs.get(), {norm_weight, epsilon}, route, route_bias, first, first_bias, second, second_bias,
+              results.get(), rows, num_experts, top_k, limit},
+             parallel);
+  results.Finish();
+  return ffi::Error::Success();
+}
+
+// What both attention handlers need: the caches, who reads them from where, and how.
+ffi::ErrorOr<Attention> MakeAttention(const AnyBuffer& key, const AnyBuffer& value, const AnyBuffer& positions,
+                                      const AnyBuffer& sinks, int64_t heads, int64_t window, bool ring) {
+  const auto k = key.dimensions(), p = positions.dimensions();
+  if (k.size() != 4 || value.dimensions() != k || p.size() != 2 || p[0] != k[0] || k[2] < 1 || heads % k[2] != 0)
+    return ffi::Unexpected(ffi::Error::InvalidArgument("attention: key " + Shape(key) + ", value " + Shape(value) +
+                                                       ", positions " + Shape(positions) + " for " +
+                                                       std::to_string(heads) +
+                                                       " heads are not [B, C, G, H] twice and [B, T]"));
+  if (!IsFloat(key) || value.element_type() != key.element_type() || positions.element_type() != ffi::DataType::S32)
+    return ffi::Unexpected(
+        ffi::Error::InvalidArgument("attention: keys and values are not of one type, float32 or bfloat16, or positions not int32"));
+  if (ring && (window < 1 || window > k[1]))
+    return ffi::Unexpected(ffi::Error::InvalidArgument("attention: a ring is smaller than its window"));
+  auto sink_values = Optional("attention: sinks", sinks, heads);
+  if (sink_values.has_error()) return ffi::Unexpected(sink_values.error());
+  return Attention{nullptr, key.untyped_data(), value.untyped_data(), key.element_type() == ffi::DataType::BF16,
+                   positions.typed_data<int32_t>(), *sink_values, nullptr, k[0], p[1], heads, k[3], k[1], k[2], window,
+                   ring};
+}
+
+ffi::Error AttentionHandler(ffi::ThreadPool pool, AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer positions,
+                            AnyBuffer sinks, Out out, int64_t window, bool ring) {
+  const auto q = query.dimensions();
+  if (q.size() != 4 || out->dimensions() != q || query.element_type() != key.element_type() ||
+      out->element_type() != key.element_type())
+    return ffi::Error::InvalidArgument("attention: query " + Shape(query) + " and out " + Shape(*out) +
+                                       " are not [B, T, N, H] of the keys' type");
+  PEAGLE_TRY(op, MakeAttention(key, value, positions, sinks, q[2], window, ring));
+  if (q[0] != op.batch || q[1] != op.width || q[3] != op.head_dim)
+    return ffi::Error::InvalidArgument("attention: query " + Shape(query) + " does not fit key " + Shape(key));
+  op.query = query.untyped_data();
+  op.out = out->untyped_data();
+  PoolParallel parallel(pool);
+  RunAttention(op, parallel);
+  return ffi::Error::Success();
+}
+
+ffi::Error DecodeAttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, AnyBuffer sin, AnyBuffer key,
+                                  AnyBuffer value, AnyBuffer positions, AnyBuffer sinks, Out out, Out key_out,
+                                  Out value_out, int64_t window, bool ring) {
+  const auto in = qkv.dimensions(), to = out->dimensions(), k = key.dimensions();
+  if (in.size() != 3 || to.size() != 3 || k.size() != 4 || in[0] != to[0] || in[1] != to[1] ||
+      in[2] != to[2] + 2 * k[2] * k[3] || k[3] % 2 != 0 || !IsFloat(qkv) || out->element_type() != key.element_type())
+    return ffi::Error::InvalidArgument("decode_attention: qkv " + Shape(qkv) + ", out " + Shape(*out) + ", key " +
+                                       Shape(key) + " are not [B, T, (N + 2 G) H], [B, T, N H], [B, C, G, H]");
+  if (key_out->untyped_data() != key.untyped_data() || value_out->untyped_data() != value.untyped_data())
+    return ffi::Error::InvalidArgument("decode_attention: the caches are not written in place");
+  PEAGLE_TRY(op, MakeAttention(key, value, positions, sinks, to[2] / k[3], window, ring));
+  const int64_t angles = op.batch * op.width * op.head_dim / 2;
+  if (to[0] != op.batch || to[1] != op.width || !IsFloat(cos) || !IsFloat(sin) ||
+      static_cast<int64_t>(cos.element_count()) != angles || static_cast<int64_t>(sin.element_count()) != angles)
+    return ffi::Error::InvalidArgument("decode_attention: positions " + Shape(positions) + ", cos " + Shape(cos) +
+                                       " do not fit out " + Shape(*out));
+  const Floats values(qkv), cosines(cos), sines(sin);
+  auto query = std::make_unique_for_overwrite<char[]>(out->size_bytes());
+  RotateAndWrite(op, {values.get(), cosines.get(), sines.get(), query.get(), key_out->untyped_data(), value_out->untyped_data()});
+  op.query = query.get();
+  op.out = out->untyped_data();
+  PoolParallel parallel(pool);
+  RunAttention(op, parallel);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace peagle
+
+#define PEAGLE_EXPORT extern "C" __attribute__((visibility("default")))
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_linear(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<xla::ffi::ThreadPool>()
+                             .Arg<xla::ffi::AnyBuffer>()  // x
+                             .Arg<xla::ffi::AnyBuffer>()  // norm
+                             .Arg<xla::ffi::AnyBuffer>()  // panels
+                             .Arg<xla::ffi::AnyBuffer>()  // scales
+                             .Arg<xla::ffi::AnyBuffer>()  // bias
+                             .Arg<xla::ffi::AnyBuffer>()  // residual
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .Attr<float>("epsilon")
+                             .To(peagle::LinearHandler)
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_experts(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<xla::ffi::ThreadPool>()
+                             .Arg<xla::ffi::AnyBuffer>()  // x
+                             .Arg<xla::ffi::AnyBuffer>()  // norm
+                             .Arg<xla::ffi::AnyBuffer>()  // router
+                             .Arg<xla::ffi::AnyBuffer>()  // router_bias
+                             .Arg<xla::ffi::AnyBuffer>()  // gate_up
+                             .Arg<xla::ffi::AnyBuffer>()  // gate_up_scales
+                             .Arg<xla::ffi::AnyBuffer>()  // gate_up_bias
+                             .Arg<xla::ffi::AnyBuffer>()  // down
+                             .Arg<xla::ffi::AnyBuffer>()  // down_scales
+                             .Arg<xla::ffi::AnyBuffer>()  // down_bias
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .Attr<int64_t>("num_experts")
+                             .Attr<int64_t>("top_k")
+                             .Attr<int64_t>("hidden")
+                             .Attr<float>("limit")
+                             .Attr<float>("epsilon")
+                             .To(peagle::ExpertsHandler)
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_attention(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<xla::ffi::ThreadPool>()
+                             .Arg<xla::ffi::AnyBuffer>()  // query
+                             .Arg<xla::ffi::AnyBuffer>()  // key
+                             .Arg<xla::ffi::AnyBuffer>()  // value
+                             .Arg<xla::ffi::AnyBuffer>()  // positions
+                             .Arg<xla::ffi::AnyBuffer>()  // sinks
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .Attr<int64_t>("window")
+                             .Attr<bool>("ring")
+                             .To(peagle::AttentionHandler)
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_decode_attention(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<xla::ffi::ThreadPool>()
+                             .Arg<xla::ffi::AnyBuffer>()  // qkv
+                             .Arg<xla::ffi::AnyBuffer>()  // cos
+                             .Arg<xla::ffi::AnyBuffer>()  // sin
+                             .Arg<xla::ffi::AnyBuffer>()  // key
+                             .Arg<xla::ffi::AnyBuffer>()  // value
+                             .Arg<xla::ffi::AnyBuffer>()  // positions
+                             .Arg<xla::ffi::AnyBuffer>()  // sinks
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .Ret<xla::ffi::AnyBuffer>()  // key
+                             .Ret<xla::ffi::AnyBuffer>()  // value
+                             .Attr<int64_t>("window")
+                             .Attr<bool>("ring")
+                             .To(peagle::DecodeAttentionHandler)
+                             .release();
+  return handler->Call(frame);
+}
+
+// The widest instruction set of this machine that there is a library for.
+PEAGLE_EXPORT const char* peagle_machine() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
+    return "avx512";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
+#endif
+  return "portable";
+}

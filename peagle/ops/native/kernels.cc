@@ -1,0 +1,753 @@
+// See kernels.h. One source for all instruction sets: vectors of sixteen lanes, which the compiler maps to what there is.
+
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace peagle {
+namespace {
+
+// Sixteen lanes, whatever the machine's registers are: compilers split them where they must.
+constexpr int64_t kLanes = 16;
+using Floats = float __attribute__((vector_size(64)));
+using Words = uint32_t __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+using Halves = uint16_t __attribute__((vector_size(32)));
+
+#define PEAGLE_INLINE inline __attribute__((always_inline))
+
+template <class Vector>
+PEAGLE_INLINE Vector Load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+template <class Vector>
+PEAGLE_INLINE void Store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof(vector));
+}
+
+PEAGLE_INLINE Floats Broadcast(float value) { return Floats{} + value; }
+
+PEAGLE_INLINE Floats Max(Floats a, Floats b) { return a > b ? a : b; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// exp
+
+// e^x within 2 ulp for x in [-87, 88]; 0 below, inf above.
+PEAGLE_INLINE Floats Exp(Floats x) {
+  const Floats magic = Broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Floats clamped = x < -87.0f ? Broadcast(-87.0f) : x;
+  clamped = clamped > 88.0f ? Broadcast(88.0f) : clamped;
+  Floats shifted = clamped * 1.44269504f + magic;
+  Floats n = shifted - magic;
+  Floats r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;  // ln 2 in two parts
+  Floats p = Broadcast(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Ints exponent = (reinterpret_cast<Ints>(shifted) << 23) + (127 << 23);  // magic's low bits hold n
+  Floats result = p * reinterpret_cast<Floats>(exponent);
+  result = x < -87.0f ? Floats{} : result;
+  return x > 88.0f ? Broadcast(__builtin_inff()) : result;
+}
+
+PEAGLE_INLINE Floats Sigmoid(Floats x) { return 1.0f / (1.0f + Exp(-x)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Panels: dot products of R neighbouring panels with T rows
+
+PEAGLE_INLINE Floats Code(Words nibbles) {  // the low four bits of each lane as an e2m1 number
+#if defined(__AVX512F__)
+  const __m512 table = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
+  return reinterpret_cast<Floats>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(nibbles), table));
+#elif defined(__AVX2__)
+  const __m256 table = _mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6);
+  Words sign = (nibbles & 8u) << 28;
+  __m256i halves[2];
+  std::memcpy(halves, &nibbles, sizeof(halves));
+  __m256 found[2] = {_mm256_permutevar8x32_ps(table, halves[0]), _mm256_permutevar8x32_ps(table, halves[1])};
+  Words magnitude;
+  std::memcpy(&magnitude, found, sizeof(magnitude));
+  return reinterpret_cast<Floats>(magnitude | sign);
+#else
+  // e2m1 by arithmetic: magnitudes 0..7 are 0 .5 1 1.5 2 3 4 6
+  Words magnitude = nibbles & 7u, exponent = magnitude >> 1, mantissa = magnitude & 1u;
+  Words normal = ((exponent + 126u) << 23) | (mantissa << 22);
+  Words small = mantissa * 0x3f000000u;
+  Words bits = exponent > 0u ? normal : small;
+  return reinterpret_cast<Floats>(bits | ((nibbles & 8u) << 28));
+#endif
+}
+
+struct Float32 {
+  static constexpr int kSums = 1;
+  static int64_t PanelBytes(int64_t inputs) { return inputs * kLanes * 4; }
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const float* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const int64_t panel = PanelBytes(inputs);
+    for (int64_t k = 0; k < inputs; ++k) {
+      for (int r = 0; r < R; ++r) {
+        Floats weights = Load<Floats>(panels + r * panel + k * 64);
+        for (int t = 0; t < T; ++t) sums[r][t] += weights * x[t][k];
+      }
+    }
+  }
+};
+
+struct Bfloat16 {
+  static constexpr int kSums = 1;
+  static int64_t PanelBytes(int64_t inputs) { return (inputs + 1) / 2 * kLanes * 4; }
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const float* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const int64_t panel = PanelBytes(inputs);
+    for (int64_t pair = 0; pair < inputs / 2; ++pair) {
+      for (int r = 0; r < R; ++r) {
+        Words both = Load<Words>(panels + r * panel + pair * 64);
+        Floats first = reinterpret_cast<Floats>(both << 16);
+        Floats second = reinterpret_cast<Floats>(both & 0xffff0000u);
+        for (int t = 0; t < T; ++t) sums[r][t] += first * x[t][2 * pair];
+        for (int t = 0; t < T; ++t) sums[r][t] += second * x[t][2 * pair + 1];
+      }
+    }
+    if (inputs % 2) {
+      for (int r = 0; r < R; ++r) {
+        Floats last = reinterpret_cast<Floats>(Load<Words>(panels + r * panel + inputs / 2 * 64) << 16);
+        for (int t = 0; t < T; ++t) sums[r][t] += last * x[t][inputs - 1];
+      }
+    }
+  }
+};
+
+struct Mxfp4 {
+  static constexpr int kSums = 2;  // a block's sum beside the whole one
+  static int64_t PanelBytes(int64_t inputs) { return inputs / 8 * kLanes * 4; }
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const float* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
+    for (int64_t block = 0; block < blocks; ++block) {
+      Floats part[R][T] = {};
+      for (int64_t word = 4 * block; word < 4 * block + 4; ++word) {
+        Words nibbles[R];
+        for (int r = 0; r < R; ++r) nibbles[r] = Load<Words>(panels + r * panel + word * 64);
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+          for (int r = 0; r < R; ++r) {
+            Floats weights = Code(nibbles[r] >> (4 * j));
+            for (int t = 0; t < T; ++t) part[r][t] += weights * x[t][8 * word + j];
+          }
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        Floats power = Power(scales + (r * blocks + block) * kLanes);
+        for (int t = 0; t < T; ++t) sums[r][t] += part[r][t] * power;
+      }
+    }
+  }
+
+  // 2^(scale - 127) for each of 16 rows. XLA flushes denormals, so scale 0 (2^-127) counts as 0.
+  static PEAGLE_INLINE Floats Power(const uint8_t* scales) {
+    Words exponents;
+    for (int i = 0; i < kLanes; ++i) exponents[i] = scales[i];
+    return reinterpret_cast<Floats>(exponents << 23);
+  }
+};
+
+constexpr int kTileRows = 8;      // rows of a tile: their sums stay in registers
+constexpr int kTilePanels = 16;   // panels of a chunk
+constexpr int64_t kBlockRows = 64;  // rows whose inputs stay in cache while all panels pass by
+
+struct Tile {
+  float values[kTilePanels][kTileRows][kLanes];  // [panel][row][output of the panel]
+};
+
+template <class W, int T, int R>
+__attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scales, int64_t inputs, const float* const* x, float* out) {
+  const float* rows[T];
+  for (int t = 0; t < T; ++t) rows[t] = x[t];
+  Floats sums[R][T] = {};
+  W::template Dot<T, R>(panels, scales, rows, inputs, sums);
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) Store(out + (r * kTileRows + t) * kLanes, sums[r][t]);
+}
+
+// The tile of `count` panels (from `first` on) and T rows. With few rows several panels go together: one row's sum is
+// one chain of additions, and a core works on eight or so at a time.
+template <class W, int T>
+void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const float* const* x, Tile& tile) {
+#if defined(__AVX512F__)
+  constexpr int kMost = T <= 4 ? 4 : 2;
+#else
+  constexpr int kMost = T == 1 ? 2 : 1;
+#endif
+  const int64_t bytes = W::PanelBytes(matrix.inputs), scale_bytes = matrix.inputs / 32 * kLanes;
+  auto panels = static_cast<const char*>(matrix.panels) + first * bytes;
+  auto scales = matrix.scales == nullptr ? nullptr : matrix.scales + first * scale_bytes;
+  int64_t p = 0;
+  auto group = [&]<int R>() {
+    for (; p + R <= count; p += R)
+      DotGroup<W, T, R>(panels + p * bytes, scales + p * scale_bytes, matrix.inputs, x, tile.values[p][0]);
+  };
+  if constexpr (kMost >= 4) group.template operator()<4>();
+  if constexpr (kMost >= 2) group.template operator()<2>();
+  group.template operator()<1>();
+}
+
+template <class W>
+void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const float* const* x, int64_t rows, Tile& tile) {
+  switch (rows) {
+    case 1: return DotPanels<W, 1>(matrix, first, count, x, tile);
+    case 2: return DotPanels<W, 2>(matrix, first, count, x, tile);
+    case 3: return DotPanels<W, 3>(matrix, first, count, x, tile);
+    case 4: return DotPanels<W, 4>(matrix, first, count, x, tile);
+    case 5: return DotPanels<W, 5>(matrix, first, count, x, tile);
+    case 6: return DotPanels<W, 6>(matrix, first, count, x, tile);
+    case 7: return DotPanels<W, 7>(matrix, first, count, x, tile);
+    default: return DotPanels<W, 8>(matrix, first, count, x, tile);
+  }
+}
+
+// tile = the dot products of panels first .. first + count - 1 with up to kTileRows rows
+void Dot(const Matrix& matrix, int64_t first, int64_t count, const float* const* x, int64_t rows, Tile& tile) {
+  switch (matrix.format) {
+    case Format::kFloat32: return DotFormat<Float32>(matrix, first, count, x, rows, tile);
+    case Format::kBfloat16: return DotFormat<Bfloat16>(matrix, first, count, x, rows, tile);
+    case Format::kMxfp4: return DotFormat<Mxfp4>(matrix, first, count, x, rows, tile);
+  }
+}
+
+int64_t Panels(int64_t outputs) { return (outputs + kPanelRows - 1) / kPanelRows; }
+
+int64_t PanelBytes(const Matrix& matrix) {
+  switch (matrix.format) {
+    case Format::kFloat32: return Float32::PanelBytes(matrix.inputs);
+    case Format::kBfloat16: return Bfloat16::PanelBytes(matrix.inputs);
+    default: return Mxfp4::PanelBytes(matrix.inputs);
+  }
+}
+
+// Below this many multiplications-and-weight-bytes a second thread costs more than it brings.
+constexpr int64_t kWorthAThread = 200'000;
+
+// `panels` cut into chunks of at most kTilePanels, as few as possible where the work is small.
+struct Cut {
+  int64_t panels, size, chunks;
+
+  Cut(int64_t panels, int64_t work) : panels(panels) {
+    int64_t wanted = std::max<int64_t>(1, work / kWorthAThread * 4);
+    size = std::clamp<int64_t>((panels + wanted - 1) / wanted, 1, kTilePanels);
+    chunks = (panels + size - 1) / size;
+  }
+  int64_t First(int64_t chunk) const { return chunk * size; }
+  int64_t Count(int64_t chunk) const { return std::min(size, panels - First(chunk)); }
+};
+
+template <class Body>
+void ForEach(Parallel& parallel, int64_t chunks, int64_t work, const Body& body) {
+  if (work < kWorthAThread) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) body(chunk);
+    return;
+  }
+  parallel.Run(
+      chunks, [](void* context, int64_t chunk) { (*static_cast<const Body*>(context))(chunk); },
+      const_cast<Body*>(&body));
+}
+
+// What multiplying `rows` rows costs, in weight bytes read: the arithmetic of four rows weighs as much as reading.
+int64_t Work(const Matrix& matrix, int64_t panels, int64_t rows) {
+  return panels * PanelBytes(matrix) * (4 + rows) / 4;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Linear
+
+void Normalize(const float* x, const Norm& norm, int64_t width, float* out) {
+  Floats squares = {};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    Floats values = Load<Floats>(x + i);
+    squares += values * values;
+  }
+  float sum = 0;
+  for (int lane = 0; lane < kLanes; ++lane) sum += squares[lane];
+  for (; i < width; ++i) sum += x[i] * x[i];
+  const float scale = 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + norm.epsilon);
+  for (i = 0; i < width; ++i) out[i] = x[i] * scale * norm.weight[i];
+}
+
+// The rows of x, normalised into `room` where there is a norm.
+const float* Normalized(const float* x, const Norm& norm, int64_t rows, int64_t width, std::unique_ptr<float[]>& room) {
+  if (norm.weight == nullptr) return x;
+  room = std::make_unique_for_overwrite<float[]>(rows * width);
+  for (int64_t row = 0; row < rows; ++row) Normalize(x + row * width, norm, width, room.get() + row * width);
+  return room.get();
+}
+
+}  // namespace
+
+void RunLinear(const Linear& op, Parallel& parallel) {
+  const int64_t inputs = op.weight.inputs, outputs = op.weight.outputs, panels = Panels(outputs);
+  std::unique_ptr<float[]> room;
+  const float* all = Normalized(op.x, op.norm, op.rows, inputs, room);
+  for (int64_t start = 0; start < op.rows; start += kBlockRows) {
+    const int64_t end = std::min(op.rows, start + kBlockRows);
+    const int64_t work = Work(op.weight, panels, end - start);
+    const Cut cut(panels, work);
+    ForEach(parallel, cut.chunks, work, [&](int64_t chunk) {
+      Tile tile;
+      const int64_t first = cut.First(chunk), count = cut.Count(chunk);
+      for (int64_t row = start; row < end; row += kTileRows) {
+        const int64_t rows = std::min<int64_t>(kTileRows, end - row);
+        const float* x[kTileRows];
+        for (int64_t t = 0; t < rows; ++t) x[t] = all + (row + t) * inputs;
+        Dot(op.weight, first, count, x, rows, tile);
+        for (int64_t t = 0; t < rows; ++t) {
+          for (int64_t p = 0; p < count; ++p) {
+            const int64_t column = (first + p) * kPanelRows, kept = std::min(kPanelRows, outputs - column);
+            const int64_t at = (row + t) * outputs + column;
+            float* values = tile.values[p][t];
+            if (op.bias != nullptr)
+              for (int64_t i = 0; i < kept; ++i) values[i] += op.bias[column + i];
+            if (op.residual != nullptr)
+              for (int64_t i = 0; i < kept; ++i) values[i] += op.residual[at + i];
+            std::memcpy(op.out + at, values, kept * sizeof(float));
+          }
+        }
+      }
+    });
+  }
+}
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Experts
+
+struct Choice {
+  int64_t row;
+  float weight;
+};
+
+// The experts that some row selected, in ascending order, each with its rows.
+struct Routing {
+  std::unique_ptr<int64_t[]> expert, begin;  // expert i's choices are begin[i] .. begin[i + 1] - 1
+  std::unique_ptr<Choice[]> choices;
+  int64_t count = 0;
+};
+
+Routing Route(const Experts& op, const float* all_logits) {
+  const int64_t total = op.rows * op.top_k;
+  auto ids = std::make_unique<int64_t[]>(total);
+  auto weights = std::make_unique<float[]>(total);
+  auto load = std::make_unique<int64_t[]>(op.num_experts + 1);
+  std::fill_n(load.get(), op.num_experts + 1, 0);
+  for (int64_t row = 0; row < op.rows; ++row) {
+    const float* logits = all_logits + row * op.num_experts;
+    int64_t* chosen = ids.get() + row * op.top_k;
+    float* weight = weights.get() + row * op.top_k;
+    for (int64_t j = 0; j < op.top_k; ++j) {
+      int64_t best = -1;
+      for (int64_t e = 0; e < op.num_experts; ++e) {
+        const bool taken = std::find(chosen, chosen + j, e) != chosen + j;
+        if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+      }
+      chosen[j] = best;
+      ++load[best + 1];
+    }
+    float sum = 0;
+    for (int64_t j = 0; j < op.top_k; ++j) sum += weight[j] = Exp(Broadcast(logits[chosen[j]] - logits[chosen[0]]))[0];
+    for (int64_t j = 0; j < op.top_k; ++j) weight[j] /= sum;
+  }
+  Routing routing;
+  routing.expert = std::make_unique<int64_t[]>(op.num_experts);
+  routing.begin = std::make_unique<int64_t[]>(op.num_experts + 1);
+  routing.choices = std::make_unique<Choice[]>(total);
+  for (int64_t e = 0; e < op.num_experts; ++e) {
+    if (load[e + 1] > 0) {
+      routing.begin[routing.count] = load[e];
+      routing.expert[routing.count++] = e;
+    }
+    load[e + 1] += load[e];
+  }
+  routing.begin[routing.count] = total;
+  for (int64_t i = 0; i < total; ++i) routing.choices[load[ids[i]]++] = {i / op.top_k, weights[i]};
+  return routing;
+}
+
+PEAGLE_INLINE Floats SwiGlu(Floats gate, Floats up, float limit) {
+  const Floats most = Broadcast(limit);
+  gate = gate > most ? most : gate;
+  up = up > most ? most : up;
+  up = up < -most ? -most : up;
+  return gate * Sigmoid(1.702f * gate) * (up + 1.0f);
+}
+
+}  // namespace
+
+void RunExperts(const Experts& op, Parallel& parallel) {
+  const int64_t width = op.gate_up.inputs, hidden = op.down.inputs;
+  const int64_t pairs = Panels(hidden), padded = pairs * kPanelRows, columns = Panels(width);
+  std::unique_ptr<float[]> room;
+  const float* all = Normalized(op.x, op.norm, op.rows, width, room);
+  auto logits = std::make_unique_for_overwrite<float[]>(op.rows * op.num_experts);
+  RunLinear({all, {}, op.router, op.router_bias, nullptr, logits.get(), op.rows}, parallel);
+  const Routing routing = Route(op, logits.get());
+  const int64_t total = op.rows * op.top_k;
+  // the hidden values of each choice
+  auto activations = std::make_unique_for_overwrite<float[]>(total * padded);
+
+  auto of_expert = [&](const Matrix& matrix, int64_t panels, int64_t i) {
+    Matrix one = matrix;
+    const int64_t expert = routing.expert[i];
+    one.panels = static_cast<const char*>(matrix.panels) + expert * panels * PanelBytes(matrix);
+    if (matrix.scales != nullptr) one.scales = matrix.scales + expert * panels * (matrix.inputs / 32) * kPanelRows;
+    return one;
+  };
+
+  const int64_t rows_per_expert = (total + routing.count - 1) / std::max<int64_t>(1, routing.count);
+  const int64_t up_work = Work(op.gate_up, 2 * pairs, rows_per_expert);
+  const Cut up_cut(pairs, up_work);
+  // whole pairs of panels: a chunk of n pairs is a tile of 2 n panels
+  const int64_t pairs_per_chunk = std::min<int64_t>(up_cut.size, kTilePanels / 2);
+  const int64_t up_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
+  ForEach(parallel, routing.count * up_chunks, up_work * routing.count, [&](int64_t chunk) {
+    Tile tile;
+    const int64_t i = chunk / up_chunks, first = chunk % up_chunks * pairs_per_chunk;
+    const int64_t count = std::min(pairs_per_chunk, pairs - first);
+    const Matrix matrix = of_expert(op.gate_up, 2 * pairs, i);
+    const float* bias = op.gate_up_bias + routing.expert[i] * 2 * padded;
+    for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += kTileRows) {
+      const int64_t rows = std::min<int64_t>(kTileRows, routing.begin[i + 1] - choice);
+      const float* x[kTileRows];
+      for (int64_t t = 0; t < rows; ++t) x[t] = all + routing.choices[choice + t].row * width;
+      Dot(matrix, 2 * first, 2 * count, x, rows, tile);
+      for (int64_t p = 0; p < count; ++p) {
+        const Floats gate_bias = Load<Floats>(bias + 2 * (first + p) * kPanelRows);
+        const Floats up_bias = Load<Floats>(bias + (2 * (first + p) + 1) * kPanelRows);
+        for (int64_t t = 0; t < rows; ++t) {
+          Floats gate = Load<Floats>(tile.values[2 * p][t]) + gate_bias;
+          Floats up = Load<Floats>(tile.values[2 * p + 1][t]) + up_bias;
+          Store(activations.get() + (choice + t) * padded + (first + p) * kPanelRows, SwiGlu(gate, up, op.limit));
+        }
+      }
+    }
+  });
+
+  // each chunk owns some output columns of all rows, and adds up the experts in ascending order
+  const int64_t down_work = Work(op.down, columns, rows_per_expert) * routing.count;
+  const Cut down_cut(columns, down_work);
+  ForEach(parallel, down_cut.chunks, down_work, [&](int64_t chunk) {
+    Tile tile;
+    const int64_t first = down_cut.First(chunk), count = down_cut.Count(chunk);
+    const int64_t left = first * kPanelRows, right = std::min(width, (first + count) * kPanelRows);
+    for (int64_t row = 0; row < op.rows; ++row)
+      std::copy(op.x + row * width + left, op.x + row * width + right, op.out + row * width + left);
+    for (int64_t i = 0; i < routing.count; ++i) {
+      const Matrix matrix = of_expert(op.down, columns, i);
+      const float* bias = op.down_bias + routing.expert[i] * width;
+      for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += kTileRows) {
+        const int64_t rows = std::min<int64_t>(kTileRows, routing.begin[i + 1] - choice);
+        const float* x[kTileRows];
+        for (int64_t t = 0; t < rows; ++t) x[t] = activations.get() + (choice + t) * padded;
+        Dot(matrix, first, count, x, rows, tile);
+        for (int64_t t = 0; t < rows; ++t) {
+          const Choice& one = routing.choices[choice + t];
+          float* out = op.out + one.row * width;
+          for (int64_t p = 0; p < count; ++p) {
+            const int64_t column = left + p * kPanelRows, kept = std::min(kPanelRows, right - column);
+            const float* values = tile.values[p][t];
+            for (int64_t j = 0; j < kept; ++j)
+              out[column + j] += one.weight * (values[j] + bias[column + j]);
+          }
+        }
+      }
+    }
+  });
+}
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention
+
+template <bool kHalf>
+PEAGLE_INLINE Floats LoadSixteen(const void* base, int64_t index) {
+  if constexpr (kHalf) {
+    Halves halves = Load<Halves>(static_cast<const uint16_t*>(base) + index);
+    return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+  } else {
+    return Load<Floats>(static_cast<const float*>(base) + index);
+  }
+}
+
+template <bool kHalf>
+PEAGLE_INLINE float LoadOne(const void* base, int64_t index) {
+  if constexpr (kHalf) {
+    uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(base)[index]) << 16;
+    return Load<float>(&bits);
+  } else {
+    return static_cast<const float*>(base)[index];
+  }
+}
+
+PEAGLE_INLINE uint16_t ToBfloat16(float value) {  // to nearest, ties to even
+  uint32_t bits = Load<uint32_t>(&value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 64u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+template <bool kHalf>
+PEAGLE_INLINE void Put(void* base, int64_t index, float value) {
+  if constexpr (kHalf)
+    static_cast<uint16_t*>(base)[index] = ToBfloat16(value);
+  else
+    static_cast<float*>(base)[index] = value;
+}
+
+#if defined(__clang__)
+#define PEAGLE_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PEAGLE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// Lane i = the sum over the lanes of parts[i]: four rounds of adding neighbours.
+PEAGLE_INLINE Floats SumEach(Floats (&v)[16]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    v[i] = PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    v[i] = PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  for (int i = 0; i < 2; ++i)
+    v[i] = PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  return PEAGLE_SHUFFLE(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+         PEAGLE_SHUFFLE(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+// Sixteen neighbouring positions p .. p + 15, p a multiple of 16: where their vectors start in the cache. Positions
+// outside of those that some query reads stand for the nearest that one does.
+struct KeyTile {
+  int64_t at[kLanes];
+};
+
+// One query head at one position, and what becomes of it. Everything is summed in the order of positions, by tiles, so
+// that the result depends on the position and on what the cache holds.
+struct Query {
+  int64_t oldest, newest;  // the positions it reads; none where newest < oldest
+  const float* sink;       // or null
+  float* vector;           // scaled; [head_dim]
+  float* weights;          // of all positions of the tiles
+  float* sums;             // [2][head_dim]: of values at even and at odd positions
+  float total;
+};
+
+PEAGLE_INLINE bool Overlaps(const Query& query, int64_t position) {
+  return position <= query.newest && position + kLanes > query.oldest;
+}
+
+// The scores of a tile; -inf for what the query does not read. kHead: the head's width where it is known, else 0.
+template <bool kHalf, int kHead>
+PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const KeyTile& tile, int64_t position, int64_t width) {
+  const int64_t head_dim = kHead > 0 ? kHead : width, whole = head_dim / kLanes * kLanes;
+  Floats parts[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    Floats part = {};
+#pragma GCC unroll 4
+    for (int64_t h = 0; h < whole; h += kLanes)
+      part += Load<Floats>(query.vector + h) * LoadSixteen<kHalf>(keys, tile.at[i] + h);
+    parts[i] = part;
+  }
+  Floats scores = SumEach(parts);
+  for (int64_t h = whole; h < head_dim; ++h)
+    for (int i = 0; i < kLanes; ++i) scores[i] += query.vector[h] * LoadOne<kHalf>(keys, tile.at[i] + h);
+  if (position < query.oldest || position + kLanes - 1 > query.newest)
+    for (int64_t i = 0; i < kLanes; ++i)
+      if (position + i < query.oldest || position + i > query.newest) scores[i] = -__builtin_inff();
+  return scores;
+}
+
+// Scores become weights exp(score - the largest); total is their sum with the sink's.
+void Weigh(Query& query, int64_t first, int64_t last) {
+  Floats peak = Broadcast(query.sink == nullptr ? -__builtin_inff() : *query.sink), sums = {};
+  for (int64_t p = first; p <= last; p += kLanes)
+    if (Overlaps(query, p)) peak = Max(Load<Floats>(query.weights + p - first), peak);
+  float most = peak[0];
+  for (int i = 1; i < kLanes; ++i) most = std::max(most, peak[i]);
+  for (int64_t p = first; p <= last; p += kLanes) {
+    if (!Overlaps(query, p)) continue;
+    Floats weights = Exp(Load<Floats>(query.weights + p - first) - most);
+    sums += weights;
+    Store(query.weights + p - first, weights);
+  }
+  query.total = query.sink == nullptr ? 0.0f : Exp(Broadcast(*query.sink - most))[0];
+  for (int i = 0; i < kLanes; ++i) query.total += sums[i];
+}
+
+// query.sums += a tile's weights times its values
+template <bool kHalf>
+void AddValues(const Query& query, const float* weights, const void* values, const KeyTile& tile, int64_t position,
+               int64_t head_dim) {
+  const int64_t begin = std::max<int64_t>(0, query.oldest - position);
+  const int64_t end = std::min(kLanes, query.newest - position + 1);
+  int64_t h = 0;
+  for (; h + 4 * kLanes <= head_dim; h += 4 * kLanes) {
+    Floats sums[2][4];
+    for (int j = 0; j < 2; ++j)
+      for (int b = 0; b < 4; ++b) sums[j][b] = Load<Floats>(query.sums + j * head_dim + h + b * kLanes);
+    int64_t i = begin;
+    auto add = [&](int64_t i, Floats(&to)[4]) {
+      for (int b = 0; b < 4; ++b) to[b] += weights[i] * LoadSixteen<kHalf>(values, tile.at[i] + h + b * kLanes);
+    };
+    if (i % 2 == 1 && i < end) add(i++, sums[1]);
+    for (; i + 2 <= end; i += 2) {
+      add(i, sums[0]);
+      add(i + 1, sums[1]);
+    }
+    if (i < end) add(i, sums[0]);
+    for (int j = 0; j < 2; ++j)
+      for (int b = 0; b < 4; ++b) Store(query.sums + j * head_dim + h + b * kLanes, sums[j][b]);
+  }
+  for (; h < head_dim; ++h)
+    for (int64_t i = begin; i < end; ++i)
+      query.sums[i % 2 * head_dim + h] += weights[i] * LoadOne<kHalf>(values, tile.at[i] + h);
+}
+
+// All query heads of one kv head, for rows begin .. end - 1 of sequence b: a tile of keys or values is fetched once for
+// all of them.
+template <bool kHalf>
+void AttendRows(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_t end) {
+  const int64_t repeat = op.heads / op.kv_heads, count = (end - begin) * repeat, width = op.head_dim;
+  auto queries = std::make_unique_for_overwrite<Query[]>(count);
+  int64_t oldest = INT64_MAX, newest = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    Query& query = queries[i];
+    query.newest = op.positions[b * op.width + begin + i / repeat];
+    if (!op.ring) query.newest = std::min(query.newest, op.capacity - 1);
+    query.oldest = op.window > 0 ? std::max<int64_t>(0, query.newest - op.window + 1) : 0;
+    query.sink = op.sinks == nullptr ? nullptr : op.sinks + group * repeat + i % repeat;
+    if (query.newest < 0) continue;
+    oldest = std::min(oldest, query.oldest);
+    newest = std::max(newest, query.newest);
+  }
+  const int64_t first = newest < 0 ? 0 : oldest / kLanes * kLanes, last = newest;
+  const int64_t span = newest < 0 ? 0 : (last - first) / kLanes * kLanes + kLanes;
+  auto scratch = std::make_unique_for_overwrite<float[]>(count * (3 * width + span));
+  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(width));
+  auto place = [&](int64_t i) { return ((b * op.width + begin + i / repeat) * op.heads + group * repeat + i % repeat) * width; };
+  for (int64_t i = 0; i < count; ++i) {
+    Query& query = queries[i];
+    query.vector = scratch.get() + i * (3 * width + span);
+    query.sums = query.vector + width;
+    query.weights = query.sums + 2 * width;
+    for (int64_t h = 0; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, place(i) + h) * scale;
+    std::fill_n(query.sums, 2 * width, 0.0f);
+  }
+  auto tile_at = [&](int64_t position) {
+    KeyTile tile;
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t p = std::clamp(position + i, oldest, newest), slot = op.ring ? p % op.capacity : p;
+      tile.at[i] = ((b * op.capacity + slot) * op.kv_heads + group) * width;
+    }
+    return tile;
+  };
+  for (int64_t p = first; p <= last; p += kLanes) {
+    const KeyTile tile = tile_at(p);
+    for (int64_t i = 0; i < count; ++i) {
+      if (!Overlaps(queries[i], p)) continue;
+      Floats scores = width == 64 ? Scores<kHalf, 64>(queries[i], op.key, tile, p, width)
+                                  : Scores<kHalf, 0>(queries[i], op.key, tile, p, width);
+      Store(queries[i].weights + p - first, scores);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) Weigh(queries[i], first, last);
+  for (int64_t p = first; p <= last; p += kLanes) {
+    const KeyTile tile = tile_at(p);
+    for (int64_t i = 0; i < count; ++i)
+      if (Overlaps(queries[i], p)) AddValues<kHalf>(queries[i], queries[i].weights + p - first, op.value, tile, p, width);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Query& query = queries[i];
+    for (int64_t h = 0; h < width; ++h) {
+      const float value = query.newest < 0 ? 0.0f : (query.sums[h] + query.sums[width + h]) / query.total;
+      Put<kHalf>(op.out, place(i) + h, value);
+    }
+  }
+}
+
+// Rotates pairs (x[i], x[i + half]) by the row's angles.
+template <bool kHalf>
+void Rotate(const float* x, const float* cos, const float* sin, int64_t half, void* out, int64_t at) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = x[i] * cos[i] - x[i + half] * sin[i], second = x[i + half] * cos[i] + x[i] * sin[i];
+    Put<kHalf>(out, at + i, first);
+    Put<kHalf>(out, at + i + half, second);
+  }
+}
+
+template <bool kHalf>
+void RotateAndWriteAs(const Attention& op, const Rotation& rotation) {
+  const int64_t width = op.head_dim, half = width / 2, heads = op.heads + 2 * op.kv_heads;
+  for (int64_t row = 0; row < op.batch * op.width; ++row) {
+    const float* qkv = rotation.qkv + row * heads * width;
+    const float *cos = rotation.cos + row * half, *sin = rotation.sin + row * half;
+    for (int64_t n = 0; n < op.heads; ++n)
+      Rotate<kHalf>(qkv + n * width, cos, sin, half, rotation.query, (row * op.heads + n) * width);
+    int64_t slot = op.positions[row];
+    if (slot < 0 || (!op.ring && slot >= op.capacity)) continue;
+    slot %= op.capacity;
+    const float* keys = qkv + op.heads * width;
+    const float* values = keys + op.kv_heads * width;
+    const int64_t at = (row / op.width * op.capacity + slot) * op.kv_heads * width;
+    for (int64_t g = 0; g < op.kv_heads; ++g)
+      Rotate<kHalf>(keys + g * width, cos, sin, half, rotation.key, at + g * width);
+    for (int64_t i = 0; i < op.kv_heads * width; ++i) Put<kHalf>(rotation.value, at + i, values[i]);
+  }
+}
+
+}  // namespace
+
+void RotateAndWrite(const Attention& op, const Rotation& rotation) {
+  op.bfloat16 ? RotateAndWriteAs<true>(op, rotation) : RotateAndWriteAs<false>(op, rotation);
+}
+
+void RunAttention(const Attention& op, Parallel& parallel) {
+  int64_t longest = 1, all = 0;
+  for (int64_t row = 0; row < op.batch * op.width; ++row) {
+    int64_t seen = std::min<int64_t>(op.positions[row] + int64_t{1}, op.capacity);
+    if (op.window > 0) seen = std::min(seen, op.window);
+    longest = std::max(longest, seen);
+    all += std::max<int64_t>(seen, 0);
+  }
+  // rows that go together: as many as keep their weights within 1 MB
+  const int64_t repeat = op.heads / op.kv_heads;
+  const int64_t block = std::clamp<int64_t>((1 << 18) / (repeat * longest), 1, 2 * kTileRows);
+  const int64_t blocks = (op.width + block - 1) / block;
+  ForEach(parallel, op.batch * op.kv_heads * blocks, all * op.heads * op.head_dim, [&](int64_t chunk) {
+    const int64_t begin = chunk % blocks * block, pair = chunk / blocks;
+    auto attend = op.bfloat16 ? AttendRows<true> : AttendRows<false>;
+    attend(op, pair / op.kv_heads, pair % op.kv_heads, begin, std::min(op.width, begin + block));
+  });
+}
+
+}  // namespace peagle

@@ -1,0 +1,101 @@
+// What the kernels compute, free of XLA: plain pointers in, plain pointers out. ffi.cc checks shapes and calls them.
+// Both files make one shared library per instruction set: in one library the linker could take a template compiled for
+// one set into the code of another.
+//
+// T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
+// fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads.
+#pragma once
+
+#include <cstdint>
+
+namespace peagle {
+
+// How weights lie in memory: panels of 16 output rows, [panel][input][row], zero rows behind the last.
+//     kFloat32    [panel][K][16] float
+//     kBfloat16   [panel][ceil(K/2)][16][2] bfloat16: two neighbouring inputs of a row share 32 bits
+//     kMxfp4      [panel][K/8][16] uint32: eight neighbouring inputs of a row share 32 bits, the first in the lowest;
+//                 scales [panel][K/32][16] uint8: value = code * 2^(scale - 127)
+enum class Format { kFloat32, kBfloat16, kMxfp4 };
+
+constexpr int64_t kPanelRows = 16;
+
+struct Matrix {
+  Format format;
+  const void* panels;
+  const uint8_t* scales;  // kMxfp4 only
+  int64_t inputs, outputs;
+};
+
+// Runs body(context, 0) .. body(context, chunks - 1), on several threads if it likes, and returns when all are done.
+class Parallel {
+ public:
+  virtual void Run(int64_t chunks, void (*body)(void*, int64_t), void* context) = 0;
+
+ protected:
+  ~Parallel() = default;
+};
+
+// Root-mean-square normalisation of each row, times a weight; none where the weight is null.
+struct Norm {
+  const float* weight;
+  float epsilon;
+};
+
+// out[T, N] = norm(x[T, K]) W^T (+ bias[N]) (+ residual[T, N])
+struct Linear {
+  const float* x;
+  Norm norm;
+  Matrix weight;
+  const float* bias;      // may be null
+  const float* residual;  // may be null; may be out
+  float* out;
+  int64_t rows;
+};
+
+// The feed-forward half of a GPT-OSS layer: out = x + sum of weight * (down(swiglu(gate_up(y))) + bias) with y = norm(x)
+// over the top_k experts by the router's logits of y (equal logits: the lower first), weighted by softmax over those.
+// gate_up and down hold all experts end to end; gate_up alternates a panel of gate rows with the panel of the same up
+// rows, and its bias does the same.
+struct Experts {
+  const float* x;  // [T, D]
+  Norm norm;
+  Matrix router;  // D inputs, E outputs
+  const float* router_bias;    // [E]
+  Matrix gate_up;              // per expert: D inputs, 2 * ceil(F/16) * 16 outputs
+  const float* gate_up_bias;   // [E, 2 * ceil(F/16) * 16]
+  Matrix down;                 // per expert: F inputs, D outputs
+  const float* down_bias;      // [E, D]
+  float* out;                  // [T, D]
+  int64_t rows, num_experts, top_k;
+  float limit;
+};
+
+// Attention of T queries per sequence over a cache [B, C, G, H] whose slot of position p is p, or p mod C in a ring. A
+// query at position p reads positions p - window + 1 .. p (from 0 on), those alone, oldest first; window 0 means all.
+// A query of negative position gives zeros. N query heads; query head n reads kv head n / (N / G).
+struct Attention {
+  const void* query;         // [B, T, N, H]
+  const void* key;           // [B, C, G, H]
+  const void* value;         // [B, C, G, H]
+  bool bfloat16;             // all three, and out
+  const int32_t* positions;  // [B, T]
+  const float* sinks;        // [N] or null
+  void* out;                 // [B, T, N, H]
+  int64_t batch, width, heads, head_dim, capacity, kv_heads, window;
+  bool ring;
+};
+
+// Before attention: queries and keys are rotated, keys and values written to their positions' slots. Rows of negative
+// position, and in a full cache those beyond its capacity, are not written.
+struct Rotation {
+  const float* qkv;         // [B, T, (N + 2 G) H]: queries, keys, values
+  const float *cos, *sin;   // [B, T, H/2]
+  void *query, *key, *value;  // as in Attention
+};
+
+void RunLinear(const Linear&, Parallel&);
+void RunExperts(const Experts&, Parallel&);
+void RunAttention(const Attention&, Parallel&);
+void RotateAndWrite(const Attention&, const Rotation&);
+
+}  // namespace peagle
