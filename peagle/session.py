@@ -67,12 +67,17 @@ class Outcome:
 
 @dataclasses.dataclass
 class Run:
-    """What became of the conversations: outcomes in the order of the input, of all requests that were begun."""
+    """What became of the conversations: outcomes in the order of the input, of all requests that were begun.
+
+    cut_short: a line for each conversation that its own answers made too long for a later turn; that turn and those
+    behind it are missing.
+    """
 
     outcomes: list[Outcome]
     capacity: int
     compile_s: float = 0.0
     interrupted: bool = False
+    cut_short: tuple[str, ...] = ()
 
 
 class Observer:
@@ -113,6 +118,7 @@ class _Session:
         self.total = sum(counts)
         self.done = 0
         self.outcomes: dict[int, Outcome] = {}
+        self.cut_short: dict[int, str] = {}  # by the conversation's number
         self.compile_s = 0.0
         needed = pair.capacity([self._widest(number) for number in range(len(conversations))])
         self.capacity = needed if config.context is None else config.context
@@ -125,7 +131,7 @@ class _Session:
         except KeyboardInterrupt:
             interrupted = True
         ordered = [self.outcomes[index] for index in sorted(self.outcomes)]
-        return Run(ordered, self.capacity, self.compile_s, interrupted)
+        return Run(ordered, self.capacity, self.compile_s, interrupted, tuple(self.cut_short.values()))
 
     def _waves(self) -> Iterator[list[tuple[Request, int | None]]]:
         """Requests with their turn numbers. The next wave may be asked for when the outcomes of the last are there."""
@@ -133,12 +139,23 @@ class _Session:
         for start in range(0, len(numbers), self.batch_size):
             group = numbers[start : start + self.batch_size]
             for turn in range(max(self.conversations[number].num_requests for number in group)):
-                yield [self._request(n, turn) for n in group if turn < self.conversations[n].num_requests]
+                wave = [found for number in group if (found := self._request(number, turn)) is not None]
+                if wave:
+                    yield wave
 
-    def _request(self, number: int, turn: int) -> tuple[Request, int | None]:
+    def _request(self, number: int, turn: int) -> tuple[Request, int | None] | None:
+        """None where the conversation has no such turn, or was cut short."""
         conversation, first = self.conversations[number], self.first_index[number]
+        if turn >= conversation.num_requests or number in self.cut_short:
+            return None
         answers = [self.outcomes[first + earlier].result.text or "" for earlier in range(turn)]
-        request = self._make(conversation, answers, first + turn)
+        try:
+            request = self._make(conversation, answers, first + turn)
+        except InputError as error:
+            if turn == 0:
+                raise
+            self.cut_short[number] = f"turn {turn + 1} of {conversation.num_requests} was not run: {error}"
+            return None
         return request, turn if conversation.numbered else None
 
     def _widest(self, number: int) -> Request:

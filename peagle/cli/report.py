@@ -57,6 +57,7 @@ def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) ->
         lines.append(("acceptance", _acceptance(summary, config)))
         lines.append(("plain", _comparison(run, summary, config)))
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
+    lines += [("cut short", line) for line in run.cut_short]
     return [f"{name:<12} {text}" for name, text in lines]
 
 
@@ -81,6 +82,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "date": config.rendering.date,
         "stop_token_ids": list(pair.stop_token_ids),
         "interrupted": run.interrupted,
+        "cut_short": list(run.cut_short),
     }
 
 

@@ -47,13 +47,13 @@ from target.load import load_target
 from target.params import TargetParams
 
 TAPS = (1, 4, 7)
-COD = Cod(depth=8, ratio=0.8, min_ratio=0.2)
+COD = Cod(depth=6, ratio=0.75, min_ratio=0.2)
 MIX = {"written": 5, "chat": 2, "raw": 1}  # rows of a step: the target's own answers, the corpus' chat, raw text
 assert sum(MIX.values()) == BATCH_ROWS
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.008, 0.003, 0.02
 WARMUP_FRAC, DECAY_FRAC = 0.02, 0.6
 LOG_EVERY, SAVE_SECONDS = 20, 180.0
-ROOM_QUANTILE = 0.9
+ROOM_QUANTILE = 0.6
 SEED = 0
 
 

@@ -20,6 +20,7 @@ CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "max_new_tokens", "temperature", "top_k", "top_p",
     "draft_sampling", "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels", "baseline",
     "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date", "stop_token_ids", "interrupted",
+    "cut_short",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "finish_reason", "num_truncated_tokens", "ttft_s",

@@ -54,6 +54,22 @@ def test_results_come_in_the_order_of_the_input_with_their_turns(toy: Pair) -> N
     assert all(len(output) == NEW for output in ids(done))
 
 
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy, batch_size) -> None:
+    # three prompts alone fit; with the answers between them, the third does not
+    long = Conversation("long", turns=("a" * 90, "b" * 90, "c" * 90), numbered=True)
+    config = RunConfig(num_speculative_tokens=K, max_new_tokens=60, batch_size=batch_size)
+    done = run(toy, [from_ids([50]), long, CHAT], config)
+    turns = [(outcome.result.request.index, outcome.turn) for outcome in done.outcomes]
+    begun = [turn for index, turn in turns if 1 <= index <= 3]
+    assert begun == list(range(len(begun)))
+    assert 1 <= len(begun) < 3
+    assert [index for index, _ in turns if index > 3 or index == 0] == [0, 4, 5, 6]
+    (line,) = done.cut_short
+    assert f"turn {len(begun) + 1} of 3 was not run" in line
+    assert "long" in line
+
+
 def test_a_turn_has_the_answers_of_this_run_in_its_prompt(toy: Pair) -> None:
     first, second, third = run(toy, [CHAT], CONFIG).outcomes
     answers = [first.result.text, second.result.text]
