@@ -37,7 +37,7 @@ class Rows:
     """What one proposing pass computes, row by row (`lay_out_rows`)."""
 
     token_ids: jax.Array  # [B, 2K]
-    positions: jax.Array  # [B, 2K]; -1 in an inactive sequence
+    positions: jax.Array  # [B, 2K]; -1 in padding, and in an inactive sequence
     committed: jax.Array  # [B, 2K] bool: rows with a true aux hidden; the others are mask slots or padding
     draft_rows: jax.Array  # [B, K]: the row that gives draft i
 
@@ -90,17 +90,17 @@ def prefill(
 ) -> tuple[KVCache, ...]:
     """The caches holding rows 0..length-1 of each sequence. They must be empty.
 
-    token_ids are already shifted: row p is (token[p+1], aux_hidden[p]). Rows from `lengths` on are padding: computed
+    token_ids are already shifted: row p is (token[p+1], aux_hidden[p]). Rows from `lengths` on are padding: inactive
     and never written. Example: of a prompt of P tokens rows 0..P-2 are written (length P-1); row P-1 needs the first
     sampled token and comes with the first `propose`.
     """
     width = token_ids.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], token_ids.shape)
-    written_positions = jnp.where(positions < lengths[:, None], positions, -1)
+    index = jnp.arange(width, dtype=jnp.int32)[None, :]
+    positions = jnp.where(index < lengths[:, None], index, -1)
     written = list(caches)
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        written[layer] = write_kv(caches[layer], key, value, written_positions)
+        written[layer] = write_kv(caches[layer], key, value, positions)
         return attend_rows(query, key, value, positions, native=params.native)
 
     # what the last layer does after its keys and values is not used, so a compiled prefill does not contain it
@@ -123,23 +123,23 @@ def lay_out_rows(
 
         row          0    1    2    3    4    5
         token_ids    11   12   100  M    M    (M)      draft_rows 2 3 4; row 5 is padding
-        positions    5    6    7    8    9    10
+        positions    5    6    7    8    9    -1
         token_ids    21   22   23   200  M    M        draft_rows 3 4 5
         positions    10   11   12   13   14   15
 
-    A padding row looks like one more mask slot. It stands behind every row that is read, so causality hides it, and its
-    cache entry is written over before it is read, like those of the mask slots: the next pass starts at position
-    first + C and is 2K wide, so it covers every entry of this one from there to first + 2K - 1.
+    A padding row is inactive: it has no position, and writes nothing. The mask slots' cache entries are written over
+    before they are read: the next pass starts at position first + C, and has at least K rows, so it covers all of them.
     """
     width = 2 * num_drafts
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
     committed = row < num_fresh[:, None]
     first_position = first_position[:, None]
+    active = (first_position >= 0) & (row < num_fresh[:, None] + num_drafts - 1)
     padded = jnp.pad(fresh_token_ids, ((0, 0), (0, width - fresh_token_ids.shape[1])))
     draft = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
     return Rows(
         token_ids=jnp.where(committed, padded, mask_token_id),
-        positions=jnp.where(first_position < 0, -1, first_position + row),
+        positions=jnp.where(active, first_position + row, -1),
         committed=committed,
         draft_rows=jnp.maximum(num_fresh[:, None] - 1, 0) + draft,
     )
@@ -232,18 +232,21 @@ def run_layers(
     x = hidden
     for index, p in enumerate(params.layers):
         if p.hidden_norm is None:
-            qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, eps))
+            qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, eps), positions=positions)
         else:
             normed = rms_norm(x, p.hidden_norm, eps)
             embedded = rms_norm(embed(params.embedding, token_ids, hidden.dtype), p.norm, eps)
-            qkv = linear(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias)
+            qkv = linear(jnp.concatenate([embedded, normed], axis=-1), p.qkv, p.qkv_bias, positions=positions)
             x = normed if config.norm_before_residual else x
         out = attend(index, qkv, cos, sin)
         if wanted is not None and index == len(params.layers) - 1:
             out, x = (jnp.take_along_axis(rows, wanted[:, :, None], axis=1) for rows in (out, x))
-        x = linear(out, p.out, p.out_bias, residual=x)
-        gate, up = jnp.split(linear(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps)), 2, axis=-1)
-        x = linear(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x)
+            positions = jnp.take_along_axis(positions, wanted, axis=1)
+        x = linear(out, p.out, p.out_bias, residual=x, positions=positions)
+        gate, up = jnp.split(
+            linear(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps), positions=positions), 2, axis=-1
+        )
+        x = linear(jax.nn.silu(gate) * up, p.down, p.down_bias, residual=x, positions=positions)
     return x
 
 

@@ -79,18 +79,18 @@ def prefill(
     """(logits after each row's last token [B, V], aux_hidden of every row, caches holding exactly token_ids[:,
     :length]).
 
-    The caches must be empty. Rows from a sequence's length on are padding: they are computed and never written. A ring
+    The caches must be empty. Rows from a sequence's length on are padding: inactive and never written. A ring
     receives each sequence's last `capacity` real positions.
     """
     width = token_ids.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], token_ids.shape)
-    real = positions < lengths[:, None]
+    index = jnp.arange(width, dtype=jnp.int32)[None, :]
+    positions = jnp.where(index < lengths[:, None], index, -1)
     written = list(caches)
 
     def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         cache = caches[layer]
-        kept = real & (positions >= lengths[:, None] - cache.capacity) if cache.ring else real
-        written[layer] = write_kv(cache, key, value, jnp.where(kept, positions, -1))
+        kept = jnp.where(index >= lengths[:, None] - cache.capacity, positions, -1) if cache.ring else positions
+        written[layer] = write_kv(cache, key, value, kept)
         return attend_rows(query, key, value, positions, config.window(layer), p.sinks, native=params.native)
 
     projected = _rotated(config, attend)
@@ -174,10 +174,18 @@ def _run_layers(
     taps: dict[int, jax.Array] = {}
     for index, layer in enumerate(params.layers):
         p, moe = layer.attention, layer.moe
-        qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps))
-        x = linear(attend(index, p, qkv, cos, sin), p.out, p.out_bias, residual=x)
-        norm = Norm(moe.norm, config.rms_norm_eps)
-        x = expert_block(x, norm, moe.router, moe.router_bias, moe.experts, config.top_k, config.swiglu_limit)
+        qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps), positions=positions)
+        x = linear(attend(index, p, qkv, cos, sin), p.out, p.out_bias, residual=x, positions=positions)
+        x = expert_block(
+            x,
+            Norm(moe.norm, config.rms_norm_eps),
+            moe.router,
+            moe.router_bias,
+            moe.experts,
+            config.top_k,
+            config.swiglu_limit,
+            positions,
+        )
         if index in aux_layer_ids:
             taps[index] = x
     no_taps = jnp.zeros((*token_ids.shape, 0), x.dtype)

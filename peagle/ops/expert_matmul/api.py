@@ -1,7 +1,7 @@
 """The public entry: picks the form that suits the layout and the number of rows."""
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from peagle.ops.expert_matmul import native, reference
 from peagle.ops.expert_matmul.weights import Experts, FusedExperts, PanelExperts
@@ -17,12 +17,15 @@ def expert_block(
     experts: Experts,
     top_k: int,
     swiglu_limit: float,
+    positions: Int[Array, "*rows"] | None = None,
 ) -> Float[Array, "*rows D"]:
-    """x + expert_mlp of norm(x), routed by its router logits: the second half of a layer."""
+    """x + expert_mlp of norm(x), routed by its router logits: the second half of a layer. Rows of negative position are
+    inactive, as in `linear`."""
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(experts, PanelExperts):
         assert isinstance(router, Panels)
-        return native.routed(rows, norm, router, router_bias, experts, top_k, swiglu_limit).reshape(x.shape)
+        out = native.routed(rows, norm, router, router_bias, experts, top_k, swiglu_limit, positions)
+        return out.reshape(x.shape)
     rows = rms_norm(rows, norm.weight, norm.epsilon)
     return x + expert_mlp(rows, linear(rows, router, router_bias), experts, top_k, swiglu_limit).reshape(x.shape)
 

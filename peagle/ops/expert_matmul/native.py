@@ -1,6 +1,7 @@
 """The op in the native kernels, and the layout they read."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -18,6 +19,7 @@ def routed(
     experts: PanelExperts,
     top_k: int,
     limit: float,
+    positions: jax.Array | None = None,
 ) -> Float[Array, "T D"]:
     """See `expert_block`. Each selected expert is read once, for all rows that selected it. A row's bits do not depend
     on other rows: its experts are added up in ascending order."""
@@ -34,6 +36,7 @@ def routed(
         experts.down.data,
         experts.down.scales,
         experts.down_bias,
+        native.optional(positions, jnp.int32),
         num_experts=np.int64(experts.num_experts),
         top_k=np.int64(top_k),
         hidden=np.int64(experts.hidden),

@@ -18,12 +18,14 @@ def linear(
     *,
     norm: Norm | None = None,
     residual: Float[Array, "... outputs"] | None = None,
+    positions: Int[Array, "..."] | None = None,
 ) -> Float[Array, "... outputs"]:
     """x, normalised first where there is a norm, times the weight (an array is [inputs, outputs]), plus the bias, plus
     the residual; in x's dtype.
 
-    With `Panels` every row's bits are a function of that row and the weights alone: it does not matter how many rows
-    there are.
+    A row of negative position, where positions are given, is inactive: what comes out for it is finite and means
+    nothing. With `Panels` it is not computed, and every other row's bits are a function of that row and the weights
+    alone: it does not matter how many rows there are.
     """
     if not isinstance(weight, Panels):
         out = (x if norm is None else rms_norm(x, norm.weight, norm.epsilon)) @ weight
@@ -39,6 +41,7 @@ def linear(
         weight.scales,
         native.optional(bias),
         jnp.zeros((0,), x.dtype) if residual is None else residual.reshape(-1, weight.outputs),
+        native.optional(positions, jnp.int32),
         epsilon=np.float32(0.0 if norm is None else norm.epsilon),
     )
     return out.reshape(*x.shape[:-1], weight.outputs)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import instruction_sets, library
@@ -52,9 +53,9 @@ def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None
     return kernel(*operands, **attributes)
 
 
-def optional(values: jax.Array | None) -> jax.Array:
-    """What a kernel takes for a vector that may be absent: float32, or nothing."""
-    return jnp.zeros((0,), jnp.float32) if values is None else values.astype(jnp.float32)
+def optional(values: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """What a kernel takes for a vector that may be absent: its values in `dtype`, or nothing."""
+    return jnp.zeros((0,), dtype) if values is None else values.astype(dtype).reshape(-1)
 
 
 def _choose(wanted: str) -> tuple[str | None, str]:

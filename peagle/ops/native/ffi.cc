@@ -170,13 +170,22 @@ ffi::ErrorOr<const float*> Optional(const char* what, const AnyBuffer& buffer, i
   return buffer.typed_data<float>();
 }
 
+// Positions of `rows` rows, or none at all.
+ffi::ErrorOr<const int32_t*> OptionalPositions(const AnyBuffer& buffer, int64_t rows) {
+  if (buffer.element_count() == 0) return nullptr;
+  if (buffer.element_type() != ffi::DataType::S32 || static_cast<int64_t>(buffer.element_count()) != rows)
+    return ffi::Unexpected(ffi::Error::InvalidArgument("positions " + Shape(buffer) + " are not int32 [" +
+                                                       std::to_string(rows) + "]"));
+  return buffer.typed_data<int32_t>();
+}
+
 #define PEAGLE_TRY(name, expression)          \
   auto name##_or = expression;                \
   if (name##_or.has_error()) return name##_or.error(); \
   auto name = *name##_or
 
 ffi::Error LinearHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyBuffer panels, AnyBuffer scales,
-                         AnyBuffer bias, AnyBuffer residual, Out out, float epsilon) {
+                         AnyBuffer bias, AnyBuffer residual, AnyBuffer positions, Out out, float epsilon) {
   const auto in = x.dimensions(), to = out->dimensions();
   if (in.size() != 2 || to.size() != 2 || in[0] != to[0] || !IsFloat(x) || !IsFloat(*out))
     return ffi::Error::InvalidArgument("linear: x " + Shape(x) + " and out " + Shape(*out) + " are not [T, K] and [T, N]");
@@ -185,11 +194,12 @@ ffi::Error LinearHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyB
   PEAGLE_TRY(weight, MakeMatrix("linear", panels, &scales, 1, in[1], to[1]));
   PEAGLE_TRY(norm_weight, Optional("linear: norm", norm, in[1]));
   PEAGLE_TRY(bias_values, Optional("linear: bias", bias, to[1]));
+  PEAGLE_TRY(row_positions, OptionalPositions(positions, in[0]));
   const Floats inputs(x), residuals(residual);
   Results results(out);
   PoolParallel parallel(pool);
   RunLinear({inputs.get(), {norm_weight, epsilon}, weight, bias_values,
-             residual.element_count() > 0 ? residuals.get() : nullptr, results.get(), in[0]},
+             residual.element_count() > 0 ? residuals.get() : nullptr, row_positions, results.get(), in[0]},
             parallel);
   results.Finish();
   return ffi::Error::Success();
@@ -197,7 +207,7 @@ ffi::Error LinearHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyB
 
 ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyBuffer router, AnyBuffer router_bias,
                           AnyBuffer gate_up, AnyBuffer gate_up_scales, AnyBuffer gate_up_bias, AnyBuffer down,
-                          AnyBuffer down_scales, AnyBuffer down_bias, Out out, int64_t num_experts, int64_t top_k,
+                          AnyBuffer down_scales, AnyBuffer down_bias, AnyBuffer positions, Out out, int64_t num_experts, int64_t top_k,
                           int64_t hidden, float limit, float epsilon) {
   const auto in = x.dimensions();
   if (in.size() != 2 || out->dimensions() != in || !IsFloat(x) || !IsFloat(*out))
@@ -213,12 +223,13 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   PEAGLE_TRY(route_bias, Optional("experts: router bias", router_bias, num_experts));
   PEAGLE_TRY(first_bias, Optional("experts: gate and up bias", gate_up_bias, num_experts * padded));
   PEAGLE_TRY(second_bias, Optional("experts: down bias", down_bias, num_experts * width));
+  PEAGLE_TRY(row_positions, OptionalPositions(positions, rows));
   if (first_bias == nullptr || second_bias == nullptr) return ffi::Error::InvalidArgument("experts: a bias is missing");
   const Floats inputs(x);
   Results results(out);
   PoolParallel parallel(pool);
   RunExperts({inputs.get(), {norm_weight, epsilon}, route, route_bias, first, first_bias, second, second_bias,
-              results.get(), rows, num_experts, top_k, limit},
+              row_positions, results.get(), rows, num_experts, top_k, limit},
              parallel);
   results.Finish();
   return ffi::Error::Success();
@@ -228,7 +239,8 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
 ffi::ErrorOr<Attention> MakeAttention(const AnyBuffer& key, const AnyBuffer& value, const AnyBuffer& positions,
                                       const AnyBuffer& sinks, int64_t heads, int64_t window, bool ring) {
   const auto k = key.dimensions(), p = positions.dimensions();
-  if (k.size() != 4 || value.dimensions() != k || p.size() != 2 || p[0] != k[0] || k[2] < 1 || heads % k[2] != 0)
+  if (k.size() != 4 || value.dimensions() != k || p.size() != 2 || p[0] != k[0] || k[2] < 1 || k[3] < 1 ||
+      heads < 1 || heads % k[2] != 0)
     return ffi::Unexpected(ffi::Error::InvalidArgument("attention: key " + Shape(key) + ", value " + Shape(value) +
                                                        ", positions " + Shape(positions) + " for " +
                                                        std::to_string(heads) +
@@ -267,7 +279,8 @@ ffi::Error DecodeAttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer
                                   Out value_out, int64_t window, bool ring) {
   const auto in = qkv.dimensions(), to = out->dimensions(), k = key.dimensions();
   if (in.size() != 3 || to.size() != 3 || k.size() != 4 || in[0] != to[0] || in[1] != to[1] ||
-      in[2] != to[2] + 2 * k[2] * k[3] || k[3] % 2 != 0 || !IsFloat(qkv) || out->element_type() != key.element_type())
+      in[2] != to[2] + 2 * k[2] * k[3] || k[3] < 2 || k[3] % 2 != 0 || to[2] % k[3] != 0 || !IsFloat(qkv) ||
+      out->element_type() != key.element_type())
     return ffi::Error::InvalidArgument("decode_attention: qkv " + Shape(qkv) + ", out " + Shape(*out) + ", key " +
                                        Shape(key) + " are not [B, T, (N + 2 G) H], [B, T, N H], [B, C, G, H]");
   if (key_out->untyped_data() != key.untyped_data() || value_out->untyped_data() != value.untyped_data())
@@ -302,6 +315,7 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_linear(XLA_FFI_CallFrame* frame) {
                              .Arg<xla::ffi::AnyBuffer>()  // scales
                              .Arg<xla::ffi::AnyBuffer>()  // bias
                              .Arg<xla::ffi::AnyBuffer>()  // residual
+                             .Arg<xla::ffi::AnyBuffer>()  // positions
                              .Ret<xla::ffi::AnyBuffer>()  // out
                              .Attr<float>("epsilon")
                              .To(peagle::LinearHandler)
@@ -322,6 +336,7 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_experts(XLA_FFI_CallFrame* frame) {
                              .Arg<xla::ffi::AnyBuffer>()  // down
                              .Arg<xla::ffi::AnyBuffer>()  // down_scales
                              .Arg<xla::ffi::AnyBuffer>()  // down_bias
+                             .Arg<xla::ffi::AnyBuffer>()  // positions
                              .Ret<xla::ffi::AnyBuffer>()  // out
                              .Attr<int64_t>("num_experts")
                              .Attr<int64_t>("top_k")

@@ -91,8 +91,16 @@ PEAGLE_INLINE Floats Code(Words nibbles) {  // the low four bits of each lane as
 #endif
 }
 
+// sums[r][t] += weights[r] * input k of row t
+template <int T, int R>
+PEAGLE_INLINE void AddOuter(const Floats (&weights)[R], const float* const* x, int64_t k, Floats (&sums)[R][T]) {
+  for (int t = 0; t < T; ++t) {
+    const float value = x[t][k];
+    for (int r = 0; r < R; ++r) sums[r][t] += weights[r] * value;
+  }
+}
+
 struct Float32 {
-  static constexpr int kSums = 1;
   static int64_t PanelBytes(int64_t inputs) { return inputs * kLanes * 4; }
 
   template <int T, int R>
@@ -100,16 +108,14 @@ struct Float32 {
                                 Floats (&sums)[R][T]) {
     const int64_t panel = PanelBytes(inputs);
     for (int64_t k = 0; k < inputs; ++k) {
-      for (int r = 0; r < R; ++r) {
-        Floats weights = Load<Floats>(panels + r * panel + k * 64);
-        for (int t = 0; t < T; ++t) sums[r][t] += weights * x[t][k];
-      }
+      Floats weights[R];
+      for (int r = 0; r < R; ++r) weights[r] = Load<Floats>(panels + r * panel + k * 64);
+      AddOuter<T, R>(weights, x, k, sums);
     }
   }
 };
 
 struct Bfloat16 {
-  static constexpr int kSums = 1;
   static int64_t PanelBytes(int64_t inputs) { return (inputs + 1) / 2 * kLanes * 4; }
 
   template <int T, int R>
@@ -117,25 +123,25 @@ struct Bfloat16 {
                                 Floats (&sums)[R][T]) {
     const int64_t panel = PanelBytes(inputs);
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
+      Floats first[R], second[R];
       for (int r = 0; r < R; ++r) {
-        Words both = Load<Words>(panels + r * panel + pair * 64);
-        Floats first = reinterpret_cast<Floats>(both << 16);
-        Floats second = reinterpret_cast<Floats>(both & 0xffff0000u);
-        for (int t = 0; t < T; ++t) sums[r][t] += first * x[t][2 * pair];
-        for (int t = 0; t < T; ++t) sums[r][t] += second * x[t][2 * pair + 1];
+        const char* both = panels + r * panel + pair * 64;
+        first[r] = reinterpret_cast<Floats>(Load<Words>(both) << 16);
+        second[r] = reinterpret_cast<Floats>(Load<Words>(both) & 0xffff0000u);
       }
+      AddOuter<T, R>(first, x, 2 * pair, sums);
+      AddOuter<T, R>(second, x, 2 * pair + 1, sums);
     }
     if (inputs % 2) {
-      for (int r = 0; r < R; ++r) {
-        Floats last = reinterpret_cast<Floats>(Load<Words>(panels + r * panel + inputs / 2 * 64) << 16);
-        for (int t = 0; t < T; ++t) sums[r][t] += last * x[t][inputs - 1];
-      }
+      Floats last[R];
+      for (int r = 0; r < R; ++r)
+        last[r] = reinterpret_cast<Floats>(Load<Words>(panels + r * panel + inputs / 2 * 64) << 16);
+      AddOuter<T, R>(last, x, inputs - 1, sums);
     }
   }
 };
 
 struct Mxfp4 {
-  static constexpr int kSums = 2;  // a block's sum beside the whole one
   static int64_t PanelBytes(int64_t inputs) { return inputs / 8 * kLanes * 4; }
 
   template <int T, int R>
@@ -149,10 +155,9 @@ struct Mxfp4 {
         for (int r = 0; r < R; ++r) nibbles[r] = Load<Words>(panels + r * panel + word * 64);
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
-          for (int r = 0; r < R; ++r) {
-            Floats weights = Code(nibbles[r] >> (4 * j));
-            for (int t = 0; t < T; ++t) part[r][t] += weights * x[t][8 * word + j];
-          }
+          Floats weights[R];
+          for (int r = 0; r < R; ++r) weights[r] = Code(nibbles[r] >> (4 * j));
+          AddOuter<T, R>(weights, x, 8 * word + j, part);
         }
       }
       for (int r = 0; r < R; ++r) {
@@ -292,47 +297,71 @@ void Normalize(const float* x, const Norm& norm, int64_t width, float* out) {
   for (i = 0; i < width; ++i) out[i] = x[i] * scale * norm.weight[i];
 }
 
-// The rows of x, normalised into `room` where there is a norm.
-const float* Normalized(const float* x, const Norm& norm, int64_t rows, int64_t width, std::unique_ptr<float[]>& room) {
-  if (norm.weight == nullptr) return x;
-  room = std::make_unique_for_overwrite<float[]>(rows * width);
-  for (int64_t row = 0; row < rows; ++row) Normalize(x + row * width, norm, width, room.get() + row * width);
-  return room.get();
+// The active ones of T rows, and each one's inputs: normalised into `room` where there is a norm.
+struct ActiveRows {
+  std::unique_ptr<int64_t[]> row;
+  std::unique_ptr<const float*[]> x;
+  int64_t count = 0;
+  std::unique_ptr<float[]> room;
+
+  ActiveRows(const float* all, const Norm& norm, const int32_t* positions, int64_t rows, int64_t width)
+      : row(new int64_t[rows]), x(new const float*[rows]), room(norm.weight == nullptr ? nullptr : new float[rows * width]) {
+    for (int64_t i = 0; i < rows; ++i) {
+      if (positions != nullptr && positions[i] < 0) continue;
+      row[count] = i;
+      x[count] = all + i * width;
+      if (room != nullptr) {
+        Normalize(x[count], norm, width, room.get() + count * width);
+        x[count] = room.get() + count * width;
+      }
+      ++count;
+    }
+  }
+};
+
+// Zeros for the inactive rows of out.
+void ClearInactive(const int32_t* positions, int64_t rows, int64_t width, float* out) {
+  for (int64_t i = 0; positions != nullptr && i < rows; ++i)
+    if (positions[i] < 0) std::fill_n(out + i * width, width, 0.0f);
 }
 
-}  // namespace
-
-void RunLinear(const Linear& op, Parallel& parallel) {
-  const int64_t inputs = op.weight.inputs, outputs = op.weight.outputs, panels = Panels(outputs);
-  std::unique_ptr<float[]> room;
-  const float* all = Normalized(op.x, op.norm, op.rows, inputs, room);
-  for (int64_t start = 0; start < op.rows; start += kBlockRows) {
-    const int64_t end = std::min(op.rows, start + kBlockRows);
-    const int64_t work = Work(op.weight, panels, end - start);
+// out, bias and residual as in Linear
+void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias, const float* residual, float* out_rows,
+              Parallel& parallel) {
+  const int64_t outputs = weight.outputs, panels = Panels(outputs);
+  for (int64_t start = 0; start < active.count; start += kBlockRows) {
+    const int64_t end = std::min(active.count, start + kBlockRows);
+    const int64_t work = Work(weight, panels, end - start);
     const Cut cut(panels, work);
     ForEach(parallel, cut.chunks, work, [&](int64_t chunk) {
       Tile tile;
       const int64_t first = cut.First(chunk), count = cut.Count(chunk);
       for (int64_t row = start; row < end; row += kTileRows) {
         const int64_t rows = std::min<int64_t>(kTileRows, end - row);
-        const float* x[kTileRows];
-        for (int64_t t = 0; t < rows; ++t) x[t] = all + (row + t) * inputs;
-        Dot(op.weight, first, count, x, rows, tile);
+        Dot(weight, first, count, active.x.get() + row, rows, tile);
         for (int64_t t = 0; t < rows; ++t) {
           for (int64_t p = 0; p < count; ++p) {
             const int64_t column = (first + p) * kPanelRows, kept = std::min(kPanelRows, outputs - column);
-            const int64_t at = (row + t) * outputs + column;
+            const int64_t at = active.row[row + t] * outputs + column;
             float* values = tile.values[p][t];
-            if (op.bias != nullptr)
-              for (int64_t i = 0; i < kept; ++i) values[i] += op.bias[column + i];
-            if (op.residual != nullptr)
-              for (int64_t i = 0; i < kept; ++i) values[i] += op.residual[at + i];
-            std::memcpy(op.out + at, values, kept * sizeof(float));
+            if (bias != nullptr)
+              for (int64_t i = 0; i < kept; ++i) values[i] += bias[column + i];
+            if (residual != nullptr)
+              for (int64_t i = 0; i < kept; ++i) values[i] += residual[at + i];
+            std::memcpy(out_rows + at, values, kept * sizeof(float));
           }
         }
       }
     });
   }
+}
+
+}  // namespace
+
+void RunLinear(const Linear& op, Parallel& parallel) {
+  const ActiveRows active(op.x, op.norm, op.positions, op.rows, op.weight.inputs);
+  ClearInactive(op.positions, op.rows, op.weight.outputs, op.out);
+  Multiply(op.weight, active, op.bias, op.residual, op.out, parallel);
 }
 
 namespace {
@@ -341,7 +370,7 @@ namespace {
 // Experts
 
 struct Choice {
-  int64_t row;
+  int64_t row;  // its place among the active ones
   float weight;
 };
 
@@ -352,14 +381,14 @@ struct Routing {
   int64_t count = 0;
 };
 
-Routing Route(const Experts& op, const float* all_logits) {
-  const int64_t total = op.rows * op.top_k;
+Routing Route(const Experts& op, const ActiveRows& active, const float* all_logits) {
+  const int64_t total = active.count * op.top_k;
   auto ids = std::make_unique<int64_t[]>(total);
   auto weights = std::make_unique<float[]>(total);
   auto load = std::make_unique<int64_t[]>(op.num_experts + 1);
   std::fill_n(load.get(), op.num_experts + 1, 0);
-  for (int64_t row = 0; row < op.rows; ++row) {
-    const float* logits = all_logits + row * op.num_experts;
+  for (int64_t row = 0; row < active.count; ++row) {
+    const float* logits = all_logits + active.row[row] * op.num_experts;
     int64_t* chosen = ids.get() + row * op.top_k;
     float* weight = weights.get() + row * op.top_k;
     for (int64_t j = 0; j < op.top_k; ++j) {
@@ -404,12 +433,12 @@ PEAGLE_INLINE Floats SwiGlu(Floats gate, Floats up, float limit) {
 void RunExperts(const Experts& op, Parallel& parallel) {
   const int64_t width = op.gate_up.inputs, hidden = op.down.inputs;
   const int64_t pairs = Panels(hidden), padded = pairs * kPanelRows, columns = Panels(width);
-  std::unique_ptr<float[]> room;
-  const float* all = Normalized(op.x, op.norm, op.rows, width, room);
+  const ActiveRows active(op.x, op.norm, op.positions, op.rows, width);
+  ClearInactive(op.positions, op.rows, width, op.out);
   auto logits = std::make_unique_for_overwrite<float[]>(op.rows * op.num_experts);
-  RunLinear({all, {}, op.router, op.router_bias, nullptr, logits.get(), op.rows}, parallel);
-  const Routing routing = Route(op, logits.get());
-  const int64_t total = op.rows * op.top_k;
+  Multiply(op.router, active, op.router_bias, nullptr, logits.get(), parallel);
+  const Routing routing = Route(op, active, logits.get());
+  const int64_t total = active.count * op.top_k;
   // the hidden values of each choice
   auto activations = std::make_unique_for_overwrite<float[]>(total * padded);
 
@@ -436,7 +465,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, routing.begin[i + 1] - choice);
       const float* x[kTileRows];
-      for (int64_t t = 0; t < rows; ++t) x[t] = all + routing.choices[choice + t].row * width;
+      for (int64_t t = 0; t < rows; ++t) x[t] = active.x[routing.choices[choice + t].row];
       Dot(matrix, 2 * first, 2 * count, x, rows, tile);
       for (int64_t p = 0; p < count; ++p) {
         const Floats gate_bias = Load<Floats>(bias + 2 * (first + p) * kPanelRows);
@@ -457,8 +486,10 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     Tile tile;
     const int64_t first = down_cut.First(chunk), count = down_cut.Count(chunk);
     const int64_t left = first * kPanelRows, right = std::min(width, (first + count) * kPanelRows);
-    for (int64_t row = 0; row < op.rows; ++row)
-      std::copy(op.x + row * width + left, op.x + row * width + right, op.out + row * width + left);
+    for (int64_t i = 0; i < active.count; ++i) {
+      const int64_t at = active.row[i] * width;
+      std::copy(op.x + at + left, op.x + at + right, op.out + at + left);
+    }
     for (int64_t i = 0; i < routing.count; ++i) {
       const Matrix matrix = of_expert(op.down, columns, i);
       const float* bias = op.down_bias + routing.expert[i] * width;
@@ -469,7 +500,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
         Dot(matrix, first, count, x, rows, tile);
         for (int64_t t = 0; t < rows; ++t) {
           const Choice& one = routing.choices[choice + t];
-          float* out = op.out + one.row * width;
+          float* out = op.out + active.row[one.row] * width;
           for (int64_t p = 0; p < count; ++p) {
             const int64_t column = left + p * kPanelRows, kept = std::min(kPanelRows, right - column);
             const float* values = tile.values[p][t];
@@ -581,9 +612,11 @@ PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const KeyTile&
   Floats scores = SumEach(parts);
   for (int64_t h = whole; h < head_dim; ++h)
     for (int i = 0; i < kLanes; ++i) scores[i] += query.vector[h] * LoadOne<kHalf>(keys, tile.at[i] + h);
-  if (position < query.oldest || position + kLanes - 1 > query.newest)
-    for (int64_t i = 0; i < kLanes; ++i)
-      if (position + i < query.oldest || position + i > query.newest) scores[i] = -__builtin_inff();
+  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int32_t before = static_cast<int32_t>(std::clamp<int64_t>(query.oldest - position, 0, kLanes));
+  const int32_t behind = static_cast<int32_t>(std::clamp<int64_t>(query.newest - position, -1, kLanes));
+  scores = lane < before ? Broadcast(-__builtin_inff()) : scores;
+  scores = lane > behind ? Broadcast(-__builtin_inff()) : scores;
   return scores;
 }
 
@@ -643,8 +676,9 @@ void AttendRows(const Attention& op, int64_t b, int64_t group, int64_t begin, in
   for (int64_t i = 0; i < count; ++i) {
     Query& query = queries[i];
     query.newest = op.positions[b * op.width + begin + i / repeat];
-    if (!op.ring) query.newest = std::min(query.newest, op.capacity - 1);
     query.oldest = op.window > 0 ? std::max<int64_t>(0, query.newest - op.window + 1) : 0;
+    if (!op.ring) query.newest = std::min(query.newest, op.capacity - 1);
+    if (query.newest < query.oldest) query.newest = -1;  // its window is beyond the cache
     query.sink = op.sinks == nullptr ? nullptr : op.sinks + group * repeat + i % repeat;
     if (query.newest < 0) continue;
     oldest = std::min(oldest, query.oldest);

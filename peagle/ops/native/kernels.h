@@ -3,7 +3,8 @@
 // one set into the code of another.
 //
 // T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
-// fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads.
+// fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads. Where positions are given,
+// a row of negative position is inactive: it is not computed, and what comes out for it is zero.
 #pragma once
 
 #include <cstdint>
@@ -47,7 +48,8 @@ struct Linear {
   Norm norm;
   Matrix weight;
   const float* bias;      // may be null
-  const float* residual;  // may be null; may be out
+  const float* residual;  // may be null
+  const int32_t* positions;  // [T] or null: all rows are active
   float* out;
   int64_t rows;
 };
@@ -65,6 +67,7 @@ struct Experts {
   const float* gate_up_bias;   // [E, 2 * ceil(F/16) * 16]
   Matrix down;                 // per expert: F inputs, D outputs
   const float* down_bias;      // [E, D]
+  const int32_t* positions;    // [T] or null: all rows are active
   float* out;                  // [T, D]
   int64_t rows, num_experts, top_k;
   float limit;
