@@ -50,6 +50,7 @@ class Sweep:
     temperature: float
     seed: int
     raw_prompts: bool
+    kernels: str  # what computed: the native kernels, or XLA and why
 
 
 def decode(pair: Pair, engine: Engine, request: Request) -> Result:
@@ -174,8 +175,8 @@ def page(title: str, sweep: Sweep, rows: list[dict[str, Any]], origin: dict[str,
         "",
         f"{sample['num_outputs']} prompts ({'raw' if sweep.raw_prompts else 'chat template'}), at most "
         f"{sweep.max_new_tokens} new tokens, temperature {sweep.temperature:g}, {sweep.repeats} repeat(s), batch 1, "
-        f"float32; {origin['cpu']}, {origin['num_threads']} threads, {origin['device']['platform']}; jaxlib "
-        f"{origin['packages']['jaxlib']}; {origin['time']}.",
+        f"float32; kernels: {sweep.kernels}; {origin['cpu']}, {origin['num_threads']} threads, "
+        f"{origin['device']['platform']}; jaxlib {origin['packages']['jaxlib']}; {origin['time']}.",
         "",
         f"Plain outputs: {100 * sample['finished_frac']:.0f} % end by themselves; "
         f"{sample['num_outputs'] - sample['num_outputs_without_loops']} of {sample['num_outputs']} loop "
@@ -257,6 +258,7 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--raw-prompts", action="store_true", help="without the chat template")
+    parser.add_argument("--kernels", choices=("auto", "native", "xla"), default="auto", help="default %(default)s")
     arguments = parser.parse_args()
     try:
         return sweep(arguments)
@@ -277,7 +279,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         raise InputError("--repeats and --num-prompts must be 1 or more")
     if arguments.out.exists():
         raise InputError(f"{arguments.out} exists; expected a new folder, so that no result is overwritten")
-    pair = peagle.load(arguments.target, arguments.drafter)
+    pair = peagle.load(arguments.target, arguments.drafter, kernels=arguments.kernels)
     settings = Sweep(
         arguments.target,
         arguments.drafter,
@@ -289,6 +291,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         arguments.temperature,
         arguments.seed,
         arguments.raw_prompts,
+        pair.kernels or "XLA",
     )
     command = shlex.join(["python", "scripts/sweep_acceptance.py", *sys.argv[1:]])
     shown = asdict(settings) | {"prompts": arguments.prompts.name}

@@ -1,12 +1,11 @@
 """Build the demo pair from nothing, in one command; resumable.
 
-    python -m scripts.demo.build --work DIR [--target-tokens 4500000] [--drafter-minutes 25]
+    python -m scripts.demo.build --work DIR [--target-tokens 8400000] [--drafter-steps 900]
 
 Stages, each a folder of `--work`: corpus, tokenizer, dataset, target (training), pair/target (the checkpoint),
 written (the target's own answers), drafter (training), pair/drafter. A stage that is done is not done again, a
 training that was cut off goes on. With --install the pair, its held-out prompts and its card replace those in
-peagle/demo. About an hour and a half on two cores; the result is the same within noise (the number of drafter steps
-depends on the machine's speed unless --drafter-steps fixes it).
+peagle/demo. About two hours on two cores; the result is the same within noise.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def stage(name: str, done: Path, *arguments: str | Path) -> None:
         raise SystemExit(f"build: {name} failed; the same command goes on from here")
 
 
-def build(work: Path, target_tokens: int, drafter_length: list[str]) -> None:
+def build(work: Path, target_tokens: int, drafter_steps: int) -> None:
     """Everything up to work/pair."""
     corpus, tokenizer, dataset, target, written, drafter, pair = (
         work / name for name in ("corpus", "tokenizer", "dataset", "target", "written", "drafter", "pair")
@@ -51,7 +50,7 @@ def build(work: Path, target_tokens: int, drafter_length: list[str]) -> None:
         "--target", pair / "target", "--prompts", corpus / "chat_train.jsonl", "--out", written,
     )  # fmt: skip
     (written / "finished").touch()
-    length = [] if (drafter / "run.json").exists() else drafter_length
+    length = [] if (drafter / "run.json").exists() else ["--steps", str(drafter_steps)]
     stage(
         "train_drafter", drafter / "drafter" / "config.json",
         "--target", pair / "target", "--data", written, "--dataset", dataset, "--out", drafter, *length,
@@ -73,15 +72,12 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
-    parser.add_argument("--target-tokens", type=int, default=4_500_000, help="tokens the target is trained on")
-    parser.add_argument("--drafter-minutes", type=float, default=25, help="about how long the drafter is trained")
-    parser.add_argument("--drafter-steps", type=int, help="instead: exactly so many steps")
+    parser.add_argument("--target-tokens", type=int, default=8_400_000, help="tokens the target is trained on")
+    parser.add_argument("--drafter-steps", type=int, default=900, help="steps the drafter is trained")
     parser.add_argument("--install", action="store_true", help="put the result into peagle/demo")
     arguments = parser.parse_args()
-    fixed = arguments.drafter_steps
-    length = ["--steps", str(fixed)] if fixed else ["--minutes", str(arguments.drafter_minutes)]
     arguments.work.mkdir(parents=True, exist_ok=True)
-    build(arguments.work, arguments.target_tokens, length)
+    build(arguments.work, arguments.target_tokens, arguments.drafter_steps)
     if arguments.install:
         install(arguments.work)
 

@@ -52,8 +52,8 @@ Drafter: {drafter_steps} steps of {rows_per_step} rows: {written_share:.0%} the 
 Conditional-on-depth sampling with K_train = {k_train}, r = {cod_ratio}; labels half the target's distribution, half its
 argmax. Agreement with the target's argmax by depth, teacher-forced, at the end: {hits}.
 
-Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about an hour and a
-half on two cores; resumable).
+Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about two hours on
+two cores; resumable).
 
 ## Acceptance
 

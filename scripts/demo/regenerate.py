@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True, help="a target's directory with its tokenizer")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with a prompt each")
     parser.add_argument("--out", type=Path, required=True, help="folder of the shards")
-    parser.add_argument("--num-prompts", type=int, default=4096, help="how many, at most (default 4096)")
+    parser.add_argument("--num-prompts", type=int, default=10240, help="how many, at most (default %(default)s)")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
 

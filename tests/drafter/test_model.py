@@ -51,7 +51,8 @@ def test_the_rows_hold_everything_for_every_count(num_drafts: int) -> None:
         fresh = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None] + 50
         rows = model.lay_out_rows(fresh, jnp.asarray([num]), jnp.asarray([4]), num_drafts, 9)
         assert rows.token_ids[0].tolist() == [*range(50, 50 + num), *[9] * (width - num)]
-        assert rows.positions[0].tolist() == list(range(4, 4 + width))
+        used = num + num_drafts - 1
+        assert rows.positions[0].tolist() == [*range(4, 4 + used), *[-1] * (width - used)]
         assert rows.draft_rows[0].tolist() == list(range(num - 1, num + num_drafts - 1))
     rows = model.lay_out_rows(fresh, jnp.asarray([1]), jnp.asarray([-1]), num_drafts, 9)
     assert set(rows.positions[0].tolist()) == {-1}
