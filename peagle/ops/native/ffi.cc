@@ -171,10 +171,10 @@ ffi::ErrorOr<const float*> Optional(const char* what, const AnyBuffer& buffer, i
 }
 
 // Positions of `rows` rows, or none at all.
-ffi::ErrorOr<const int32_t*> OptionalPositions(const AnyBuffer& buffer, int64_t rows) {
+ffi::ErrorOr<const int32_t*> OptionalPositions(const char* what, const AnyBuffer& buffer, int64_t rows) {
   if (buffer.element_count() == 0) return nullptr;
   if (buffer.element_type() != ffi::DataType::S32 || static_cast<int64_t>(buffer.element_count()) != rows)
-    return ffi::Unexpected(ffi::Error::InvalidArgument("positions " + Shape(buffer) + " are not int32 [" +
+    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(what) + " " + Shape(buffer) + " are not int32 [" +
                                                        std::to_string(rows) + "]"));
   return buffer.typed_data<int32_t>();
 }
@@ -194,7 +194,7 @@ ffi::Error LinearHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyB
   PEAGLE_TRY(weight, MakeMatrix("linear", panels, &scales, 1, in[1], to[1]));
   PEAGLE_TRY(norm_weight, Optional("linear: norm", norm, in[1]));
   PEAGLE_TRY(bias_values, Optional("linear: bias", bias, to[1]));
-  PEAGLE_TRY(row_positions, OptionalPositions(positions, in[0]));
+  PEAGLE_TRY(row_positions, OptionalPositions("linear: positions", positions, in[0]));
   const Floats inputs(x), residuals(residual);
   Results results(out);
   PoolParallel parallel(pool);
@@ -223,7 +223,7 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   PEAGLE_TRY(route_bias, Optional("experts: router bias", router_bias, num_experts));
   PEAGLE_TRY(first_bias, Optional("experts: gate and up bias", gate_up_bias, num_experts * padded));
   PEAGLE_TRY(second_bias, Optional("experts: down bias", down_bias, num_experts * width));
-  PEAGLE_TRY(row_positions, OptionalPositions(positions, rows));
+  PEAGLE_TRY(row_positions, OptionalPositions("experts: positions", positions, rows));
   if (first_bias == nullptr || second_bias == nullptr) return ffi::Error::InvalidArgument("experts: a bias is missing");
   const Floats inputs(x);
   Results results(out);

@@ -1,0 +1,78 @@
+"""What the tests of the kernels share: matrices in every format with their values in float64, and bits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from peagle.ops.linear import Panels
+from peagle.ops.linear.panels import pack_floats, pack_mxfp4, panels
+
+CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+EXACT = 1e-5  # of results around one, summed in float32
+ROUNDED = 2.0**-8  # of a result that was rounded to bfloat16 once
+# (stored matrix [..., outputs, inputs] or MXFP4 pair, its values in float64)
+Stored = tuple[np.ndarray | tuple[np.ndarray, np.ndarray], np.ndarray]
+
+
+def float32_matrix(rng: np.random.Generator, *shape: int) -> Stored:
+    values = rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+    return values, values.astype(np.float64)
+
+
+def bfloat16_matrix(rng: np.random.Generator, *shape: int) -> Stored:
+    values = float32_matrix(rng, *shape)[1].astype(ml_dtypes.bfloat16)
+    return values, values.astype(np.float64)
+
+
+def mxfp4_matrix(rng: np.random.Generator, *shape: int) -> Stored:
+    """Random codes under scales that make outputs around one; neighbouring blocks never have the same scale."""
+    *lead, inputs = shape
+    blocks = rng.integers(0, 256, (*lead, inputs // 32, 16), np.uint8)
+    centre = 127 - round(np.log2(2.93 * inputs**0.5))  # random codes have a root mean square of 2.93
+    scales = (centre + rng.integers(-1, 1, (*lead, inputs // 32)) + np.arange(inputs // 32) % 2).astype(np.uint8)
+    return (blocks, scales), mxfp4_values(blocks, scales)
+
+
+def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Float64 values [..., inputs]; scale byte 0 counts as zero."""
+    nibbles = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    powers = np.where(scales > 0, np.exp2(scales.astype(np.float64) - 127), 0.0)
+    values = np.array(CODES)[nibbles] * powers[..., None]
+    return values.reshape(*values.shape[:-2], -1)
+
+
+MATRICES: dict[str, Callable[..., Stored]] = {
+    "float32": float32_matrix,
+    "bfloat16": bfloat16_matrix,
+    "mxfp4": mxfp4_matrix,
+}
+
+
+def to_panels(
+    stored: np.ndarray | tuple[np.ndarray, np.ndarray], order: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+) -> Panels:
+    """A stored matrix as the kernels read it, its rows put in order first."""
+    if isinstance(stored, tuple):
+        blocks, scales = map(order, stored)
+        return panels(pack_mxfp4(blocks, scales), blocks.shape[-2] * 32, blocks.shape[-3])
+    rows = order(stored)
+    return panels(pack_floats(rows), rows.shape[-1], rows.shape[-2])
+
+
+def each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The function's results, compiled as one: eighteen compilations would take longer than all else. What it closes
+    over is compiled in."""
+    return jax.jit(lambda given: [function(*one) for one in given])(calls)
+
+
+def bits(array: jax.Array) -> np.ndarray:
+    """What tells 0 from -0."""
+    values = np.ascontiguousarray(array)
+    return values.view(np.uint16 if values.dtype == ml_dtypes.bfloat16 else np.uint32)
+
+
+def assert_same_bits(ours: jax.Array, theirs: jax.Array, what: object = "") -> None:
+    np.testing.assert_array_equal(bits(ours), bits(theirs), str(what))

@@ -1,0 +1,365 @@
+"""The compiled mixture-of-experts block against a loop in float64: any routing, every format; and that a row's bits are
+its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from peagle.ops import native
+from peagle.ops.expert_matmul import ExpandedExperts, Experts, PackedExperts, PanelExperts, alternate, expert_block
+from peagle.ops.linear import Panels
+from peagle.ops.norm import Norm
+from tests.ops.native.cases import EXACT, MATRICES, ROUNDED, assert_same_bits, each, mxfp4_values, to_panels
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+EPSILON = 1e-3
+LIMIT = 0.9  # low enough that gates and ups are really clamped, on both sides
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    format: str
+    width: int  # D
+    hidden: int  # F
+    experts: int  # E
+    top_k: int
+
+
+SIZES = {
+    "float32": Sizes("float32", 37, 21, 7, 3),
+    "bfloat16": Sizes("bfloat16", 39, 23, 5, 2),  # odd inputs to both matrices
+    "mxfp4": Sizes("mxfp4", 64, 96, 7, 2),
+    "one of one": Sizes("float32", 16, 5, 1, 1),
+    "all": Sizes("float32", 18, 13, 6, 6),
+    "two panels of experts": Sizes("bfloat16", 34, 10, 19, 4),
+    "several threads": Sizes("mxfp4", 96, 288, 9, 4),
+}
+OF_FORMATS = ("float32", "bfloat16", "mxfp4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A layer's second half as the kernel takes it, and all its values in float64."""
+
+    sizes: Sizes
+    norm: np.ndarray
+    router: np.ndarray  # [E, D]
+    router_bias: np.ndarray
+    gate_up: np.ndarray  # [E, 2F, D], gate and up rows interleaved
+    gate_up_bias: np.ndarray  # [E, 2F]
+    down: np.ndarray  # [E, D, F]
+    down_bias: np.ndarray  # [E, D]
+    panels: PanelExperts
+
+    def by_definition(self, x: np.ndarray, limit: float = LIMIT) -> np.ndarray:
+        """One token and one selected expert at a time; of equal logits the lower expert is taken."""
+        out = x.astype(np.float64)
+        for t, row in enumerate(out.copy()):
+            y = row / np.sqrt(np.mean(row * row) + EPSILON) * self.norm
+            logits = (self.router * y).sum(
+                axis=1
+            ) + self.router_bias  # equal rows, equal sums: BLAS does not promise it
+            selected = sorted(range(self.sizes.experts), key=lambda e: (-logits[e], e))[: self.sizes.top_k]
+            weights = np.exp(logits[selected] - logits[selected].max())
+            for weight, e in zip(weights / weights.sum(), selected, strict=True):
+                h = self.gate_up[e] @ y + self.gate_up_bias[e]
+                gate, up = np.minimum(h[0::2], limit), np.clip(h[1::2], -limit, limit)
+                hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+                out[t] += weight * (self.down[e] @ hidden + self.down_bias[e])
+        return out
+
+    def run(
+        self,
+        x: np.ndarray,
+        limit: float = LIMIT,
+        experts: Experts | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Natively, or in XLA with experts in another layout."""
+        native_router = to_panels(self.router.astype(np.float32))
+        return expert_block(
+            jnp.asarray(x),
+            Norm(jnp.asarray(self.norm, jnp.float32), EPSILON),
+            native_router if experts is None else jnp.asarray(self.router.T, jnp.float32),
+            jnp.asarray(self.router_bias, jnp.float32),
+            self.panels if experts is None else experts,
+            self.sizes.top_k,
+            limit,
+            positions,
+        )
+
+
+def random_block(
+    sizes: Sizes, seed: int = 0, router: np.ndarray | None = None, bias: np.ndarray | None = None
+) -> Block:
+    rng = np.random.default_rng(seed)
+    experts, width, hidden = sizes.experts, sizes.width, sizes.hidden
+    gate_up, gate_up_values = MATRICES[sizes.format](rng, experts, 2 * hidden, width)
+    down, down_values = MATRICES[sizes.format](rng, experts, width, hidden)
+    gate_up_bias = rng.standard_normal((experts, 2 * hidden), np.float32)
+    down_bias = rng.standard_normal((experts, width), np.float32)
+    norm = rng.standard_normal(width, np.float32)
+    own_router = 0.5 * rng.standard_normal((experts, width), np.float32)
+    own_bias = rng.standard_normal(experts, np.float32)
+    panels = PanelExperts(
+        gate_up=to_panels(gate_up, alternate),
+        gate_up_bias=jnp.asarray(alternate(gate_up_bias)),
+        down=to_panels(down),
+        down_bias=jnp.asarray(down_bias),
+        hidden=hidden,
+    )
+    own_router, own_bias = own_router if router is None else router, own_bias if bias is None else bias
+    return Block(
+        sizes,
+        norm,
+        own_router.astype(np.float64),
+        own_bias.astype(np.float64),
+        gate_up_values,
+        gate_up_bias,
+        down_values,
+        down_bias,
+        panels,
+    )
+
+
+def random_rows(sizes: Sizes, rows: int, seed: int = 1, dtype: type = np.float32) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, sizes.width), np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_any_number_of_rows_is_the_definition(name: str) -> None:
+    block, x = random_block(SIZES[name]), random_rows(SIZES[name], 70)
+    expected = block.by_definition(x)
+    all_rows = (*range(1, 18), 70) if name in OF_FORMATS else (1, 5, 70)
+    for rows, out in zip(all_rows, each(block.run, [(x[:rows],) for rows in all_rows]), strict=True):
+        np.testing.assert_allclose(out, expected[:rows], atol=2 * EXACT, err_msg=f"{rows} rows")
+
+
+def test_the_clamp_is_felt() -> None:
+    """The test above would pass without clamps if nothing were clamped."""
+    block, x = random_block(SIZES["float32"]), random_rows(SIZES["float32"], 4)
+    unclamped = block.by_definition(x, limit=1e9)
+    assert np.abs(unclamped - block.by_definition(x)).max() > 0.1
+    np.testing.assert_allclose(block.run(x, limit=1e9), unclamped, atol=2 * EXACT)
+
+
+@pytest.mark.parametrize("name", OF_FORMATS)
+def test_bfloat16_rows_are_rounded_once(name: str) -> None:
+    block = random_block(SIZES[name])
+    for rows in (1, 9):
+        x = random_rows(SIZES[name], rows, dtype=ml_dtypes.bfloat16)
+        out = block.run(x)
+        assert out.dtype == jnp.bfloat16
+        expected = block.by_definition(x)
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=ROUNDED, atol=2 * EXACT)
+
+
+@pytest.mark.parametrize("name", OF_FORMATS)
+def test_it_is_the_xla_form(name: str) -> None:
+    block, x = random_block(SIZES[name], seed=2), random_rows(SIZES[name], 5)
+
+    def apart(rows: np.ndarray) -> np.ndarray:
+        return np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1).astype(np.float32)
+
+    arrays = (
+        apart(block.gate_up).swapaxes(1, 2),
+        apart(block.gate_up_bias),
+        block.down.swapaxes(1, 2).astype(np.float32),
+        block.down_bias,
+    )
+    np.testing.assert_allclose(
+        block.run(x), block.run(x, experts=ExpandedExperts(*map(jnp.asarray, arrays))), atol=2 * EXACT
+    )
+
+
+def test_packed_experts_of_a_checkpoint_are_the_xla_form() -> None:
+    sizes = SIZES["mxfp4"]
+    rng = np.random.default_rng(3)
+    (gate_up, _), (down, _) = (
+        MATRICES["mxfp4"](rng, sizes.experts, *shape)
+        for shape in ((2 * sizes.hidden, sizes.width), (sizes.width, sizes.hidden))
+    )
+    block = random_block(sizes)
+    ours = dataclasses.replace(
+        block, panels=block.panels.replace(gate_up=to_panels(gate_up, alternate), down=to_panels(down))
+    )
+    arrays = (*gate_up, block.gate_up_bias, *down, block.down_bias)
+    x = random_rows(sizes, 3)
+    np.testing.assert_allclose(
+        ours.run(x), ours.run(x, experts=PackedExperts(*map(jnp.asarray, arrays))), atol=2 * EXACT
+    )
+
+
+# routing
+
+
+@pytest.mark.parametrize("rows", [4, 19])
+@pytest.mark.parametrize("name", OF_FORMATS)
+def test_all_rows_to_the_same_experts(name: str, rows: int) -> None:
+    sizes = SIZES[name]
+    bias = np.zeros(sizes.experts)
+    bias[[1, *range(-sizes.top_k + 1, 0)]] = 30.0
+    block, x = random_block(sizes, 4, bias=bias), random_rows(sizes, rows)
+    np.testing.assert_allclose(block.run(x), block.by_definition(x), atol=2 * EXACT)
+
+
+@pytest.mark.parametrize("name", OF_FORMATS)
+def test_all_rows_to_different_experts(name: str) -> None:
+    """Row t selects experts t k .. t k + k - 1 by its own features; few rows leave experts over, in the middle too."""
+    sizes = SIZES[name]
+    router = np.zeros((sizes.experts, sizes.width))
+    router[range(sizes.experts), range(sizes.experts)] = 8.0
+    block = random_block(sizes, 5, router=router, bias=np.zeros(sizes.experts))
+    block = dataclasses.replace(block, norm=np.ones_like(block.norm))
+    x = random_rows(sizes, sizes.experts // sizes.top_k)
+    for t in range(len(x)):
+        x[t, t * sizes.top_k : (t + 1) * sizes.top_k] += 10.0
+    expected = block.by_definition(x)
+    parts = (slice(None), slice(None, None, -1), slice(0, None, 2), slice(1, None))
+    for some, out in zip(parts, each(block.run, [(x[some],) for some in parts]), strict=True):
+        np.testing.assert_allclose(out, expected[some], atol=2 * EXACT)
+
+
+def test_ragged_routing() -> None:
+    """Experts with 1, 7, 8, 9, 17 rows and with none, in no order of theirs: rows go together by eight."""
+    sizes = dataclasses.replace(SIZES["float32"], top_k=1)
+    router = np.zeros((sizes.experts, sizes.width))
+    router[range(sizes.experts), range(sizes.experts)] = 8.0
+    block = random_block(sizes, 6, router=router, bias=np.zeros(sizes.experts))
+    block = dataclasses.replace(block, norm=np.ones_like(block.norm))
+    chosen = np.random.default_rng(7).permutation(np.repeat([0, 2, 3, 5, 6], [8, 1, 17, 7, 9]))
+    x = random_rows(sizes, len(chosen))
+    x[range(len(chosen)), chosen] += 10.0
+    np.testing.assert_allclose(block.run(x), block.by_definition(x), atol=2 * EXACT)
+
+
+@pytest.mark.parametrize("equal", [(0, 1, 2, 3, 4, 5, 6), (2, 3, 5, 6), (0, 4, 6)])
+def test_ties_go_to_the_lower_expert(equal: tuple[int, ...]) -> None:
+    """Experts with equal router rows have equal logits, which are the largest."""
+    sizes = SIZES["float32"]
+    rng = np.random.default_rng(8)
+    router, bias = 0.1 * rng.standard_normal((sizes.experts, sizes.width)).astype(np.float32), np.zeros(sizes.experts)
+    router[list(equal)], bias[list(equal)] = router[equal[0]], 5.0
+    block, x = random_block(sizes, 9, router=router, bias=bias), random_rows(sizes, 9)
+    np.testing.assert_allclose(block.run(x), block.by_definition(x), atol=2 * EXACT)
+
+
+def test_extreme_router_logits_stay_finite() -> None:
+    sizes = SIZES["float32"]
+    bias = np.array([3e38, -3e38, 1e4, -1e4, 0.0, 3e38, 90.0])
+    block, x = random_block(sizes, 10, bias=bias), random_rows(sizes, 3)
+    np.testing.assert_allclose(block.run(x), block.by_definition(x), atol=2 * EXACT)
+
+
+def test_extreme_scales_are_exact() -> None:
+    """Scale byte 0 counts as zero; a gate of any size is clamped, or counts as zero."""
+    sizes = SIZES["mxfp4"]
+    rng = np.random.default_rng(11)
+    (blocks, scales), _ = MATRICES["mxfp4"](rng, sizes.experts, 2 * sizes.hidden, sizes.width)
+    scales[:, :, 1] = rng.choice([0, 1, 127, 240], scales[:, :, 1].shape)
+    block = random_block(sizes)
+    block = dataclasses.replace(
+        block,
+        gate_up=mxfp4_values(blocks, scales),
+        panels=block.panels.replace(gate_up=to_panels((blocks, scales), alternate)),
+    )
+    x = random_rows(sizes, 5)
+    with np.errstate(over="ignore"):
+        expected = block.by_definition(x)
+    np.testing.assert_allclose(block.run(x), expected, atol=2 * EXACT)
+
+
+# A row's bits are its own
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: type) -> None:
+    block, x = random_block(SIZES[name], 12), random_rows(SIZES[name], 70, dtype=dtype)
+    alone = np.concatenate([block.run(x[t : t + 1]) for t in range(70)])
+    rng = np.random.default_rng(13)
+    chosen = [rng.permutation(70)[:rows] for rows in (*range(1, 17), 70)]
+    for some, out in zip(chosen, each(block.run, [(x[some],) for some in chosen]), strict=True):
+        assert_same_bits(out, alone[some], f"{len(some)} rows")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_inactive_rows_are_zero_and_change_nobodys_bits(name: str) -> None:
+    block, x = random_block(SIZES[name], 14), random_rows(SIZES[name], 19)
+    positions = np.where(np.random.default_rng(15).random(19) < 0.5, -1, 7)
+    out = block.run(x, positions=jnp.asarray(positions, jnp.int32))
+    assert 0 < (positions >= 0).sum() < 19
+    assert_same_bits(out[positions >= 0], block.run(x)[positions >= 0])
+    assert not np.any(out[positions < 0])
+    assert not np.any(block.run(x, positions=jnp.full(19, -1, jnp.int32)))
+
+
+# What does not fit is refused
+
+
+def good(name: str) -> tuple[dict[str, jax.Array], dict[str, np.generic]]:
+    """Operands by name, in order, and attributes."""
+    sizes, block = SIZES[name], random_block(SIZES[name])
+    router = to_panels(block.router.astype(np.float32))
+    assert isinstance(block.panels.gate_up, Panels)
+    operands = {
+        "x": jnp.asarray(random_rows(sizes, 3)),
+        "norm": jnp.asarray(block.norm),
+        "router": router.data,
+        "router_bias": jnp.asarray(block.router_bias, jnp.float32),
+        "gate_up": block.panels.gate_up.data,
+        "gate_up_scales": block.panels.gate_up.scales,
+        "gate_up_bias": block.panels.gate_up_bias,
+        "down": block.panels.down.data,
+        "down_scales": block.panels.down.scales,
+        "down_bias": block.panels.down_bias,
+        "positions": jnp.arange(3, dtype=jnp.int32),
+    }
+    attributes = {
+        "num_experts": np.int64(sizes.experts),
+        "top_k": np.int64(sizes.top_k),
+        "hidden": np.int64(sizes.hidden),
+        "limit": np.float32(LIMIT),
+        "epsilon": np.float32(EPSILON),
+    }
+    return operands, attributes
+
+
+def call(operands: dict[str, jax.Array], attributes: dict[str, np.generic], out: tuple[int, ...] = ()) -> jax.Array:
+    shape = jax.ShapeDtypeStruct(out or operands["x"].shape, np.float32)
+    return native.call("experts", shape, *operands.values(), **attributes).block_until_ready()
+
+
+@pytest.mark.parametrize("name", OF_FORMATS)
+def test_every_operand_is_checked(name: str) -> None:
+    operands, attributes = good(name)
+    assert np.isfinite(call(operands, attributes)).all()
+    for key, value in operands.items():
+        shorter = jnp.zeros((*value.shape[:-1], value.shape[-1] + 1), value.dtype)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"experts.*{key.split('_')[0]}|experts: x|do not hold"):
+            call(operands | {key: shorter}, attributes, operands["x"].shape)
+        if value.size:
+            other = jnp.zeros(value.shape, np.int16)
+            with pytest.raises(jax.errors.JaxRuntimeError, match="experts"):
+                call(operands | {key: other}, attributes)
+    for key in ("gate_up_bias", "down_bias"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a bias is missing"):
+            call(operands | {key: jnp.zeros(0)}, attributes)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="experts: x"):
+        call(operands, attributes, (4, SIZES[name].width))
+
+
+@pytest.mark.parametrize("name", OF_FORMATS)
+@pytest.mark.parametrize(
+    ("key", "values"), [("num_experts", (0, 4, 6, 8)), ("top_k", (0, 9, -1)), ("hidden", (0, 20, 128, -16))]
+)
+def test_attributes_that_do_not_fit_are_refused(name: str, key: str, values: tuple[int, ...]) -> None:
+    operands, attributes = good(name)
+    for value in values:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="experts"):
+            call(operands, attributes | {key: np.int64(value)})

@@ -1,0 +1,259 @@
+"""The compiled multiplication by a matrix against a loop in float64, in every format, with and without what goes with
+it; and that a row's bits are its own."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from peagle.ops import native
+from peagle.ops.linear import Panels, arrange, linear
+from peagle.ops.norm import Norm
+from tests.ops.native.cases import EXACT, MATRICES, ROUNDED, assert_same_bits, each, mxfp4_values, to_panels
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+EPSILON = 1e-3  # large enough to be felt
+ROWS = (*range(1, 18), 70)  # 64 rows go together
+FEW = (1, 2, 7, 16, 70)  # on all shapes but each format's first
+# (inputs, outputs): multiples of 16 and not, odd and even; the last one is cut into chunks for several threads
+SHAPES = {
+    "float32": [(37, 21), (48, 32), (3, 1), (160, 531)],
+    "bfloat16": [(37, 21), (38, 16), (1, 5), (161, 531)],
+    "mxfp4": [(64, 21), (96, 48), (32, 1), (160, 1043)],
+}
+CASES = [(name, *shape, FEW if nth else ROWS) for name, shapes in SHAPES.items() for nth, shape in enumerate(shapes)]
+each_case = pytest.mark.parametrize(("name", "inputs", "outputs", "all_rows"), CASES, ids=lambda part: f"{part}"[:9])
+
+
+def by_definition(
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None = None,
+    norm: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+) -> np.ndarray:
+    """One row after the other in float64; weight is [outputs, inputs]."""
+    out = np.zeros((len(x), len(weight)))
+    for t, row in enumerate(x.astype(np.float64)):
+        y = row if norm is None else row / np.sqrt(np.mean(row * row) + EPSILON) * norm.astype(np.float64)
+        out[t] = weight @ y
+        out[t] += 0.0 if bias is None else bias
+        out[t] += 0.0 if residual is None else residual[t].astype(np.float64)
+    return out
+
+
+def run(
+    x: np.ndarray,
+    weight: Panels | jax.Array,
+    bias: np.ndarray | None = None,
+    norm: np.ndarray | None = None,
+    residual: np.ndarray | None = None,
+) -> jax.Array:
+    given = [None if part is None else jnp.asarray(part) for part in (bias, norm, residual)]
+    with_norm = None if given[1] is None else Norm(given[1], EPSILON)
+    return linear(jnp.asarray(x), weight, given[0], norm=with_norm, residual=given[2])
+
+
+def random_rows(rng: np.random.Generator, *shape: int, dtype: type = np.float32) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+@each_case
+def test_any_number_of_rows_is_the_definition(name: str, inputs: int, outputs: int, all_rows: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    stored, weight = MATRICES[name](rng, outputs, inputs)
+    panels, x = to_panels(stored), random_rows(rng, max(ROWS), inputs)
+    expected = by_definition(x, weight)
+    outs = each(lambda some: run(some, panels), [(x[:rows],) for rows in all_rows])
+    for rows, out in zip(all_rows, outs, strict=True):
+        np.testing.assert_allclose(out, expected[:rows], atol=EXACT, err_msg=f"{rows} rows")
+
+
+@pytest.mark.parametrize("has_residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("has_norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("name", MATRICES)
+def test_what_goes_with_it(name: str, has_norm: bool, has_bias: bool, has_residual: bool) -> None:
+    """In float32 and, rounded once at the end, in bfloat16."""
+    rng = np.random.default_rng(1)
+    inputs, outputs = SHAPES[name][0]
+    stored, weight = MATRICES[name](rng, outputs, inputs)
+    panels = to_panels(stored)
+    for dtype, rows in ((np.float32, 3), (np.float32, 70), (ml_dtypes.bfloat16, 3), (ml_dtypes.bfloat16, 70)):
+        x = 3 * random_rows(rng, rows, inputs, dtype=dtype)
+        x[0] *= np.array(1e-3, dtype)  # of a mean square in epsilon's order
+        bias = random_rows(rng, outputs, dtype=dtype) if has_bias else None
+        norm = random_rows(rng, inputs, dtype=dtype) if has_norm else None
+        residual = random_rows(rng, rows, outputs, dtype=dtype) if has_residual else None
+        out = run(x, panels, bias, norm, residual)
+        assert out.dtype == dtype
+        expected = by_definition(x, weight, bias, norm, residual)
+        rtol = 0.0 if dtype == np.float32 else ROUNDED
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=3 * EXACT)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_it_is_the_xla_form(name: str) -> None:
+    rng = np.random.default_rng(2)
+    inputs, outputs = SHAPES[name][0]
+    stored, _ = MATRICES[name](rng, outputs, inputs)
+    assert isinstance(stored, np.ndarray)
+    x, residual = random_rows(rng, 5, inputs), random_rows(rng, 5, outputs)
+    bias, norm = random_rows(rng, outputs), random_rows(rng, inputs)
+    ours, theirs = (run(x, arrange(stored, np.float32, on), bias, norm, residual) for on in (True, False))
+    np.testing.assert_allclose(ours, theirs, atol=EXACT)
+
+
+def test_leading_dimensions_are_rows() -> None:
+    rng = np.random.default_rng(3)
+    stored, _ = MATRICES["float32"](rng, 21, 37)
+    x, residual = random_rows(rng, 2, 3, 37), random_rows(rng, 2, 3, 21)
+    out, flat = (
+        run(x.reshape(*lead, 37), to_panels(stored), residual=residual.reshape(*lead, 21)) for lead in ((2, 3), (6,))
+    )
+    assert out.shape == (2, 3, 21)
+    assert_same_bits(out.reshape(6, 21), flat)
+
+
+# MXFP4's scales
+
+
+@pytest.mark.parametrize(("scale", "magnitude"), [(1, 2.0**120), (2, 2.0**110), (253, 2.0**-90), (254, 2.0**-100)])
+def test_extreme_scales_are_exact(scale: int, magnitude: float) -> None:
+    """As long as rows and results are normal numbers: weights beyond those of float32 are never formed."""
+    rng = np.random.default_rng(4)
+    blocks = rng.integers(0, 256, (21, 3, 16), np.uint8)
+    scales = np.full((21, 3), scale, np.uint8)
+    x = (magnitude * rng.standard_normal((5, 96))).astype(np.float32)
+    expected = by_definition(x, mxfp4_values(blocks, scales))
+    np.testing.assert_allclose(run(x, to_panels((blocks, scales))), expected, atol=EXACT * expected.std())
+
+
+def test_scale_zero_counts_as_zero() -> None:
+    """2^-127 is a denormal number, which XLA flushes; it leaves the blocks beside it alone."""
+    rng = np.random.default_rng(5)
+    (blocks, scales), _ = MATRICES["mxfp4"](rng, 21, 96)
+    scales[:, 1] = 0
+    x = random_rows(rng, 5, 96)
+    x[:, 32:64] *= 1e30
+    np.testing.assert_allclose(
+        run(x, to_panels((blocks, scales))), by_definition(x, mxfp4_values(blocks, scales)), atol=EXACT
+    )
+    assert not np.any(run(x, to_panels((blocks, np.zeros_like(scales)))))
+
+
+# A row's bits are its own
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@each_case
+def test_a_rows_bits_do_not_depend_on_the_others(
+    name: str, inputs: int, outputs: int, all_rows: tuple[int, ...], dtype: type
+) -> None:
+    rng = np.random.default_rng(6)
+    stored, _ = MATRICES[name](rng, outputs, inputs)
+    panels = to_panels(stored)
+    x, residual = random_rows(rng, 70, inputs, dtype=dtype), random_rows(rng, 70, outputs, dtype=dtype)
+    bias, norm = random_rows(rng, outputs), random_rows(rng, inputs)
+    alone = np.concatenate([run(x[t : t + 1], panels, bias, norm, residual[t : t + 1]) for t in range(70)])
+    chosen = [rng.permutation(70)[:rows] for rows in all_rows]
+    calls = [(x[some], residual[some]) for some in chosen]
+    outs = each(lambda rows, beside: run(rows, panels, bias, norm, beside), calls)
+    for some, out in zip(chosen, outs, strict=True):
+        assert_same_bits(out, alone[some], f"{len(some)} rows")
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_inactive_rows_are_zero_and_change_nobodys_bits(name: str) -> None:
+    rng = np.random.default_rng(8)
+    panels = to_panels(MATRICES[name](rng, 21, 64)[0])
+    x, residual = jnp.asarray(random_rows(rng, 19, 64)), jnp.asarray(random_rows(rng, 19, 21))
+    norm = Norm(jnp.asarray(random_rows(rng, 64)), EPSILON)
+    positions = jnp.asarray(np.where(rng.random(19) < 0.5, -1, 7), jnp.int32)
+    whole = linear(x, panels, norm=norm, residual=residual)
+    out = linear(x, panels, norm=norm, residual=residual, positions=positions)
+    active = np.asarray(positions) >= 0
+    assert 0 < active.sum() < 19
+    assert_same_bits(out[active], whole[active])
+    assert not np.any(out[~active])
+    assert not np.any(linear(x, panels, positions=jnp.full(19, -1, jnp.int32)))
+
+
+# What does not fit is refused
+
+
+def good(name: str = "float32") -> dict[str, jax.Array]:
+    """Operands by name, in order: 3 rows, 64 inputs, 21 outputs."""
+    rng = np.random.default_rng(7)
+    panels = to_panels(MATRICES[name](rng, 21, 64)[0])
+    return {
+        "x": jnp.asarray(random_rows(rng, 3, 64)),
+        "norm": jnp.asarray(random_rows(rng, 64)),
+        "panels": panels.data,
+        "scales": panels.scales,
+        "bias": jnp.asarray(random_rows(rng, 21)),
+        "residual": jnp.asarray(random_rows(rng, 3, 21)),
+        "positions": jnp.arange(3, dtype=jnp.int32),
+    }
+
+
+def call(operands: dict[str, jax.Array], out: tuple[int, ...] = (3, 21), dtype: type = np.float32) -> jax.Array:
+    shape = jax.ShapeDtypeStruct(out, dtype)
+    return native.call("linear", shape, *operands.values(), epsilon=np.float32(EPSILON)).block_until_ready()
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_good_operands_are_not_refused(name: str) -> None:
+    assert np.isfinite(call(good(name))).all()
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(
+    ("replaced", "message"),
+    [
+        ({"x": np.zeros((3, 2, 32), np.float32)}, "are not"),
+        ({"x": np.zeros((4, 64), np.float32)}, "are not"),
+        ({"x": np.zeros((3, 96), np.float32)}, "do not hold"),
+        ({"x": np.zeros((3, 48), np.float32)}, "do not hold"),
+        ({"x": np.zeros((3, 64), np.int32)}, "are not"),
+        ({"norm": np.zeros(63, np.float32)}, "linear: norm"),
+        ({"norm": np.zeros(64, ml_dtypes.bfloat16)}, "linear: norm"),
+        ({"panels": np.zeros((1, 64, 16), np.float32)}, "do not hold"),
+        ({"panels": np.zeros((1, 32, 16, 2), ml_dtypes.bfloat16)}, "do not hold"),
+        ({"panels": np.zeros((1, 8, 16), np.uint32)}, "do not hold"),
+        ({"panels": np.zeros((2, 64, 16), np.int32)}, "panels are float32, bfloat16, or uint32"),
+        ({"panels": np.zeros((2, 64, 16), np.float16)}, "panels are float32, bfloat16, or uint32"),
+        ({"scales": np.zeros((2, 1, 16), np.uint8)}, "do not hold"),
+        ({"bias": np.zeros(20, np.float32)}, "linear: bias"),
+        ({"bias": np.zeros(32, np.float32)}, "linear: bias"),
+        ({"bias": np.zeros(21, np.int32)}, "linear: bias"),
+        ({"residual": np.zeros((3, 20), np.float32)}, "linear: residual"),
+        ({"residual": np.zeros((21, 3), np.float32)}, "linear: residual"),
+        ({"residual": np.zeros((3, 21), np.float16)}, "linear: residual"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(f"{k}{v.dtype}{v.shape}" for k, v in value.items()),
+)
+def test_what_does_not_fit_is_refused(name: str, replaced: dict[str, np.ndarray], message: str) -> None:
+    operands = good(name) | {key: jnp.asarray(value) for key, value in replaced.items()}
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call(operands)
+
+
+def test_formats_are_not_taken_for_one_another() -> None:
+    operands = good("mxfp4")
+    for scales in (np.zeros(0, np.uint8), np.zeros((2, 2, 16), np.int8), np.zeros((2, 2, 16), np.float32)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="scales"):
+            call(operands | {"scales": jnp.asarray(scales)})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="scales"):
+        call(good("float32") | {"scales": operands["scales"]})
+    narrow = {"x": jnp.zeros((3, 48)), "norm": jnp.zeros(48), "panels": jnp.zeros((2, 6, 16), jnp.uint32)}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="do not hold"):  # 48 inputs are not whole blocks
+        call(operands | narrow | {"scales": jnp.zeros((2, 1, 16), jnp.uint8)})
+
+
+@pytest.mark.parametrize(("out", "dtype"), [((3, 37), np.float32), ((63,), np.float32), ((3, 21), np.float16)])
+def test_results_that_do_not_fit_are_refused(out: tuple[int, ...], dtype: type) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="linear"):
+        call(good(), out, dtype)

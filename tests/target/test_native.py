@@ -1,0 +1,218 @@
+"""The whole target on the compiled kernels: the XLA form's function, and a token's bits whatever it is computed with."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from peagle.ops import native
+from peagle.ops.expert_matmul import PanelExperts
+from peagle.ops.kv_cache import KVCache, ring_capacity
+from peagle.ops.linear import Panels
+from scripts.make_random_checkpoint import SIZES, random_tensors
+from target.load import LoadedTarget, load_target, save_target, write_target
+from target.model import GptOss
+from tests.target.test_model import CONFIG, random_params
+from tests.target.walk import WIDTH, walk
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
+
+MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attention", "full_attention"))
+BATCH, LENGTH = 3, 57
+PROMPTS = [9, 16, 4]
+AUX_LAYER_IDS = (1, 0)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints that store the same kind of model in every way; widths are no multiples of 16 but in MXFP4."""
+    at: Path = tmp_path_factory.mktemp("native")
+    params = random_params()
+    save_target(at / "float32", params, CONFIG, dtype=np.float32, mxfp4=False)
+    save_target(at / "bfloat16", params, CONFIG, dtype=ml_dtypes.bfloat16, mxfp4=False)
+    write_target(at / "mxfp4", MXFP4_CONFIG, random_tensors(MXFP4_CONFIG, mxfp4=True, seed=0), mxfp4=True)
+    return {name: at / name for name in ("float32", "bfloat16", "mxfp4")}
+
+
+STORED = {  # name: directory, experts, dtype of the experts' panels
+    "float32": ("float32", "auto", jnp.float32),
+    "bfloat16": ("bfloat16", "auto", jnp.bfloat16),
+    "mxfp4 packed": ("mxfp4", "packed", jnp.uint32),
+    "mxfp4 expanded": ("mxfp4", "expanded", jnp.bfloat16),
+}
+
+
+def load(directories: dict[str, Path], name: str, native: bool, dtype: object = jnp.float32) -> LoadedTarget:
+    directory, experts, _ = STORED[name]
+    return load_target(directories[directory], dtype=dtype, experts=experts, native=native)
+
+
+def model(loaded: LoadedTarget, retain_full_kv: bool = False) -> GptOss:
+    return GptOss(loaded.params, loaded.config, AUX_LAYER_IDS, retain_full_kv)
+
+
+def random_tokens(vocab: int, *shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_every_matrix_is_in_panels_and_as_narrow_as_stored(directories: dict[str, Path], name: str) -> None:
+    params = load(directories, name, native=True).params
+    dense = jnp.float32 if name == "float32" else jnp.bfloat16
+    assert params.native
+    assert params.dtype == jnp.float32
+    assert params.embedding.dtype == (jnp.float32 if name == "float32" else jnp.uint16)
+    matrices = [params.lm_head]
+    for layer in params.layers:
+        matrices += [layer.attention.qkv, layer.attention.out, layer.moe.router]
+        assert isinstance(layer.moe.experts, PanelExperts)
+        for matrix in (layer.moe.experts.gate_up, layer.moe.experts.down):
+            assert matrix.data.dtype == STORED[name][2]
+    for matrix in matrices:
+        assert isinstance(matrix, Panels)
+        assert matrix.data.dtype == dense
+
+
+@pytest.mark.parametrize("retain_full_kv", [False, True], ids=["ring", "retained"])
+@pytest.mark.parametrize("name", STORED)
+def test_every_way_through_the_caches_is_the_xla_form(
+    directories: dict[str, Path], name: str, retain_full_kv: bool
+) -> None:
+    """Prefill, decoding and rolled-back verification, to 1e-4 of the logits' standard deviation."""
+    seen: dict[bool, list[tuple[np.ndarray, ...]]] = {True: [], False: []}
+    reached = []
+    for on in (True, False):
+        loaded = load(directories, name, native=on)
+        window = loaded.config.sliding_window
+        assert ring_capacity(window, WIDTH) < LENGTH - WIDTH  # it wraps
+        tokens = random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
+        made = model(loaded, retain_full_kv)
+        reached.append(walk(made, tokens, PROMPTS, lambda *step, to=seen[on]: to.append(step), decoded=4))
+    assert reached[0] == reached[1]
+    std = np.concatenate([logits for *_, logits, _ in seen[False]]).std()
+    hidden_std = np.concatenate([aux for *_, aux in seen[False]]).std()
+    for (*places, logits, aux), (*their_places, their_logits, their_aux) in zip(seen[True], seen[False], strict=True):
+        np.testing.assert_array_equal(places, their_places)
+        np.testing.assert_allclose(logits, their_logits, rtol=0, atol=1e-4 * std)
+        np.testing.assert_allclose(aux, their_aux, rtol=0, atol=1e-4 * hidden_std)
+
+
+def test_bfloat16_is_nearer_to_float32_than_the_xla_form(directories: dict[str, Path]) -> None:
+    """It rounds less often."""
+
+    def logits(on: bool, dtype: object) -> np.ndarray:
+        loaded = load(directories, "bfloat16", on, dtype)
+        made, out = model(loaded), []
+        tokens = random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
+        walk(made, tokens, PROMPTS, lambda *step: out.append(step[2].astype(np.float32)), decoded=4)
+        return np.concatenate(out)
+
+    exact = logits(False, jnp.float32)
+    ours, theirs = (np.square(logits(on, jnp.bfloat16) - exact).mean() for on in (True, False))
+    assert ours < theirs
+    assert ours < 1e-3 * exact.var()
+
+
+# A token's bits are its own: what a verifying pass computes is what decoding one token at a time computes
+
+WIDEST, STEPS = 16, 48  # rows of the widest pass; tokens behind the prompts
+verify, prefill = jax.jit(GptOss.verify), jax.jit(GptOss.prefill)
+Bits = tuple[np.ndarray, np.ndarray]  # of logits and aux hidden [B, T, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Prompts of different lengths, and what decoding gives one token at a time."""
+
+    model: GptOss
+    tokens: np.ndarray  # [B, total]
+    lengths: np.ndarray  # of the prompts
+    caches: list[tuple[KVCache, ...]]  # after the prompts and n tokens each
+    bits: list[Bits]  # of token n behind the prompts
+    rows: tuple[int, ...]  # widths to verify
+
+    def verify(self, start: int, rows: int, some: slice = slice(None)) -> tuple[Bits, tuple[KVCache, ...]]:
+        """One pass of several rows from token `start` on, for some of the sequences."""
+        lengths = self.lengths[some] + start
+        tokens = self.tokens[some][np.arange(len(lengths))[:, None], lengths[:, None] + np.arange(rows)]
+        caches = jax.tree.map(lambda part: jnp.asarray(np.asarray(part)[some]), self.caches[start])
+        out, after = verify(self.model, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), caches)
+        return bits(out.logits, out.aux_hidden), after
+
+
+def bits(logits: jax.Array, aux_hidden: jax.Array) -> Bits:
+    unsigned = np.uint16 if logits.dtype == jnp.bfloat16 else np.uint32
+    return np.ascontiguousarray(logits).view(unsigned), np.ascontiguousarray(aux_hidden).view(unsigned)
+
+
+def assert_same(ours: Bits, theirs: Bits, what: str) -> None:
+    for name, one, other in zip(("logits", "aux hidden"), ours, theirs, strict=True):
+        np.testing.assert_array_equal(one, other, f"{name}, {what}")
+
+
+CASES = {
+    "float32": ("float32", jnp.float32, tuple(range(1, WIDEST + 1))),
+    "bfloat16 in float32": ("bfloat16", jnp.float32, (2, 8, 13)),
+    "bfloat16": ("bfloat16", jnp.bfloat16, tuple(range(1, WIDEST + 1))),
+    "mxfp4": ("mxfp4 packed", jnp.float32, (2, 8, 13)),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Decoded:
+    name, dtype, rows = CASES[request.param]
+    loaded = load(directories, name, native=True, dtype=dtype)
+    gpt, lengths, total = model(loaded), np.array(PROMPTS), max(PROMPTS) + STEPS
+    tokens = random_tokens(loaded.config.vocab_size, BATCH, total)
+    empty = gpt.init_cache(BATCH, total, WIDEST)
+    _, after = prefill(gpt, jnp.asarray(tokens[:, : lengths.max()]), jnp.asarray(lengths, jnp.int32), empty)
+    made = Decoded(gpt, tokens, lengths, [after], [], rows)
+    for step in range(STEPS):
+        out, after = made.verify(step, 1)
+        made.bits.append(out)
+        made.caches.append(after)
+    return made
+
+
+def wrap(decoded: Decoded) -> int:
+    """The first token behind the prompts that a sequence writes over its ring's first slot."""
+    (ring,) = {cache.capacity for cache in decoded.caches[0] if cache.ring}
+    return ring - max(PROMPTS)
+
+
+def test_verifying_rows_is_decoding_them_one_at_a_time(decoded: Decoded) -> None:
+    """Bit for bit, from the prompt's end on and across the ring's wrap; caches, too."""
+    assert wrap(decoded) + WIDEST <= STEPS
+    for rows in decoded.rows:
+        for start in (0, wrap(decoded) - rows // 2, wrap(decoded) + 7 - rows // 2):
+            ours, caches = decoded.verify(start, rows)
+            alone = [np.concatenate(parts, axis=1) for parts in zip(*decoded.bits[start : start + rows], strict=True)]
+            assert_same(ours, (alone[0], alone[1]), f"{rows} rows from {start}")
+            for one, other in zip(jax.tree.leaves(caches), jax.tree.leaves(decoded.caches[start + rows]), strict=True):
+                np.testing.assert_array_equal(one, other, f"{rows} rows from {start}")
+
+
+def test_a_sequence_alone_is_the_sequence_in_a_batch(decoded: Decoded) -> None:
+    for rows in (1, decoded.rows[-1]):
+        together, _ = decoded.verify(wrap(decoded) - 1, rows)
+        for b in range(BATCH):
+            alone, _ = decoded.verify(wrap(decoded) - 1, rows, slice(b, b + 1))
+            assert_same(alone, (together[0][b : b + 1], together[1][b : b + 1]), f"{rows} rows, sequence {b}")
+
+
+def test_a_prompt_alone_is_the_prompt_in_a_batch(decoded: Decoded) -> None:
+    width = max(PROMPTS)
+
+    def run(some: slice) -> Bits:
+        lengths = jnp.asarray(decoded.lengths[some], jnp.int32)
+        empty = decoded.model.init_cache(len(lengths), width + STEPS, WIDEST)
+        out, _ = prefill(decoded.model, jnp.asarray(decoded.tokens[some, :width]), lengths, empty)
+        return bits(out.logits, out.aux_hidden)
+
+    together = run(slice(None))
+    for b in range(BATCH):
+        assert_same(run(slice(b, b + 1)), (together[0][b : b + 1], together[1][b : b + 1]), f"sequence {b}")
