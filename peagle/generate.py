@@ -182,15 +182,13 @@ class Engine:
             state, following = self._dispatch(state)
             outputs: StepOutput = jax.device_get(in_flight)
             in_flight, now = following, time.perf_counter()
-            for place in range(self.steps_per_dispatch):
-                output: StepOutput = jax.tree.map(lambda leaf, place=place: leaf[place], outputs)
+            for tokens, counts, accepted, drafts in zip(*map(np.ndarray.tolist, _read(outputs)), strict=True):
                 for row, request in enumerate(requests):
-                    if output.num_accepted[row] >= 0:
-                        decision = _decision(output, row, lengths[row])
-                        lengths[row] += decision.num_accepted + 1
-                        tokens = tuple(output.token_ids[row, : output.count[row]].tolist())
-                        yield Emission(request, tokens, now, decision)
-            if output.done.all():
+                    if accepted[row] >= 0:
+                        decision = Decision(lengths[row], tuple(drafts[row]), accepted[row], tokens[row][accepted[row]])
+                        lengths[row] += accepted[row] + 1
+                        yield Emission(request, tuple(tokens[row][: counts[row]]), now, decision)
+            if outputs.done[-1].all():
                 return
 
     def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array]:
@@ -224,7 +222,7 @@ class Engine:
         return state, outputs
 
 
-def _decision(output: StepOutput, row: int, length: int) -> Decision:
-    accepted = int(output.num_accepted[row])
-    drafts = tuple(output.draft_token_ids[row].tolist())
-    return Decision(length, drafts, accepted, int(output.token_ids[row, accepted]))
+def _read(outputs: StepOutput) -> tuple[np.ndarray, ...]:
+    """What emissions are made of, step by step and row by row."""
+    parts = (outputs.token_ids, outputs.count, outputs.num_accepted, outputs.draft_token_ids)
+    return tuple(np.asarray(part) for part in parts)

@@ -371,9 +371,9 @@ def fitting_taps(
 
 
 def _steps_per_dispatch(params: PyTree) -> int:
-    """As many steps as read some 32 MB of weights: milliseconds, beside which a dispatch does not count."""
+    """As many steps as read some 64 MB of weights: milliseconds, beside which a dispatch does not count."""
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return int(np.clip(32_000_000 // weights, 1, MOST_STEPS_PER_DISPATCH))
+    return int(np.clip(64_000_000 // weights, 1, MOST_STEPS_PER_DISPATCH))
 
 
 def _native(kernels: KernelsChoice) -> bool:

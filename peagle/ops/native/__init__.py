@@ -19,6 +19,7 @@ from peagle.ops.native.build import instruction_sets, library
 HANDLERS = ("linear", "experts", "attention", "decode_attention")
 VARIABLE = "PEAGLE_KERNELS"
 XLA = "xla"
+FAST = ("avx512",)  # the sets that beat XLA's own code; the others run when they are asked for by name
 
 
 @functools.cache
@@ -73,6 +74,11 @@ def _choose(wanted: str) -> tuple[str | None, str]:
         if wanted and wanted not in runs:
             return None, f"this CPU runs {', '.join(runs)} only"
         isa = wanted or runs[0]
+        if isa not in FAST and not wanted:
+            return (
+                None,
+                f"this CPU has no AVX-512, and XLA is faster than the {isa} kernels ({VARIABLE}={isa} runs them)",
+            )
         _register(isa)
     except Exception as error:  # a library for another system, or for another version of XLA's FFI
         return None, f"the native kernels do not load ({' '.join(str(error).split())[:120]}); {again}"

@@ -167,18 +167,21 @@ def test_a_rows_bits_do_not_depend_on_the_others(
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_inactive_rows_are_zero_and_change_nobodys_bits(name: str) -> None:
+    """Whatever they hold, and however many they are."""
     rng = np.random.default_rng(8)
     panels = to_panels(MATRICES[name](rng, 21, 64)[0])
-    x, residual = jnp.asarray(random_rows(rng, 19, 64)), jnp.asarray(random_rows(rng, 19, 21))
+    x, residual = random_rows(rng, 70, 64), random_rows(rng, 70, 21)
     norm = Norm(jnp.asarray(random_rows(rng, 64)), EPSILON)
-    positions = jnp.asarray(np.where(rng.random(19) < 0.5, -1, 7), jnp.int32)
-    whole = linear(x, panels, norm=norm, residual=residual)
-    out = linear(x, panels, norm=norm, residual=residual, positions=positions)
-    active = np.asarray(positions) >= 0
-    assert 0 < active.sum() < 19
-    assert_same_bits(out[active], whole[active])
-    assert not np.any(out[~active])
-    assert not np.any(linear(x, panels, positions=jnp.full(19, -1, jnp.int32)))
+
+    def some(x: jax.Array, residual: jax.Array, at: jax.Array | None = None) -> jax.Array:
+        return linear(x, panels, norm=norm, residual=residual, positions=at)
+
+    positions = [rng.integers(low, high, 70, np.int32) for low, high in ((-1, 1), (-9, 3), (0, 1), (-2, 0))]
+    calls = [(np.where(at[:, None] < 0, np.float32(np.nan), x), residual, at) for at in positions]
+    whole, *outs = map(np.asarray, each(some, [(x, residual), *calls]))
+    for at, out in zip(positions, outs, strict=True):
+        assert_same_bits(out[at >= 0], whole[at >= 0])
+        assert not out[at < 0].any()
 
 
 # What does not fit is refused
@@ -232,6 +235,8 @@ def test_good_operands_are_not_refused(name: str) -> None:
         ({"residual": np.zeros((3, 20), np.float32)}, "linear: residual"),
         ({"residual": np.zeros((21, 3), np.float32)}, "linear: residual"),
         ({"residual": np.zeros((3, 21), np.float16)}, "linear: residual"),
+        ({"positions": np.zeros(2, np.int32)}, "linear: positions"),
+        ({"positions": np.zeros(3, np.float32)}, "linear: positions"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(f"{k}{v.dtype}{v.shape}" for k, v in value.items()),
 )

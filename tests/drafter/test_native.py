@@ -1,0 +1,133 @@
+"""The whole drafter on the compiled kernels: the XLA form's function; a draft's bits whatever it is computed with."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from drafter.load import load_drafter, save_drafter
+from drafter.propose import PEagle
+from peagle.ops import native
+from peagle.ops.errors import InputError
+from peagle.ops.linear import Panels, arrange, arrange_embedding
+from peagle.ops.messages import Draft
+from tests.drafter.cases import CONFIGS, logits_of, prompt_state, propose, random_params, random_text, stack_fresh
+from tests.drafter.test_load import Tensors, cast, write
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
+
+ONE, TWO, FOUR = CONFIGS
+LENGTHS = (5, 9)
+
+
+def load(directory: Path, on: bool, dtype: Any = jnp.float32, **shared: Any) -> PEagle:
+    params, config = load_drafter(directory, dtype, native=on, **shared)
+    assert params.native == on
+    return PEagle(params, config, deterministic=False)
+
+
+def steps(peagle: PEagle, num_drafts: int) -> list[Draft]:
+    """Two sequences of different length; per step none, some and all of K drafts are accepted; one pauses."""
+    some = num_drafts // 2
+    accepted = [(0, num_drafts), (num_drafts, some), (some, 0), (num_drafts, num_drafts)]
+    texts = [random_text(peagle.config, seed) for seed in (1, 2)]
+    state = prompt_state(peagle, texts, LENGTHS, num_drafts)
+    firsts, nums, drafts = [n - 1 for n in LENGTHS], [1, 1], []
+    for step in accepted:
+        _, state = propose(peagle, state, stack_fresh(texts, [-1, -1], nums, num_drafts), num_drafts=num_drafts)
+        draft, state = propose(peagle, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)
+        drafts.append(draft)
+        firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
+        nums = [count + 1 for count in step]
+    return drafts
+
+
+def assert_alike(ours: PEagle, theirs: PEagle, num_drafts: int) -> None:
+    """The same drafts, by logits that are equal to 1e-4."""
+    for one, other in zip(steps(ours, num_drafts), steps(theirs, num_drafts), strict=True):
+        np.testing.assert_allclose(logits_of(one), logits_of(other), rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+
+
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "num_drafts"), [(ONE, 1), (ONE, 8), (TWO, 5), (FOUR, 3)])
+def test_proposing_is_the_xla_form(tmp_path: Path, name: str, num_drafts: int, stored: type) -> None:
+    config = CONFIGS[name]
+    save_drafter(tmp_path / "drafter", cast(random_params(config), stored), config)
+    ours, theirs = (load(tmp_path / "drafter", on) for on in (True, False))
+    for matrix in (ours.params.fc, ours.params.lm_head, *(layer.qkv for layer in ours.params.layers)):
+        assert isinstance(matrix, Panels)
+        assert matrix.data.dtype == stored
+    assert_alike(ours, theirs, num_drafts)
+
+
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [ONE, TWO])
+def test_a_shared_embedding_and_head_are_the_targets_panels(tmp_path: Path, name: str, stored: type) -> None:
+    """Narrowed to the draft vocabulary where there is one."""
+
+    def drop(_config: dict[str, Any], tensors: Tensors) -> None:
+        del tensors["lm_head.weight"], tensors["embed_tokens.weight"]
+
+    config = CONFIGS[name]
+    directory = write(tmp_path / "drafter", name, edit=drop)
+    rows, table = np.random.default_rng(0).standard_normal((2, config.vocab_size, config.hidden_size)).astype(stored)
+    peagles = []
+    for on in (True, False):
+        head, embedding = arrange(rows, jnp.float32, on), arrange_embedding(table, jnp.float32, on)
+        peagles.append(load(directory, on, target_lm_head=head, target_embedding=embedding))
+    ours, theirs = peagles
+    shared = ours.params.lm_head
+    assert isinstance(shared, Panels)
+    assert (shared.inputs, shared.outputs, shared.data.dtype) == (config.hidden_size, config.draft_vocab_size, stored)
+    assert ours.params.embedding.dtype == (jnp.float32 if stored == np.float32 else jnp.uint16)
+    assert_alike(ours, theirs, num_drafts=3)
+    head = arrange(rows[:, 1:], jnp.float32, True)
+    with pytest.raises(InputError, match="cannot share it"):
+        load(directory, True, target_lm_head=head, target_embedding=ours.params.embedding)
+
+
+# A draft's bits are its own
+
+NUM_DRAFTS = 5
+
+
+@pytest.fixture(scope="module", params=[(n, d) for n in (ONE, TWO) for d in ("float32", "bfloat16")], ids=str)
+def peagle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PEagle:
+    name, dtype = request.param
+    at = tmp_path_factory.mktemp("drafter")
+    save_drafter(at, random_params(CONFIGS[name]), CONFIGS[name])
+    return load(at, True, jnp.dtype(dtype))
+
+
+def bits(draft: Draft) -> np.ndarray:
+    return logits_of(draft).view(np.uint32)
+
+
+def test_a_sequence_alone_is_the_sequence_in_a_batch(peagle: PEagle) -> None:
+    texts, lengths = [random_text(peagle.config, seed) for seed in (1, 2, 3)], (5, 9, 7)
+    firsts, nums = [n - 1 for n in lengths], [1, NUM_DRAFTS + 1, 3]
+    state = prompt_state(peagle, texts, lengths, NUM_DRAFTS)
+    fresh = stack_fresh(texts, firsts, nums, NUM_DRAFTS)
+    together, after = propose(peagle, state, fresh, num_drafts=NUM_DRAFTS)
+    for b in range(len(texts)):
+        own_state, own_fresh = jax.tree.map(lambda part, b=b: jnp.asarray(np.asarray(part)[b : b + 1]), (state, fresh))
+        alone, own_after = propose(peagle, own_state, own_fresh, num_drafts=NUM_DRAFTS)
+        np.testing.assert_array_equal(bits(alone), bits(together)[b : b + 1])
+        for one, other in zip(jax.tree.leaves(own_after), jax.tree.leaves(after), strict=True):
+            np.testing.assert_array_equal(one, np.asarray(other)[b : b + 1])
+
+
+def test_a_draft_does_not_depend_on_how_many_there_are(peagle: PEagle) -> None:
+    texts, lengths = [random_text(peagle.config, seed) for seed in (1, 2)], (5, 9)
+    firsts, nums = [n - 1 for n in lengths], [1, 2]
+    drafts = []
+    for num_drafts in (1, 2, NUM_DRAFTS):
+        state = prompt_state(peagle, texts, lengths, num_drafts)
+        drafts.append(propose(peagle, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)[0])
+    for fewer in drafts[:-1]:
+        np.testing.assert_array_equal(bits(fewer), bits(drafts[-1])[:, : fewer.token_ids.shape[1]])
