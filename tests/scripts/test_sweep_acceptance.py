@@ -19,7 +19,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(peagle, "load", lambda *_: toy_pair(ByteTokenizer(), ()), raising=False)
+    monkeypatch.setattr(peagle, "load", lambda *_, **__: toy_pair(ByteTokenizer(), ()), raising=False)
     monkeypatch.setattr(sys, "argv", ["sweep_acceptance.py", *map(str, arguments)])
     return sweep_acceptance.main()
 
