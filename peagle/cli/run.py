@@ -15,7 +15,7 @@ from peagle.provenance import peak_memory_bytes, provenance
 from peagle.session import RunConfig, run
 from peagle.text import DEFAULT_DATE
 
-EXAMPLE = 'def mean(values):\n    """Return the arithmetic mean of a list of numbers."""'
+EXAMPLE = 'def get(self, key, default=None):\n    """Return the value for key, or the default if there is none."""'
 
 
 def run_command(settings: Settings) -> int:
