@@ -158,7 +158,7 @@ def test_no_prompt_runs_the_built_in_example(cli: Run) -> None:
     code, out, err = cli(*SPECULATE)
     assert code == 0
     assert out
-    assert "def mean" in err
+    assert "def get" in err
 
 
 def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -> None:
