@@ -2,7 +2,7 @@
 
     forward   no cache: rows (anchor, depth) under the group-causal mask (training, references)
     prefill   a prompt's rows into empty caches, at a padded length; no logits
-    propose   the rows committed last and K-1 mask slots, 2K rows wide, written to the caches, then attended
+    propose   the rows committed last and K-1 mask slots, written to the caches, then attended
 
 Positions do not shift, tokens do: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and
 predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)). All three run `run_layers`; they
@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
@@ -36,9 +36,9 @@ AttendProjected = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 class Rows:
     """What one proposing pass computes, row by row (`lay_out_rows`)."""
 
-    token_ids: jax.Array  # [B, 2K]
-    positions: jax.Array  # [B, 2K]; -1 in padding, and in an inactive sequence
-    committed: jax.Array  # [B, 2K] bool: rows with a true aux hidden; the others are mask slots or padding
+    token_ids: jax.Array  # [B, T], T = F+K-1
+    positions: jax.Array  # [B, T]; -1 in padding, and in an inactive sequence
+    committed: jax.Array  # [B, T] bool: rows with a true aux hidden; the others are mask slots or padding
     draft_rows: jax.Array  # [B, K]: the row that gives draft i
 
 
@@ -73,8 +73,8 @@ def forward(
 
 
 def init_caches(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeLike) -> tuple[KVCache, ...]:
-    """Empty full caches (slot = position), one per layer. The capacity must hold the widest write: 2K positions from
-    the highest first position on; rows beyond it would be dropped and not seen."""
+    """Empty full caches, one per layer. The capacity must hold the widest write: 2K positions from the highest first
+    position on; rows beyond it would be dropped and not seen."""
     return tuple(
         init_kv_cache(batch, capacity, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)
     )
@@ -116,8 +116,8 @@ def lay_out_rows(
     num_drafts: int,
     mask_token_id: int,
 ) -> Rows:
-    """The 2K rows of one proposing pass: C = num_fresh committed rows, K-1 mask slots, padding, at consecutive
-    positions. Draft i is read from row C-1+i.
+    """The F+K-1 rows of one proposing pass: C = num_fresh committed rows, K-1 mask slots, padding, at consecutive
+    positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows.
 
     Example (K = 3, mask id M; FACTS 5): C = 3 fresh rows 11 12 100 from position 5, and C = 4, 21 22 23 200, from 10:
 
@@ -128,9 +128,10 @@ def lay_out_rows(
         positions    10   11   12   13   14   15
 
     A padding row is inactive: it has no position, and writes nothing. The mask slots' cache entries are written over
-    before they are read: the next pass starts at position first + C, and has at least K rows, so it covers all of them.
+    before they are read: a query sees what lies before it, and all that lies between the committed rows and it is
+    written by its own pass.
     """
-    width = 2 * num_drafts
+    width = fresh_token_ids.shape[1] + num_drafts - 1
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
     committed = row < num_fresh[:, None]
     first_position = first_position[:, None]
@@ -152,58 +153,63 @@ def propose(
     fresh_aux_hidden: Float[Array, "B F A"],
     num_fresh: Int[Array, "B"],
     first_position: Int[Array, "B"],
+    num_held: Int[Array, "B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
 ) -> tuple[Float[Array, "B K U"], tuple[KVCache, ...]]:
-    """(logits of the K drafts over the draft vocabulary, caches), in one pass of 2K rows.
+    """(logits of the K drafts over the draft vocabulary, caches), in one pass of F+K-1 rows.
 
-    Fresh rows are F = K+1 wide, of which the first num_fresh (1..K+1) count: row j is (token[first_position + j + 1],
-    aux_hidden[first_position + j]). The caches must hold rows 0..first_position-1; afterwards they hold those and the
-    fresh rows, and what lies behind is dead (`lay_out_rows`): nothing has to be taken back when drafts are rejected.
-    Draft i predicts token[first_position + num_fresh + 1 + i]. A sequence of negative first_position is inactive: it
-    writes nothing and its logits mean nothing.
+    Fresh rows are F wide, of which the first num_fresh (1..F) count: row j is (token[first_position + j + 1],
+    aux_hidden[first_position + j]). The caches hold num_held rows, in their first slots: rows 0..first_position-1, or
+    fewer where some in the middle were never given. Afterwards they hold those and the fresh rows, and what lies behind
+    is dead (`lay_out_rows`): nothing has to be taken back when drafts are rejected. Draft i predicts
+    token[first_position + num_fresh + 1 + i]. A sequence of negative first_position is inactive: it writes nothing and
+    its logits mean nothing.
     """
-    if num_drafts < 1 or fresh_token_ids.shape[1] != num_drafts + 1:
-        raise ValueError(
-            f"{fresh_token_ids.shape[1]} fresh rows for {num_drafts} drafts; expected K >= 1 drafts and K+1 rows"
-        )
+    if num_drafts < 1:
+        raise ValueError(f"{num_drafts} drafts; expected K >= 1")
     rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, num_drafts, config.mask_token_id)
+    # a slot is a row's place among the rows held; keys carry their rotation, so it need not be their position
+    slots = jnp.where(rows.positions < 0, -1, rows.positions + (num_held - first_position)[:, None])
     written = list(caches)
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         out, written[layer] = decode_attention(
-            qkv, cos, sin, caches[layer], rows.positions, config.num_heads, native=params.native
+            qkv, cos, sin, caches[layer], slots, config.num_heads, native=params.native
         )
         return out
 
-    hidden = _slot_hidden(params, config, fresh_aux_hidden, rows.committed)
+    hidden = _slot_hidden(params, config, fresh_aux_hidden, rows)
     x = run_layers(params, config, rows.token_ids, hidden, rows.positions, attend, rows.draft_rows)
     return _logits(params, config, x), tuple(written)
 
 
-def _slot_hidden(
-    params: DrafterParams, config: DrafterConfig, fresh_aux_hidden: jax.Array, committed: Bool[Array, "B T"]
-) -> jax.Array:
-    """fc of the true aux hiddens in committed rows and of mask_hidden elsewhere [B, 2K, D], reading fc once."""
+def _slot_hidden(params: DrafterParams, config: DrafterConfig, fresh_aux_hidden: jax.Array, rows: Rows) -> jax.Array:
+    """fc of the true aux hiddens in committed rows and of mask_hidden elsewhere [B, T, D], reading fc once."""
     batch, fresh, aux_width = fresh_aux_hidden.shape
     mask_hidden = jnp.broadcast_to(params.mask_hidden[None, None, :], (batch, 1, aux_width))
     aux_hidden = jnp.concatenate([fresh_aux_hidden.astype(params.dtype), mask_hidden], axis=1)
-    hidden = project_taps(params, config, aux_hidden)
+    wanted = jnp.pad(jnp.where(rows.committed[:, :fresh], 0, -1), ((0, 0), (0, 1)))
+    hidden = project_taps(params, config, aux_hidden, wanted)
     # row r reads fresh row r, or the one behind the last: the mask's
-    source = jnp.where(committed, jnp.arange(committed.shape[1], dtype=jnp.int32)[None, :], fresh)
+    source = jnp.where(rows.committed, jnp.arange(rows.committed.shape[1], dtype=jnp.int32)[None, :], fresh)
     return jnp.take_along_axis(hidden, source[:, :, None], axis=1)
 
 
 def project_taps(
-    params: DrafterParams, config: DrafterConfig, aux_hidden: Float[Array, "B T A"]
+    params: DrafterParams,
+    config: DrafterConfig,
+    aux_hidden: Float[Array, "B T A"],
+    positions: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """fc of the taps, normalised first where the config says so. mask_hidden takes the same way."""
+    """fc of the taps, normalised first where the config says so. mask_hidden takes the same way. Rows of negative
+    position, where positions are given, mean nothing."""
     if config.aux_norm is not None and params.aux_norm is not None:
         groups = config.num_taps if config.aux_norm == "per_tap" else 1
         taps, weights = jnp.split(aux_hidden, groups, axis=-1), jnp.split(params.aux_norm, groups)
         normed = [rms_norm(tap, weight, config.rms_norm_eps) for tap, weight in zip(taps, weights, strict=True)]
         aux_hidden = jnp.concatenate(normed, axis=-1)
-    return linear(aux_hidden, params.fc)
+    return linear(aux_hidden, params.fc, positions=positions)
 
 
 def rotated(config: DrafterConfig, attend: Attend) -> AttendProjected:

@@ -2,6 +2,7 @@
 without importing it."""
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,14 +11,21 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.attention import MASKED
 from peagle.ops.kv_cache import KVCache
+from peagle.ops.likeliest import likeliest
 from peagle.ops.messages import Draft, Fresh
 
-State = tuple[KVCache, ...]
+
+@flax.struct.dataclass
+class State:
+    """The rows a drafter was given, in the first slots of its caches."""
+
+    caches: tuple[KVCache, ...]
+    num_held: jax.Array  # [B] int32
 
 
 @flax.struct.dataclass
 class PEagle:
-    """A P-EAGLE drafter. Its state is its KV caches.
+    """A P-EAGLE drafter.
 
     deterministic: the drafts are the drafter's argmax, and no logits come out. Otherwise the logits come, too, over the
     target's vocabulary, for whoever samples from them; token_ids are still the argmax.
@@ -34,7 +42,8 @@ class PEagle:
 
     def init_state(self, batch: int, capacity: int, num_drafts: int) -> State:
         """Empty caches for a target that may hold `capacity` positions: the widest write, 2K rows, fits behind them."""
-        return model.init_caches(self.config, batch, capacity + 2 * num_drafts, self.params.dtype)
+        caches = model.init_caches(self.config, batch, capacity + 2 * num_drafts, self.params.dtype)
+        return State(caches, jnp.zeros((batch,), jnp.int32))
 
     def prefill(
         self,
@@ -49,24 +58,27 @@ class PEagle:
         the first step brings it as its one fresh row, at first_position 2.
         """
         shifted = jnp.roll(token_ids, -1, axis=1)  # the wrapped-round last row is never real: lengths - 1 < P
-        return model.prefill(self.params, self.config, shifted, aux_hidden, lengths - 1, state)
+        caches = model.prefill(self.params, self.config, shifted, aux_hidden, lengths - 1, state.caches)
+        return State(caches, lengths - 1)
 
     def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
         """(the drafts, the state holding the fresh rows, too). Draft i stands for
         token[first_position + num + 1 + i]."""
-        logits, state = model.propose(
+        logits, caches = model.propose(
             self.params,
             self.config,
             fresh.token_ids,
             fresh.aux_hidden,
             fresh.num,
             fresh.first_position,
-            state,
+            state.num_held,
+            state.caches,
             num_drafts,
         )
-        draft_ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        draft_ids, confidence = likeliest(logits)
         full = None if self.deterministic else to_target_logits(self.params, self.config, logits)
-        return Draft(token_ids=to_target_ids(self.params, draft_ids), logits=full), state
+        held = jnp.where(fresh.first_position < 0, state.num_held, state.num_held + fresh.num)
+        return Draft(to_target_ids(self.params, draft_ids), full, confidence), State(caches, held)
 
 
 def to_target_ids(params: DrafterParams, draft_ids: Int[Array, "B K"]) -> Int[Array, "B K"]:

@@ -57,8 +57,10 @@ def accept(
 
 
 def _leading(hit: Array) -> Array:
-    """How many leading True there are in each row of [B, K]."""
-    return jnp.sum(jnp.cumprod(hit.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    """How many leading True there are in each row of [B, K]: the index of the first False."""
+    num = hit.shape[1]
+    index = jnp.arange(num, dtype=jnp.int32)[None, :]
+    return jnp.min(jnp.where(hit, num, index), axis=1, initial=num)
 
 
 def _row(values: Array, index: Array) -> Array:

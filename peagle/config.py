@@ -34,10 +34,15 @@ class SamplingConfig:
         return self.temperature == 0
 
 
+Ladder = tuple[int, ...]  # the numbers of drafts a step may choose from, ascending
+RUNGS = (0, 1, 2, 3, 5)  # of which each is a program of its own; the last rung is K itself
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculationConfig:
     """The shape of a run: K drafted tokens a step (0: plain decoding), rows decoded together, room for positions.
 
+    adaptive: each step drafts and verifies as many tokens as pay, K at most (peagle.policy).
     `capacity` is how many positions a row's caches hold: prompt and output; what a step writes beyond them is added by
     the engine.
     """
@@ -46,15 +51,24 @@ class SpeculationConfig:
     batch_size: int = 1
     capacity: int = 512
     sampling: SamplingConfig = SamplingConfig()
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 0:
             raise InputError(
                 f"K is {self.num_speculative_tokens}; expected 1 or more drafted tokens (0: plain decoding)"
             )
+        if self.adaptive and self.num_speculative_tokens < 1:
+            raise InputError("K = 0 leaves nothing to choose from; expected 1 or more, the most tokens to draft a step")
         if self.batch_size < 1:
             raise InputError(f"batch is {self.batch_size}; expected 1 or more")
         if self.capacity < 2:
             raise InputError(
                 f"context is {self.capacity} positions; expected room for a prompt token and an output token"
             )
+
+    @property
+    def ladder(self) -> Ladder:
+        """The numbers of drafts of a step."""
+        k = self.num_speculative_tokens
+        return (*(rung for rung in RUNGS if rung < k), k) if self.adaptive else (k,)

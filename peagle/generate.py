@@ -10,6 +10,7 @@ A dispatch costs the host a fraction of a millisecond. Where a step is as quick 
 """
 
 import collections
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.config import SamplingConfig, SpeculationConfig
+from peagle import costs, policy
+from peagle.config import Ladder, SamplingConfig, SpeculationConfig
 from peagle.ops.errors import InputError
+from peagle.policy import Costs, Outlook
 from peagle.protocols import Drafter, Target
 from peagle.sampling import TARGET, choose, row_keys, uniforms
 from peagle.state import DecodeState, StepOutput, init_state
@@ -50,9 +53,10 @@ class Decision:
     prompt + emitted - 1."""
 
     length: int
-    draft_token_ids: tuple[int, ...]
+    draft_token_ids: tuple[int, ...]  # those that were verified: none in a plain step
     num_accepted: int
     next_token: int
+    confidence: tuple[float, ...] = ()  # the drafter's, of the same drafts; 0 where it has none
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,12 @@ def _prefill(
     seeds: jax.Array,
     indices: jax.Array,
     stop_token_ids: jax.Array,
+    before: tuple[Outlook, Outlook] | None,
     *,
     config: SpeculationConfig,
-) -> tuple[DecodeState, jax.Array]:
-    """(state, first token [B]) of the prompts token_ids[:, :lengths]; a row of budget 0 is done from the start."""
+) -> tuple[DecodeState, jax.Array, Outlook | None]:
+    """(state, first token [B], its outlook) of the prompts token_ids[:, :lengths]; a row of budget 0 is done from the
+    start. `before`: the outlooks at the beginning and at the end of the requests before, in an adaptive run."""
     _traces["prefill"] += 1
     batch, num_drafts, sampling = token_ids.shape[0], config.num_speculative_tokens, config.sampling
     output, cache = target.prefill(token_ids, lengths, target.init_cache(batch, config.capacity, num_drafts + 1))
@@ -92,16 +98,19 @@ def _prefill(
     random = None if sampling.greedy else uniforms(keys, lengths[:, None])[:, 0, TARGET]
     first_token = choose(output.logits, sampling, random)
     last_aux = jnp.take_along_axis(output.aux_hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    state = init_state(first_token, lengths, last_aux, num_drafts, cache, drafter_state, budgets, keys, stop_token_ids)
-    return state, first_token
+    outlook = None if before is None else policy.again(config.ladder, *before)
+    state = init_state(
+        first_token, lengths, last_aux, config.ladder, outlook, cache, drafter_state, budgets, keys, stop_token_ids
+    )
+    return state, first_token, outlook
 
 
-@functools.partial(jax.jit, static_argnames=("num_drafts", "sampling", "count"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("ladder", "sampling", "count"), donate_argnames="state")
 def _steps(
-    target: Target, drafter: Drafter, state: DecodeState, *, num_drafts: int, sampling: SamplingConfig, count: int
-) -> tuple[DecodeState, StepOutput]:
+    target: Target, drafter: Drafter, state: DecodeState, *, ladder: Ladder, sampling: SamplingConfig, count: int
+) -> tuple[DecodeState, jax.Array]:
     _traces["step"] += 1
-    return steps(target, drafter, state, num_drafts, sampling, count)
+    return steps(target, drafter, state, ladder, sampling, count)
 
 
 def trace_counts() -> dict[str, int]:
@@ -114,7 +123,8 @@ def trace_counts() -> dict[str, int]:
 class Engine:
     """A target and a drafter with the shape of a run. `compile_s` adds up what `warm_up` took.
 
-    steps_per_dispatch changes when tokens reach the host, never which.
+    steps_per_dispatch changes when tokens reach the host, never which. costs are what an adaptive run chooses by; where
+    none are given they are found before the first request (peagle.costs), and costs_found says how.
     """
 
     target: Target
@@ -122,7 +132,10 @@ class Engine:
     config: SpeculationConfig
     stop_token_ids: tuple[int, ...] = ()
     steps_per_dispatch: int = 1
+    costs: Costs | None = None
     compile_s: float = field(default=0.0, init=False)
+    costs_found: str | None = field(default=None, init=False)
+    _outlooks: tuple[Outlook, Outlook] | None = field(default=None, init=False, repr=False)
     _warm: set[int] = field(default_factory=set, init=False, repr=False)
 
     def check(self, request: Request) -> None:
@@ -153,11 +166,37 @@ class Engine:
             self._warm.add(bucket)
             self.compile_s += time.perf_counter() - started
             started = time.perf_counter()
+        if self.config.adaptive and self.costs is None:
+            self._find_costs()
+
+    def _find_costs(self) -> None:
+        """The costs are there: kept from another run, or measured now with the programs that are warm."""
+        known = costs.identity(self.target, self.drafter, self.config, self.steps_per_dispatch)
+        self.costs, self.costs_found, self._outlooks = costs.load(known), "kept from an earlier run", None
+        if self.costs is not None:
+            return
+        started = time.perf_counter()
+        bucket, capacity, batch = max(self._warm), self.config.capacity, self.config.batch_size
+        length = max(min(bucket, capacity // 4), 1)
+        prompt = np.random.default_rng(0).integers(0, self.target.vocab_size, length).tolist()
+        requests = [Request(0, tuple(prompt), capacity - length)] * batch
+        unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))
+        self.costs = costs.measure(
+            self.config.ladder,
+            lambda: unending._start(requests, bucket)[0],
+            unending._dispatch,
+            self.steps_per_dispatch,
+            room=capacity - length,
+        )
+        kept = "kept for later" if costs.save(known, self.costs) else f"not kept, {costs.directory()} cannot be written"
+        self.costs_found = f"measured in {time.perf_counter() - started:.1f} s, {kept}"
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Emission]:
         """Decodes the requests, batch_size together, and yields each step's tokens as soon as the host knows them."""
         for request in requests:
             self.check(request)
+        if self.config.adaptive and self.costs is None:
+            self.warm_up(requests)
         for batch in self._batches(requests):
             yield from self._decode(batch, self._bucket(batch))
 
@@ -180,15 +219,26 @@ class Engine:
             yield Emission(request, (int(token),), now)
         while True:
             state, following = self._dispatch(state)
-            outputs: StepOutput = jax.device_get(in_flight)
+            outputs = StepOutput.unpack(np.asarray(in_flight), self.config.num_speculative_tokens)
             in_flight, now = following, time.perf_counter()
-            for tokens, counts, accepted, drafts in zip(*map(np.ndarray.tolist, _read(outputs)), strict=True):
+            for tokens, counts, accepted, verified, drafts, confidence in zip(
+                *map(np.ndarray.tolist, _read(outputs)), strict=True
+            ):
                 for row, request in enumerate(requests):
                     if accepted[row] >= 0:
-                        decision = Decision(lengths[row], tuple(drafts[row]), accepted[row], tokens[row][accepted[row]])
+                        width = verified[row]
+                        decision = Decision(
+                            lengths[row],
+                            tuple(drafts[row][:width]),
+                            accepted[row],
+                            tokens[row][accepted[row]],
+                            tuple(confidence[row][:width]),
+                        )
                         lengths[row] += accepted[row] + 1
                         yield Emission(request, tuple(tokens[row][: counts[row]]), now, decision)
             if outputs.done[-1].all():
+                if self._outlooks is not None and state.outlook is not None:
+                    self._outlooks = self._outlooks[0], state.outlook
                 return
 
     def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array]:
@@ -202,27 +252,42 @@ class Engine:
             lengths[row], budgets[row] = len(request.prompt_ids), request.max_new_tokens
             seeds[row], indices[row] = request.seed, request.index
         stops = np.asarray(self.stop_token_ids, np.int32)
-        return _prefill(
-            self.target, self.drafter, token_ids, lengths, budgets, seeds, indices, stops, config=self.config
+        before = None
+        if self.config.adaptive:
+            if self._outlooks is None:
+                blank = policy.begin(self.config.ladder, self.costs or Costs.even(self.config.ladder))
+                self._outlooks = blank, blank
+            before = self._outlooks
+        state, first_token, outlook = _prefill(
+            self.target, self.drafter, token_ids, lengths, budgets, seeds, indices, stops, before, config=self.config
         )
+        if outlook is not None:
+            self._outlooks = outlook, outlook
+        return state, first_token
 
-    def _dispatch(self, state: DecodeState) -> tuple[DecodeState, StepOutput]:
-        """Sends off the next steps and the copy of their outputs to the host; waits for neither."""
+    def _dispatch(self, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+        """Sends off the next steps and the copy of their packed outputs to the host; waits for neither."""
         config = self.config
         state, outputs = _steps(
             self.target,
             self.drafter,
             state,
-            num_drafts=config.num_speculative_tokens,
+            ladder=config.ladder,
             sampling=config.sampling,
             count=self.steps_per_dispatch,
         )
-        for leaf in jax.tree.leaves(outputs):
-            leaf.copy_to_host_async()
+        outputs.copy_to_host_async()
         return state, outputs
 
 
 def _read(outputs: StepOutput) -> tuple[np.ndarray, ...]:
     """What emissions are made of, step by step and row by row."""
-    parts = (outputs.token_ids, outputs.count, outputs.num_accepted, outputs.draft_token_ids)
+    parts = (
+        outputs.token_ids,
+        outputs.count,
+        outputs.num_accepted,
+        outputs.num_verified,
+        outputs.draft_token_ids,
+        outputs.confidence,
+    )
     return tuple(np.asarray(part) for part in parts)

@@ -20,24 +20,36 @@ FinishReason = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True)
 class Counters:
-    """Raw counts of steps, before any output was cut. `histogram[a]` is how many steps accepted a drafts."""
+    """Raw counts of steps, before any output was cut. Steps are those that verified at least one draft; the others, of
+    a run that chooses its widths, are plain steps."""
 
-    num_spec_tokens: int  # K
-    histogram: tuple[int, ...]  # K + 1 places
+    num_spec_tokens: int  # K, the most a step drafts
+    histogram: tuple[int, ...]  # K + 1 places: how many steps accepted a drafts
+    verified: tuple[int, ...]  # K places: how many steps verified the draft at this place
+    num_plain_steps: int = 0
 
     @classmethod
     def of(cls, decisions: Iterable[Decision], num_spec_tokens: int) -> "Counters":
-        histogram = [0] * (num_spec_tokens + 1)
+        histogram, verified, plain = [0] * (num_spec_tokens + 1), [0] * num_spec_tokens, 0
         for decision in decisions:
+            width = len(decision.draft_token_ids)
+            if width == 0:
+                plain += 1
+                continue
             histogram[decision.num_accepted] += 1
-        return cls(num_spec_tokens, tuple(histogram))
+            for place in range(width):
+                verified[place] += 1
+        return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain)
 
     def __add__(self, other: "Counters") -> "Counters":
         """Pooled: counts add up. Both must have the same K."""
         if self.num_spec_tokens != other.num_spec_tokens:
             raise ValueError(f"counters of K = {self.num_spec_tokens} and {other.num_spec_tokens} cannot be pooled")
         return Counters(
-            self.num_spec_tokens, tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True))
+            self.num_spec_tokens,
+            tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True)),
+            tuple(a + b for a, b in zip(self.verified, other.verified, strict=True)),
+            self.num_plain_steps + other.num_plain_steps,
         )
 
     @property
@@ -46,8 +58,8 @@ class Counters:
 
     @property
     def num_drafted(self) -> int:
-        """steps * K"""
-        return self.num_steps * self.num_spec_tokens
+        """Drafts that were verified: steps * K, where every step verifies K."""
+        return sum(self.verified)
 
     @property
     def num_accepted(self) -> int:
@@ -245,6 +257,7 @@ def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
     return {
         "num_spec_tokens": counters.num_spec_tokens,
         "num_spec_steps": counters.num_steps,
+        "num_plain_steps": counters.num_plain_steps,
         "num_draft_tokens": counters.num_drafted,
         "num_accepted_draft_tokens": counters.num_accepted,
         "acceptance_histogram": list(counters.histogram),
@@ -269,6 +282,7 @@ def summarize(
         "num_output_tokens": sum(len(result.output_ids) for result in results),
         "num_truncated_tokens": sum(result.num_truncated for result in results),
         "num_spec_steps": None if counters is None else counters.num_steps,
+        "num_plain_steps": None if counters is None else counters.num_plain_steps,
         "num_draft_tokens": None if counters is None else counters.num_drafted,
         "num_accepted_draft_tokens": None if counters is None else counters.num_accepted,
         "acceptance_histogram": None if counters is None else list(counters.histogram),

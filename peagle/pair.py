@@ -13,7 +13,6 @@ This and `peagle info` are the only places in peagle/ that name target/ and draf
 The first stream of a shape compiles; whatever is measured leaves that out.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from target.config import TargetConfig
 
 DEMO, NGRAM = "demo", "ngram"
+AUTO: Literal["auto"] = "auto"  # as K: what pays
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -79,7 +79,7 @@ class Pair:
         prompt: str | Sequence[int],
         *,
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
-        num_speculative_tokens: int | None = None,
+        num_speculative_tokens: int | Literal["auto"] | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -93,19 +93,20 @@ class Pair:
     ) -> "Stream":
         """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
 
-        A text is put into the chat template, unless `raw`; token ids are taken as they are. num_speculative_tokens 0 is
-        plain decoding, None the pair's default (plain decoding where it has no drafter). Raises InputError at once for
-        what cannot be run.
+        A text is put into the chat template, unless `raw`; token ids are taken as they are. num_speculative_tokens is
+        K, 0 for plain decoding, or "auto": each step drafts what pays, `default_num_speculative_tokens` at most. None
+        is the pair's default (plain decoding where it has no drafter). Raises InputError at once for what cannot be
+        run.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date)
-        if num_speculative_tokens is None:
-            num_speculative_tokens = self.default_num_speculative_tokens if self.drafter is not None else 0
+        num_speculative_tokens, adaptive = self.num_drafts(num_speculative_tokens)
         request = self.request(conversation, (), rendering, max_new_tokens=max_new_tokens, seed=seed)
         config = SpeculationConfig(
             num_speculative_tokens,
             capacity=self.capacity([request]),
             sampling=SamplingConfig(temperature, top_k, top_p, draft_sampling),
+            adaptive=adaptive,
         )
         return Stream(self, self.engine(config, ignore_eos=ignore_eos), request)
 
@@ -115,6 +116,15 @@ class Pair:
         for _ in stream:
             pass
         return stream.result
+
+    def num_drafts(self, asked: int | Literal["auto"] | None) -> tuple[int, bool]:
+        """(K, whether each step chooses how many of them) for what was asked for; None is the default: a choice on CPU,
+        where it costs nothing, K elsewhere (the choice's loops make an accelerator wait for the host)."""
+        if asked is None and self.drafter is None:
+            return 0, False
+        if asked is None:
+            return self.default_num_speculative_tokens, jax.default_backend() == "cpu"
+        return (self.default_num_speculative_tokens, True) if asked == AUTO else (asked, False)
 
     def request(
         self,
@@ -296,7 +306,6 @@ def load(
         dtype=dtype,
         experts=loaded.experts,
         kernels=native_status()[1] if kernels != "xla" else "XLA",
-        default_num_speculative_tokens=_demo_k() if drafter == DEMO else DEFAULT_NUM_SPECULATIVE_TOKENS,
         steps_per_dispatch=_steps_per_dispatch(loaded.params) if native else 1,
     )
 
@@ -392,12 +401,3 @@ def default_dtype() -> DtypeName:
         raise InputError(
             f"JAX cannot start: {' '.join(str(error).split())}; check JAX_PLATFORMS and the installed jax"
         ) from None
-
-
-def _demo_k() -> int:
-    """The demo's own best K, where it names one: {"num_speculative_tokens": K} in demo.json."""
-    try:
-        named = json.loads((DEMO_DIRECTORY / "demo.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return DEFAULT_NUM_SPECULATIVE_TOKENS
-    return int(named.get("num_speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS))

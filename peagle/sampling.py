@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.config import SamplingConfig
+from peagle.ops.likeliest import argmax
 
 
 def probabilities(logits: Float[Array, "... V"], sampling: SamplingConfig) -> Float[Array, "... V"]:
@@ -46,7 +47,7 @@ def choose(
 ) -> Int[Array, "..."]:
     """The token plain decoding takes: the argmax, or a draw with the given uniform numbers."""
     if sampling.greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return argmax(logits)
     assert uniform is not None
     return draw(probabilities(logits, sampling), uniform)
 

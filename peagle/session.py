@@ -20,9 +20,11 @@ from peagle.score import TokenScore, score, top_2_margin
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """How conversations are answered. num_speculative_tokens 0 is plain decoding, which is its own baseline."""
+    """How conversations are answered. num_speculative_tokens 0 is plain decoding, which is its own baseline; adaptive:
+    it is the most a step drafts, and each step drafts and verifies what pays (peagle.policy)."""
 
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    adaptive: bool = False
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
     seed: int = 0
@@ -34,7 +36,7 @@ class RunConfig:
     rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
     def __post_init__(self) -> None:
-        SpeculationConfig(self.num_speculative_tokens, self.batch_size, sampling=self.sampling)
+        SpeculationConfig(self.num_speculative_tokens, self.batch_size, sampling=self.sampling, adaptive=self.adaptive)
         if self.max_new_tokens < 1:
             raise InputError(f"{self.max_new_tokens} new tokens are asked for; expected 1 or more")
         if self.logprobs is not None and self.logprobs < 0:
@@ -65,6 +67,17 @@ class Outcome:
     logprobs: list[TokenScore] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class CostsUsed:
+    """What an adaptive run chose by: milliseconds of drafting and of verifying (with all the rest of a step), per
+    number of drafts; 0 drafts is a plain step. `found`: measured when, or kept from where."""
+
+    num_drafts: tuple[int, ...]
+    draft_ms: tuple[float, ...]
+    verify_ms: tuple[float, ...]
+    found: str
+
+
 @dataclasses.dataclass
 class Run:
     """What became of the conversations: outcomes in the order of the input, of all requests that were begun.
@@ -76,6 +89,7 @@ class Run:
     outcomes: list[Outcome]
     capacity: int
     compile_s: float = 0.0
+    costs: CostsUsed | None = None
     interrupted: bool = False
     cut_short: tuple[str, ...] = ()
 
@@ -131,7 +145,16 @@ class _Session:
         except KeyboardInterrupt:
             interrupted = True
         ordered = [self.outcomes[index] for index in sorted(self.outcomes)]
-        return Run(ordered, self.capacity, self.compile_s, interrupted, tuple(self.cut_short.values()))
+        return Run(ordered, self.capacity, self.compile_s, self._costs(), interrupted, tuple(self.cut_short.values()))
+
+    def _costs(self) -> CostsUsed | None:
+        engine = self._engine(self.config.num_speculative_tokens)
+        if engine.costs is None:
+            return None
+        draft_ms, verify_ms = (
+            tuple(round(float(ms), 4) for ms in part) for part in (engine.costs.draft_ms, engine.costs.verify_ms)
+        )
+        return CostsUsed(engine.config.ladder, draft_ms, verify_ms, engine.costs_found or "given")
 
     def _waves(self) -> Iterator[list[tuple[Request, int | None]]]:
         """Requests with their turn numbers. The next wave may be asked for when the outcomes of the last are there."""
@@ -187,9 +210,10 @@ class _Session:
         return [self._engine(kind) for kind in kinds]
 
     def _engine(self, num_speculative_tokens: int) -> Engine:
-        shape = SpeculationConfig(num_speculative_tokens, self.batch_size, self.capacity, self.config.sampling)
-        if num_speculative_tokens == 0:  # no drafts, so nothing to sample them from
-            shape = dataclasses.replace(shape, sampling=dataclasses.replace(shape.sampling, draft_sampling=False))
+        sampling, adaptive = self.config.sampling, self.config.adaptive
+        if num_speculative_tokens == 0:  # no drafts: nothing to sample them from, and nothing to choose
+            sampling, adaptive = dataclasses.replace(sampling, draft_sampling=False), False
+        shape = SpeculationConfig(num_speculative_tokens, self.batch_size, self.capacity, sampling, adaptive)
         return self.pair.engine(shape, ignore_eos=self.config.ignore_eos)
 
     def _decode_wave(self, number: int, wave: list[tuple[Request, int | None]]) -> None:

@@ -3,7 +3,8 @@
 Invariants, per active row, between steps:
     the target's caches hold exactly the prompt and all emitted tokens but the last: `length` of them
     `pending_token` is that last one: emitted, in no cache
-    the drafter lags by the tokens committed last: `fresh.num` of them, fresh.first_position = length - fresh.num
+    the drafter lags by the tokens committed since it ran last: `fresh.num` of them, fresh.first_position = length -
+    fresh.num; where that is more than fit, the later ones have taken the places of the earlier (`in_order`)
 A row that is done is frozen: steps go on computing it, and change nothing that is read.
 """
 
@@ -15,8 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from peagle import policy
+from peagle.config import Ladder
 from peagle.ops.messages import Fresh
+from peagle.policy import Outlook
 from peagle.protocols import Acceptance, PyTree
+
+# rows that may wait for a drafter that rests. A pause may be longer: what lies before them it never sees
+FRESH_ROOM = 16
 
 
 @flax.struct.dataclass
@@ -30,41 +37,97 @@ class DecodeState:
     remaining: jax.Array  # [B] int32: tokens that may still be emitted
     key: jax.Array  # [B] PRNG keys: the row's random numbers, a function of its request alone
     stop_token_ids: jax.Array  # [S] int32, S may be 0
-    accepted_histogram: jax.Array  # [B, K+1] int32: steps by num_accepted, counted before any truncation
+    outlook: Outlook | None  # what the choice of widths goes by; None where there is nothing to choose
+
+
+@flax.struct.dataclass
+class Proposal:
+    """The drafts of a step: K places, however many are drafted, or none in a step that cannot draft."""
+
+    token_ids: jax.Array  # [B, K]
+    confidence: jax.Array  # [B, K]
+    probs: jax.Array | None  # [B, K, V] where drafts are sampled
+    verified: jax.Array  # [] int32: the rung of how many of them to verify
+
+
+@flax.struct.dataclass
+class Verdict:
+    """What the target said of them."""
+
+    acceptance: Acceptance
+    aux_hidden: jax.Array  # [B, K+1, A]: of the verified rows, then leftovers
 
 
 @flax.struct.dataclass
 class StepOutput:
-    """What the host reads of a step (as NumPy arrays then). A row that was done before it has count 0 and
-    num_accepted -1."""
+    """What the host reads of a step. A row that was done before it has count 0 and num_accepted -1."""
 
-    token_ids: (
-        jax.Array | np.ndarray
-    )  # [B, K+1]: accepted drafts, then next_token at index num_accepted; the rest is leftovers
     count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1: cut behind a stop token and at the budget
     num_accepted: jax.Array | np.ndarray  # [B]: before that cut
-    draft_token_ids: jax.Array | np.ndarray  # [B, K]
+    num_verified: jax.Array | np.ndarray  # [B]: drafts that were verified, 0..K
     done: jax.Array | np.ndarray  # [B]
+    token_ids: (
+        jax.Array | np.ndarray
+    )  # [B, K+1]: accepted drafts, then next_token at index num_accepted; then leftovers
+    draft_token_ids: jax.Array | np.ndarray  # [B, K]; from num_verified on leftovers
+    confidence: jax.Array | np.ndarray  # [B, K]: the drafter's, as far as it gives any
+
+    def pack(self, num_drafts: int) -> Int[Array, "B W"]:
+        """All of it in one array, for K = num_drafts places: one copy to the host instead of seven."""
+
+        def widen(values: jax.Array | np.ndarray, width: int) -> jax.Array:
+            return jnp.pad(values, ((0, 0), (0, width - values.shape[1])))
+
+        numbers = (self.count, self.num_accepted, self.num_verified, self.done)
+        return jnp.concatenate(
+            [
+                *(number.astype(jnp.int32)[:, None] for number in numbers),
+                widen(self.token_ids, num_drafts + 1),
+                widen(self.draft_token_ids, num_drafts),
+                widen(jax.lax.bitcast_convert_type(self.confidence, jnp.int32), num_drafts),
+            ],
+            axis=1,
+        )
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray, num_drafts: int) -> "StepOutput":
+        """What was packed, on the host; leading axes stay."""
+        ends = np.cumsum([1, 1, 1, 1, num_drafts + 1, num_drafts])
+        *numbers, tokens, drafts, confidence = np.split(packed, ends, axis=-1)
+        count, num_accepted, num_verified, done = (number[..., 0] for number in numbers)
+        confidence = np.ascontiguousarray(confidence).view(np.float32)
+        return cls(count, num_accepted, num_verified, done != 0, tokens, drafts, confidence)
+
+
+def empty_outputs(count: int, batch: int, num_drafts: int) -> Int[Array, "count B W"]:
+    """The packed outputs of `count` steps of rows that were done before."""
+    nothing = jnp.zeros((batch,), jnp.int32)
+    drafts = jnp.zeros((batch, 0), jnp.int32)
+    output = StepOutput(nothing, nothing - 1, nothing, nothing + 1, drafts, drafts, drafts.astype(jnp.float32))
+    return jnp.broadcast_to(output.pack(num_drafts), (count, batch, 3 * num_drafts + 5))
 
 
 def init_state(
     first_token: Int[Array, "B"],
     lengths: Int[Array, "B"],
     last_aux_hidden: Float[Array, "B A"],
-    num_drafts: int,
+    ladder: Ladder,
+    outlook: Outlook | None,
     target_cache: PyTree,
     drafter_state: PyTree,
     budgets: Int[Array, "B"],
     key: jax.Array,
     stop_token_ids: Int[Array, "S"],
 ) -> DecodeState:
-    """The state after prefill and the first token, which counts as emitted. A row of budget 0 is done from the
-    start."""
-    batch = first_token.shape[0]
-    width = num_drafts + 1
+    """The state after prefill and the first token, which counts as emitted. A row of budget 0 is done from the start.
+
+    A ladder of several numbers needs an outlook.
+    """
+    batch, width = first_token.shape[0], ladder[-1] + 1
+    room = width if len(ladder) == 1 else max(width, FRESH_ROOM)
     fresh = Fresh(
-        token_ids=jnp.zeros((batch, width), jnp.int32).at[:, 0].set(first_token),
-        aux_hidden=jnp.zeros((batch, width, last_aux_hidden.shape[1]), last_aux_hidden.dtype)
+        token_ids=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(first_token),
+        aux_hidden=jnp.zeros((batch, room, last_aux_hidden.shape[1]), last_aux_hidden.dtype)
         .at[:, 0]
         .set(last_aux_hidden),
         num=jnp.ones((batch,), jnp.int32),
@@ -80,76 +143,109 @@ def init_state(
         remaining=budgets - 1,
         key=key,
         stop_token_ids=stop_token_ids,
-        accepted_histogram=jnp.zeros((batch, width), jnp.int32),
-    )
-
-
-def empty_outputs(count: int, batch: int, num_drafts: int) -> StepOutput:
-    """The outputs of `count` steps of rows that were done before."""
-    return StepOutput(
-        token_ids=jnp.zeros((count, batch, num_drafts + 1), jnp.int32),
-        count=jnp.zeros((count, batch), jnp.int32),
-        num_accepted=jnp.full((count, batch), -1, jnp.int32),
-        draft_token_ids=jnp.zeros((count, batch, num_drafts), jnp.int32),
-        done=jnp.ones((count, batch), bool),
+        outlook=outlook,
     )
 
 
 def commit(
     state: DecodeState,
-    draft_token_ids: Int[Array, "B K"],
-    acceptance: Acceptance,
-    aux_hidden: Float[Array, "B T A"],
-    target_cache: PyTree,
-    drafter_state: PyTree,
+    ladder: Ladder,
+    drafted: Int[Array, ""],
+    proposal: Proposal,
+    verdict: Verdict,
+    *,
+    drafter_ran: bool,
 ) -> tuple[DecodeState, StepOutput]:
-    """The state with num_accepted drafts and next_token emitted, and what the host will read of it.
+    """The state with num_accepted drafts and next_token emitted, and what the host will read of it. `drafted` is the
+    rung of how many tokens were drafted.
 
     Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
     there.
     """
     active = ~state.done
-    num_drafts = draft_token_ids.shape[1]
+    num_drafts, acceptance = proposal.token_ids.shape[1], verdict.acceptance
     steps = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
     accepted = acceptance.num_accepted[:, None]
-    drafts = jnp.pad(draft_token_ids, ((0, 0), (0, 1)))
+    drafts = jnp.pad(proposal.token_ids, ((0, 0), (0, 1)))
     run = jnp.where(steps == accepted, acceptance.next_token[:, None], drafts)
 
     in_run = steps <= accepted
     stops = in_run & _is_stop(run, state.stop_token_ids)
-    behind_stop = jnp.cumsum(stops.astype(jnp.int32), axis=1) - stops.astype(jnp.int32)
-    kept = in_run & (behind_stop == 0) & (steps < state.remaining[:, None]) & active[:, None]
+    first_stop = jnp.min(jnp.where(stops, steps, num_drafts + 1), axis=1, keepdims=True)
+    kept = in_run & (steps <= first_stop) & (steps < state.remaining[:, None]) & active[:, None]
     count = jnp.sum(kept, axis=1, dtype=jnp.int32)
     remaining = state.remaining - count
     done = state.done | jnp.any(stops & kept, axis=1) | (remaining <= 0)
 
     num_new = acceptance.num_accepted + 1
-    fresh = Fresh(token_ids=run, aux_hidden=aux_hidden, num=num_new, first_position=state.length)
+    committed = Fresh(token_ids=run, aux_hidden=verdict.aux_hidden, num=num_new, first_position=state.length)
+    outlook = state.outlook
+    if outlook is not None and drafter_ran:
+        outlook = policy.learn(
+            outlook, ladder, drafted, proposal.verified, proposal.confidence, acceptance.num_accepted, active
+        )
+    elif outlook is not None:
+        outlook = policy.rested(outlook)
     state = dataclasses.replace(
         state,
         length=jnp.where(active, state.length + num_new, state.length),
         pending_token=jnp.where(active, acceptance.next_token, state.pending_token),
-        fresh=jax.tree.map(lambda new, old: _rows_where(active, new, old), fresh, state.fresh),
-        target_cache=target_cache,
-        drafter_state=drafter_state,
+        fresh=_anew(committed, state.fresh) if drafter_ran else _behind(committed, state.fresh),
         done=done,
         remaining=remaining,
-        accepted_histogram=state.accepted_histogram + ((steps == accepted) & active[:, None]).astype(jnp.int32),
+        outlook=outlook,
     )
+    num_verified = jnp.asarray(ladder, jnp.int32)[proposal.verified]
     output = StepOutput(
-        token_ids=run,
         count=count,
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
-        draft_token_ids=draft_token_ids,
+        num_verified=jnp.where(active, num_verified, 0),
         done=done,
+        token_ids=run,
+        draft_token_ids=proposal.token_ids,
+        confidence=proposal.confidence,
     )
     return state, output
+
+
+def _anew(committed: Fresh, taken: Fresh) -> Fresh:
+    """The fresh rows after a step whose drafter took those before it: what was committed now."""
+    room = taken.token_ids.shape[1]
+
+    def widen(rows: jax.Array) -> jax.Array:
+        return jnp.pad(rows, [(0, 0), (0, room - rows.shape[1])] + [(0, 0)] * (rows.ndim - 2))
+
+    return dataclasses.replace(committed, token_ids=widen(committed.token_ids), aux_hidden=widen(committed.aux_hidden))
+
+
+def _behind(committed: Fresh, waiting: Fresh) -> Fresh:
+    """The fresh rows after a plain step: the one row committed, behind those that wait for the drafter, round about."""
+    rows = jnp.arange(waiting.num.shape[0], dtype=jnp.int32)
+    place = waiting.num % waiting.token_ids.shape[1]
+    return Fresh(
+        waiting.token_ids.at[rows, place].set(committed.token_ids[:, 0]),
+        waiting.aux_hidden.at[rows, place].set(committed.aux_hidden[:, 0]),
+        waiting.num + 1,
+        waiting.first_position,
+    )
+
+
+def in_order(waiting: Fresh) -> Fresh:
+    """The rows that wait for the drafter, or the last of them that there is room for, from the first place on.
+
+    Example: room for 4, rows a b c d e f have come: the places hold e f c d; in order c d e f, first_position 2 higher.
+    """
+    room = waiting.token_ids.shape[1]
+    lost = jnp.maximum(waiting.num - room, 0)
+    place = (lost[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]) % room
+    return Fresh(
+        jnp.take_along_axis(waiting.token_ids, place, axis=1),
+        jnp.take_along_axis(waiting.aux_hidden, place[:, :, None], axis=1),
+        waiting.num - lost,
+        waiting.first_position + lost,
+    )
 
 
 def _is_stop(token_ids: Int[Array, "..."], stop_token_ids: Int[Array, "S"]) -> Bool[Array, "..."]:
     stops = stop_token_ids.reshape((1,) * token_ids.ndim + (-1,))
     return jnp.any(token_ids[..., None] == stops, axis=-1)
-
-
-def _rows_where(rows: Bool[Array, "B"], new: jax.Array, old: jax.Array) -> jax.Array:
-    return jnp.where(rows.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)

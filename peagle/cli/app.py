@@ -174,13 +174,13 @@ Context = Annotated[
     ),
 ]
 NumSpeculative = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "-k",
         "--num-speculative-tokens",
-        metavar="K",
+        metavar="K|auto",
         rich_help_panel=SPECULATION,
-        help="Tokens drafted per step. Default: 7, or the demo's best.",
+        help="Tokens drafted per step; auto: in each what pays, from 0 (plain decoding) to 7. Default on CPU: auto.",
     ),
 ]
 DraftSampling = Annotated[
@@ -373,7 +373,7 @@ def generate(
         experts=experts.value,
         kernels=kernels.value,
         context=context,
-        num_speculative_tokens=0,
+        num_speculative_tokens="0",
         draft_sampling=False,
         baseline=False,
         temperature=temperature,

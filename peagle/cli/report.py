@@ -64,6 +64,8 @@ def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) ->
 def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
     return {
         "num_speculative_tokens": config.num_speculative_tokens,
+        "adaptive": config.adaptive,
+        "costs": None if run.costs is None else dataclasses.asdict(run.costs),
         "max_new_tokens": config.max_new_tokens,
         **dataclasses.asdict(config.sampling),
         "seed": config.seed,
@@ -137,10 +139,11 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
 
 def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
     rates = " ".join(_number(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
-    text = (
-        f"length {_number(summary['acceptance_length'], '.2f')} | {summary['num_spec_steps']} steps of "
-        f"K = {config.num_speculative_tokens} | rate per position {rates}"
-    )
+    steps = f"{summary['num_spec_steps']} steps of K = {config.num_speculative_tokens}"
+    if config.adaptive:
+        steps = f"{summary['num_spec_steps']} steps of K <= {config.num_speculative_tokens}, "
+        steps += f"{summary['num_plain_steps']} plain"
+    text = f"length {_number(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if summary["looping_requests_frac"]:
         without = _number(summary["acceptance_length_without_loops"], ".2f")
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop, length without them {without}"

@@ -1,7 +1,7 @@
 """`peagle speculate` and `peagle generate`: everything is checked, then loaded, then run, then written."""
 
 import sys
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
@@ -9,7 +9,7 @@ from peagle.cli.report import dumps, report, summary_lines, trace_lines
 from peagle.cli.settings import Settings
 from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
-from peagle.pair import DEMO, NGRAM, Pair, drafter_path, load, resolve
+from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
 from peagle.prompts import Conversation, Rendering, from_text, parse_ids, read_prompt_file
 from peagle.provenance import peak_memory_bytes, provenance
 from peagle.session import RunConfig, run
@@ -54,8 +54,7 @@ def run_command(settings: Settings) -> int:
             progress=progress,
         )
     display.has_tokenizer = pair.tokenizer is not None
-    if settings.num_speculative_tokens is None:
-        config = _config(settings, rendering, pair)
+    config = _config(settings, rendering, pair)
     try:
         outcome = run(pair, conversations, config, display)
     finally:
@@ -72,11 +71,11 @@ def run_command(settings: Settings) -> int:
 
 
 def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) -> RunConfig:
-    k = settings.num_speculative_tokens
-    if settings.command == "speculate" and k is not None and k < 1:
-        raise InputError(f"K is {k}; expected 1 or more drafted tokens (peagle generate decodes plainly)")
-    if k is None:
-        k = 1 if pair is None else pair.default_num_speculative_tokens
+    asked = _num_drafts(settings)
+    if pair is None:
+        k, adaptive = asked if isinstance(asked, int) else 1, False
+    else:
+        k, adaptive = pair.num_drafts(asked)
     if settings.draft_sampling and settings.drafter == NGRAM:
         raise InputError(
             "the drafts of ngram have no probabilities to be sampled from; leave out --draft-sampling, or give a "
@@ -84,6 +83,7 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         )
     return RunConfig(
         num_speculative_tokens=k,
+        adaptive=adaptive,
         max_new_tokens=settings.max_new_tokens,
         sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p, settings.draft_sampling),
         seed=settings.seed,
@@ -94,6 +94,20 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         logprobs=settings.logprobs,
         rendering=rendering,
     )
+
+
+def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
+    """K as it was asked for."""
+    given = settings.num_speculative_tokens
+    if given is None or given == AUTO:
+        return given
+    try:
+        k = int(given)
+    except ValueError:
+        raise InputError(f"K is {given!r}; expected a number of drafted tokens, or auto") from None
+    if settings.command == "speculate" and k < 1:
+        raise InputError(f"K is {k}; expected 1 or more drafted tokens (peagle generate decodes plainly)")
+    return k
 
 
 def _conversations(settings: Settings) -> list[Conversation]:

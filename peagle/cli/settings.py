@@ -23,7 +23,7 @@ class Settings:
     experts: str
     kernels: str
     context: int | None
-    num_speculative_tokens: int | None
+    num_speculative_tokens: str | None  # a number, or auto
     draft_sampling: bool
     baseline: bool
     temperature: float

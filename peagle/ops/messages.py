@@ -15,12 +15,16 @@ class TargetOutput:
 
 @flax.struct.dataclass
 class Fresh:
-    """The tokens committed last step and the hiddens they follow from: row i pairs token[p+1] with aux_hidden[p] at
-    p = first_position + i, for i < num. Rows from num on are leftovers."""
+    """The tokens committed since the drafter proposed last and the hiddens they follow from: row i pairs token[p+1]
+    with aux_hidden[p] at p = first_position + i, for i < num. Rows from num on are leftovers.
 
-    token_ids: jax.Array  # [B, K+1] int32
-    aux_hidden: jax.Array  # [B, K+1, A]
-    num: jax.Array  # [B] int32, 1..K+1
+    One step commits up to K+1 rows. Where plain steps lie between two proposals there may be more, and the oldest of
+    more than fit are lost: first_position is then behind what the drafter was given last.
+    """
+
+    token_ids: jax.Array  # [B, F] int32, F >= K+1
+    aux_hidden: jax.Array  # [B, F, A]
+    num: jax.Array  # [B] int32, 1..F
     first_position: jax.Array  # [B] int32; negative: the row is inactive
 
 
@@ -28,7 +32,10 @@ class Fresh:
 class Draft:
     """K proposed tokens: the drafter's most likely ones, and the logits they come from where it has any.
 
-    logits is over the target's vocabulary; tokens the drafter cannot propose are at -inf or a very large negative."""
+    logits is over the target's vocabulary; tokens the drafter cannot propose are at -inf or a very large negative.
+    confidence is the probability the drafter gives its most likely token, whichever token is drafted in the end: it is
+    a function of the drafter's distribution, never of a draw from it."""
 
     token_ids: jax.Array  # [B, K] int32
     logits: jax.Array | None = None  # [B, K, V]
+    confidence: jax.Array | None = None  # [B, K] float32

@@ -2,8 +2,7 @@
 
     python -m scripts.demo.card --work DIR [--sweep results/RUN]
 
-Every figure in it comes from those records or is measured here (the held-out losses of what ships). demo.json beside
-it names the pair's best K, by the sweep.
+Every figure in it comes from those records or is measured here (the held-out losses of what ships).
 """
 
 from __future__ import annotations
@@ -165,12 +164,6 @@ def card(work: Path, sweep: Path | None) -> str:
     )
 
 
-def best_k(sweep: Path) -> int:
-    """The K of the highest median speed-up."""
-    rows = json.loads((sweep / "run.json").read_text(encoding="utf-8"))["rows"]
-    return max((row for row in rows if row["k"]), key=lambda row: row["speedup_median"])["k"]
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -178,9 +171,6 @@ def main() -> None:
     parser.add_argument("--sweep", type=Path, help="a run of scripts/sweep_acceptance.py with this pair")
     arguments = parser.parse_args()
     (DEMO / "README.md").write_text(card(arguments.work, arguments.sweep), encoding="utf-8")
-    if arguments.sweep is not None:
-        named = {"num_speculative_tokens": best_k(arguments.sweep)}
-        (DEMO / "demo.json").write_text(json.dumps(named) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -271,7 +271,15 @@ def test_a_reduced_vocabulary_reaches_the_targets_ids() -> None:
     assert full.dtype == np.float32
     assert (ids != np.arange(len(ids))).any()
     raw, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
-        peagle.params, peagle.config, fresh.token_ids, fresh.aux_hidden, fresh.num, fresh.first_position, state, K
+        peagle.params,
+        peagle.config,
+        fresh.token_ids,
+        fresh.aux_hidden,
+        fresh.num,
+        fresh.first_position,
+        state.num_held,
+        state.caches,
+        K,
     )
     np.testing.assert_allclose(full[0][:, ids], raw[0], atol=1e-5)
     assert (np.delete(full, ids, axis=-1) == MASKED).all()
@@ -296,7 +304,7 @@ def test_bfloat16_drafts_and_one_trace_serve_every_count() -> None:
         return peagle.propose(state, fresh, K)
 
     state, exact = prompt_state(half, [text], [6], K), prompt_state(peagle, [text], [6], K)
-    assert state[0].key.dtype == jnp.bfloat16
+    assert state.caches[0].key.dtype == jnp.bfloat16
     first, num = 5, 1
     for accepted in (0, K, 1):
         fresh = stack_fresh([text], [first], [num], K)
@@ -307,9 +315,23 @@ def test_bfloat16_drafts_and_one_trace_serve_every_count() -> None:
     assert len(traces) == 1
 
 
-def test_the_width_of_the_fresh_rows_is_checked() -> None:
+def test_drafts_are_at_least_one() -> None:
     peagle = drafter(ONE)
-    text = random_text(peagle.config, 19)
-    fresh = stack_fresh([text], [5], [1], K)
-    with pytest.raises(ValueError, match="4 fresh rows for 2 drafts"):
-        peagle.propose(peagle.init_state(1, 16, 2), fresh, 2)
+    fresh = stack_fresh([random_text(peagle.config, 19)], [5], [1], K)
+    with pytest.raises(ValueError, match="0 drafts; expected K >= 1"):
+        peagle.propose(peagle.init_state(1, 16, 2), fresh, 0)
+
+
+@pytest.mark.parametrize("name", [ONE, TWO, FOUR])
+def test_rows_that_come_late_and_together_are_as_good(name: str) -> None:
+    """Fresh rows fed in one pass, wider than a step's, give the drafts of feeding them as they came."""
+    peagle = drafter(name, deterministic=False)
+    text = random_text(peagle.config, 20)
+    state = prompt_state(peagle, [text], [6], K)
+    for first, num in ((5, 1), (6, 2), (8, 3), (11, 1)):
+        apart, state = propose(peagle, state, stack_fresh([text], [first], [num], K), num_drafts=K)
+    together, late = propose(
+        peagle, prompt_state(peagle, [text], [6], K), stack_fresh([text], [5], [7], 11), num_drafts=K
+    )
+    np.testing.assert_allclose(logits_of(together), logits_of(apart), atol=2e-5)
+    assert state.num_held.tolist() == late.num_held.tolist() == [12]

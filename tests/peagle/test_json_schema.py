@@ -17,7 +17,7 @@ K = 3
 TOP = {"schema", "provenance", "config", "requests", "summary"}
 PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu", "num_threads", "device"}
 CONFIG = {
-    "command", "target", "drafter", "num_speculative_tokens", "max_new_tokens", "temperature", "top_k", "top_p",
+    "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature", "top_k", "top_p",
     "draft_sampling", "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels", "baseline",
     "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date", "stop_token_ids", "interrupted",
     "cut_short",
@@ -27,12 +27,13 @@ REQUEST = {
     "tok_per_s", "loop_share", "speculative_decoding", "baseline", "logprobs",
 }  # fmt: skip
 SPECULATIVE = {
-    "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
+    "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps", "num_plain_steps",
     "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens",
 }  # fmt: skip
 BASELINE = {"output_ids", "ttft_s", "tok_per_s", "first_divergence"}
 SUMMARY = {
     "num_requests", "num_prompt_tokens", "num_output_tokens", "num_truncated_tokens", "num_spec_steps",
+    "num_plain_steps",
     "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram", "acceptance_length",
     "acceptance_length_without_loops",
     "acceptance_rate_per_position", "loop_share", "looping_requests_frac", "tok_per_s", "baseline_tok_per_s", "speedup",

@@ -48,6 +48,18 @@ def test_counters_by_hand() -> None:
     assert counters.acceptance_rate_per_position == pytest.approx((0.8, 0.6, 0.4))
 
 
+def test_steps_of_chosen_widths_by_hand() -> None:
+    # K = 3: two steps that verified 3 drafts, one that verified 1, two plain ones
+    decisions = [decision(3), decision(1), decision(1, 1), decision(0, 0), decision(0, 0)]
+    counters = Counters.of(decisions, 3)
+    assert (counters.num_steps, counters.num_plain_steps) == (3, 2)
+    assert (counters.num_drafted, counters.num_accepted) == (7, 5)
+    assert counters.acceptance_length == pytest.approx(1 + 5 / 3)
+    assert counters.acceptance_rate_per_position == pytest.approx((1, 1 / 3, 1 / 3))
+    assert counters + counters == Counters.of(decisions * 2, 3)
+    assert speculative_decoding_block(counters)["num_plain_steps"] == 2
+
+
 @given(st.lists(st.integers(0, 5), min_size=1))
 def test_rates_fall_and_add_up_to_the_acceptance_length(accepted: list[int]) -> None:
     counters = Counters.of([decision(a, 5) for a in accepted], 5)

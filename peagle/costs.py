@@ -1,0 +1,128 @@
+"""What drafting and verifying cost on this machine with this pair: measured with the very program that will run, kept
+in a file beside the user's other caches, and measured again wherever anything they depend on is another.
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle import policy
+from peagle.config import Ladder, SpeculationConfig
+from peagle.ops import native
+from peagle.policy import Costs
+from peagle.provenance import cpu_model, device, num_threads
+from peagle.state import DecodeState, StepOutput
+
+SCHEMA = 1
+ENOUGH_S = 1.0  # rounds go on until they took this long together
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 25  # the first does not count
+
+Start = Callable[[], DecodeState]
+Dispatch = Callable[[DecodeState], tuple[DecodeState, jax.Array]]
+
+
+def measure(ladder: Ladder, start: Start, dispatch: Dispatch, steps_per_dispatch: int, room: int) -> Costs:
+    """The costs of each rung, medians over rounds in which the rungs take turns. `start` gives a state whose rows go on
+    for `room` tokens; `dispatch` is the loop's own.
+
+    Drafting on rung r costs (draft r, verify none) - plain; verifying on it, (draft r, verify r) less that.
+    """
+    rungs = range(len(ladder))
+    choices = [(0, 0), *((rung, 0) for rung in rungs[1:]), *((rung, rung) for rung in rungs[1:])]
+    times: dict[tuple[int, int], list[float]] = {choice: [] for choice in choices}
+    most = steps_per_dispatch * (ladder[-1] + 1)  # tokens of a dispatch
+    settles = room >= 2 * most
+    state, left, began = start(), room, time.perf_counter()
+    for done in range(MOST_ROUNDS):
+        for choice in choices:
+            if left < (2 if settles else 1) * most:
+                state, left = start(), room
+            assert state.outlook is not None
+            state = dataclasses.replace(state, outlook=policy.hold(state.outlook, *choice))
+            if settles:  # the drafter is brought up to date before anything is timed
+                state = jax.block_until_ready(dispatch(state)[0])
+            before = time.perf_counter()
+            state, outputs = jax.block_until_ready(dispatch(state))
+            taken_ms = (time.perf_counter() - before) * 1e3
+            ran = StepOutput.unpack(np.asarray(outputs), ladder[-1]).num_accepted >= 0
+            num_steps = max(int(np.sum(np.any(ran, axis=1))), 1)
+            times[choice].append(taken_ms / num_steps)
+            left -= (2 if settles else 1) * most
+        if done + 1 >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S:
+            break
+    median = {choice: statistics.median(taken[1:]) for choice, taken in times.items()}
+    # more never costs less: what says so is noise
+    draft = np.maximum.accumulate([0.0, *(median[rung, 0] - median[0, 0] for rung in rungs[1:])])
+    verify = np.maximum.accumulate([median[0, 0], *(median[rung, rung] - draft[rung] for rung in rungs[1:])])
+    return Costs(jnp.asarray(draft, jnp.float32), jnp.asarray(verify, jnp.float32))
+
+
+def identity(target: Any, drafter: Any, config: SpeculationConfig, steps_per_dispatch: int) -> dict[str, Any]:
+    """All that the costs depend on, as JSON: the shapes of both models and of the run, the machine, the versions."""
+    leaves, tree = jax.tree.flatten((target, drafter))
+    geometry = f"{tree} {[(leaf.shape, str(leaf.dtype)) for leaf in leaves]}"
+    return {
+        "schema": SCHEMA,
+        "models": hashlib.sha256(geometry.encode()).hexdigest(),
+        "ladder": list(config.ladder),
+        "batch_size": config.batch_size,
+        "capacity": 1 << (config.capacity - 1).bit_length(),  # about
+        "sampling": "greedy" if config.sampling.greedy else "drafts" if config.sampling.draft_sampling else "target",
+        "steps_per_dispatch": steps_per_dispatch,
+        "kernels": native.status()[1],
+        "device": device(),
+        "cpu": cpu_model(),
+        "num_threads": num_threads(),
+        "versions": {name: importlib.metadata.version(name) for name in ("peagle", "jaxlib")},
+    }
+
+
+def directory() -> Path:
+    """Where costs are kept: peagle/costs in the user's cache directory (XDG_CACHE_HOME)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / "costs"
+
+
+def load(known: dict[str, Any]) -> Costs | None:
+    """The costs kept for exactly this; None where there are none, or a file that is not as it should be."""
+    try:
+        kept = json.loads(_path(known).read_text(encoding="utf-8"))
+        draft, verify = (np.asarray(kept[name], np.float32) for name in ("draft_ms", "verify_ms"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = all(part.shape == (len(known["ladder"]),) and np.isfinite(part).all() for part in (draft, verify))
+    if not whole or kept.get("identity") != known or verify.min() <= 0 or draft.min() < 0:
+        return None
+    return Costs(jnp.asarray(draft), jnp.asarray(verify))
+
+
+def save(known: dict[str, Any], costs: Costs) -> bool:
+    """Whether the costs could be kept for the next run."""
+    kept = {
+        "identity": known,
+        "draft_ms": [round(float(ms), 6) for ms in costs.draft_ms],
+        "verify_ms": [round(float(ms), 6) for ms in costs.verify_ms],
+    }
+    path = _path(known)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        return False
+    return True
+
+
+def _path(known: dict[str, Any]) -> Path:
+    return directory() / f"{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:24]}.json"

@@ -1,0 +1,231 @@
+"""How many tokens to draft, and how many of them to verify: decided step by step, on the device (`-k auto`).
+
+A step that drafts n tokens and verifies w <= n of them emits 1 + (accepted) tokens. It is worth its time if that, over
+its cost, beats plain decoding's one token over its own. The costs are measured beforehand on this machine with this
+pair (peagle.costs); what a step will bring is estimated from what is known before its drafts are checked:
+
+    survival[i]    a running estimate of the share of steps whose drafts 0..i are all right. It chooses n, before
+                   drafting, as the choice of the highest expected rate; where none beats plain decoding the drafter
+                   rests, for a pause that doubles each time a step that probed did not change that.
+    confidence     the drafter's own probability of each draft, corrected by a running calibration (what share of the
+                   drafts of such a confidence were right). It chooses w, behind drafting: one more row is verified
+                   as long as what it may bring exceeds its time at the present rate.
+
+Nothing of this can change what is emitted: w is a function of the drafter's distributions, of earlier steps and of
+costs, never of a token that was drawn in this step; given w, peagle.accept is exact for every w, and 0 is plain
+decoding. The rows of a batch share one program, so they share n and w.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from peagle.config import Ladder
+
+# upper edges of the confidences that are calibrated together; the last bin holds the rest
+BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+BIN_CENTRES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.935, 0.985)
+PRIOR_TRIALS = 8.0  # how many observed drafts the confidence itself is worth
+FORGET = 0.98  # what a step leaves of the counts before it
+FIRST_SURVIVAL = 0.65  # of each draft, before anything was seen
+LEARN, LEARN_FROM_PROBE = 0.2, 0.35  # weight of a step in the running survival; of one after a rest
+REMEMBER = 0.25  # weight of a request in what the next one begins with
+NEIGHBOUR = 0.2  # how much a draft that was not tried is thought to be like the one before it
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps between probes
+FOREVER = 1 << 30
+MARGIN = 1.02  # how much better than plain decoding a choice must look
+
+
+@flax.struct.dataclass
+class Costs:
+    """Milliseconds of a step, by rung (index into the ladder): those of its drafting and of all the rest."""
+
+    draft_ms: jax.Array  # [C] float32; place 0 is 0: nothing is drafted
+    verify_ms: jax.Array  # [C] float32; place 0 is a plain step
+
+    @classmethod
+    def even(cls, ladder: Ladder) -> "Costs":
+        """The costs of drafts that are free and of rows that cost nothing more."""
+        return cls(jnp.zeros((len(ladder),), jnp.float32), jnp.ones((len(ladder),), jnp.float32))
+
+
+@flax.struct.dataclass
+class Outlook:
+    """What is known when a step begins, for all rows of a batch together."""
+
+    survival: jax.Array  # [K] float32
+    hits: jax.Array  # [bins] float32
+    trials: jax.Array  # [bins] float32
+    rate: jax.Array  # [] float32: tokens per ms and row that the better of speculation and plain decoding promises
+    choice: jax.Array  # [] int32: the rung of the best number of drafts, at least 1
+    resting: jax.Array  # [] int32: plain steps that are still to come
+    pause: jax.Array  # [] int32: how long the next rest will be
+    held: jax.Array  # [] int32: -1; or the rung that is verified in any case, and nothing above changes (peagle.costs)
+    costs: Costs
+
+
+def begin(ladder: Ladder, costs: Costs) -> Outlook:
+    """The outlook before anything was seen. The ladder ascends from 0."""
+    survival = jnp.cumprod(jnp.full((ladder[-1],), FIRST_SURVIVAL, jnp.float32))
+    nothing = jnp.zeros((len(BIN_CENTRES),), jnp.float32)
+    zero = jnp.zeros((), jnp.int32)
+    blank = Outlook(survival, nothing, nothing, jnp.zeros((), jnp.float32), zero, zero, zero, zero - 1, costs)
+    return _look(dataclasses.replace(blank, pause=zero + FIRST_PAUSE), ladder)
+
+
+def again(ladder: Ladder, first: Outlook, last: Outlook) -> Outlook:
+    """The outlook a request begins with, from that of the request before it, at its beginning and at its end: what is
+    usual moves a little towards what was seen, and the calibration goes on."""
+    survival = first.survival + REMEMBER * (last.survival - first.survival)
+    return _look(dataclasses.replace(last, survival=survival, pause=jnp.full_like(last.pause, FIRST_PAUSE)), ladder)
+
+
+def hold(outlook: Outlook, drafted: int, verified: int) -> Outlook:
+    """The outlook of steps that all draft and verify the numbers on these rungs; 0 drafted: plain steps."""
+    return dataclasses.replace(
+        outlook,
+        choice=jnp.full((), max(drafted, 1), jnp.int32),
+        resting=jnp.full((), 0 if drafted else FOREVER, jnp.int32),
+        held=jnp.full((), verified, jnp.int32),
+    )
+
+
+def drafts(outlook: Outlook | None) -> Int[Array, ""]:
+    """The rung of how many tokens to draft, when the drafter does not rest."""
+    return jnp.zeros((), jnp.int32) if outlook is None else outlook.choice
+
+
+def width(
+    outlook: Outlook | None,
+    ladder: Ladder,
+    drafted: int,
+    confidence: Float[Array, "B K"],
+    active: Bool[Array, "B"],
+) -> Int[Array, ""]:
+    """The rung of how many of ladder[drafted] drafts to verify: at most `drafted`, perhaps 0.
+
+    It maximises expected tokens - rate * time, which is what maximises tokens over time in the long run.
+    """
+    if outlook is None:
+        return jnp.full((), drafted, jnp.int32)
+    gained = _up_to(ladder, _mean(_chain(chances(outlook, confidence)), active))
+    value = gained - outlook.rate * outlook.costs.verify_ms
+    return jnp.where(outlook.held < 0, _best(value, drafted + 1)[0], outlook.held)
+
+
+def usual_confidence(outlook: Outlook | None, token_ids: Int[Array, "B n"]) -> Float[Array, "B n"]:
+    """What stands for the confidence of a drafter that has none: how often such drafts were right of late."""
+    if outlook is None:
+        return jnp.zeros(token_ids.shape, jnp.float32)
+    return jnp.broadcast_to(_conditional(outlook)[None, : token_ids.shape[1]], token_ids.shape)
+
+
+def chances(outlook: Outlook, confidence: Float[Array, "B K"]) -> Float[Array, "B K"]:
+    """The chance that a draft of this confidence is right, those before it being right.
+
+    Its bin says how far off such confidences were; inside a bin they still tell drafts apart.
+    """
+    centres = jnp.asarray(BIN_CENTRES, jnp.float32)
+    shift = (PRIOR_TRIALS * centres + outlook.hits) / (PRIOR_TRIALS + outlook.trials) - centres
+    return jnp.clip(confidence + jnp.sum(jnp.where(_in_bin(confidence), shift[None, None, :], 0.0), axis=-1), 0.0, 1.0)
+
+
+def resting(outlook: Outlook | None) -> Bool[Array, ""]:
+    """Whether the next step is a plain one."""
+    assert outlook is not None
+    return outlook.resting > 0
+
+
+def rested(outlook: Outlook) -> Outlook:
+    """The outlook after a plain step."""
+    return dataclasses.replace(outlook, resting=outlook.resting - 1)
+
+
+def learn(
+    outlook: Outlook,
+    ladder: Ladder,
+    drafted: Int[Array, ""],
+    verified: Int[Array, ""],
+    confidence: Float[Array, "B K"],
+    num_accepted: Int[Array, "B"],
+    active: Bool[Array, "B"],
+) -> Outlook:
+    """The outlook after a step that drafted ladder[drafted] tokens and verified ladder[verified] of them."""
+    index = jnp.arange(ladder[-1], dtype=jnp.int32)[None, :]
+    sizes = jnp.asarray(ladder, jnp.int32)
+    accepted = num_accepted[:, None]
+    was_right = index < accepted
+    tried = index < sizes[verified]
+
+    seen = tried & (index <= accepted) & active[:, None]  # with all drafts before it right
+    counted = _in_bin(confidence) & seen[:, :, None]
+    trials = FORGET * outlook.trials + jnp.sum(counted, axis=(0, 1), dtype=jnp.float32)
+    hits = FORGET * outlook.hits + jnp.sum(counted & was_right[:, :, None], axis=(0, 1), dtype=jnp.float32)
+
+    # what was drafted and not tried is as likely as its confidence; what was not drafted, much as it was before
+    conditional = _conditional(outlook)
+    neighbour = jnp.concatenate([conditional[:1], conditional[:-1]])
+    guessed = (conditional + NEIGHBOUR * (neighbour - conditional))[None, :]
+    untried = jnp.where(index < sizes[drafted], chances(outlook, confidence), guessed)
+    survived = _chain(jnp.where(tried, was_right.astype(jnp.float32), untried))
+    weight = jnp.where(outlook.pause > FIRST_PAUSE, LEARN_FROM_PROBE, LEARN)
+    survival = outlook.survival + weight * (_mean(survived, active) - outlook.survival)
+    return _look(dataclasses.replace(outlook, survival=survival, hits=hits, trials=trials), ladder)
+
+
+def _look(outlook: Outlook, ladder: Ladder) -> Outlook:
+    """The same with the decisions that follow from its estimates."""
+    rates = (1 + _up_to(ladder, outlook.survival)) / (outlook.costs.draft_ms + outlook.costs.verify_ms)
+    choice, rate = _best(rates[1:], len(ladder) - 1)
+    pays = rate >= MARGIN * rates[0]
+    free = outlook.held < 0
+    return dataclasses.replace(
+        outlook,
+        rate=jnp.maximum(rate, rates[0]),
+        choice=jnp.where(free, choice + 1, outlook.choice),
+        resting=jnp.where(pays | ~free, 0, outlook.pause),
+        pause=jnp.where(pays, FIRST_PAUSE, jnp.minimum(2 * outlook.pause, LONGEST_PAUSE)),
+    )
+
+
+def _conditional(outlook: Outlook) -> Float[Array, "K"]:
+    """The estimated share of right drafts among those whose predecessors are right."""
+    before = jnp.concatenate([jnp.ones((1,), jnp.float32), outlook.survival[:-1]])
+    return outlook.survival / jnp.maximum(before, 1e-6)
+
+
+# Running products and sums are written as reductions over a few dozen numbers: XLA's own running operations, and its
+# argmax, cost more than a layer of a small target.
+
+
+def _chain(chance: Float[Array, "B K"]) -> Float[Array, "B K"]:
+    """The chance that a draft and all before it are right."""
+    before = np.tri(chance.shape[1], dtype=bool)[None]
+    return jnp.prod(jnp.where(before, chance[:, None, :], 1.0), axis=-1)
+
+
+def _up_to(ladder: Ladder, share: Float[Array, "K"]) -> Float[Array, "C"]:
+    """Per rung, the sum of the first ladder[rung] places."""
+    within = np.arange(ladder[-1])[None, :] < np.asarray(ladder)[:, None]
+    return jnp.sum(jnp.where(within, share[None, :], 0.0), axis=-1)
+
+
+def _mean(values: Float[Array, "B N"], active: Bool[Array, "B"]) -> Float[Array, "N"]:
+    """The mean over active rows; zeros where there are none."""
+    mask = active.astype(jnp.float32)
+    return jnp.sum(values * mask[:, None], axis=0) / jnp.maximum(jnp.sum(mask), 1.0)
+
+
+def _best(value: Float[Array, "C"], among: int) -> tuple[Int[Array, ""], Float[Array, ""]]:
+    """(the index of the highest value among the first, the first such; the value)."""
+    highest = jnp.max(value[:among])
+    return jnp.min(jnp.where(value[:among] == highest, jnp.arange(among, dtype=jnp.int32), among - 1)), highest
+
+
+def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bins"]:
+    edges = jnp.asarray((-jnp.inf, *BIN_EDGES, jnp.inf), jnp.float32)[None, None, :]
+    return (confidence[:, :, None] > edges[:, :, :-1]) & (confidence[:, :, None] <= edges[:, :, 1:])

@@ -1,0 +1,328 @@
+"""Choosing widths: nothing of it changes what is emitted, and it does what it says."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafter.config import DrafterConfig
+from drafter.propose import PEagle
+from peagle import policy
+from peagle.autoregressive import NoDrafter
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.generate import Engine, Request, _steps, trace_counts
+from peagle.ngram import NGram
+from peagle.ops.errors import InputError
+from peagle.ops.messages import Draft, Fresh
+from peagle.ops.rope import RopeConfig
+from peagle.policy import Costs, Outlook
+from peagle.state import FRESH_ROOM, in_order
+from tests.drafter.cases import random_params
+from tests.peagle.toys import CONFIG, FixedLogits, MarkovTarget, Scripted, tiny_target
+
+CAPACITY, NEW, K = 160, 120, 7
+LADDER = (0, 1, 2, 3, 5, 7)
+DRAFTER = DrafterConfig(
+    hidden_size=20,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    mlp_width=28,
+    target_hidden_size=CONFIG.hidden_size,
+    vocab_size=CONFIG.vocab_size,
+    draft_vocab_size=CONFIG.vocab_size,
+    mask_token_id=3,
+    rope=RopeConfig(6, 10000.0),
+    num_taps=2,
+)
+PROMPTS = [tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in ((0, 5), (1, 19))]
+
+
+def costs(draft: float, verify: float, ladder: Sequence[int] = LADDER) -> Costs:
+    """Of a plain step that costs 1, with what each draft adds."""
+    sizes = jnp.asarray(ladder, jnp.float32)
+    return Costs(draft * sizes, 1 + verify * sizes)
+
+
+def shape(k: int = K, batch: int = 1, sampling: SamplingConfig = SamplingConfig()) -> SpeculationConfig:  # noqa: B008
+    return SpeculationConfig(k, batch, CAPACITY, sampling, adaptive=k > 0)
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list]]:
+    """(tokens, decisions) of each request."""
+    tokens: dict[int, list[int]] = {request.index: [] for request in requests}
+    decisions: dict[int, list] = {request.index: [] for request in requests}
+    for emission in engine.generate(requests):
+        tokens[emission.request.index] += emission.token_ids
+        if emission.decision is not None:
+            decisions[emission.request.index].append(emission.decision)
+    return [tokens[r.index] for r in requests], [decisions[r.index] for r in requests]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return [Request(i, prompt, NEW) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def plain(target, requests) -> list[list[int]]:
+    return run(Engine(target, NoDrafter(), shape(0)), requests)[0]
+
+
+def scripted(plain: list[list[int]], row: int, right: float) -> Scripted:
+    """Drafts that are right with this probability."""
+    script = np.array([*PROMPTS[row], *plain[row], *[0] * 16])
+    wrong = np.random.default_rng(row).random(script.shape) >= right
+    return Scripted(jnp.asarray(np.where(wrong, (script + 1) % CONFIG.vocab_size, script)[None], jnp.int32))
+
+
+@pytest.mark.parametrize("together", [1, 8])
+@pytest.mark.parametrize("price", [0.0, 0.1, 0.5])
+def test_whatever_is_chosen_the_tokens_are_plain_decodings(target, requests, plain, price, together) -> None:
+    engine = Engine(
+        target, scripted(plain, 0, 0.6), shape(), steps_per_dispatch=together, costs=costs(price / 2, price)
+    )
+    (tokens,), (decisions,) = run(engine, requests[:1])
+    assert tokens == plain[0]
+    lengths = [decision.length for decision in decisions]
+    assert lengths == [
+        len(PROMPTS[0]) + sum(d.num_accepted + 1 for d in decisions[:step]) for step in range(len(decisions))
+    ]
+    widths = {len(decision.draft_token_ids) for decision in decisions}
+    assert widths <= set(LADDER)
+    assert all(decision.num_accepted <= len(decision.draft_token_ids) for decision in decisions)
+
+
+def test_rows_of_a_batch_and_early_ends(target, requests, plain) -> None:
+    engine = Engine(target, NGram(), shape(batch=3), costs=costs(0.02, 0.1))
+    uneven = [requests[0], dataclasses.replace(requests[1], max_new_tokens=31)]
+    assert run(engine, uneven)[0] == [plain[0], plain[1][:31]]
+    stop = plain[0][17]
+    ended = Engine(target, scripted(plain, 0, 0.7), shape(), (stop,), costs=costs(0.02, 0.1))
+    assert run(ended, requests[:1])[0] == [plain[0][: plain[0].index(stop) + 1]]
+
+
+def test_one_hot_drafts_under_sampling_emit_plain_samplings_tokens(target) -> None:
+    sampling = SamplingConfig(0.8, top_k=9, top_p=0.9)
+    requests = [Request(i, prompt, 60, seed=3) for i, prompt in enumerate(PROMPTS)]
+    plain, _ = run(Engine(target, NoDrafter(), shape(0, sampling=sampling)), requests)
+    adaptive = Engine(target, NGram(), shape(batch=2, sampling=sampling), costs=costs(0.01, 0.2))
+    assert run(adaptive, requests)[0] == plain
+
+
+@flax.struct.dataclass
+class Confident(FixedLogits):
+    """Distributions that change with the position, and their confidence."""
+
+    def propose(self, state: None, fresh: Fresh, num_drafts: int) -> tuple[Draft, None]:
+        place = (fresh.first_position + fresh.num)[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+        logits = self.logits[place % self.logits.shape[0]]
+        confidence = jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
+        return Draft(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits, confidence), state
+
+
+def test_sampled_drafts_of_chosen_widths_follow_the_targets_law() -> None:
+    """Where confidence, history and costs all move the width, rows still follow the product of p. They run in small
+    batches, so that there are many histories."""
+    rng = np.random.default_rng(1)
+    table = rng.normal(0, 1, (3, 3))
+    p = np.exp(table) / np.exp(table).sum(-1, keepdims=True)
+    engine = Engine(
+        MarkovTarget(jnp.asarray(table, jnp.float32)),
+        Confident(jnp.asarray(np.random.default_rng(5).normal(0, 2, (5, 3)), jnp.float32)),
+        SpeculationConfig(2, 30, 16, SamplingConfig(1.0, draft_sampling=True), adaptive=True),
+        costs=costs(0.05, 0.3, (0, 1, 2)),
+    )
+    rows = 12000
+    outputs, decisions = run(engine, [Request(i, (0,), 5) for i in range(rows)])
+    widths = [len(decision.draft_token_ids) for steps in decisions for decision in steps]
+    assert all(widths.count(width) > 100 for width in (0, 1, 2))
+    counts = np.zeros((3, 3, 3))
+    np.add.at(counts, tuple(np.array(outputs)[:, 2:].T), 1)
+    expected = np.einsum("a,ab,bc,cd,de->cde", p[0], p, p, p, p) * rows
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 60  # 26 degrees of freedom: P < 2e-4
+
+
+def test_a_width_is_no_function_of_what_was_drawn() -> None:
+    """The same state under other random numbers drafts other tokens, and chooses the same widths."""
+    rng = np.random.default_rng(2)
+    target = MarkovTarget(jnp.asarray(rng.normal(0, 1, (9, 9)), jnp.float32))
+    drafter = Confident(jnp.asarray(rng.normal(0, 1.5, (5, 9)), jnp.float32))
+    sampling = SamplingConfig(1.0, draft_sampling=True)
+    seen = []
+    for seed in range(12):
+        engine = Engine(target, drafter, shape(sampling=sampling), costs=costs(0.01, 0.12))
+        emissions = list(engine.generate([Request(0, (1, 2, 3), 20, seed=seed)]))
+        seen.append(emissions[1].decision)
+    assert len({len(decision.draft_token_ids) for decision in seen}) == 1
+    assert len({decision.draft_token_ids for decision in seen}) > 3
+
+
+def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> None:
+    engine = Engine(target, scripted(plain, 0, 0.0), shape(), costs=costs(0.05, 0.2))
+    (tokens,), (decisions,) = run(engine, requests[:1])
+    assert tokens == plain[0]
+    tried = [number for number, decision in enumerate(decisions) if decision.draft_token_ids]
+    assert tried[0] == 0, "it is tried at once"
+    assert len(tried) <= 10
+    rests = np.diff(tried)
+    assert list(rests) == sorted(rests), "and then ever more seldom"
+
+
+def test_a_drafter_that_always_hits_drafts_all_it_can(target, requests, plain) -> None:
+    engine = Engine(target, scripted(plain, 0, 1.0), shape(), costs=costs(0.02, 0.1))
+    (tokens,), (decisions,) = run(engine, requests[:1])
+    assert tokens == plain[0]
+    assert all(len(decision.draft_token_ids) == K for decision in decisions[8:])
+    assert len(decisions) < 20
+
+
+def test_a_text_that_becomes_easy_is_found_again(target, requests, plain) -> None:
+    hard = scripted(plain, 0, 0.0).script
+    easy = scripted(plain, 0, 1.0).script
+    switch = len(PROMPTS[0]) + 40
+    mixed = Scripted(jnp.where(jnp.arange(hard.shape[1])[None, :] < switch, hard, easy))
+    engine = Engine(target, mixed, shape(), costs=costs(0.02, 0.1))
+    (tokens,), (decisions,) = run(engine, requests[:1])
+    assert tokens == plain[0]
+    lately = [decision.num_accepted for decision in decisions[-5:-1]]
+    assert min(lately) >= 2, "drafts are taken again"
+
+
+def test_what_a_request_taught_the_next_one_begins_with(target, requests, plain) -> None:
+    engine = Engine(target, scripted(plain, 0, 0.0), shape(), costs=costs(0.05, 0.2))
+    counts = [sum(bool(d.draft_token_ids) for d in run(engine, requests[:1])[1][0]) for _ in range(3)]
+    assert counts[2] < counts[0]
+
+
+def outlook(rng: np.random.Generator) -> Outlook:
+    survival = np.cumprod(rng.uniform(0.2, 1.0, K))
+    bins = len(policy.BIN_CENTRES)
+    trials = rng.uniform(0, 40, bins)
+    first = policy.begin(LADDER, Costs(*(jnp.asarray(np.sort(rng.uniform(0.5, 4, 6)), jnp.float32) for _ in "dv")))
+    return dataclasses.replace(
+        first,
+        survival=jnp.asarray(survival, jnp.float32),
+        trials=jnp.asarray(trials, jnp.float32),
+        hits=jnp.asarray(trials * rng.uniform(0, 1, bins), jnp.float32),
+        rate=jnp.asarray(rng.uniform(0.2, 2), jnp.float32),
+    )
+
+
+@given(st.integers(0, 10_000))
+def test_the_width_is_the_best_by_its_definition(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    known, drafted = outlook(rng), int(rng.integers(1, len(LADDER)))
+    confidence = rng.uniform(0, 1, (3, K)).astype(np.float32)
+    active = np.array([True, *(rng.random(2) < 0.7)])
+    centres, edges = np.array(policy.BIN_CENTRES), (-np.inf, *policy.BIN_EDGES, np.inf)
+    best, best_value = 0, -np.inf
+    for rung in range(drafted + 1):
+        gained = 0.0
+        for row in np.flatnonzero(active):
+            chance = 1.0
+            for place in range(LADDER[rung]):
+                own = next(b for b in range(len(centres)) if edges[b] < confidence[row, place] <= edges[b + 1])
+                hits, trials = float(known.hits[own]), float(known.trials[own])
+                was = (policy.PRIOR_TRIALS * centres[own] + hits) / (policy.PRIOR_TRIALS + trials)
+                chance *= float(np.clip(confidence[row, place] + was - centres[own], 0, 1))
+                gained += chance / active.sum()
+        value = gained - float(known.rate) * float(known.costs.verify_ms[rung])
+        if value > best_value + 1e-5:
+            best, best_value = rung, value
+    found = int(policy.width(known, LADDER, drafted, jnp.asarray(confidence), jnp.asarray(active)))
+    assert found == best
+
+
+def test_confidences_are_calibrated_by_what_was_seen() -> None:
+    """Drafts of confidence .92 that are right half of the time are soon taken for what they are."""
+    known = policy.begin(LADDER, costs(0.01, 0.01))
+    rng = np.random.default_rng(0)
+    confidence = jnp.full((1, K), 0.92)
+    assert policy.chances(known, confidence)[0, 0] == pytest.approx(0.92)
+    learn = jax.jit(policy.learn, static_argnames="ladder")
+    survival = []
+    for _ in range(300):
+        accepted = int(np.argmin(np.append(rng.random(K) < 0.5, False)))
+        rung = jnp.asarray(len(LADDER) - 1)
+        known = learn(known, LADDER, rung, rung, confidence, jnp.asarray([accepted]), jnp.ones((1,), bool))
+        survival.append(np.asarray(known.survival[:3]))
+    assert float(policy.chances(known, confidence)[0, 0]) == pytest.approx(0.5, abs=0.12)
+    assert np.mean(survival[30:], axis=0) == pytest.approx([0.5, 0.25, 0.125], abs=0.08)
+
+
+def test_the_rows_that_wait_come_in_order() -> None:
+    """The example of in_order's docstring."""
+    letters = np.array([ord(letter) for letter in "efcd"])
+    waiting = Fresh(
+        jnp.asarray(letters[None], jnp.int32),
+        jnp.asarray(letters[None, :, None], jnp.float32),
+        jnp.asarray([6], jnp.int32),
+        jnp.asarray([10], jnp.int32),
+    )
+    fresh = in_order(waiting)
+    assert "".join(map(chr, fresh.token_ids[0].tolist())) == "cdef"
+    assert fresh.aux_hidden[0, :, 0].tolist() == [ord(letter) for letter in "cdef"]
+    assert (fresh.num.tolist(), fresh.first_position.tolist()) == ([4], [12])
+
+
+def test_a_real_drafter_goes_on_after_rests_of_any_length(requests) -> None:
+    """The tokens are plain decoding's, and as long as all that waited had room its confidences are those of a drafter
+    that never rested."""
+    target = tiny_target(aux_layer_ids=(0, 1))
+    drafter = PEagle(random_params(DRAFTER), DRAFTER)
+    plain, _ = run(Engine(target.replace(aux_layer_ids=()), NoDrafter(), shape(0)), requests[:1])
+    fixed, always = run(Engine(target, drafter, SpeculationConfig(1, 1, CAPACITY)), requests[:1])
+    resting = Engine(target, drafter, SpeculationConfig(1, 1, CAPACITY, adaptive=True), costs=costs(0.1, 0.01, (0, 1)))
+    adaptive, sometimes = run(resting, requests[:1])
+    assert adaptive == fixed == plain
+    tried = [decision.length for decision in sometimes[0] if decision.draft_token_ids]
+    assert max(np.diff(tried)) > FRESH_ROOM
+    assert 1 < sorted(set(np.diff(tried)))[1] < FRESH_ROOM
+    known = {decision.length: decision for decision in always[0]}
+    lost = next(here for before, here in zip(tried, tried[1:], strict=False) if here - before > FRESH_ROOM)
+    alike = [decision for decision in sometimes[0] if decision.length in tried and decision.length < lost]
+    assert any(decision.length - before > 1 for before, decision in zip(tried, alike[1:], strict=False))
+    for decision in alike:
+        assert decision.draft_token_ids == known[decision.length].draft_token_ids
+        assert decision.confidence == pytest.approx(known[decision.length].confidence, rel=1e-4)
+
+
+def test_no_retrace_and_no_hidden_copy(target, requests, plain) -> None:
+    engine = Engine(target, NGram(), dataclasses.replace(shape(), capacity=4096), costs=costs(0.1, 0.1))
+    engine.warm_up(requests)
+    before = trace_counts()
+    run(engine, requests)
+    engine.costs = costs(0.3, 0.1)
+    run(engine, requests)
+    assert trace_counts() == before
+    state, _ = engine._start(requests[:1], 32)
+    options = {"ladder": LADDER, "sampling": SamplingConfig(), "count": 1}
+    compiled = _steps.lower(target, engine.drafter, state, **options).compile()
+    caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= caches
+    fixed = Engine(target, NGram(), dataclasses.replace(shape(), capacity=4096, adaptive=False))
+    state, _ = fixed._start(requests[:1], 32)
+    one = _steps.lower(target, fixed.drafter, state, **{**options, "ladder": (K,)}).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < one.temp_size_in_bytes + caches / 4
+
+
+def test_a_choice_needs_more_than_zero() -> None:
+    with pytest.raises(InputError, match="K = 0 leaves nothing to choose from"):
+        SpeculationConfig(0, adaptive=True)
+    assert SpeculationConfig(4, adaptive=True).ladder == (0, 1, 2, 3, 4)
+    assert SpeculationConfig(4).ladder == (4,)
