@@ -189,6 +189,7 @@ class Engine:
                         lengths[row] += accepted[row] + 1
                         yield Emission(request, tuple(tokens[row][: counts[row]]), now, decision)
             if outputs.done[-1].all():
+                jax.block_until_ready(following)  # sent off in vain, and not to run into what is measured next
                 return
 
     def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array]:
