@@ -23,7 +23,7 @@ from target.model import GptOss
 
 COLUMNS = ("test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s")
 LEGEND = (
-    "Medians (lowest .. highest). tg and verify: behind @ tokens of context. v(T): time of a pass over T rows by that "
+    "Medians (lowest..highest). tg and verify: behind @ tokens of context. v(T): time of a pass over T rows by that "
     "over one; floor: the same if reading the weights were all, each row selecting its experts evenly. GB/s: weights "
     "read while decoding."
 )
@@ -196,7 +196,7 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
         return
     for line in _heading(measured, weights, report):
         console.print(line, markup=False)
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(COLUMNS):
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in _rows(measured, weights):
@@ -208,7 +208,7 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
 
 
 def _spread(spread: Spread) -> str:
-    return f"{_number(spread.median)} ({_number(spread.lowest)} .. {_number(spread.highest)})"
+    return f"{_number(spread.median)} ({_number(spread.lowest)}..{_number(spread.highest)})"
 
 
 def _number(value: float | None) -> str:

@@ -140,7 +140,8 @@ class Display(Observer):
         if self._progress is not None and total:
             task = self._progress.tasks[0]
             left = (task.elapsed or 0.0) * (total - done) / max(done, 1)
-            self._progress.update(task.id, left=f"{done / total:.0%}, about {_duration(left)} left", refresh=True)
+            text = f"{done / total:.0%}, about {_duration(left)} left"
+            self._progress.update(task.id, left=text, refresh=not self._progress.live.auto_refresh)
 
 
 def _duration(seconds: float) -> str:
