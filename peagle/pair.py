@@ -286,7 +286,7 @@ def load(
     needed = {"the target": target_bytes(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native)}
     if drafter_directory is not None:
         needed["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
-    refuse_too_large(needed, "use --experts packed or --dtype bfloat16 where they are not, or a smaller model")
+    refuse_too_large(needed, "try --experts packed or --dtype bfloat16, or a smaller model")
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
     plain = GptOss(loaded.params, loaded.config)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
