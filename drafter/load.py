@@ -26,6 +26,7 @@ from drafter.params import DrafterParams, LayerParams
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.linear import Panels, arrange, arrange_embedding, as_matrix, take_outputs
+from peagle.ops.linear.panels import BFLOAT16
 from peagle.ops.rope import RopeConfig, Yarn, parse_rope
 
 Dialect = Literal["vllm", "speculators"]
@@ -81,6 +82,18 @@ def load_drafter(
     checkpoint.ignore("t2d")
     checkpoint.finish()
     return params, config
+
+
+def weight_bytes(directory: Path, dtype: DTypeLike, *, native: bool = False) -> int:
+    """What load_drafter with these options will hold in memory beside the target, to a percent; no weight is read.
+    Raises InputError where the files cannot be read."""
+    checkpoint = read_checkpoint(directory)
+    total = 0
+    for name in checkpoint.names - {"d2t", "t2d"}:
+        stored = checkpoint.dtype(name)
+        itemsize = stored.itemsize if native and stored == BFLOAT16 else jnp.dtype(dtype).itemsize
+        total += int(np.prod(checkpoint.shape(name))) * itemsize
+    return total
 
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:

@@ -239,6 +239,7 @@ class Engine:
             if outputs.done[-1].all():
                 if self._outlooks is not None and state.outlook is not None:
                     self._outlooks = self._outlooks[0], state.outlook
+                jax.block_until_ready(following)  # sent off in vain, and not to run into what is measured next
                 return
 
     def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array]:

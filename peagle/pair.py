@@ -29,6 +29,8 @@ from peagle.generate import Engine, Request
 from peagle.metrics import Recorder, Result
 from peagle.ngram import NGram
 from peagle.ops.errors import InputError
+from peagle.ops.kv_cache import cache_bytes
+from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
 from peagle.ops.native import status as native_status
 from peagle.prompts import Conversation, Rendering, from_ids, from_text
@@ -177,8 +179,8 @@ class Pair:
     def engine(self, config: SpeculationConfig, *, ignore_eos: bool = False) -> Engine:
         """The engine of this shape, the same one for the same shape. K = 0 decodes plainly.
 
-        Raises InputError for a K that the positions do not allow, for K > 0 without a drafter, and for drafts to be
-        sampled from a drafter that has no probabilities.
+        Raises InputError for a K that the positions do not allow, for K > 0 without a drafter, for drafts to be
+        sampled from a drafter that has no probabilities, and for caches that take more memory than there is.
         """
         k = config.num_speculative_tokens
         if k > self.max_positions - 2:
@@ -188,12 +190,16 @@ class Pair:
             )
         key = (config, ignore_eos)
         if key not in self._engines:
+            target = self.target if k else self.plain_target
+            drafter = self._drafter(config.sampling.draft_sampling) if k else NoDrafter()
+            rows, capacity = config.batch_size, config.capacity
+            caches = jax.eval_shape(
+                lambda: (target.init_cache(rows, capacity, k + 1), drafter.init_state(rows, capacity, k))
+            )
+            what = f"the caches of {capacity} positions" + (f" in {rows} rows" if rows > 1 else "")
+            refuse_too_large({what: cache_bytes(caches)}, "lower --context, -n or --batch")
             stops = () if ignore_eos else self.stop_token_ids
-            if k == 0:
-                self._engines[key] = Engine(self.plain_target, NoDrafter(), config, stops, self.steps_per_dispatch)
-            else:
-                drafter = self._drafter(config.sampling.draft_sampling)
-                self._engines[key] = Engine(self.target, drafter, config, stops, self.steps_per_dispatch)
+            self._engines[key] = Engine(target, drafter, config, stops, self.steps_per_dispatch)
         return self._engines[key]
 
     def _drafter(self, sampled: bool) -> Drafter:
@@ -271,11 +277,13 @@ def load(
     progress is told (bytes of the target read, bytes in all) while it is read.
 
     Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
-    read.
+    read; weights that take more memory than there is are among that.
     """
     from drafter.load import load_drafter
+    from drafter.load import weight_bytes as drafter_bytes
     from drafter.propose import PEagle
     from target.load import inspect_target, load_target
+    from target.load import weight_bytes as target_bytes
     from target.model import GptOss
 
     target_directory = resolve(target, "target")
@@ -285,6 +293,10 @@ def load(
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     native = _native(kernels)
+    needed = {"the target": target_bytes(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native)}
+    if drafter_directory is not None:
+        needed["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
+    refuse_too_large(needed, "try --experts packed or --dtype bfloat16, or a smaller model")
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
     plain = GptOss(loaded.params, loaded.config)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
@@ -377,6 +389,21 @@ def fitting_taps(
             f"{outside[0]}, the target has layers 0..{target.num_layers - 1}; use the drafter that was trained for it"
         )
     return taps
+
+
+def refuse_too_large(needed: dict[str, int], hint: str) -> None:
+    """Raises InputError where the bytes of these together are more than the memory that is available now."""
+    total, available = sum(needed.values()), available_memory_bytes()
+    if total > available:
+        parts = " and ".join(f"{_in_words(size)} for {name}" for name, size in needed.items())
+        whole = f", {_in_words(total)} together," if len(needed) > 1 else ""
+        raise InputError(
+            f"out of memory: {parts}{whole} do not fit into the {_in_words(available)} that are available; {hint}"
+        )
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
 
 
 def _steps_per_dispatch(params: PyTree) -> int:

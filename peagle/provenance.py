@@ -65,7 +65,9 @@ def num_threads() -> int | None:
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory held so far: the device's where it counts that, else the process's."""
+    """The most memory held so far: the device's where it counts that, else the process's, with the pages of mapped
+    files that were in memory then (a checkpoint's while it is loaded; the system takes them back when it needs them).
+    """
     import jax
 
     stats = jax.devices()[0].memory_stats() or {}

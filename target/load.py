@@ -6,8 +6,7 @@ are input dimension first.
 """
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,8 @@ from peagle.ops.checkpoint import Checkpoint, read_checkpoint, read_json, write_
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts, alternate
 from peagle.ops.linear import Panels, arrange, arrange_embedding, as_matrix
-from peagle.ops.linear.panels import BFLOAT16, pack_floats, pack_mxfp4, panels
+from peagle.ops.linear.panels import BFLOAT16, pack_floats, pack_mxfp4
+from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import BLOCK, NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig, parse_config, render_config
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
@@ -79,6 +79,28 @@ def inspect_target(directory: Path) -> TargetFiles:
     )
 
 
+def weight_bytes(
+    directory: Path, *, dtype: Any = jnp.float32, experts: ExpertsChoice = "auto", native: bool = False
+) -> int:
+    """What load_target with these options will hold in memory, to a percent; no weight is read. Raises the same
+    InputErrors."""
+    checkpoint, names, config, mxfp4 = _open(Path(directory))
+    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, Path(directory))
+    wanted = np.dtype(dtype).itemsize
+    total = 0
+    for name, shape in _shapes(names, config, mxfp4).items():
+        size, stored = int(np.prod(shape)), checkpoint.dtype(name)
+        quantised = mxfp4 and name.endswith((names.blocks_suffix, names.scales_suffix))
+        if quantised and layout == "packed":
+            total += size
+        elif quantised:
+            codes = 2 * size if name.endswith(names.blocks_suffix) else 0
+            total += codes * (BFLOAT16.itemsize if native else wanted)
+        else:
+            total += size * (stored.itemsize if native and stored == BFLOAT16 else wanted)
+    return total
+
+
 def load_target(
     directory: Path,
     *,
@@ -95,8 +117,10 @@ def load_target(
 
     `packed` keeps MXFP4 experts as they are, `expanded` dequantises them once, here. `auto` is expanded on CPU where
     that fits in the memory that is free (dequantising inside the graph is many times slower there), and packed on
-    accelerators; unquantised experts are always expanded. No more than one tensor is in memory twice. `progress` is
-    told (bytes read, bytes in all).
+    accelerators; unquantised experts are always expanded. `progress` is told (bytes read, bytes in all).
+
+    On CPU memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped, not read in, one expert is
+    here twice at a time, and of other matrices one, the largest of them first.
 
     Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
     and `packed` for a checkpoint that is not MXFP4.
@@ -344,24 +368,6 @@ def _expanding_pays(config: TargetConfig, dtype: np.dtype) -> bool:
     return weights * dtype.itemsize <= _MEMORY_SHARE * available_memory_bytes()
 
 
-def available_memory_bytes() -> int:
-    """Host memory that can be taken without swapping: what the system and its control group leave, or half of what is
-    installed where neither says."""
-    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    group = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        available = half
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else max(0, min(available, int(limit) - used))
-
-
 class _Reader:
     """Takes tensors from a checkpoint one by one and puts them where the parameters want them."""
 
@@ -379,11 +385,13 @@ class _Reader:
         self._mxfp4, self._native = mxfp4, native
 
     def params(self, layout: Layout) -> TargetParams:
+        # the head first: the largest matrix, which is here twice for a moment, while nothing else is yet
+        lm_head = self._matrix(self._names.lm_head)
         return TargetParams(
             embedding=arrange_embedding(self._floats(self._names.embedding), self._dtype, self._native),
             layers=tuple(self._layer(index, layout) for index in range(self._config.num_layers)),
             norm=self._vector(self._names.norm),
-            lm_head=self._matrix(self._names.lm_head),
+            lm_head=lm_head,
         )
 
     def _layer(self, index: int, layout: Layout) -> LayerParams:
@@ -412,16 +420,13 @@ class _Reader:
         )
 
     def _floats(self, name: str) -> np.ndarray:
-        value = self._checkpoint.take(name, self._shapes[name])
-        if value.dtype.kind not in "fV":  # V: bfloat16
-            raise InputError(f"{self._checkpoint.directory}: tensor {name} has dtype {value.dtype}; expected floats")
-        return value
+        self._expect_floats(name)
+        return self._checkpoint.take(name, self._shapes[name])
 
-    def _bytes(self, name: str) -> np.ndarray:
-        value = self._checkpoint.take(name, self._shapes[name])
-        if value.dtype != np.uint8:
-            raise InputError(f"{self._checkpoint.directory}: tensor {name} has dtype {value.dtype}; expected uint8")
-        return value
+    def _expect_floats(self, name: str) -> None:
+        dtype = self._checkpoint.dtype(name)
+        if dtype.kind not in "fV":  # V: bfloat16
+            raise InputError(f"{self._checkpoint.directory}: tensor {name} has dtype {dtype}; expected floats")
 
     def _vector(self, *names: str) -> jax.Array:
         """The tensors end to end, as they lie."""
@@ -432,95 +437,115 @@ class _Reader:
         stacked = self._floats(names[0]) if len(names) == 1 else np.concatenate([self._floats(name) for name in names])
         return arrange(stacked, self._dtype, self._native)
 
-    def _packed_pair(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        blocks, scales = name + self._names.blocks_suffix, name + self._names.scales_suffix
-        values = self._bytes(blocks), self._bytes(scales)
-        if np.any(values[1] == NAN_SCALE):
-            raise InputError(
-                f"{self._checkpoint.directory}: tensor {scales} has a scale of 255 (NaN): the file is corrupt"
-            )
-        return values
+    def _packed_experts(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(blocks, scales) of one expert after the other."""
+        names = [name + suffix for suffix in (self._names.blocks_suffix, self._names.scales_suffix)]
+        for each in names:
+            if (dtype := self._checkpoint.dtype(each)) != np.uint8:
+                raise InputError(f"{self._checkpoint.directory}: tensor {each} has dtype {dtype}; expected uint8")
+        for blocks, scales in zip(*(self._checkpoint.parts(each, self._shapes[each]) for each in names), strict=True):
+            if np.any(scales == NAN_SCALE):
+                raise InputError(
+                    f"{self._checkpoint.directory}: tensor {names[1]} has a scale of 255 (NaN): the file is corrupt"
+                )
+            yield blocks, scales
 
     def _expert_matrices(self, name: str) -> Iterator[np.ndarray]:
         """[inputs, outputs] of one expert after the other, not yet in the wanted dtype."""
-        if not self._mxfp4:
-            yield from self._floats(name)
-            return
-        blocks, scales = self._packed_pair(name)
-        for expert in range(self._config.num_experts):
-            yield dequantize(blocks[expert], scales[expert]).T
+        if self._mxfp4:
+            for blocks, scales in self._packed_experts(name):
+                yield dequantize(blocks, scales).T
+        else:
+            self._expect_floats(name)
+            yield from self._checkpoint.parts(name, self._shapes[name])
 
     def _packed(self, prefix: str) -> PackedExperts:
         names = self._names
         gate_up_blocks, gate_up_scales = self._packed_pair(prefix + names.gate_up)
         down_blocks, down_scales = self._packed_pair(prefix + names.down)
         return PackedExperts(
-            gate_up_blocks=jnp.asarray(gate_up_blocks),
-            gate_up_scales=jnp.asarray(gate_up_scales),
+            gate_up_blocks=gate_up_blocks,
+            gate_up_scales=gate_up_scales,
             gate_up_bias=self._vector(prefix + names.gate_up_bias),
-            down_blocks=jnp.asarray(down_blocks),
-            down_scales=jnp.asarray(down_scales),
+            down_blocks=down_blocks,
+            down_scales=down_scales,
             down_bias=self._vector(prefix + names.down_bias),
         )
 
+    def _packed_pair(self, name: str) -> tuple[jax.Array, jax.Array]:
+        """(blocks, scales) of all experts, as they lie in the file."""
+        blocks, scales = self._on_device(self._packed_experts(name))
+        return blocks, scales
+
     def _expanded(self, prefix: str) -> ExpandedExperts:
         c, names = self._config, self._names
-        gate_up = np.empty((c.num_experts, c.hidden_size, 2 * c.expert_width), self._dtype)
+        gate_up = aligned((c.num_experts, c.hidden_size, 2 * c.expert_width), self._dtype)
         for expert, matrix in enumerate(self._expert_matrices(prefix + names.gate_up)):
             gate_up[expert, :, : c.expert_width] = matrix[:, 0::2]
             gate_up[expert, :, c.expert_width :] = matrix[:, 1::2]
-        down = np.empty((c.num_experts, c.expert_width, c.hidden_size), self._dtype)
+        down = aligned((c.num_experts, c.expert_width, c.hidden_size), self._dtype)
         for expert, matrix in enumerate(self._expert_matrices(prefix + names.down)):
             down[expert] = matrix
         gate, up = self._gate_and_up_bias(prefix)
         return ExpandedExperts(
-            gate_up=jnp.asarray(gate_up),
+            gate_up=to_device(gate_up),
             gate_up_bias=jnp.asarray(np.concatenate([gate, up], axis=-1)),
-            down=jnp.asarray(down),
+            down=to_device(down),
             down_bias=self._vector(prefix + names.down_bias),
         )
 
     def _fused(self, prefix: str) -> FusedExperts:
         c, names = self._config, self._names
-        gate_up = np.empty((c.hidden_size, 2, c.num_experts, c.expert_width), self._dtype)
+        gate_up = aligned((c.hidden_size, 2, c.num_experts, c.expert_width), self._dtype)
         for expert, matrix in enumerate(self._expert_matrices(prefix + names.gate_up)):
             gate_up[:, 0, expert] = matrix[:, 0::2]
             gate_up[:, 1, expert] = matrix[:, 1::2]
-        down = np.empty((c.num_experts, c.expert_width, c.hidden_size), self._dtype)
+        down = aligned((c.num_experts, c.expert_width, c.hidden_size), self._dtype)
         for expert, matrix in enumerate(self._expert_matrices(prefix + names.down)):
             down[expert] = matrix
         gate, up = self._gate_and_up_bias(prefix)
         return FusedExperts(
-            gate_up=jnp.asarray(gate_up.reshape(c.hidden_size, -1)),
+            gate_up=to_device(gate_up.reshape(c.hidden_size, -1)),
             gate_up_bias=jnp.asarray(np.concatenate([gate.ravel(), up.ravel()])),
-            down=jnp.asarray(down.reshape(-1, c.hidden_size)),
+            down=to_device(down.reshape(-1, c.hidden_size)),
             down_bias=self._vector(prefix + names.down_bias),
         )
 
     def _panels(self, prefix: str, layout: Layout) -> PanelExperts:
         c, names = self._config, self._names
-        gate_up_bias = self._floats(prefix + names.gate_up_bias).astype(np.float32)
+        gate_up_bias = alternate(self._floats(prefix + names.gate_up_bias).astype(np.float32))
+        data, scales = self._expert_panels(prefix + names.gate_up, layout, alternate)
+        gate_up = Panels(data, scales, c.hidden_size, gate_up_bias.shape[1])
+        data, scales = self._expert_panels(prefix + names.down, layout, lambda rows: rows)
         return PanelExperts(
-            gate_up=self._expert_panels(prefix + names.gate_up, layout, alternate),
-            gate_up_bias=jnp.asarray(alternate(gate_up_bias)),
-            down=self._expert_panels(prefix + names.down, layout, lambda rows: rows),
+            gate_up=gate_up,
+            gate_up_bias=jnp.asarray(gate_up_bias),
+            down=Panels(data, scales, c.expert_width, c.hidden_size),
             down_bias=jnp.asarray(self._floats(prefix + names.down_bias).astype(np.float32)),
             hidden=c.expert_width,
         )
 
-    def _expert_panels(self, name: str, layout: Layout, order: Callable[[np.ndarray], np.ndarray]) -> Panels:
-        """All experts' matrices end to end; `order` puts [experts, outputs, *rest] into the order of the panels."""
+    def _expert_panels(
+        self, name: str, layout: Layout, order: Callable[[np.ndarray], np.ndarray]
+    ) -> tuple[jax.Array, jax.Array]:
+        """(data, scales) of all experts' panels; `order` puts [1, outputs, *rest] into the order of the panels."""
         if layout == "packed":
-            blocks, scales = map(order, self._packed_pair(name))
-            return panels(pack_mxfp4(blocks, scales), blocks.shape[2] * BLOCK, blocks.shape[1])
+            data, scales = self._on_device(
+                pack_mxfp4(order(blocks[None])[0], order(scales[None])[0])
+                for blocks, scales in self._packed_experts(name)
+            )
+            return data, scales
         # MXFP4 values are exact in bfloat16
         dtype = BFLOAT16 if self._mxfp4 else self._dtype
-        packed = []
-        for matrix in self._expert_matrices(name):
-            rows = order(matrix.T[None])
-            packed.append(pack_floats((rows if rows.dtype == BFLOAT16 else rows.astype(dtype))[0]))
-        data = np.stack([data for data, _ in packed])
-        return panels((data, packed[0][1]), rows.shape[2], rows.shape[1])
+        rows = (order(matrix.T[None])[0] for matrix in self._expert_matrices(name))
+        data, scales = self._on_device(
+            pack_floats(each if each.dtype == BFLOAT16 else each.astype(dtype)) for each in rows
+        )
+        return data, scales.reshape(0)
+
+    def _on_device(self, experts: Iterable[tuple[np.ndarray, ...]]) -> tuple[jax.Array, ...]:
+        """For each of the arrays that all experts have, one of all experts. No more than one expert is there twice."""
+        return tuple(map(to_device, stack(experts, self._config.num_experts)))
 
     def _gate_and_up_bias(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
         bias = self._floats(prefix + self._names.gate_up_bias).astype(self._dtype)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.settings import Settings
+from peagle.cli.settings import BenchSettings, Settings
 from peagle.jax_cure import MiscompilingJaxError
 from peagle.ops.errors import InputError
 
@@ -55,6 +55,18 @@ Reads config.json and the headers of the weights only, so it is quick for any si
 
   a target or a drafter        [cyan]peagle info DIR[/cyan]
   both, and whether they fit   [cyan]peagle info TARGET DRAFTER[/cyan]
+"""
+BENCH_HELP = """
+Measure a target by itself: prefill (pp), decoding (tg), and verify passes of several widths.
+
+v(T) is what a pass over T rows costs, in passes over one: with K = T - 1 drafts,
+speculation pays where a step gives more tokens than that. Without TARGET: the demo's.
+
+[bold]Examples[/bold]
+
+  a checkpoint          [cyan]peagle bench DIR[/cyan]
+  decoding alone        [cyan]peagle bench DIR -p 0 -t 1 -n 64,256 --context 1024[/cyan]
+  for a report          [cyan]peagle bench DIR --markdown - --json OUT[/cyan]
 """
 
 PROMPT, MODEL, SPECULATION, SAMPLING, RUNNING, OUTPUT = (
@@ -401,6 +413,58 @@ def info(
         from peagle.cli.info import show
 
         return show(directories or [])
+
+    return guarded(run)
+
+
+@app.command(help=BENCH_HELP)
+def bench(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="TARGET", show_default=False, help="GPT-OSS checkpoint. Default: the demo's."),
+    ] = None,
+    prompt_lengths: Annotated[
+        str, typer.Option("-p", "--prompt-lengths", metavar="N,N", help="Tokens of the prompts (pp); 0: no such test.")
+    ] = "128,512",
+    new_tokens: Annotated[
+        str, typer.Option("-n", "--new-tokens", metavar="N,N", help="Tokens to decode (tg); 0: no such test.")
+    ] = "64",
+    widths: Annotated[
+        str, typer.Option("-t", "--widths", metavar="T,T", help="Rows of a verify pass; 1 is always measured, too.")
+    ] = "1,2,4,8",
+    context: Annotated[
+        int, typer.Option("--context", metavar="N", help="Tokens in the caches when decoding and verifying start.")
+    ] = 128,
+    batch: Batch = 1,
+    repeats: Annotated[int, typer.Option("--repeats", metavar="R", help="Measurements of each test.")] = 5,
+    dtype: DtypeOption = None,
+    experts: ExpertsOption = Experts.auto,
+    kernels: KernelsOption = Kernels.auto,
+    json: Json = None,
+    markdown: Annotated[
+        str | None,
+        typer.Option("--markdown", metavar="FILE|-", rich_help_panel=OUTPUT, help="The table, to be put into a text."),
+    ] = None,
+) -> int:
+    settings = BenchSettings(
+        target=target,
+        prompt_lengths=prompt_lengths,
+        new_tokens=new_tokens,
+        widths=widths,
+        context=context,
+        batch=batch,
+        repeats=repeats,
+        dtype=dtype and dtype.value,
+        experts=experts.value,
+        kernels=kernels.value,
+        json=json,
+        markdown=markdown,
+    )
+
+    def run() -> int:
+        from peagle.cli.bench import bench_command
+
+        return bench_command(settings)
 
     return guarded(run)
 

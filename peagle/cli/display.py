@@ -35,10 +35,10 @@ class Display(Observer):
             sys.stdout.reconfigure(errors="replace")
 
     @contextmanager
-    def stage(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Shows what takes seconds now, with the time it took; what it gives is to be told (done, all) for the time
-        left."""
-        self._show(what)
+    def stage(self, what: str, animated: bool = True) -> Iterator[Callable[[int, int], None]]:
+        """Shows what takes seconds now, with the time it took if animated; what it gives is to be told (done, all) for
+        the time left."""
+        self._show(what, animated)
         try:
             yield self._advance
         finally:
@@ -128,9 +128,10 @@ class Display(Observer):
         if not self._live:
             return
         self.clear()
-        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False)]
+        what_column, left_column = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
+        columns: list[ProgressColumn] = [what_column, left_column]
         if animated:
-            columns = [SpinnerColumn("line"), *columns, TimeElapsedColumn(), TextColumn("{task.fields[left]}")]
+            columns = [SpinnerColumn("line"), what_column, TimeElapsedColumn(), left_column]
         self._progress = Progress(*columns, console=self.console, transient=True, auto_refresh=animated)
         self._progress.add_task(what, total=None, left="")
         self._progress.start()
@@ -139,7 +140,8 @@ class Display(Observer):
         if self._progress is not None and total:
             task = self._progress.tasks[0]
             left = (task.elapsed or 0.0) * (total - done) / max(done, 1)
-            self._progress.update(task.id, left=f"{done / total:.0%}, about {_duration(left)} left")
+            text = f"{done / total:.0%}, about {_duration(left)} left"
+            self._progress.update(task.id, left=text, refresh=not self._progress.live.auto_refresh)
 
 
 def _duration(seconds: float) -> str:

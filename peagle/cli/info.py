@@ -15,12 +15,13 @@ from drafter.model import init_caches as init_drafter_caches
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache, cache_bytes
+from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
 from peagle.ops.native import status as native_status
-from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEMO, fitting_taps, resolve
+from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEMO, default_dtype, fitting_taps, resolve
 from peagle.text import TOKENIZER_FILE
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
-from target.load import TargetFiles, inspect_target
+from target.load import TargetFiles, inspect_target, weight_bytes
 from target.model import init_caches as init_target_caches
 
 POSITIONS = 1000
@@ -80,6 +81,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("weights", f"{'MXFP4 experts, the rest' if files.mxfp4 else 'not quantised,'} as stored"),
         ("on disk", _bytes(_disk_bytes(path))),
         ("in memory", _target_memory(files)),
+        ("loaded here", _loaded_here(path)),
         (
             f"KV cache per {POSITIONS:,} positions",
             f"{_bytes(full * FLOAT32.itemsize)} float32, {_bytes(full * BFLOAT16.itemsize)} bfloat16 (full layers)",
@@ -129,6 +131,14 @@ def _target_memory(files: TargetFiles) -> str:
     return stored + "; ".join(
         f"{name} {of(FLOAT32, packed)} float32, {of(BFLOAT16, packed)} bfloat16" for name, packed in layouts
     )
+
+
+def _loaded_here(path: Path) -> str:
+    """What the default options load, and whether there is memory for it now."""
+    dtype = default_dtype()
+    needed, available = weight_bytes(path, dtype=jnp.dtype(dtype), native=native_available()), available_memory_bytes()
+    fits = "fits" if needed <= available else "does not fit"
+    return f"{_bytes(needed)} for {dtype} arithmetic; {fits} into the {_bytes(available)} available now"
 
 
 def _target_kv(config: TargetConfig, kind: str) -> int:

@@ -37,3 +37,21 @@ class Settings:
     json: str | None
     trace: str | None
     quiet: bool
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """The arguments of `bench`; None: the default, which the run chooses."""
+
+    target: str | None
+    prompt_lengths: str
+    new_tokens: str
+    widths: str
+    context: int
+    batch: int
+    repeats: int
+    dtype: str | None
+    experts: str
+    kernels: str
+    json: str | None
+    markdown: str | None

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from peagle.ops.errors import InputError
+from peagle.ops.memory import aligned
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_PIECE_BYTES = 1 << 24  # of a file at a time
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -94,22 +96,25 @@ class Checkpoint:
         self._refuse_surplus(self.names - shapes.keys())
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """A copy of the tensor, in its stored dtype; it counts as consumed.
+        """A copy of the tensor, in its stored dtype, which peagle.ops.memory.to_device takes as it is; it counts as
+        consumed.
 
         Raises InputError where it is missing, or where it has not the given shape.
         """
-        self.dtype(name)
-        if shape is not None:
-            self._check_shape(name, shape)
-        self._left.discard(name)
-        try:
-            tensor: np.ndarray = self._shard_of[name].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{self.directory}: tensor {name} cannot be read: {_one_line(error)}") from None
-        if self._progress is not None:
-            self._taken_bytes += tensor.nbytes
-            self._progress(self._taken_bytes, self._all_bytes)
+        self._consume(name, shape)
+        tensor = aligned(self.shape(name), self.dtype(name))
+        rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
+        step = max(1, _PIECE_BYTES * len(rows) // max(1, tensor.nbytes))
+        for start in range(0, len(rows), step):
+            end = min(start + step, len(rows))
+            rows[start:end] = self._read(name, slice(start, end) if tensor.ndim else ...)
         return tensor
+
+    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+        """Copies of tensor[0], tensor[1], ..., each read when it is asked for; otherwise as `take`."""
+        self._consume(name, shape)
+        for index in range(shape[0]):
+            yield self._read(name, index)
 
     def ignore(self, name: str) -> None:
         """The tensor, where there is one, counts as consumed."""
@@ -118,6 +123,22 @@ class Checkpoint:
     def finish(self) -> None:
         """Raises InputError naming the tensors that were neither taken nor ignored."""
         self._refuse_surplus(self._left)
+
+    def _consume(self, name: str, shape: tuple[int, ...] | None) -> None:
+        self.dtype(name)
+        if shape is not None:
+            self._check_shape(name, shape)
+        self._left.discard(name)
+
+    def _read(self, name: str, where: Any) -> np.ndarray:
+        try:
+            piece: np.ndarray = self._slice(name)[where]
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{self.directory}: tensor {name} cannot be read: {_one_line(error)}") from None
+        if self._progress is not None:
+            self._taken_bytes += piece.nbytes
+            self._progress(self._taken_bytes, self._all_bytes)
+        return piece
 
     def _refuse_surplus(self, names: Set[str]) -> None:
         if names:

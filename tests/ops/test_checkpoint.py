@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from peagle.ops import checkpoint
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError
 
@@ -275,3 +276,37 @@ def test_tensors_are_made_one_after_the_other(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "lazy", {}, lazily(), shard_bytes=16)
     assert seen == [0, 0, 1, 2]
     assert read_checkpoint(tmp_path / "lazy").take("t3").tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 17, 1 << 24])
+def test_tensors_are_read_in_pieces_and_whole(single: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr(checkpoint, "_PIECE_BYTES", piece_bytes)
+    opened = read_checkpoint(single)
+    told: list[tuple[int, int]] = []
+    opened.watch(lambda *numbers: told.append(numbers))
+    for name, value in tensors().items():
+        taken = opened.take(name, value.shape)
+        assert taken.dtype == value.dtype
+        np.testing.assert_array_equal(taken, value)
+    total = sum(value.nbytes for value in tensors().values())
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    opened.finish()
+
+
+def test_parts_are_read_when_they_are_asked_for(sharded: Path) -> None:
+    opened = read_checkpoint(sharded)
+    told: list[int] = []
+    opened.watch(lambda done, _: told.append(done))
+    parts = opened.parts("brain", (3, 4))
+    assert told == []
+    for index, part in enumerate(parts):
+        assert told == [8 * (row + 1) for row in range(index + 1)]
+        np.testing.assert_array_equal(part, tensors()["brain"][index])
+    for name in opened.names - {"brain"}:
+        opened.ignore(name)
+    opened.finish()
+    with pytest.raises(InputError, match=r"brain has shape \[3, 4\], expected \[4, 3\]"):
+        next(opened.parts("brain", (4, 3)))
+    with pytest.raises(InputError, match="missing"):
+        next(opened.parts("absent", (4, 3)))

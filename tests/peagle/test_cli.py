@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+import peagle.cli.info
 import peagle.cli.run
+import peagle.pair
 from peagle.cli import main
 from peagle.cli.display import Display
+from peagle.ops import native
 from peagle.pair import Pair
 from tests.peagle.conftest import MASK, VOCAB_SIZE, Directories, edit_json, toy_pair
 
@@ -356,6 +359,39 @@ def test_a_target_without_a_drafter_and_other_mixtures_are_refused(
     shutil.copytree(directories.target, tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink()
     refused(real("speculate", "--target", str(tmp_path / "bare"), "--drafter", "ngram", "Hi"), "--prompt-ids")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
+    real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    """With the sum; and `info` says so, too."""
+    import target.load
+    from peagle.ops.checkpoint import Checkpoint
+
+    def no_reading(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    target_directory, drafter_directory = str(directories.target), str(directories.drafter)
+    needed = target.load.weight_bytes(directories.target, native=native.available() and kernels == "auto")
+    for module in (peagle.pair, peagle.cli.info):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda: needed)
+    assert "fits into" in real("info", target_directory)[1]
+    monkeypatch.setattr(Checkpoint, "take", no_reading)
+    pair = ("--target", target_directory, "--drafter", drafter_directory, "--kernels", kernels)
+    refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "MB", "--experts")
+    monkeypatch.setattr(peagle.cli.info, "available_memory_bytes", lambda: 1000)
+    assert "does not fit into the 1.0 kB" in real("info", target_directory)[1]
+
+
+def test_caches_that_do_not_fit_into_memory_are_refused(
+    real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_row = ("--target", str(directories.target), "--context", "384", "-n", "4", "Hi")
+    assert real("generate", *one_row)[0] == 0
+    read_weights = iter([1 << 40])  # there is room for those
+    monkeypatch.setattr(peagle.pair, "available_memory_bytes", lambda: next(read_weights, 1000))
+    refused(real("generate", *one_row), "out of memory", "the caches of 384 positions", "--context", "0.00 MB")
 
 
 def test_speculation_and_plain_decoding_of_a_real_pair_agree(real: Run, directories: Directories) -> None:

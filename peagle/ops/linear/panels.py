@@ -12,10 +12,11 @@ checkpoint stores in bfloat16 stay so, and the result is that of float32 weights
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
+
+from peagle.ops.memory import aligned, aligned_copy, to_device
 
 ROWS = 16
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -38,33 +39,41 @@ def num_panels(outputs: int) -> int:
 
 def pack_floats(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(data, scales) of a matrix [..., outputs, inputs]; bfloat16 stays bfloat16, anything else becomes float32."""
-    half = matrix.dtype == BFLOAT16
     *lead, outputs, inputs = matrix.shape
-    padded = np.zeros((*lead, num_panels(outputs) * ROWS, inputs + inputs % 2 if half else inputs), matrix.dtype)
-    padded[..., :outputs, :inputs] = matrix
-    if half:
-        data = padded.reshape(*lead, -1, ROWS, padded.shape[-1] // 2, 2).swapaxes(-2, -3)
-    else:
-        data = padded.astype(np.float32, copy=False).reshape(*lead, -1, ROWS, inputs).swapaxes(-1, -2)
-    return np.ascontiguousarray(data), np.zeros((0,), np.uint8)
+    if matrix.dtype != BFLOAT16:
+        data = aligned((*lead, num_panels(outputs), inputs, ROWS), np.float32)
+        _fill(data.swapaxes(-1, -2), matrix)
+        return data, np.zeros((0,), np.uint8)
+    data = aligned((*lead, num_panels(outputs), (inputs + 1) // 2, ROWS, 2), BFLOAT16)
+    for half in range(2):
+        _fill(data[..., : (inputs + 1 - half) // 2, :, half].swapaxes(-1, -2), matrix[..., half::2])
+    return data, np.zeros((0,), np.uint8)
 
 
 def pack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(data, scales) of MXFP4 rows as checkpoints store them: blocks [..., outputs, inputs/32, 16] and scales [...,
     outputs, inputs/32] (peagle.ops.mxfp4)."""
     *lead, outputs, count, _ = blocks.shape
-    rows = num_panels(outputs) * ROWS
-    words = np.zeros((*lead, rows, count * 4), "<u4")
-    words[..., :outputs, :] = np.ascontiguousarray(blocks).view("<u4").reshape(*lead, outputs, count * 4)
-    padded = np.zeros((*lead, rows, count), np.uint8)
-    padded[..., :outputs, :] = scales
-    panels = [part.reshape(*lead, -1, ROWS, part.shape[-1]).swapaxes(-1, -2) for part in (words, padded)]
-    return np.ascontiguousarray(panels[0]), np.ascontiguousarray(panels[1])
+    words = np.ascontiguousarray(blocks).view("<u4").reshape(*lead, outputs, count * 4)
+    packed = []
+    for rows in (words, scales):
+        packed.append(aligned((*lead, num_panels(outputs), rows.shape[-1], ROWS), rows.dtype))
+        _fill(packed[-1].swapaxes(-1, -2), rows)
+    return packed[0], packed[1]
+
+
+def _fill(panels: np.ndarray, rows: np.ndarray) -> None:
+    """The rows [..., outputs, width] are in the panels [..., panels, 16, width], which stay zero behind them."""
+    outputs, width = rows.shape[-2:]
+    whole = outputs // ROWS
+    panels[..., :whole, :, :] = rows[..., : whole * ROWS, :].reshape(*rows.shape[:-2], whole, ROWS, width)
+    if rest := outputs % ROWS:
+        panels[..., whole, :rest, :] = rows[..., whole * ROWS :, :]
 
 
 def panels(packed: tuple[np.ndarray, np.ndarray], inputs: int, outputs: int) -> Panels:
-    """What a pack function gave, on the device."""
-    return Panels(jnp.asarray(packed[0]), jnp.asarray(packed[1]), inputs, outputs)
+    """What a pack function gave, on the device. It may be the arrays' own memory: nobody writes to them any more."""
+    return Panels(to_device(packed[0]), to_device(packed[1]), inputs, outputs)
 
 
 def unpack_floats(packed: Panels) -> np.ndarray:
@@ -93,11 +102,12 @@ def arrange(rows: np.ndarray, dtype: DTypeLike, native: bool) -> jax.Array | Pan
     if native:
         outputs, inputs = rows.shape
         return panels(pack_floats(rows if rows.dtype == BFLOAT16 else rows.astype(dtype)), inputs, outputs)
-    return jnp.asarray(rows.T.astype(dtype, order="C"))
+    return to_device(aligned_copy(rows.T, dtype))
 
 
 def arrange_embedding(table: np.ndarray, dtype: DTypeLike, native: bool) -> jax.Array:
-    """A table for `embed`: in `dtype`, or where bfloat16 may stay bfloat16, its bits."""
-    if native and BFLOAT16 in (table.dtype, np.dtype(dtype)):
-        return jnp.asarray(table.astype(BFLOAT16).view(np.uint16))
-    return jnp.asarray(table.astype(dtype))
+    """A table for `embed`: in `dtype`, or where bfloat16 may stay bfloat16, its bits. It may be the table's own memory:
+    nobody writes to it any more."""
+    bits = native and BFLOAT16 in (table.dtype, np.dtype(dtype))
+    table = table.astype(BFLOAT16 if bits else dtype, copy=False)
+    return to_device(table.view(np.uint16) if bits else table)

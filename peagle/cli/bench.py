@@ -1,0 +1,218 @@
+"""`peagle bench`: everything is checked, then loaded, then measured, then shown and written."""
+
+import dataclasses
+import sys
+from typing import Any, cast
+
+import jax
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement as Width
+from rich.table import Table
+
+from peagle.bench import Bench, BenchOptions, Measurement, Spread, WeightBytes, bench
+from peagle.cli.display import Display
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile
+from peagle.cli.report import SCHEMA, dumps
+from peagle.cli.settings import BenchSettings
+from peagle.ops.errors import InputError
+from peagle.pair import DEMO, Pair, load, resolve
+from peagle.provenance import peak_memory_bytes, provenance
+from target.load import inspect_target
+from target.model import GptOss
+
+COLUMNS = ("test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s")
+LEGEND = (
+    "Medians (lowest..highest). tg and verify: behind @ tokens of context. v(T): time of a pass over T rows by that "
+    "over one; floor: the same if reading the weights were all, each row selecting its experts evenly. GB/s: weights "
+    "read while decoding."
+)
+
+
+def bench_command(settings: BenchSettings) -> int:
+    """The table is on standard output, or on standard error where a file goes to standard output. Returns the exit
+    code. Raises InputError before any weights are read, if it can be told then."""
+    options = _options(settings)
+    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
+    if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
+        raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
+    name = DEMO if settings.target is None else settings.target
+    options.check(inspect_target(resolve(name, "target")).config.max_positions)
+
+    display = Display(text=False, quiet=False, total=1, streaming=False)
+    with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
+        pair = load(
+            name,
+            None,
+            dtype=cast(Any, settings.dtype),
+            experts=cast(Any, settings.experts),
+            kernels=cast(Any, settings.kernels),
+            progress=progress,
+        )
+    # not animated: a thread that redraws would be in the way of what is measured
+    with display.stage("measuring", animated=False) as progress:
+        measured = bench(pair, options, progress)
+
+    weights = weight_bytes(pair)
+    report = bench_report(measured, pair, weights, name, provenance(), peak_memory_bytes())
+    if json_file is not None:
+        json_file.write(dumps(report))
+    if markdown_file is not None:
+        markdown_file.write(markdown(measured, weights, report))
+    _show(measured, weights, report, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
+    return 130 if measured.interrupted else 0
+
+
+def weight_bytes(pair: Pair) -> WeightBytes:
+    """Those of a loaded pair's target."""
+    target = pair.plain_target
+    assert isinstance(target, GptOss)
+    params, config = target.params, target.config
+    experts = _bytes([layer.moe.experts for layer in params.layers])
+    return WeightBytes(
+        dense=_bytes(params) - _bytes(params.embedding) - experts,
+        experts=experts,
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts if pair.experts == "fused" else config.top_k,
+    )
+
+
+def bench_report(
+    measured: Bench, pair: Pair, weights: WeightBytes, name: str, provenance: dict[str, Any], peak: int | None
+) -> dict[str, Any]:
+    """The object that --json writes. What is absent is null."""
+    return {
+        "schema": SCHEMA,
+        "provenance": provenance,
+        "config": {
+            "command": "bench",
+            "target": name,
+            **dataclasses.asdict(measured.options),
+            "dtype": pair.dtype,
+            "experts": pair.experts,
+            "kernels": pair.kernels,
+            "steps_per_dispatch": pair.steps_per_dispatch,
+            "interrupted": measured.interrupted,
+        },
+        "weight_bytes": dataclasses.asdict(weights),
+        "tests": [_test_block(each, measured, weights) for each in measured.measurements],
+        "peak_memory_bytes": peak,
+    }
+
+
+def markdown(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> str:
+    """The table with what was measured where, in Markdown."""
+    lines = [part for line in _heading(measured, weights, report) for part in (line, "")]
+    lines += [f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
+    lines += [f"| {' | '.join(row)} |" for row in _rows(measured, weights)]
+    command = " ".join(report["provenance"]["command"])
+    return "\n".join([*lines, "", LEGEND, "", f"`{command}`", ""])
+
+
+def _options(settings: BenchSettings) -> BenchOptions:
+    return BenchOptions(
+        prompt_lengths=_numbers("-p", settings.prompt_lengths, may_be_none=True),
+        new_tokens=_numbers("-n", settings.new_tokens, may_be_none=True),
+        widths=_numbers("-t", settings.widths),
+        context=settings.context,
+        batch=settings.batch,
+        repeats=settings.repeats,
+    )
+
+
+def _numbers(flag: str, text: str, may_be_none: bool = False) -> tuple[int, ...]:
+    if may_be_none and text.strip() == "0":
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{flag} is {text!r}; expected whole numbers with commas between them, as 1,2,4") from None
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def _weight_rate(measurement: Measurement, weights: WeightBytes) -> float | None:
+    """Gigabytes of weights a second that decoding reads."""
+    if measurement.case.kind != "tg":
+        return None
+    return weights.read(measurement.batch) / measurement.ms_per_pass.median / 1e6
+
+
+def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes) -> dict[str, Any]:
+    case, verify = measurement.case, measurement.case.kind == "verify"
+    return {
+        "kind": case.kind,
+        "size": case.size,
+        "context": 0 if case.kind == "pp" else measured.options.context,
+        "batch": measurement.batch,
+        "num_passes": measurement.passes,
+        "num_tokens": measurement.num_tokens,
+        "seconds": list(measurement.seconds),
+        "tok_per_s": None if verify else dataclasses.asdict(measurement.tok_per_s),
+        "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
+        "v": measured.v(measurement),
+        "v_floor": weights.floor(case.size, measurement.batch) if verify else None,
+        "weight_gb_per_s": _weight_rate(measurement, weights),
+    }
+
+
+def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
+    rows = []
+    for each in measured.measurements:
+        block = _test_block(each, measured, weights)
+        behind = f" @ {block['context']}" if block["context"] else ""
+        rows.append(
+            (
+                f"{each.case.kind} {each.case.size}{behind}",
+                "" if block["tok_per_s"] is None else _spread(each.tok_per_s),
+                _spread(each.ms_per_pass),
+                *(_number(block[name]) for name in ("v", "v_floor", "weight_gb_per_s")),
+            )
+        )
+    return rows
+
+
+def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> list[str]:
+    config, origin, options = report["config"], report["provenance"], measured.options
+    packages = ", ".join(f"{name} {origin['packages'][name]}" for name in ("peagle", "jax"))
+    device = origin["device"]
+    where = origin["cpu"] or "CPU" if device["platform"] == "cpu" else device["kind"]
+    repeats = f"{options.repeats} repeats" + (", interrupted" if measured.interrupted else "")
+    return [
+        f"{config['target']}: {config['dtype']} arithmetic, {config['experts']} experts, kernels {config['kernels']}; "
+        f"{(weights.dense + weights.experts) / 1e6:,.1f} MB of weights without the embedding, "
+        f"{weights.read(1) / 1e6:,.1f} MB read for a token",
+        f"{where}, {origin['num_threads']} threads; {packages}; batch {options.batch}, {repeats}",
+    ]
+
+
+def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stderr: bool) -> None:
+    console = Console(file=sys.stderr if to_stderr else sys.stdout, highlight=False, soft_wrap=True)
+    if not measured.measurements:
+        console.print("interrupted before the first measurement")
+        return
+    for line in _heading(measured, weights, report):
+        console.print(line, markup=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for index, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in _rows(measured, weights):
+        table.add_row(*row)
+    # whole numbers wherever it goes: a reader of a file has no width, and a narrow terminal breaks lines by itself
+    console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
+    console.print(table)
+    console.print(LEGEND, style="dim")
+
+
+def _spread(spread: Spread) -> str:
+    return f"{_number(spread.median)} ({_number(spread.lowest)}..{_number(spread.highest)})"
+
+
+def _number(value: float | None) -> str:
+    """Three figures or more, and no exponent."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,78 @@
+"""Arrays that are in memory once, and what memory there is."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from peagle.ops import memory
+from peagle.ops.memory import ALIGNMENT, aligned, aligned_copy, available_memory_bytes, stack, to_device
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.float32, ml_dtypes.bfloat16, np.bool_])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (7,), (5, 3, 11)])
+def test_an_aligned_array_is_taken_as_it_is(shape: tuple[int, ...], dtype: type) -> None:
+    values = aligned(shape, dtype)
+    assert (values.shape, values.dtype) == (shape, np.dtype(dtype))
+    assert values.flags.c_contiguous
+    assert not values.any()
+    if values.size:
+        assert values.ctypes.data % ALIGNMENT == 0
+        if jax.default_backend() == "cpu":
+            assert to_device(values).unsafe_buffer_pointer() == values.ctypes.data
+
+
+def test_what_is_not_aligned_comes_over_too() -> None:
+    values = aligned((9, 4), np.float32).reshape(-1)[1:]
+    values[:] = np.arange(35)
+    np.testing.assert_array_equal(to_device(values), np.arange(35))
+
+
+def test_the_device_keeps_the_memory() -> None:
+    kept = to_device(aligned_copy(np.arange(10_000, dtype=np.uint32)))
+    for _ in range(5):
+        aligned((10_000,), np.uint32)[:] = 1
+    np.testing.assert_array_equal(kept, np.arange(10_000))
+
+
+def test_donating_such_an_array_leaves_its_memory_alone() -> None:
+    values = aligned_copy(np.arange(8, dtype=np.float32))
+    out = jax.jit(lambda x: x + 1, donate_argnums=0)(to_device(values))
+    np.testing.assert_array_equal(out, np.arange(8) + 1)
+    np.testing.assert_array_equal(values, np.arange(8))
+
+
+def test_an_aligned_copy_is_in_c_order_and_rounded() -> None:
+    values = np.random.default_rng(0).normal(size=(6, 5)).astype(np.float32)
+    np.testing.assert_array_equal(aligned_copy(values.T), values.T)
+    rounded = aligned_copy(values.T, ml_dtypes.bfloat16)
+    assert rounded.flags.c_contiguous
+    np.testing.assert_array_equal(rounded, values.T.astype(ml_dtypes.bfloat16))
+
+
+def test_items_are_stacked_one_after_the_other() -> None:
+    made = []
+
+    def items():
+        for index in range(3):
+            made.append(index)
+            yield np.full((2,), index, np.uint8), np.full((1, 4), -index, np.float32)
+
+    first, second = stack(items(), 3)
+    assert made == [0, 1, 2]
+    np.testing.assert_array_equal(first, [[0, 0], [1, 1], [2, 2]])
+    assert (second.shape, second.dtype) == ((3, 1, 4), np.float32)
+    np.testing.assert_array_equal(second[:, 0, 0], [0, -1, -2])
+
+
+def test_available_memory_is_the_devices_where_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        def __init__(self, stats: dict[str, int] | None) -> None:
+            self.memory_stats = lambda: stats
+
+    assert 1 << 26 < available_memory_bytes() < 1 << 46
+    monkeypatch.setattr(memory, "available_host_bytes", lambda: 77)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for stats, expected in (({"bytes_limit": 100, "bytes_in_use": 30}, 70), ({"bytes_limit": 9}, 9), (None, 77)):
+        monkeypatch.setattr(jax, "devices", lambda stats=stats: [Device(stats)])
+        assert available_memory_bytes() == expected

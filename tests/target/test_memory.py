@@ -1,0 +1,102 @@
+"""Memory while a checkpoint of some 300 MB is loaded and decoded from, in a process of its own.
+
+Counted are anonymous pages (RssAnon): pages of the mapped files are resident too, and the system takes them back when
+it needs them.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from peagle.ops import native
+from scripts.make_random_checkpoint import geometry, random_tensors
+from target.load import inspect_target, load_target, weight_bytes, write_target
+
+CONFIG = geometry(
+    hidden=1024, layers=3, heads=(16, 4), head_dim=64, vocab=32768, experts=(32, 4), expert_width=1024, window=64
+)
+# what compiling the two programs of a decoding takes, whatever the weights are
+COMPILER_BYTES = {"native": 128_000_000, "xla": 256_000_000}
+MEASURE = """
+import json, sys, threading, time
+from pathlib import Path
+import peagle.pair, transformers
+import jax
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+peak, ended = 0, False
+
+def watch():
+    global peak
+    while not ended:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+
+directory, kernels = sys.argv[1:]
+jax.numpy.zeros(1).block_until_ready()
+before = anonymous()
+watcher = threading.Thread(target=watch)
+watcher.start()
+pair = peagle.pair.load(directory, None, experts="packed", kernels=kernels)
+loading = peak - before
+peak = 0
+pair.generate([1, 2, 3], max_new_tokens=3, ignore_eos=True)
+ended = True
+watcher.join()
+weights = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.params))
+caches = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.init_cache(1, 128, 1)))
+print(json.dumps({"loading": loading, "decoding": peak - before, "weights": weights, "caches": caches}))
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("memory") / "target"
+    tensors = random_tensors(CONFIG, mxfp4=True, seed=0)
+    write_target(made, CONFIG, tensors, mxfp4=True, shard_bytes=100_000_000)
+    return made
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("kernels", ["native", "xla"])
+def test_memory_peaks_within_15_percent_of_weights_and_caches(directory: Path, kernels: str) -> None:
+    """While loading; while decoding, what the compiler takes comes on top."""
+    if kernels == "native" and not native.available():
+        pytest.skip(native.status()[1])
+    run = subprocess.run([sys.executable, "-c", MEASURE, str(directory), kernels], capture_output=True, check=True)
+    measured = json.loads(run.stdout)
+    assert measured["weights"] > 250e6
+    assert measured["weights"] <= measured["loading"] + 1e6  # pages that are not touched do not count, and none are
+    assert measured["loading"] <= 1.15 * measured["weights"]
+    assert measured["decoding"] <= 1.15 * (measured["weights"] + measured["caches"]) + COMPILER_BYTES[kernels]
+
+
+@pytest.mark.parametrize(
+    ("experts", "panels", "dtype"),
+    [
+        ("packed", True, jnp.float32),
+        ("packed", True, jnp.bfloat16),
+        ("packed", False, jnp.float32),
+        ("packed", False, jnp.bfloat16),
+        ("expanded", True, jnp.float32),
+    ],
+)
+def test_weight_bytes_are_those_of_the_loaded_weights(
+    directory: Path, experts: str, panels: bool, dtype: object
+) -> None:
+    if panels and not native.available():
+        pytest.skip(native.status()[1])
+    options = {"dtype": dtype, "experts": experts, "native": panels}
+    loaded = load_target(directory, **options)  # type: ignore[arg-type]
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
+    assert weight_bytes(directory, **options) == pytest.approx(held, rel=0.01)  # type: ignore[arg-type]
+    if (experts, panels) == ("packed", True):
+        assert held == pytest.approx(inspect_target(directory).tensor_bytes, rel=0.01)  # as stored
