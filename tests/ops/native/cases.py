@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -65,7 +66,7 @@ def to_panels(
 def each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """The function's results, compiled as one: eighteen compilations would take longer than all else. What it closes
     over is compiled in."""
-    return jax.jit(lambda given: [function(*one) for one in given])(calls)
+    return jax.jit(lambda given: [function(*one) for one in given])(jax.tree.map(jnp.asarray, calls))
 
 
 def bits(array: jax.Array) -> np.ndarray:

@@ -171,7 +171,7 @@ def one_after_the_other(
         return outs, caches[1:]
 
     given = [(qkv, *angles(positions, heads, qkv.dtype.type), positions) for qkv, positions in passes]
-    return jax.jit(run)(given, cache)
+    return jax.jit(run)(jax.tree.map(jnp.asarray, given), cache)
 
 
 def random_passes(
