@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1
 
 ONE, TWO, FOUR = CONFIGS
 LENGTHS = (5, 9)
+NUM_DRAFTS = {ONE: 8, TWO: 5}  # the same ones throughout: every other one is compiled anew
 
 
 def load(directory: Path, on: bool, dtype: Any = jnp.float32, **shared: Any) -> PEagle:
@@ -53,8 +54,16 @@ def assert_alike(ours: PEagle, theirs: PEagle, num_drafts: int) -> None:
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
 
 
-@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "num_drafts"), [(ONE, 1), (ONE, 8), (TWO, 5), (FOUR, 3)])
+@pytest.mark.parametrize(
+    ("name", "num_drafts", "stored"),
+    [
+        (ONE, 1, ml_dtypes.bfloat16),
+        (ONE, NUM_DRAFTS[ONE], np.float32),
+        (TWO, NUM_DRAFTS[TWO], np.float32),
+        (TWO, NUM_DRAFTS[TWO], ml_dtypes.bfloat16),
+        (FOUR, 3, ml_dtypes.bfloat16),
+    ],
+)
 def test_proposing_is_the_xla_form(tmp_path: Path, name: str, num_drafts: int, stored: type) -> None:
     config = CONFIGS[name]
     save_drafter(tmp_path / "drafter", cast(random_params(config), stored), config)
@@ -85,7 +94,7 @@ def test_a_shared_embedding_and_head_are_the_targets_panels(tmp_path: Path, name
     assert isinstance(shared, Panels)
     assert (shared.inputs, shared.outputs, shared.data.dtype) == (config.hidden_size, config.draft_vocab_size, stored)
     assert ours.params.embedding.dtype == (jnp.float32 if stored == np.float32 else jnp.uint16)
-    assert_alike(ours, theirs, num_drafts=3)
+    assert_alike(ours, theirs, NUM_DRAFTS[name])
     head = arrange(rows[:, 1:], jnp.float32, True)
     with pytest.raises(InputError, match="cannot share it"):
         load(directory, True, target_lm_head=head, target_embedding=ours.params.embedding)
@@ -93,40 +102,41 @@ def test_a_shared_embedding_and_head_are_the_targets_panels(tmp_path: Path, name
 
 # A draft's bits are its own
 
-NUM_DRAFTS = 5
 
-
-@pytest.fixture(scope="module", params=[(n, d) for n in (ONE, TWO) for d in ("float32", "bfloat16")], ids=str)
-def peagle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PEagle:
+@pytest.fixture(scope="module", params=[(ONE, "float32"), (TWO, "bfloat16")], ids=str)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PEagle, int]:
+    """(a drafter, K)."""
     name, dtype = request.param
     at = tmp_path_factory.mktemp("drafter")
     save_drafter(at, random_params(CONFIGS[name]), CONFIGS[name])
-    return load(at, True, jnp.dtype(dtype))
+    return load(at, True, jnp.dtype(dtype)), NUM_DRAFTS[name]
 
 
 def bits(draft: Draft) -> np.ndarray:
     return logits_of(draft).view(np.uint32)
 
 
-def test_a_sequence_alone_is_the_sequence_in_a_batch(peagle: PEagle) -> None:
+def test_a_sequence_alone_is_the_sequence_in_a_batch(case: tuple[PEagle, int]) -> None:
+    peagle, most = case
     texts, lengths = [random_text(peagle.config, seed) for seed in (1, 2, 3)], (5, 9, 7)
-    firsts, nums = [n - 1 for n in lengths], [1, NUM_DRAFTS + 1, 3]
-    state = prompt_state(peagle, texts, lengths, NUM_DRAFTS)
-    fresh = stack_fresh(texts, firsts, nums, NUM_DRAFTS)
-    together, after = propose(peagle, state, fresh, num_drafts=NUM_DRAFTS)
+    firsts, nums = [n - 1 for n in lengths], [1, most + 1, 3]
+    state = prompt_state(peagle, texts, lengths, most)
+    fresh = stack_fresh(texts, firsts, nums, most)
+    together, after = propose(peagle, state, fresh, num_drafts=most)
     for b in range(len(texts)):
         own_state, own_fresh = jax.tree.map(lambda part, b=b: jnp.asarray(np.asarray(part)[b : b + 1]), (state, fresh))
-        alone, own_after = propose(peagle, own_state, own_fresh, num_drafts=NUM_DRAFTS)
+        alone, own_after = propose(peagle, own_state, own_fresh, num_drafts=most)
         np.testing.assert_array_equal(bits(alone), bits(together)[b : b + 1])
         for one, other in zip(jax.tree.leaves(own_after), jax.tree.leaves(after), strict=True):
             np.testing.assert_array_equal(one, np.asarray(other)[b : b + 1])
 
 
-def test_a_draft_does_not_depend_on_how_many_there_are(peagle: PEagle) -> None:
+def test_a_draft_does_not_depend_on_how_many_there_are(case: tuple[PEagle, int]) -> None:
+    peagle, most = case
     texts, lengths = [random_text(peagle.config, seed) for seed in (1, 2)], (5, 9)
     firsts, nums = [n - 1 for n in lengths], [1, 2]
     drafts = []
-    for num_drafts in (1, 2, NUM_DRAFTS):
+    for num_drafts in (2, most):
         state = prompt_state(peagle, texts, lengths, num_drafts)
         drafts.append(propose(peagle, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)[0])
     for fewer in drafts[:-1]:

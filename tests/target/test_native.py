@@ -25,6 +25,7 @@ MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attentio
 BATCH, LENGTH = 3, 57
 PROMPTS = [9, 16, 4]
 AUX_LAYER_IDS = (1, 0)
+verify, prefill = jax.jit(GptOss.verify), jax.jit(GptOss.prefill)
 
 
 @pytest.fixture(scope="module")
@@ -77,50 +78,52 @@ def test_every_matrix_is_in_panels_and_as_narrow_as_stored(directories: dict[str
         assert matrix.data.dtype == dense
 
 
-@pytest.mark.parametrize("retain_full_kv", [False, True], ids=["ring", "retained"])
-@pytest.mark.parametrize("name", STORED)
+def one_pass(directories: dict[str, Path], name: str, native: bool, dtype: object) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and aux hidden of all tokens at once: a cache is filled, and nothing is taken back."""
+    loaded = load(directories, name, native, dtype)
+    made, tokens = model(loaded), random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
+    empty = made.init_cache(BATCH, LENGTH, LENGTH)
+    out, _ = verify(made, jnp.asarray(tokens), jnp.zeros(BATCH, jnp.int32), empty)
+    return np.asarray(out.logits, np.float32), np.asarray(out.aux_hidden, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "retained"),
+    # caches do not know how weights are stored
+    [*((name, (False,)) for name in STORED if name != "float32"), ("float32", (False, True))],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
 def test_every_way_through_the_caches_is_the_xla_form(
-    directories: dict[str, Path], name: str, retain_full_kv: bool
+    directories: dict[str, Path], name: str, retained: tuple[bool, ...]
 ) -> None:
-    """Prefill, decoding and rolled-back verification, to 1e-4 of the logits' standard deviation."""
-    seen: dict[bool, list[tuple[np.ndarray, ...]]] = {True: [], False: []}
-    reached = []
-    for on in (True, False):
-        loaded = load(directories, name, native=on)
-        window = loaded.config.sliding_window
-        assert ring_capacity(window, WIDTH) < LENGTH - WIDTH  # it wraps
-        tokens = random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
-        made = model(loaded, retain_full_kv)
-        reached.append(walk(made, tokens, PROMPTS, lambda *step, to=seen[on]: to.append(step), decoded=4))
-    assert reached[0] == reached[1]
-    std = np.concatenate([logits for *_, logits, _ in seen[False]]).std()
-    hidden_std = np.concatenate([aux for *_, aux in seen[False]]).std()
-    for (*places, logits, aux), (*their_places, their_logits, their_aux) in zip(seen[True], seen[False], strict=True):
-        np.testing.assert_array_equal(places, their_places)
-        np.testing.assert_allclose(logits, their_logits, rtol=0, atol=1e-4 * std)
-        np.testing.assert_allclose(aux, their_aux, rtol=0, atol=1e-4 * hidden_std)
+    """Prefill, decoding and rolled-back verification, in a ring and in a full cache, to 1e-4 of the logits' standard
+    deviation."""
+    exact = one_pass(directories, name, False, jnp.float32)
+    loaded = load(directories, name, native=True)
+    assert ring_capacity(loaded.config.sliding_window, WIDTH) < LENGTH - WIDTH  # it wraps
+    tokens = random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
+
+    def check(rows: np.ndarray, positions: np.ndarray, *ours: np.ndarray) -> None:
+        for one, other in zip(ours, exact, strict=True):
+            np.testing.assert_allclose(one, other[rows, positions], rtol=0, atol=1e-4 * other.std())
+
+    for retain_full_kv in retained:
+        assert min(walk(model(loaded, retain_full_kv), tokens, PROMPTS, check, decoded=4)) > LENGTH // 2
 
 
 def test_bfloat16_is_nearer_to_float32_than_the_xla_form(directories: dict[str, Path]) -> None:
-    """It rounds less often."""
-
-    def logits(on: bool, dtype: object) -> np.ndarray:
-        loaded = load(directories, "bfloat16", on, dtype)
-        made, out = model(loaded), []
-        tokens = random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
-        walk(made, tokens, PROMPTS, lambda *step: out.append(step[2].astype(np.float32)), decoded=4)
-        return np.concatenate(out)
-
-    exact = logits(False, jnp.float32)
-    ours, theirs = (np.square(logits(on, jnp.bfloat16) - exact).mean() for on in (True, False))
-    assert ours < theirs
-    assert ours < 1e-3 * exact.var()
+    """It rounds less often. The median token's error: where two experts tie nearly, either form may take the other."""
+    exact = one_pass(directories, "bfloat16", False, jnp.float32)
+    ours, theirs = (one_pass(directories, "bfloat16", on, jnp.bfloat16) for on in (True, False))
+    for one, other, right in zip(ours, theirs, exact, strict=True):
+        near, far = (np.median(np.square(part - right).mean(axis=-1)) for part in (one, other))
+        assert near < 0.8 * far
+        assert near < 1e-3 * right.var()
 
 
 # A token's bits are its own: what a verifying pass computes is what decoding one token at a time computes
 
 WIDEST, STEPS = 16, 48  # rows of the widest pass; tokens behind the prompts
-verify, prefill = jax.jit(GptOss.verify), jax.jit(GptOss.prefill)
 Bits = tuple[np.ndarray, np.ndarray]  # of logits and aux hidden [B, T, ...]
 
 
@@ -155,10 +158,11 @@ def assert_same(ours: Bits, theirs: Bits, what: str) -> None:
 
 
 CASES = {
-    "float32": ("float32", jnp.float32, tuple(range(1, WIDEST + 1))),
+    # every width up to the widest in one of them; tests/ops/native goes through all of them for each op
+    "float32": ("float32", jnp.float32, (1, 2, 3, 5, 7, 9, 11, WIDEST)),
     "bfloat16 in float32": ("bfloat16", jnp.float32, (2, 8, 13)),
-    "bfloat16": ("bfloat16", jnp.bfloat16, tuple(range(1, WIDEST + 1))),
-    "mxfp4": ("mxfp4 packed", jnp.float32, (2, 8, 13)),
+    "bfloat16": ("bfloat16", jnp.bfloat16, (4, 6, 12, 15)),
+    "mxfp4": ("mxfp4 packed", jnp.float32, (1, 10, 14)),
 }
 
 

@@ -2,11 +2,15 @@
 
 Sources: kernels.h (what they compute), kernels.cc (how), ffi.cc (checked and threaded, as XLA calls them), build.py.
 Whoever calls an op of peagle.ops never comes here: the ops do, for weights in panels (peagle.ops.linear).
+
+    PEAGLE_KERNELS          an instruction set, whose kernels then run or it is an error; or xla, for XLA's own code
+    PEAGLE_KERNELS_DIR      where the compiled libraries are, if not beside this file: another build of them
 """
 
 import ctypes
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,10 +18,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from peagle.ops.errors import InputError
-from peagle.ops.native.build import instruction_sets, library
+from peagle.ops.native.build import HERE, instruction_sets, library
 
 HANDLERS = ("linear", "experts", "attention", "decode_attention")
 VARIABLE = "PEAGLE_KERNELS"
+DIRECTORY = "PEAGLE_KERNELS_DIR"
 XLA = "xla"
 FAST = ("avx512",)  # the sets that beat XLA's own code; the others run when they are asked for by name
 
@@ -62,7 +67,7 @@ def optional(values: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Ar
 def _choose(wanted: str) -> tuple[str | None, str]:
     if jax.default_backend() != "cpu":
         return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
-    built = [isa for isa in instruction_sets() if library(isa).exists()]
+    built = [isa for isa in instruction_sets() if _library(isa).exists()]
     again = "python -m peagle.ops.native compiles them where a C++ compiler is"
     if "portable" not in built or (wanted and wanted not in built):
         return None, f"the native kernels were not compiled; {again}"
@@ -70,23 +75,26 @@ def _choose(wanted: str) -> tuple[str | None, str]:
     try:
         machine = _open("portable").peagle_machine
         machine.restype = ctypes.c_char_p
-        runs = [isa for isa in order[order.index(machine().decode()) :] if isa in built]
+        best = machine().decode()
+        runs = [isa for isa in order[order.index(best) :] if isa in built]
         if wanted and wanted not in runs:
             return None, f"this CPU runs {', '.join(runs)} only"
         isa = wanted or runs[0]
         if isa not in FAST and not wanted:
-            return (
-                None,
-                f"this CPU has no AVX-512, and XLA is faster than the {isa} kernels ({VARIABLE}={isa} runs them)",
-            )
+            lacks = f"the {best} kernels were not compiled" if best in FAST else "this CPU has no AVX-512"
+            return None, f"{lacks}, and XLA is faster than the {isa} kernels ({VARIABLE}={isa} runs them)"
         _register(isa)
     except Exception as error:  # a library for another system, or for another version of XLA's FFI
         return None, f"the native kernels do not load ({' '.join(str(error).split())[:120]}); {again}"
     return isa, ""
 
 
+def _library(isa: str) -> Path:
+    return library(isa, Path(os.environ.get(DIRECTORY) or HERE))
+
+
 def _open(isa: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(library(isa)))
+    return ctypes.CDLL(str(_library(isa)))
 
 
 def _register(isa: str) -> None:

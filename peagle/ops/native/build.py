@@ -28,7 +28,8 @@ FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
     "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
 )  # fmt: skip
-SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g")
+# as written: an optimiser leaves out reads whose values are not used, and takes its time
+SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g1", "-O0")
 
 
 class BuildError(Exception):
@@ -80,7 +81,8 @@ def build(directory: Path = HERE, *, sanitize: bool = False) -> list[Path]:
         if done.returncode:
             temporary.unlink(missing_ok=True)
             errors = [line for line in done.stderr.splitlines() if "error" in line]
-            raise BuildError(f"{cxx} failed: {errors[0] if errors else done.stderr.strip()[-300:]}")
+            said = errors[0] if errors else " ".join(done.stderr.split())[-300:]
+            raise BuildError(f"{cxx} failed: {said or f'exit status {done.returncode}, and no word'}")
         os.replace(temporary, path)
         return path
 

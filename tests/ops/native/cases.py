@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 from peagle.ops.linear import Panels
 from peagle.ops.linear.panels import pack_floats, pack_mxfp4, panels
@@ -13,6 +15,8 @@ from peagle.ops.linear.panels import pack_floats, pack_mxfp4, panels
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXACT = 1e-5  # of results around one, summed in float32
 ROUNDED = 2.0**-8  # of a result that was rounded to bfloat16 once
+# for tests of what all instruction sets share: the checks of shapes are one source without vectors
+one_set = pytest.mark.parametrize("kernels", ["portable"], indirect=True)
 # (stored matrix [..., outputs, inputs] or MXFP4 pair, its values in float64)
 Stored = tuple[np.ndarray | tuple[np.ndarray, np.ndarray], np.ndarray]
 
@@ -65,7 +69,14 @@ def to_panels(
 def each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """The function's results, compiled as one: eighteen compilations would take longer than all else. What it closes
     over is compiled in."""
-    return jax.jit(lambda given: [function(*one) for one in given])(calls)
+    return jax.jit(lambda given: [function(*one) for one in given])(jax.tree.map(jnp.asarray, calls))
+
+
+def one_at_a_time(function: Callable[..., jax.Array], *rows: np.ndarray) -> np.ndarray:
+    """The results for each row alone, one below the other, by one compilation."""
+    compiled = jax.jit(function)
+    calls = ([jnp.asarray(part[t : t + 1]) for part in rows] for t in range(len(rows[0])))
+    return np.concatenate([compiled(*call) for call in calls])
 
 
 def bits(array: jax.Array) -> np.ndarray:

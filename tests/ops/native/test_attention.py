@@ -14,7 +14,7 @@ import pytest
 from peagle.ops import native
 from peagle.ops.attention import attend_rows, decode_attention
 from peagle.ops.kv_cache import KVCache
-from tests.ops.native.cases import EXACT, ROUNDED, assert_same_bits, each
+from tests.ops.native.cases import EXACT, ROUNDED, assert_same_bits, each, one_set
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -171,7 +171,7 @@ def one_after_the_other(
         return outs, caches[1:]
 
     given = [(qkv, *angles(positions, heads, qkv.dtype.type), positions) for qkv, positions in passes]
-    return jax.jit(run)(given, cache)
+    return jax.jit(run)(jax.tree.map(jnp.asarray, given), cache)
 
 
 def random_passes(
@@ -186,28 +186,38 @@ def random_sinks(rng: np.random.Generator, heads: Heads) -> np.ndarray:
     return 2 * rng.standard_normal(heads.queries, np.float32)
 
 
-kinds_of_values = pytest.mark.parametrize(
-    ("dtype", "with_sinks"), [(np.float32, False), (np.float32, True), (ml_dtypes.bfloat16, True)]
+VALUES = [(np.float32, False), (np.float32, True), (ml_dtypes.bfloat16, True)]  # dtype, with sinks
+
+
+@functools.cache
+def defined(
+    heads: Heads, kind: str, dtype: type, with_sinks: bool
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray | None, list[np.ndarray], Memory]:
+    """(passes, sinks, what comes out of each by definition, what is remembered then): the same for all sets."""
+    rng = np.random.default_rng(0)
+    sinks = random_sinks(rng, heads) if with_sinks else None
+    memory, passes = Memory(heads, CACHES[kind][2], sinks, dtype), random_passes(rng, heads, kind, dtype)
+    outs = [memory.decode(qkv, *angles(positions, heads, dtype), positions) for qkv, positions in passes]
+    return passes, sinks, outs, memory
+
+
+@pytest.mark.parametrize(
+    ("heads", "kind", "dtype", "with_sinks"),
+    # every two of them meet
+    [(heads, kind, *VALUES[(i + j) % len(VALUES)]) for i, heads in enumerate(HEADS) for j, kind in enumerate(CACHES)],
+    ids=lambda part: f"{part.dim}" if isinstance(part, Heads) else None,
 )
-
-
-@kinds_of_values
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads.dim}")
 def test_decoding_is_the_definition(heads: Heads, kind: str, dtype: type, with_sinks: bool) -> None:
     """Sequences of different lengths, rolled back, some of them inactive; a ring that wraps several times."""
-    rng = np.random.default_rng(0)
     capacity, ring, window = CACHES[kind]
-    sinks = random_sinks(rng, heads) if with_sinks else None
-    memory = Memory(heads, window, sinks, dtype)
-    passes = random_passes(rng, heads, kind, dtype)
+    passes, sinks, expected, memory = defined(heads, kind, dtype, with_sinks)
     outs, cache = decode_all(passes, empty_cache(heads, capacity, ring, dtype), heads, window, sinks)
-    for (qkv, positions), out in zip(passes, outs, strict=True):
+    for (_, positions), out, by_definition in zip(passes, outs, expected, strict=True):
         assert out.dtype == dtype
-        assert np.isfinite(np.asarray(out, np.float32)).all()
-        expected = memory.decode(qkv, *angles(positions, heads, dtype), positions)
+        values = np.asarray(out, np.float64)
+        assert np.isfinite(values).all()
         what = f"from {positions[:, 0]}"
-        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=EXPECTED_ERROR[dtype], err_msg=what)
+        np.testing.assert_allclose(values, by_definition, atol=EXPECTED_ERROR[dtype], err_msg=what)
     if ring:
         assert positions.max() >= 2 * capacity
     for ours, theirs in ((cache.key, memory.keys), (cache.value, memory.values)):
@@ -320,23 +330,37 @@ def split(qkv: np.ndarray, heads: Heads) -> list[np.ndarray]:
     return [np.ascontiguousarray(p) for p in np.split(rows, (heads.queries, heads.queries + heads.kv), axis=2)]
 
 
-@kinds_of_values
-@pytest.mark.parametrize("window", [None, 11])
-@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads.dim}")
-def test_attending_rows_is_the_definition(heads: Heads, window: int | None, dtype: type, with_sinks: bool) -> None:
+@functools.cache
+def attended(
+    heads: Heads, window: int | None, dtype: type, with_sinks: bool
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray | None, list[np.ndarray]]:
+    """([(projections, positions)], sinks, what comes out of each by definition)."""
     rng = np.random.default_rng(6)
     sinks = random_sinks(rng, heads) if with_sinks else None
+    given, outs = [], []
+    for rows in (1, 2, 16, 17, 41):
+        qkv, positions = random_projections(rng, heads, rows, dtype), steps(0, 0, 0, rows=rows)
+        half = (*positions.shape, heads.dim // 2)
+        given.append((qkv, positions))
+        outs.append(Memory(heads, window, sinks, dtype).decode(qkv, np.ones(half), np.zeros(half), positions))
+    return given, sinks, outs
+
+
+@pytest.mark.parametrize(
+    ("heads", "window", "dtype", "with_sinks"),
+    # every two of them meet
+    [(heads, (None, 11)[(i + j) % 2], *values) for i, heads in enumerate(HEADS) for j, values in enumerate(VALUES)],
+    ids=lambda part: f"{part.dim}" if isinstance(part, Heads) else None,
+)
+def test_attending_rows_is_the_definition(heads: Heads, window: int | None, dtype: type, with_sinks: bool) -> None:
+    given, sinks, expected = attended(heads, window, dtype, with_sinks)
     logits = None if sinks is None else jnp.asarray(sinks)
-    all_rows = (1, 2, 16, 17, 41)
-    given = [(random_projections(rng, heads, rows, dtype), steps(0, 0, 0, rows=rows)) for rows in all_rows]
     calls = [(*split(qkv, heads), positions) for qkv, positions in given]
     outs = each(lambda *rows: attend_rows(*rows, window, logits, native=True), calls)
-    for (qkv, positions), out in zip(given, outs, strict=True):
+    for by_definition, out in zip(expected, outs, strict=True):
         assert out.dtype == dtype
-        half = (*positions.shape, heads.dim // 2)
-        memory = Memory(heads, window, sinks, dtype)
-        expected = memory.decode(qkv, np.ones(half), np.zeros(half), positions).reshape(out.shape)
-        np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=EXPECTED_ERROR[dtype])
+        ours = np.asarray(out, np.float64).reshape(by_definition.shape)
+        np.testing.assert_allclose(ours, by_definition, atol=EXPECTED_ERROR[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 11])
@@ -379,8 +403,7 @@ def parts(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(cache.key), np.asarray(cache.value)
 
 
-@pytest.mark.parametrize("length", [18, 30])
-@pytest.mark.parametrize("kind", CONTEXTS)
+@pytest.mark.parametrize(("kind", "length"), [("full", 18), ("full, window", 30), ("ring", 18), ("ring", 30)])
 @pytest.mark.parametrize(("heads", "dtype"), BIT_CASES, ids=lambda case: getattr(case, "dim", ""))
 def test_several_rows_are_the_same_rows_one_at_a_time(heads: Heads, dtype: type, kind: str, length: int) -> None:
     """Results and caches, bit for bit; the ring of 26 wraps under way."""
@@ -541,6 +564,7 @@ def zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
+@one_set
 @pytest.mark.parametrize(
     "replaced",
     [
@@ -577,6 +601,7 @@ def test_what_does_not_fit_is_refused(replaced: dict[str, np.ndarray]) -> None:
             call_decode(good_decode() | changed)
 
 
+@one_set
 @pytest.mark.parametrize(
     "replaced",
     [
@@ -603,6 +628,7 @@ def test_good_operands_are_not_refused() -> None:
         assert all(np.isfinite(part).all() for part in call_decode(good_decode(), window=window, ring=ring))
 
 
+@one_set
 def test_results_rings_and_widths_that_do_not_fit_are_refused() -> None:
     for out, dtype in (((BATCH, 2, 60), np.float32), ((BATCH, 2, 6, 10), ml_dtypes.bfloat16)):
         with pytest.raises(jax.errors.JaxRuntimeError, match="attention: query"):
@@ -623,6 +649,7 @@ def test_results_rings_and_widths_that_do_not_fit_are_refused() -> None:
         call_decode(good_decode(), in_place=False)
 
 
+@one_set
 @pytest.mark.parametrize(("dim", "qkv", "out"), [(9, 90, 54), (0, 60, 60), (10, 103, 63), (10, 90, 50)])
 def test_widths_that_are_no_heads_are_refused(dim: int, qkv: int, out: int) -> None:
     """Odd heads, heads of no width, parts of heads, and queries that are no multiple of the keys."""

@@ -2,6 +2,7 @@
 its own."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,17 @@ from peagle.ops import native
 from peagle.ops.expert_matmul import ExpandedExperts, Experts, PackedExperts, PanelExperts, alternate, expert_block
 from peagle.ops.linear import Panels
 from peagle.ops.norm import Norm
-from tests.ops.native.cases import EXACT, MATRICES, ROUNDED, assert_same_bits, each, mxfp4_values, to_panels
+from tests.ops.native.cases import (
+    EXACT,
+    MATRICES,
+    ROUNDED,
+    assert_same_bits,
+    each,
+    mxfp4_values,
+    one_at_a_time,
+    one_set,
+    to_panels,
+)
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -158,8 +169,9 @@ def test_bfloat16_rows_are_rounded_once(name: str) -> None:
         np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=ROUNDED, atol=2 * EXACT)
 
 
-@pytest.mark.parametrize("name", OF_FORMATS)
-def test_it_is_the_xla_form(name: str) -> None:
+@functools.cache
+def xla_form(name: str) -> np.ndarray:
+    """The same for all sets."""
     block, x = random_block(SIZES[name], seed=2), random_rows(SIZES[name], 5)
 
     def apart(rows: np.ndarray) -> np.ndarray:
@@ -171,27 +183,35 @@ def test_it_is_the_xla_form(name: str) -> None:
         block.down.swapaxes(1, 2).astype(np.float32),
         block.down_bias,
     )
-    np.testing.assert_allclose(
-        block.run(x), block.run(x, experts=ExpandedExperts(*map(jnp.asarray, arrays))), atol=2 * EXACT
-    )
+    experts = ExpandedExperts(*map(jnp.asarray, arrays))
+    return np.asarray(jax.jit(lambda x: block.run(x, experts=experts))(x))
 
 
-def test_packed_experts_of_a_checkpoint_are_the_xla_form() -> None:
+@pytest.mark.parametrize("name", OF_FORMATS)
+def test_it_is_the_xla_form(name: str) -> None:
+    block, x = random_block(SIZES[name], seed=2), random_rows(SIZES[name], 5)
+    np.testing.assert_allclose(block.run(x), xla_form(name), atol=2 * EXACT)
+
+
+@functools.cache
+def of_a_checkpoint() -> tuple[Block, np.ndarray, np.ndarray]:
+    """(a block whose matrices are packed, rows, what XLA makes of them)."""
     sizes = SIZES["mxfp4"]
     rng = np.random.default_rng(3)
     (gate_up, _), (down, _) = (
         MATRICES["mxfp4"](rng, sizes.experts, *shape)
         for shape in ((2 * sizes.hidden, sizes.width), (sizes.width, sizes.hidden))
     )
-    block = random_block(sizes)
-    ours = dataclasses.replace(
-        block, panels=block.panels.replace(gate_up=to_panels(gate_up, alternate), down=to_panels(down))
-    )
-    arrays = (*gate_up, block.gate_up_bias, *down, block.down_bias)
-    x = random_rows(sizes, 3)
-    np.testing.assert_allclose(
-        ours.run(x), ours.run(x, experts=PackedExperts(*map(jnp.asarray, arrays))), atol=2 * EXACT
-    )
+    block, x = random_block(sizes), random_rows(sizes, 3)
+    panels = block.panels.replace(gate_up=to_panels(gate_up, alternate), down=to_panels(down))
+    packed = PackedExperts(*map(jnp.asarray, (*gate_up, block.gate_up_bias, *down, block.down_bias)))
+    theirs = jax.jit(lambda x: block.run(x, experts=packed))(x)
+    return dataclasses.replace(block, panels=panels), x, np.asarray(theirs)
+
+
+def test_packed_experts_of_a_checkpoint_are_the_xla_form() -> None:
+    block, x, theirs = of_a_checkpoint()
+    np.testing.assert_allclose(block.run(x), theirs, atol=2 * EXACT)
 
 
 # routing
@@ -276,11 +296,12 @@ def test_extreme_scales_are_exact() -> None:
 # A row's bits are its own
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, np.float32) for name in SIZES), *((name, ml_dtypes.bfloat16) for name in OF_FORMATS)]
+)
 def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: type) -> None:
     block, x = random_block(SIZES[name], 12), random_rows(SIZES[name], 70, dtype=dtype)
-    alone = np.concatenate([block.run(x[t : t + 1]) for t in range(70)])
+    alone = one_at_a_time(block.run, x)
     rng = np.random.default_rng(13)
     chosen = [rng.permutation(70)[:rows] for rows in (*range(1, 17), 70)]
     for some, out in zip(chosen, each(block.run, [(x[some],) for some in chosen]), strict=True):
@@ -335,16 +356,17 @@ def call(operands: dict[str, jax.Array], attributes: dict[str, np.generic], out:
     return native.call("experts", shape, *operands.values(), **attributes).block_until_ready()
 
 
+@one_set
 @pytest.mark.parametrize("name", OF_FORMATS)
 def test_every_operand_is_checked(name: str) -> None:
     operands, attributes = good(name)
     assert np.isfinite(call(operands, attributes)).all()
     for key, value in operands.items():
-        shorter = jnp.zeros((*value.shape[:-1], value.shape[-1] + 1), value.dtype)
+        longer = jnp.asarray(np.zeros((*value.shape[:-1], value.shape[-1] + 1), value.dtype))
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"experts.*{key.split('_')[0]}|experts: x|do not hold"):
-            call(operands | {key: shorter}, attributes, operands["x"].shape)
+            call(operands | {key: longer}, attributes, operands["x"].shape)
         if value.size:
-            other = jnp.zeros(value.shape, np.int16)
+            other = jnp.asarray(np.zeros(value.shape, np.int16))
             with pytest.raises(jax.errors.JaxRuntimeError, match="experts"):
                 call(operands | {key: other}, attributes)
     for key in ("gate_up_bias", "down_bias"):
@@ -354,6 +376,7 @@ def test_every_operand_is_checked(name: str) -> None:
         call(operands, attributes, (4, SIZES[name].width))
 
 
+@one_set
 @pytest.mark.parametrize("name", OF_FORMATS)
 @pytest.mark.parametrize(
     ("key", "values"), [("num_experts", (0, 4, 6, 8)), ("top_k", (0, 9, -1)), ("hidden", (0, 20, 128, -16))]

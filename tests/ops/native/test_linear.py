@@ -1,6 +1,8 @@
 """The compiled multiplication by a matrix against a loop in float64, in every format, with and without what goes with
 it; and that a row's bits are its own."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,7 +12,17 @@ import pytest
 from peagle.ops import native
 from peagle.ops.linear import Panels, arrange, linear
 from peagle.ops.norm import Norm
-from tests.ops.native.cases import EXACT, MATRICES, ROUNDED, assert_same_bits, each, mxfp4_values, to_panels
+from tests.ops.native.cases import (
+    EXACT,
+    MATRICES,
+    ROUNDED,
+    assert_same_bits,
+    each,
+    mxfp4_values,
+    one_at_a_time,
+    one_set,
+    to_panels,
+)
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -71,27 +83,28 @@ def test_any_number_of_rows_is_the_definition(name: str, inputs: int, outputs: i
         np.testing.assert_allclose(out, expected[:rows], atol=EXACT, err_msg=f"{rows} rows")
 
 
-@pytest.mark.parametrize("has_residual", [False, True], ids=["", "residual"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("has_norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", MATRICES)
-def test_what_goes_with_it(name: str, has_norm: bool, has_bias: bool, has_residual: bool) -> None:
-    """In float32 and, rounded once at the end, in bfloat16."""
+def test_what_goes_with_it(name: str, dtype: type) -> None:
+    """Bias, norm and residual, with and without each: in float32 and, rounded once at the end, in bfloat16."""
     rng = np.random.default_rng(1)
     inputs, outputs = SHAPES[name][0]
     stored, weight = MATRICES[name](rng, outputs, inputs)
-    panels = to_panels(stored)
-    for dtype, rows in ((np.float32, 3), (np.float32, 70), (ml_dtypes.bfloat16, 3), (ml_dtypes.bfloat16, 70)):
+    panels, calls = to_panels(stored), []
+    for rows, has_bias, has_norm, has_residual in itertools.product((3, 70), *3 * [(False, True)]):
         x = 3 * random_rows(rng, rows, inputs, dtype=dtype)
         x[0] *= np.array(1e-3, dtype)  # of a mean square in epsilon's order
         bias = random_rows(rng, outputs, dtype=dtype) if has_bias else None
         norm = random_rows(rng, inputs, dtype=dtype) if has_norm else None
         residual = random_rows(rng, rows, outputs, dtype=dtype) if has_residual else None
-        out = run(x, panels, bias, norm, residual)
+        calls.append((x, bias, norm, residual))
+    outs = each(lambda x, *rest: run(x, panels, *rest), calls)
+    for (x, *others), out in zip(calls, outs, strict=True):
         assert out.dtype == dtype
-        expected = by_definition(x, weight, bias, norm, residual)
+        expected = by_definition(x, weight, *others)
+        what = f"{len(x)} rows; bias, norm, residual: {[part is not None for part in others]}"
         rtol = 0.0 if dtype == np.float32 else ROUNDED
-        np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=3 * EXACT)
+        np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rtol, atol=3 * EXACT, err_msg=what)
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
@@ -147,8 +160,16 @@ def test_scale_zero_counts_as_zero() -> None:
 # A row's bits are its own
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@each_case
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs", "all_rows", "dtype"),
+    # rows of bfloat16 become float32 before anything else
+    [
+        (*case, dtype)
+        for dtype, some in ((np.float32, CASES), (ml_dtypes.bfloat16, [case for case in CASES if case[3] == ROWS]))
+        for case in some
+    ],
+    ids=lambda part: f"{part}"[:9] if not isinstance(part, type) else None,
+)
 def test_a_rows_bits_do_not_depend_on_the_others(
     name: str, inputs: int, outputs: int, all_rows: tuple[int, ...], dtype: type
 ) -> None:
@@ -157,11 +178,13 @@ def test_a_rows_bits_do_not_depend_on_the_others(
     panels = to_panels(stored)
     x, residual = random_rows(rng, 70, inputs, dtype=dtype), random_rows(rng, 70, outputs, dtype=dtype)
     bias, norm = random_rows(rng, outputs), random_rows(rng, inputs)
-    alone = np.concatenate([run(x[t : t + 1], panels, bias, norm, residual[t : t + 1]) for t in range(70)])
+
+    def both(rows: jax.Array, beside: jax.Array) -> jax.Array:
+        return run(rows, panels, bias, norm, beside)
+
+    alone = one_at_a_time(both, x, residual)
     chosen = [rng.permutation(70)[:rows] for rows in all_rows]
-    calls = [(x[some], residual[some]) for some in chosen]
-    outs = each(lambda rows, beside: run(rows, panels, bias, norm, beside), calls)
-    for some, out in zip(chosen, outs, strict=True):
+    for some, out in zip(chosen, each(both, [(x[some], residual[some]) for some in chosen]), strict=True):
         assert_same_bits(out, alone[some], f"{len(some)} rows")
 
 
@@ -212,6 +235,7 @@ def test_good_operands_are_not_refused(name: str) -> None:
     assert np.isfinite(call(good(name))).all()
 
 
+@one_set
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize(
     ("replaced", "message"),
@@ -246,6 +270,7 @@ def test_what_does_not_fit_is_refused(name: str, replaced: dict[str, np.ndarray]
         call(operands)
 
 
+@one_set
 def test_formats_are_not_taken_for_one_another() -> None:
     operands = good("mxfp4")
     for scales in (np.zeros(0, np.uint8), np.zeros((2, 2, 16), np.int8), np.zeros((2, 2, 16), np.float32)):
@@ -258,6 +283,7 @@ def test_formats_are_not_taken_for_one_another() -> None:
         call(operands | narrow | {"scales": jnp.zeros((2, 1, 16), jnp.uint8)})
 
 
+@one_set
 @pytest.mark.parametrize(("out", "dtype"), [((3, 37), np.float32), ((63,), np.float32), ((3, 21), np.float16)])
 def test_results_that_do_not_fit_are_refused(out: tuple[int, ...], dtype: type) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="linear"):

@@ -1,0 +1,304 @@
+"""The compilation of the kernels and what it says when it fails; which kernels run, and why."""
+
+import ctypes
+import importlib.util
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from peagle.ops import native
+from peagle.ops.errors import InputError
+from peagle.ops.native import build
+from peagle.ops.native.build import BuildError
+
+SETS = list(build.instruction_sets())
+needs_libraries = pytest.mark.usefixtures("fresh", "libraries")
+TINY = """
+#include "xla/ffi/api/c_api.h"
+extern "C" __attribute__((visibility("default"))) const char* set() {
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__) && defined(__FMA__)
+  return "avx512";
+#elif defined(__AVX2__) && defined(__FMA__)
+  return "avx2";
+#else
+  return "portable";
+#endif
+}
+extern "C" const char* hidden() { return ""; }
+"""
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody has asked for the status yet, for a set, or for other libraries."""
+    for name in (native.VARIABLE, native.DIRECTORY):
+        monkeypatch.delenv(name, raising=False)
+    native.status.cache_clear()
+    yield
+    native.status.cache_clear()
+
+
+@pytest.fixture
+def compiler() -> str:
+    """Tests that really compile."""
+    try:
+        return build.compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def libraries(compiler: str) -> None:
+    """Where there is a compiler there are all libraries, and no test of the kernels has an excuse."""
+    missing = [isa for isa in SETS if not build.library(isa).exists()]
+    assert not missing, f"{compiler} is here: python -m peagle.ops.native"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where libraries go."""
+    directory = tmp_path / "out"
+    directory.mkdir()
+    return directory
+
+
+def one_line(error: Exception | str) -> str:
+    line = str(error)
+    assert line
+    assert "\n" not in line
+    return line
+
+
+def refusal() -> str:
+    native.status.cache_clear()
+    with pytest.raises(InputError) as caught:
+        native.status()
+    return one_line(caught.value)
+
+
+def reason() -> str:
+    """Why XLA runs."""
+    native.status.cache_clear()
+    isa, line = native.status()
+    assert isa is None
+    assert not native.available()
+    return one_line(line)
+
+
+def compile_instead(monkeypatch: pytest.MonkeyPatch, directory: Path, text: str) -> None:
+    """One source, not the kernels'."""
+    (directory / "tiny.cc").write_text(text)
+    monkeypatch.setattr(build, "HERE", directory)
+    monkeypatch.setattr(build, "SOURCES", ("tiny.cc",))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, directory: Path, *lines: str) -> Path:
+    """A compiler that does as it is told."""
+    path = directory / "stand-in"
+    path.write_text("\n".join(["#!/bin/sh", '[ "$1" = --version ] && exit 0', *lines]) + "\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return path
+
+
+# which kernels run
+
+
+@needs_libraries
+@pytest.mark.parametrize("isa", SETS)
+def test_each_set_is_there_and_runs_where_the_cpu_does(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ctypes.CDLL(str(build.library(isa)))
+    for name in native.HANDLERS:
+        assert hasattr(library, f"peagle_{name}")
+    machine = library.peagle_machine
+    machine.restype = ctypes.c_char_p
+    monkeypatch.setenv(native.VARIABLE, isa)
+    if SETS.index(isa) < SETS.index(machine().decode()):
+        assert refusal().startswith(f"PEAGLE_KERNELS is {isa!r}, but this CPU runs ")
+    else:
+        assert native.status() == (isa, f"native, {isa}")
+        assert native.available()
+
+
+@needs_libraries
+def test_without_a_word_the_sets_that_beat_xla_run() -> None:
+    isa, line = native.status()
+    assert native.available() == (isa is not None)
+    if isa is None:
+        assert one_line(line).startswith("XLA: this CPU has no AVX-512")
+    else:
+        assert isa in native.FAST
+        assert line == f"native, {isa}"
+
+
+@needs_libraries
+def test_sets_that_xla_beats_run_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "FAST", ())
+    line = reason()
+    assert re.fullmatch(r"XLA: this CPU has no AVX-512, .*\(PEAGLE_KERNELS=\w+ runs them\)", line)
+    asked = line.split("=")[1].split()[0]
+    monkeypatch.setenv(native.VARIABLE, asked)
+    native.status.cache_clear()
+    assert native.status() == (asked, f"native, {asked}")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_xla_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.VARIABLE, "xla")
+    assert reason() == "XLA (PEAGLE_KERNELS=xla)"
+    with pytest.raises(InputError, match=r"do not run here .*PEAGLE_KERNELS=xla.*kernels='xla'"):
+        native.call("linear", jax.ShapeDtypeStruct((1, 1), np.float32))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.VARIABLE, "neon")
+    assert refusal() == f"PEAGLE_KERNELS is 'neon'; expected {', '.join([*SETS, 'xla'])}, or nothing"
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_set_that_the_cpu_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    for isa in SETS:
+        build.library(isa, out).touch()
+    monkeypatch.setenv(native.DIRECTORY, str(out))
+    monkeypatch.setattr(native, "_open", lambda _isa: types.SimpleNamespace(peagle_machine=lambda: b"portable"))
+    for isa in SETS[:-1]:
+        monkeypatch.setenv(native.VARIABLE, isa)
+        assert refusal() == f"PEAGLE_KERNELS is {isa!r}, but this CPU runs portable only"
+
+
+@pytest.mark.usefixtures("fresh")
+def test_without_libraries_it_is_xla_and_the_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    monkeypatch.setenv(native.DIRECTORY, str(out))
+    todo = "the native kernels were not compiled; python -m peagle.ops.native compiles them where a C++ compiler is"
+    assert reason() == f"XLA: {todo}"
+    for isa in SETS:
+        monkeypatch.setenv(native.VARIABLE, isa)
+        assert refusal() == f"PEAGLE_KERNELS is {isa!r}, but {todo}"
+
+
+@needs_libraries
+def test_a_library_that_is_missing_is_xla_or_an_error(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    """One alone: the CPU could run it, and nobody is told that it could not."""
+    best = native.status()[0]
+    if best is None:
+        pytest.skip(native.status()[1])
+    for isa in SETS:
+        if isa != best:
+            build.library(isa, out).symlink_to(build.library(isa))
+    monkeypatch.setenv(native.DIRECTORY, str(out))
+    assert reason().startswith(f"XLA: the {best} kernels were not compiled, and XLA is faster than the ")
+    monkeypatch.setenv(native.VARIABLE, best)
+    assert refusal().startswith(f"PEAGLE_KERNELS is {best!r}, but the native kernels were not compiled; ")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_library_that_does_not_load_is_xla_and_the_line_says_why(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+    for isa in SETS:
+        build.library(isa, out).write_text("for another machine\n")
+    monkeypatch.setenv(native.DIRECTORY, str(out))
+    line = reason()
+    assert line.startswith("XLA: the native kernels do not load (")
+    assert line.endswith("; python -m peagle.ops.native compiles them where a C++ compiler is")
+    monkeypatch.setenv(native.VARIABLE, "portable")
+    assert refusal().startswith("PEAGLE_KERNELS is 'portable', but the native kernels do not load (")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_on_other_devices_it_is_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert reason() == "XLA: the native kernels are for CPUs, this is gpu"
+
+
+# their compilation
+
+
+@pytest.mark.usefixtures("compiler")
+def test_each_library_is_of_the_set_it_is_named_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path) -> None:
+    """The compiler takes the flags and finds XLA's headers, and what is not exported stays within."""
+    compile_instead(monkeypatch, tmp_path, TINY)
+    made = build.build(out)
+    assert made == [build.library(isa, out) for isa in SETS]
+    assert sorted(made) == sorted(out.iterdir())
+    for isa, path in zip(SETS, made, strict=True):
+        opened = ctypes.CDLL(str(path))
+        opened.set.restype = ctypes.c_char_p
+        assert opened.set().decode() == isa
+        assert not hasattr(opened, "hidden")
+        assert b"__asan" not in path.read_bytes()
+
+
+def test_each_set_is_compiled_from_all_sources_with_its_flags(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path
+) -> None:
+    stand_in(monkeypatch, tmp_path, 'for last; do :; done; echo "$@" > "$last"')
+    for sanitize in (False, True):
+        made = build.build(out, sanitize=sanitize)
+        for path, flags in zip(made, build.instruction_sets().values(), strict=True):
+            command = path.read_text().split()
+            assert [flag for flag in command if flag.startswith(("-mavx", "-mfma"))] == list(flags)
+            assert [Path(part).name for part in command if part.endswith(".cc")] == list(build.SOURCES)
+            assert ("-fsanitize=address" in command) == sanitize
+
+
+def test_without_a_compiler_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.raises(BuildError) as caught:
+        build.build(out)
+    assert one_line(caught.value) == "no C++ compiler was found (CXX, c++, g++, clang++)"
+    assert not list(out.iterdir())
+    assert build.main() == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert seen.err == f"peagle: the native kernels were not built: {caught.value}\n"
+
+
+def test_without_jaxlib_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path) -> None:
+    stand_in(monkeypatch, tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(BuildError, match=r"^jaxlib, which brings XLA's FFI headers, is not installed$"):
+        build.build(out)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_an_error_of_the_compilers_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path) -> None:
+    compile_instead(monkeypatch, tmp_path, "int whole = nothing_known;\nint other = nothing_either;\n")
+    with pytest.raises(BuildError) as caught:
+        build.build(out)
+    assert re.search(r" failed: .*tiny\.cc:1:\d+: error: .*nothing_known", one_line(caught.value))
+    assert not list(out.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("said", "quoted"),
+    [
+        (
+            ["included from kernels.cc:", "kernels.cc:7:1: error: one", "kernels.cc:9:1: error: two"],
+            "kernels.cc:7:1: error: one",
+        ),
+        (["out of", "memory"], "out of memory"),
+        ([], "exit status 1, and no word"),
+    ],
+    ids=["errors", "no errors", "nothing"],
+)
+def test_a_compiler_that_fails_leaves_what_there_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path, said: list[str], quoted: str
+) -> None:
+    """Nothing that it had written until then, and every library of before."""
+    half = 'for last; do :; done; echo half > "$last"'
+    failing = stand_in(monkeypatch, tmp_path, half, *(f'echo "{line}" >&2' for line in said), "exit 1")
+    old = build.library("portable", out)
+    old.write_text("old")
+    with pytest.raises(BuildError) as caught:
+        build.build(out)
+    assert one_line(caught.value) == f"{failing} failed: {quoted}"
+    assert list(out.iterdir()) == [old]
+    assert old.read_text() == "old"
