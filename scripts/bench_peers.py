@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check-tokens", type=int, default=64, help="whose logits are compared (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all tokens (default %(default)s)")
     try:
-        return bench(parser.parse_args(arguments), sys.argv[1:] if arguments is None else arguments)
+        return bench(parser.parse_intermixed_args(arguments), sys.argv[1:] if arguments is None else arguments)
     except (InputError, OSError) as error:
         print(f"bench_peers: error: {error}", file=sys.stderr)
         return 2

@@ -28,13 +28,11 @@ def page(run: Json) -> str:
         own = [row for row in run["rows"] if row["checkpoint"] == checkpoint["name"]]
         lines += _section(checkpoint, own, [str(width) for width in config["widths"]])
     lines += [
-        "GB/s: weights read by a pass of one row (embedding and caches not counted) over its time. A pass ends when "
-        "the greedy token of each of its rows is known, and is rolled back; each has its own random tokens. v(T) is the "
-        "time "
-        'of T rows over that of one; "by bytes" is v(T) where time is the weights read, with uniform independent '
-        "routing. Differences are between logits of "
-        f"{config['check_tokens']} teacher-forced tokens and this project's on XLA in float32, in standard deviations "
-        "of the latter.",
+        "GB/s: weights read by a pass of one row (embedding and caches not counted) over its time. Passes have random "
+        "tokens of their own; each ends when the greedy token of every row is known, and is rolled back. v(T) is the "
+        'time of T rows over that of one; "by bytes" is v(T) where time is the weights read, with uniform, independent '
+        f"routing. Differences are between logits of {config['check_tokens']} teacher-forced tokens and this project's "
+        "on XLA in float32, in standard deviations of the latter.",
         "",
     ]
     return "\n".join(lines)
