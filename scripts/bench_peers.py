@@ -25,7 +25,7 @@ from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.provenance import provenance
-from scripts.peers.figures import floors, rows
+from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, NAMES, OURS, unavailable
@@ -98,6 +98,7 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
                 "mxfp4": measured.files.mxfp4,
                 "geometry": asdict(measured.files.config),
                 "v_by_bytes": floors(measured, settings),
+                "others_frac": others(measured),
             }
         )
         with (arguments.out / "raw.jsonl").open("a", encoding="utf-8") as raw:

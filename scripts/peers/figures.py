@@ -24,6 +24,12 @@ def floors(measured: Measured, settings: Settings) -> Json:
     return {str(width): floor(measured.files.config, stored, width) for width in settings.widths}
 
 
+def others(measured: Measured) -> Json | None:
+    """What other processes took of the processors' time, over all measurements; None where it is not known."""
+    shares = [line["others_frac"] for line in measured.lines if line["others_frac"] is not None]
+    return spread(shares) if shares else None
+
+
 def by_round(lines: Sequence[Json], settings: Settings) -> dict[tuple[str, str], list[float]]:
     """{(engine, what): seconds in each round}; what is prefill, decode (a token) or a width."""
     found: dict[tuple[str, str], list[float]] = {}

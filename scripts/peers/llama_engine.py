@@ -3,6 +3,7 @@ ours but stepwise.py."""
 
 import ctypes
 import importlib.metadata
+import re
 from typing import Any
 
 import llama_cpp
@@ -39,10 +40,10 @@ class Llama(StepwiseEngine):
         self._length = self._rows = 0
 
     def describe(self) -> dict[str, Any]:
-        features = llama_cpp.llama_print_system_info().decode()
+        features = re.findall(r"(\w+) = 1", llama_cpp.llama_print_system_info().decode())
         return {
             "version": f"llama-cpp-python {importlib.metadata.version('llama_cpp_python')}",
-            "computes": " ".join(features.split()),
+            "computes": ", ".join(features),
         }
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:  # noqa: ARG002

@@ -13,6 +13,7 @@ import numpy as np
 
 from peagle.ops.errors import InputError
 from peagle.provenance import num_threads
+from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Remote
 from scripts.peers.roster import LLAMA, Entry, Site, entry, reference
@@ -161,12 +162,16 @@ def measure_once(
 ) -> Iterator[Json]:
     """One engine's lines of one round."""
     line = {"engine": engine, "round": number}
-    decoded = remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)
-    yield {**line, "what": "decode", "prefill_s": decoded["prefill_s"], "decode_s": decoded["decode_s"]}
+    with Bystanders(remote.pid) as others:
+        times = remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)
+    times = {"prefill_s": times["prefill_s"], "decode_s": times["decode_s"]}
+    yield {**line, "what": "decode", **times, "others_frac": others.frac}
     for width in settings.widths:
-        count = counts[engine, width]
-        verified = remote.call("verify", prompt_ids=tokens.prompt, passes=tokens.passes(number, count, width))
-        yield {**line, "what": "verify", "rows": width, "passes": count, "pass_s": verified["pass_s"]}
+        passes = tokens.passes(number, counts[engine, width], width)
+        with Bystanders(remote.pid) as others:
+            pass_s = remote.call("verify", prompt_ids=tokens.prompt, passes=passes)["pass_s"]
+        measured = {"rows": width, "passes": len(passes), "pass_s": pass_s}
+        yield {**line, "what": "verify", **measured, "others_frac": others.frac}
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:

@@ -79,6 +79,12 @@ def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> list[str]
         lines.append(_check(row["engine"], row, _computes(row)))
         if "rounded_yarn" in row:
             lines.append(_check(f"{LLAMA} against YaRN rounded as there", row["rounded_yarn"], ""))
+    if others := checkpoint["others_frac"]:
+        lines += [
+            "",
+            f"Other processes took {100 * others['median']:.0f} % of the processors' time during a measurement "
+            f"(median; at least {100 * others['min']:.0f}, at most {100 * others['max']:.0f} %).",
+        ]
     return [*lines, ""]
 
 

@@ -45,6 +45,10 @@ class Remote:
             raise self._died() from None
         return self._answer()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def close(self) -> None:
         """The process has ended."""
         self._process.kill()

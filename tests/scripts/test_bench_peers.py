@@ -4,6 +4,10 @@ shows them, bad input is one line."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from peagle.ops.mxfp4 import CODES
 from scripts import bench_peers
 from scripts.make_random_checkpoint import SIZES, geometry, random_tensors
 from scripts.peers import cost, figures, gguf_file, measure, page, remote, roster
+from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
 from target.load import inspect_target, write_target
 
@@ -197,7 +202,7 @@ DRIFT = {1: 1.0, 2: 3.0, 3: 1.5}  # of the machine, by round: ratios within a ro
 def fake_lines() -> Iterator[dict[str, Any]]:
     for number, drift in DRIFT.items():
         for engine, factor in FACTORS.items():
-            line = {"engine": engine, "round": number}
+            line = {"engine": engine, "round": number, "others_frac": 0.01 * number}
             seconds = factor * drift
             yield {**line, "what": "decode", "prefill_s": 0.1 * seconds, "decode_s": 0.01 * seconds}
             yield {**line, "what": "verify", "rows": 1, "passes": 3, "pass_s": 0.001 * seconds}
@@ -238,7 +243,14 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
         },
         "config": {"prompt_tokens": 16, "new_tokens": 11, "rounds": 3, "widths": [1, 4], "check_tokens": 8},
         "left_out": {"transformers-bf16": "torch is not installed"},
-        "checkpoints": [{"name": "small", "parameters": 123e6, "v_by_bytes": figures.floors(measured, asked)}],
+        "checkpoints": [
+            {
+                "name": "small",
+                "parameters": 123e6,
+                "v_by_bytes": figures.floors(measured, asked),
+                "others_frac": figures.others(measured),
+            }
+        ],
         "rows": figures.rows("small", measured, asked),
     }
     text = page.page(json.loads(json.dumps(run)))
@@ -248,6 +260,7 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
     assert "| peagle | 1.5 | 2.25 | 1.50 (1.50..1.50) |" in text
     assert "| by bytes |  |  | 1." in text
     assert "| llama.cpp against YaRN rounded as there | 0.12 | 0.062 | 75 % |" in text
+    assert "Other processes took 2 % of the processors' time during a measurement (median; at least 1, at" in text
     tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
     assert set(tables) == {8, 5, 4, 6}
 
@@ -278,6 +291,22 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert message in error
     assert error.count("\n") == 1
     assert not out.exists()
+
+
+def test_work_of_others_is_told_from_that_of_an_engine() -> None:
+    if not Path("/proc/stat").exists():
+        pytest.skip("not Linux")
+    spin = "import time\nwhile time.process_time() < 0.4: pass"
+    with subprocess.Popen([sys.executable, "-c", spin + "\ntime.sleep(0.2)"]) as process:
+        time.sleep(0.1)
+        with Bystanders(process.pid) as own:
+            time.sleep(0.15)
+        with Bystanders(os.getpid()) as others:
+            time.sleep(0.15)
+    assert own.frac is not None
+    assert others.frac is not None
+    assert 0 <= own.frac <= 1
+    assert 0 < others.frac <= 1
 
 
 def test_an_engine_that_is_not_there_is_named_with_the_reason() -> None:
