@@ -1,0 +1,40 @@
+"""What other processes took of the machine while something was measured: noise that a table should own up to. Linux
+only; elsewhere it is not known."""
+
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+_IDLE = (3, 4)  # fields of /proc/stat's first line that are not work: idle, waiting for a disk
+
+
+class Bystanders:
+    """A context; `frac` afterwards is the share of all processors' time that went to others than the given process,
+    None where it is not known. The clock ticks every 10 ms: shares of short measurements are rough."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self.frac: float | None = None
+
+    def __enter__(self) -> "Bystanders":
+        self._started, self._before = time.monotonic(), self._ticks()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._before is None or (after := self._ticks()) is None:
+            return
+        seconds = (after - self._before) / os.sysconf("SC_CLK_TCK")
+        share = seconds / ((time.monotonic() - self._started) * (os.cpu_count() or 1))
+        self.frac = min(max(share, 0.0), 1.0)
+
+    def _ticks(self) -> int | None:
+        """Clock ticks that all processes but ours have worked since the machine started."""
+        try:
+            fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
+            own = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        except OSError:
+            return None
+        return sum(int(value) for i, value in enumerate(fields) if i not in _IDLE) - sum(map(int, own))

@@ -1,0 +1,86 @@
+"""What follows from the raw lines of a comparison: medians, spreads and ratios, round by round."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from scripts.peers.cost import floor, pass_bytes
+from scripts.peers.measure import Measured, Settings
+from scripts.peers.roster import OURS, Entry
+
+Json = dict[str, Any]
+
+
+def rows(checkpoint: str, measured: Measured, settings: Settings) -> list[Json]:
+    """A row per engine."""
+    seconds = by_round(measured.lines, settings)
+    return [_row(checkpoint, entry, measured, settings, seconds) for entry in measured.entries]
+
+
+def floors(measured: Measured, settings: Settings) -> Json:
+    """{T: v(T) by bytes}, of the checkpoint as it is stored."""
+    stored = next(entry.storage for entry in measured.entries if entry.name == OURS)
+    return {str(width): floor(measured.files.config, stored, width) for width in settings.widths}
+
+
+def others(measured: Measured) -> Json | None:
+    """What other processes took of the processors' time, over all measurements; None where it is not known."""
+    shares = [line["others_frac"] for line in measured.lines if line["others_frac"] is not None]
+    return spread(shares) if shares else None
+
+
+def by_round(lines: Sequence[Json], settings: Settings) -> dict[tuple[str, str], list[float]]:
+    """{(engine, what): seconds in each round}; what is prefill, decode (a token) or a width."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for line in sorted(lines, key=lambda line: line["round"]):
+        engine = line["engine"]
+        if line["what"] == "decode":
+            found.setdefault((engine, "prefill"), []).append(line["prefill_s"])
+            found.setdefault((engine, "decode"), []).append(line["decode_s"] / (settings.new_tokens - 1))
+        else:
+            found.setdefault((engine, str(line["rows"])), []).append(line["pass_s"])
+    return found
+
+
+def _row(
+    checkpoint: str,
+    entry: Entry,
+    measured: Measured,
+    settings: Settings,
+    seconds: dict[tuple[str, str], list[float]],
+) -> Json:
+    widths = [str(width) for width in settings.widths]
+
+    def own(what: str) -> list[float]:
+        return seconds[entry.name, what]
+
+    def faster(what: str) -> Json:
+        """How many times faster ours is: its peer's seconds over its own, in the same round."""
+        return spread(own(what), seconds[OURS, what])
+
+    read = pass_bytes(measured.files.config, entry.storage, 1)
+    return {
+        "checkpoint": checkpoint,
+        "engine": entry.name,
+        "weights": entry.weights,
+        **measured.described[entry.name],
+        "decode_tok_per_s": spread(own("decode"), of=lambda s: 1 / s),
+        "prefill_tok_per_s": spread(own("prefill"), of=lambda s: settings.prompt_tokens / s),
+        "pass_ms": {width: spread(own(width), of=lambda s: 1e3 * s) for width in widths},
+        "v": {width: spread(own(width), own("1")) for width in widths},
+        "ours_over_peer_decode": faster("decode"),
+        "ours_over_peer_prefill": faster("prefill"),
+        "ours_over_peer_pass": {width: faster(width) for width in widths},
+        "bytes_per_token": read,
+        "gb_per_s": spread(own("1"), of=lambda s: read / s / 1e9),
+        **measured.checks[entry.name],
+    }
+
+
+def spread(
+    values: Sequence[float], over: Sequence[float] | None = None, of: Callable[[float], float] = lambda value: value
+) -> Json:
+    """Median, least and greatest of the values, or of their ratios to others of the same round."""
+    ratios = [of(v) for v in values] if over is None else [v / o for v, o in zip(values, over, strict=True)]
+    return {"median": float(np.median(ratios)), "min": float(min(ratios)), "max": float(max(ratios))}

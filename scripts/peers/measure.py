@@ -1,0 +1,181 @@
+"""Measuring all engines on one checkpoint: the same tokens for all, one at work at a time, round by round."""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peagle.ops.errors import InputError
+from peagle.provenance import num_threads
+from scripts.peers.bystanders import Bystanders
+from scripts.peers.gguf_file import write_gguf
+from scripts.peers.remote import Remote
+from scripts.peers.roster import LLAMA, Entry, Site, entry, reference
+from target.load import TargetFiles, inspect_target
+
+CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half goes token by token
+FEWEST_PASSES, MOST_PASSES = 3, 256
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; written to run.json before anything runs."""
+
+    checkpoints: tuple[str, ...]
+    engines: tuple[str, ...]
+    prompt_tokens: int
+    new_tokens: int
+    widths: tuple[int, ...]
+    rounds: int
+    seconds: float  # about how long the passes of one width are repeated
+    check_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one checkpoint gave."""
+
+    files: TargetFiles
+    entries: tuple[Entry, ...]
+    described: dict[str, Json]  # by engine
+    checks: dict[str, Json]  # by engine
+    lines: list[Json]  # one per measurement
+
+
+def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Callable[[str], None]) -> Measured:
+    """Everything about one checkpoint. `say` is told what goes on."""
+    files = inspect_target(checkpoint)
+    name, engines, tokens = checkpoint.name, settings.engines, Tokens(files.config.vocab_size, settings)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+        context = settings.prompt_tokens + max(settings.new_tokens, settings.check_tokens) + max(settings.widths)
+        site = Site(checkpoint, files.mxfp4, Path(scratch) / "model.gguf", context, num_threads() or 1, llama_python)
+        say(f"{name}: reference logits")
+        expected = reference_logits(site, tokens, Path(scratch), LLAMA in engines)
+        if LLAMA in engines:
+            write_gguf(checkpoint, site.gguf)
+        entries = tuple(entry(engine, site) for engine in engines)
+        remotes: dict[str, Remote] = {}
+        checks: dict[str, Json] = {}
+        # the largest first: loading takes about twice the memory that an engine keeps
+        for made in sorted(entries, key=lambda made: -made.storage.experts):
+            say(f"{name}: {made.name} loads and is checked")
+            remote = running.enter_context(Remote(made))
+            remote.described |= remote.call("prepare", prompt_ids=tokens.prompt, widths=list(settings.widths))
+            rounds_yarn = made.name == LLAMA
+            found = logits_of(remote, tokens, Path(scratch))
+            checks[made.name] = compare(found, expected[False])
+            if rounds_yarn:
+                checks[made.name]["rounded_yarn"] = compare(found, expected[True])
+            remotes[made.name] = remote
+        lines = list(run_rounds(name, remotes, tokens, settings, say))
+        described = {engine: remote.described for engine, remote in remotes.items()}
+    return Measured(files, entries, described, checks, lines)
+
+
+class Tokens:
+    """Random token ids, the same for every engine."""
+
+    def __init__(self, vocab_size: int, settings: Settings) -> None:
+        self._vocab_size, self._seed = vocab_size, settings.seed
+        self.prompt = self._draw(0, settings.prompt_tokens)
+        one_by_one = settings.check_tokens // 2
+        checked = self._draw(1, settings.check_tokens)
+        wide = range(one_by_one, settings.check_tokens, CHECKED_WIDE)
+        self.checked = [[token] for token in checked[:one_by_one]] + [checked[i : i + CHECKED_WIDE] for i in wide]
+
+    def passes(self, number: int, count: int, width: int) -> list[list[int]]:
+        """`count` passes of `width` tokens, new ones for each round."""
+        flat = self._draw(2 + number, count * width)
+        return [flat[i : i + width] for i in range(0, len(flat), width)]
+
+    def _draw(self, stream: int, count: int) -> list[int]:
+        ids: list[int] = np.random.default_rng([self._seed, stream]).integers(0, self._vocab_size, count).tolist()
+        return ids
+
+
+def reference_logits(site: Site, tokens: Tokens, scratch: Path, rounded: bool) -> dict[bool, np.ndarray]:
+    """Float32 logits of the checked tokens: the model's, and if asked for also those with YaRN's bounds rounded."""
+    made = reference(site)
+    with Remote(made) as remote:
+        kinds = (False, True) if rounded else (False,)
+        return {kind: logits_of(remote, tokens, scratch, round_yarn=kind) for kind in kinds}
+
+
+def logits_of(remote: Remote, tokens: Tokens, scratch: Path, **options: Any) -> np.ndarray:
+    """[checked tokens, vocabulary], teacher-forced behind the prompt."""
+    path = scratch / "logits.npy"
+    remote.call("logits", prompt_ids=tokens.prompt, passes=tokens.checked, path=str(path), **options)
+    logits: np.ndarray = np.load(path)
+    path.unlink()
+    return logits
+
+
+def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
+    """How far logits are from the expected ones, in standard deviations of those, and how often the greedy token is
+    the same."""
+    if logits.shape != expected.shape:
+        raise InputError(f"logits have shape {list(logits.shape)}; expected {list(expected.shape)}")
+    difference = (logits.astype(np.float64) - expected) / expected.std()
+    return {
+        "max_difference": float(np.abs(difference).max()),
+        "rms_difference": float(np.sqrt(np.mean(difference**2))),
+        "top_1_agreement": float(np.mean(logits.argmax(-1) == expected.argmax(-1))),
+    }
+
+
+def run_rounds(
+    name: str, engines: dict[str, Remote], tokens: Tokens, settings: Settings, say: Callable[[str], None]
+) -> Iterator[Json]:
+    """A line per measurement. Round 0 warms up, gives the numbers of passes, and is not among them."""
+    counts: dict[tuple[str, int], int] = {}
+    for engine, remote in engines.items():
+        say(f"{name}: {engine} warms up")
+        remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)
+        for width in settings.widths:
+            passes = tokens.passes(0, FEWEST_PASSES, width)
+            pass_s = remote.call("verify", prompt_ids=tokens.prompt, passes=passes)["pass_s"]
+            counts[engine, width] = min(max(math.ceil(settings.seconds / pass_s), FEWEST_PASSES), MOST_PASSES)
+    started, done, total = time.monotonic(), 0, settings.rounds * len(engines)
+    for number in range(1, settings.rounds + 1):
+        for engine in rotated(list(engines), number):
+            left = f", {(time.monotonic() - started) / done * (total - done):.0f} s left for it" if done else ""
+            say(f"{name}: round {number} of {settings.rounds}, {engine}{left}")
+            yield from measure_once(engine, engines[engine], number, counts, tokens, settings)
+            done += 1
+
+
+def measure_once(
+    engine: str,
+    remote: Remote,
+    number: int,
+    counts: dict[tuple[str, int], int],
+    tokens: Tokens,
+    settings: Settings,
+) -> Iterator[Json]:
+    """One engine's lines of one round."""
+    line = {"engine": engine, "round": number}
+    with Bystanders(remote.pid) as others:
+        times = remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)
+    times = {"prefill_s": times["prefill_s"], "decode_s": times["decode_s"]}
+    yield {**line, "what": "decode", **times, "others_frac": others.frac}
+    for width in settings.widths:
+        passes = tokens.passes(number, counts[engine, width], width)
+        with Bystanders(remote.pid) as others:
+            pass_s = remote.call("verify", prompt_ids=tokens.prompt, passes=passes)["pass_s"]
+        measured = {"rows": width, "passes": len(passes), "pass_s": pass_s}
+        yield {**line, "what": "verify", **measured, "others_frac": others.frac}
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """The names, starting with another one each round."""
+    turn = number % len(names)
+    return [*names[turn:], *names[:turn]]

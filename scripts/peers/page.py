@@ -1,0 +1,118 @@
+"""README.md of a comparison, out of its run.json."""
+
+from typing import Any
+
+from scripts.peers.roster import LLAMA, OURS
+
+Json = dict[str, Any]
+
+
+def page(run: Json) -> str:
+    """The page of a run."""
+    origin, config = run["provenance"], run["config"]
+    versions = "; ".join(dict.fromkeys(row["version"] for row in run["rows"]))
+    lines = [
+        "# Against peers on CPU",
+        "",
+        f"`{origin['command']}`",
+        "",
+        f"Batch 1, greedy, a prompt of {config['prompt_tokens']} random tokens and {config['new_tokens']} new ones; "
+        f"{config['rounds']} rounds after one that warms up, in each round every engine in turn, one at work at a "
+        f"time; medians over rounds (least..greatest); ratios are taken within a round. {origin['cpu']}, "
+        f"{origin['num_threads']} threads; {versions}, jaxlib {origin['packages']['jaxlib']}; {origin['time']}.",
+        "",
+    ]
+    lines += [f"Left out: {engine} ({why})." for engine, why in run["left_out"].items()]
+    lines += [""] if run["left_out"] else []
+    for checkpoint in run["checkpoints"]:
+        own = [row for row in run["rows"] if row["checkpoint"] == checkpoint["name"]]
+        lines += _section(checkpoint, own, [str(width) for width in config["widths"]])
+    lines += [
+        "GB/s: weights read by a pass of one row (embedding and caches not counted) over its time. Passes have random "
+        "tokens of their own; each ends when the greedy token of every row is known, and is rolled back. v(T) is the "
+        'time of T rows over that of one; "by bytes" is v(T) where time is the weights read, with uniform, independent '
+        f"routing. Differences are between logits of {config['check_tokens']} teacher-forced tokens and this project's "
+        "on XLA in float32, in standard deviations of the latter.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> list[str]:
+    several = [width for width in widths if width != "1"]
+    lines = [
+        f"## {checkpoint['name']}: {_count(checkpoint['parameters'])} parameters",
+        "",
+        "| engine | weights | decoding tok/s | ours / peer | prefill tok/s | ours / peer | GB/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['engine']} | {row['weights']} | {_spread(row['decode_tok_per_s'])} | "
+            f"{_ratio(row, row['ours_over_peer_decode'])} | {_spread(row['prefill_tok_per_s'])} | "
+            f"{_ratio(row, row['ours_over_peer_prefill'])} | {row['gb_per_s']['median']:.1f} |"
+        )
+    lines += [
+        "",
+        "| engine | " + " | ".join([f"ms, T={w}" for w in widths] + [f"v({w})" for w in several]) + " |",
+        "|---" * (1 + len(widths) + len(several)) + "|",
+    ]
+    for row in rows:
+        times = [f"{row['pass_ms'][w]['median']:.3g}" for w in widths]
+        lines.append("| " + " | ".join([row["engine"], *times, *(_spread(row["v"][w]) for w in several)]) + " |")
+    by_bytes = [f"{checkpoint['v_by_bytes'][w]:.2f}" for w in several]
+    lines += ["| " + " | ".join(["by bytes", *["" for _ in widths], *by_bytes]) + " |", ""]
+    lines += [
+        "| engine | ours / peer, " + " | ".join([f"T={w}" for w in widths]) + " |",
+        "|---" * (1 + len(widths)) + "|",
+    ]
+    for row in rows:
+        if row["engine"] != OURS:
+            ratios = [_spread(row["ours_over_peer_pass"][w]) for w in widths]
+            lines.append("| " + " | ".join([row["engine"], *ratios]) + " |")
+    lines += [
+        "",
+        "| engine | greatest difference | root mean square | same greedy token | computes |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(_check(row["engine"], row, _computes(row)))
+        if "rounded_yarn" in row:
+            lines.append(_check(f"{LLAMA} against YaRN rounded as there", row["rounded_yarn"], ""))
+    if others := checkpoint["others_frac"]:
+        lines += [
+            "",
+            f"Other processes took {100 * others['median']:.0f} % of the processors' time during a measurement "
+            f"(median; at least {100 * others['min']:.0f}, at most {100 * others['max']:.0f} %).",
+        ]
+    return [*lines, ""]
+
+
+def _check(name: str, check: Json, computes: str) -> str:
+    return (
+        f"| {name} | {check['max_difference']:.2g} | {check['rms_difference']:.2g} | "
+        f"{100 * check['top_1_agreement']:.0f} % | {computes} |"
+    )
+
+
+def _computes(row: Json) -> str:
+    """What computes; with transformers, too, which expert implementation at which width."""
+    best = row.get("best", {})
+    chosen = ", ".join(f"T={width}: {name}" for width, name in sorted(best.items(), key=lambda item: int(item[0])))
+    return "; ".join(filter(None, [row["computes"], chosen]))
+
+
+def _ratio(row: Json, ratio: Json) -> str:
+    return "" if row["engine"] == OURS else _spread(ratio)
+
+
+def _spread(figure: Json) -> str:
+    return f"{_short(figure['median'])} ({_short(figure['min'])}..{_short(figure['max'])})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} G" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"

@@ -1,0 +1,82 @@
+"""The parent's side: an engine in a child process (see worker.py)."""
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from peagle.ops.errors import InputError
+from scripts.peers.roster import Entry
+
+ROOT = Path(__file__).parents[2]
+
+
+class Remote:
+    """An engine that has loaded, in a process of its own, until `close`. Raises InputError where it fails."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._name = entry.name
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  what its libraries print; told when it dies
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [entry.python, "-m", "scripts.peers.worker", entry.kind, json.dumps(dict(entry.options))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            text=True,
+        )
+        try:
+            self.described: dict[str, Any] = self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """What the engine's method `do` gives."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+        return self._answer()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        """The process has ended."""
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def __enter__(self) -> "Remote":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._died()
+        message = json.loads(line)
+        if "error" in message:
+            raise InputError(f"{self._name}: {message['error']}")
+        answer: dict[str, Any] = message["answer"]
+        return answer
+
+    def _died(self) -> InputError:
+        status = self._process.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing printed")
+        return InputError(f"{self._name}: its process ended with status {status} ({last})")

@@ -1,0 +1,80 @@
+"""Who is compared: each engine's worker, its Python, and how it keeps its weights."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.peers.cost import MXFP4_BYTES, Storage
+
+OURS, LLAMA = "peagle", "llama.cpp"
+NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", LLAMA)
+DEFAULT = tuple(name for name in NAMES if name != "peagle-xla")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One engine for one checkpoint."""
+
+    name: str
+    kind: str  # a key of worker.KINDS
+    options: Mapping[str, Any]  # of its load()
+    python: str
+    storage: Storage
+    weights: str  # the same in words
+
+
+@dataclass(frozen=True)
+class Site:
+    """A checkpoint, and where engines run."""
+
+    checkpoint: Path
+    mxfp4: bool
+    gguf: Path
+    context: int
+    num_threads: int
+    llama_python: str
+
+
+def unavailable(name: str, llama_python: str | None) -> str | None:
+    """Why an engine cannot be compared here, in a few words; None where it can."""
+    if name.startswith(OURS):
+        return None
+    wanted = ("gguf",) if name == LLAMA else ("torch", "transformers")
+    if absent := [module for module in wanted if importlib.util.find_spec(module) is None]:
+        return f"{absent[0]} is not installed"
+    if name == LLAMA:
+        if llama_python is None:
+            return "no --llama-python was given"
+        if shutil.which(llama_python) is None:
+            return "there is no such program as --llama-python names"
+        if subprocess.run([llama_python, "-c", "import llama_cpp"], capture_output=True, check=False).returncode:
+            return "the Python that --llama-python names cannot import llama_cpp"
+    return None
+
+
+def entry(name: str, site: Site) -> Entry:
+    """The engine of this name (one of NAMES) for a checkpoint."""
+    directory = str(site.checkpoint.resolve())
+    experts = MXFP4_BYTES if site.mxfp4 else 2.0
+    as_stored = Storage(2, experts), "bfloat16, MXFP4 experts" if site.mxfp4 else "bfloat16"
+    kind, _, variant = name.partition("-")
+    if name == LLAMA:
+        options = {"path": str(site.gguf), "context": site.context, "num_threads": site.num_threads}
+        return Entry(name, LLAMA, options, site.llama_python, *as_stored)
+    if kind == OURS:
+        kernels = {"directory": directory, "kernels": variant or "native"}
+        kept = (Storage(4, 4), "float32") if variant else as_stored
+        return Entry(name, OURS, kernels, sys.executable, *kept)
+    dtype, size = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}[variant]
+    options = {"directory": directory, "dtype": dtype, "mxfp4": site.mxfp4, "num_threads": site.num_threads}
+    return Entry(name, "transformers", options, sys.executable, Storage(size, size), dtype)
+
+
+def reference(site: Site) -> Entry:
+    """What the others' logits are measured against: this project on XLA in float32, experts dequantised."""
+    return entry("peagle-xla", site)

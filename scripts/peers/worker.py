@@ -1,0 +1,82 @@
+"""The child's side of a comparison: one engine in a process of its own, told what to do in JSON lines.
+
+    python -m scripts.peers.worker KIND '{"directory": ...}'
+
+Every line of standard input is {"do": METHOD, ...arguments}; every answer is a line: {"answer": {...}} or
+{"error": one line}. The first answer is that of
+`describe`, when the engine has loaded. Whatever libraries print goes to standard error.
+
+This file and stepwise.py need nothing but numpy, so that they run under another environment's Python.
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any, Protocol, TextIO
+
+KINDS = {
+    "peagle": "scripts.peers.ours",
+    "transformers": "scripts.peers.torch_engine",
+    "llama.cpp": "scripts.peers.llama_engine",
+}
+
+
+class Engine(Protocol):
+    """What every engine can be told. Token ids are lists of integers; times are seconds."""
+
+    def describe(self) -> dict[str, Any]:
+        """{"version": ..., "computes": ...}: what runs, for the page."""
+        ...
+
+    def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
+        """Whatever is chosen or compiled once is so afterwards, for passes of these widths behind such a prompt."""
+        ...
+
+    def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
+        """{"prefill_s": until the first token is known, "decode_s": for the num_tokens - 1 behind it, "token_ids"}."""
+        ...
+
+    def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
+        """{"pass_s": mean time of a pass of T rows behind the prompt}: the greedy token of every row is known after
+        each pass, and its rows are rolled back."""
+        ...
+
+    def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
+        """The file holds float32 logits [tokens, vocabulary] after each token of the passes, which follow each other
+        behind the prompt."""
+        ...
+
+
+def main() -> int:
+    """Serves until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        engine: Engine = importlib.import_module(KINDS[sys.argv[1]]).load(**json.loads(sys.argv[2]))
+        _say(answers, {"answer": engine.describe()})
+    except Exception as error:
+        _say_error(answers, error)
+        return 1
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            _say(answers, {"answer": getattr(engine, request.pop("do"))(**request)})
+        except Exception as error:
+            _say_error(answers, error)
+    return 0
+
+
+def _say(answers: TextIO, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def _say_error(answers: TextIO, error: Exception) -> None:
+    traceback.print_exc()
+    _say(answers, {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

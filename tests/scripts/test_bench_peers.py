@@ -1,0 +1,321 @@
+"""The comparison with peers: the GGUF file holds the checkpoint's own bits, figures follow from raw lines, the page
+shows them, bad input is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.errors import InputError
+from peagle.ops.mxfp4 import CODES
+from scripts import bench_peers
+from scripts.make_random_checkpoint import SIZES, geometry, random_tensors
+from scripts.peers import cost, figures, gguf_file, measure, page, remote, roster
+from scripts.peers.bystanders import Bystanders
+from scripts.peers.stepwise import StepwiseEngine
+from target.load import inspect_target, write_target
+
+GEOMETRY = geometry(
+    hidden=96, layers=3, heads=(6, 2), head_dim=16, vocab=89, experts=(5, 2), expert_width=64, window=24
+)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["mxfp4", "unquantised"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "small"
+    write_target(directory, GEOMETRY, random_tensors(GEOMETRY, request.param, seed=1), mxfp4=request.param)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def gguf_reader(checkpoint: Path) -> Any:
+    gguf = pytest.importorskip("gguf")
+    path = checkpoint.parent / "model.gguf"
+    gguf_file.write_gguf(checkpoint, path)
+    return gguf.GGUFReader(path)
+
+
+def ggml_codes(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(codes [..., 32], scales) of ggml's blocks, by the rule of block_mxfp4: byte j holds values j and j + 16."""
+    blocks = packed.reshape(*packed.shape[:-1], -1, 17)
+    return np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1), blocks[..., 0]
+
+
+def test_mxfp4_blocks_keep_every_code_and_scale() -> None:
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (3, 4, 2, 16), np.uint8), rng.integers(0, 255, (3, 4, 2), np.uint8)
+    packed = gguf_file.ggml_mxfp4(blocks, scales)
+    assert packed.shape == (3, 4, 34)
+    codes, kept = ggml_codes(packed)
+    np.testing.assert_array_equal(kept, scales)
+    np.testing.assert_array_equal(codes[..., 0::2], blocks & 15)
+    np.testing.assert_array_equal(codes[..., 1::2], blocks >> 4)
+
+
+def test_the_file_holds_the_checkpoints_experts_bit_for_bit(checkpoint: Path, gguf_reader: Any) -> None:
+    """Read back by the gguf package, whose own dequantisation gives the values of the checkpoint."""
+    from gguf import dequantize
+
+    files, source = inspect_target(checkpoint), read_checkpoint(checkpoint)
+    tensors = {tensor.name: tensor for tensor in gguf_reader.tensors}
+    for layer in range(GEOMETRY.num_layers):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        for name, matrix, rows in (
+            ("gate", "gate_up_proj", slice(0, None, 2)),
+            ("up", "gate_up_proj", slice(1, None, 2)),
+            ("down", "down_proj", slice(None)),
+        ):
+            written = tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
+            values = dequantize(np.asarray(written.data), written.tensor_type)
+            if files.mxfp4:
+                assert written.tensor_type.name == "MXFP4"
+                blocks, scales = source.take(f"{prefix}{matrix}_blocks"), source.take(f"{prefix}{matrix}_scales")
+                codes, kept = ggml_codes(np.asarray(written.data))
+                np.testing.assert_array_equal(kept, scales[:, rows])
+                expected = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+                np.testing.assert_array_equal(codes, expected[:, rows])
+                decoded = CODES[codes] * np.exp2(kept.astype(np.float32) - 127)[..., None]
+                np.testing.assert_array_equal(values, decoded.reshape(values.shape))
+            else:
+                expected = source.take(prefix + matrix).swapaxes(-1, -2)[:, rows].astype(np.float32)
+                np.testing.assert_array_equal(values, expected)
+            bias = tensors[f"blk.{layer}.ffn_{name}_exps.bias"]
+            np.testing.assert_array_equal(bias.data, source.take(f"{prefix}{matrix}_bias")[:, rows].astype(np.float32))
+
+
+def test_the_file_holds_all_else_and_what_describes_it(checkpoint: Path, gguf_reader: Any) -> None:
+    from gguf import dequantize
+
+    source = read_checkpoint(checkpoint)
+    tensors = {tensor.name: tensor for tensor in gguf_reader.tensors}
+    for name, theirs in {
+        "output.weight": "lm_head.weight",
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.1.attn_k.weight": "model.layers.1.self_attn.k_proj.weight",
+        "blk.2.attn_sinks.weight": "model.layers.2.self_attn.sinks",
+        "blk.0.ffn_gate_inp.weight": "model.layers.0.mlp.router.weight",
+    }.items():
+        values = dequantize(np.asarray(tensors[name].data), tensors[name].tensor_type)
+        np.testing.assert_array_equal(values, source.take(theirs).astype(np.float32))
+    described = {key: gguf_reader.get_field(f"gpt-oss.{key}").contents() for key in ("vocab_size", "expert_used_count")}
+    assert described == {"vocab_size": 89, "expert_used_count": 2}
+    pattern = gguf_reader.get_field("gpt-oss.attention.sliding_window_pattern").contents()
+    assert pattern == [True, False, True]
+
+
+def test_what_llama_cpp_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    import dataclasses
+
+    other = dataclasses.replace(GEOMETRY, swiglu_limit=5.0)
+    write_target(tmp_path / "other", other, random_tensors(other, True, seed=1), mxfp4=True)
+    with pytest.raises(InputError, match=r"swiglu_limit is 5\.0"):
+        gguf_file.write_gguf(tmp_path / "other", tmp_path / "model.gguf")
+
+
+def test_bytes_are_those_of_the_published_model() -> None:
+    stored = cost.Storage(2, cost.MXFP4_BYTES)
+    assert cost.pass_bytes(SIZES["20b"], stored, 1) == pytest.approx(3.70e9, rel=0.01)
+    floors = [cost.floor(SIZES["20b"], stored, width) for width in (1, 2, 4, 8)]
+    assert floors == pytest.approx([1, 1.30, 1.79, 2.46], abs=0.005)
+
+
+class Counter(StepwiseEngine):
+    """Its greedy token is the number of tokens it holds."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.lengths: list[int] = []
+
+    def begin(self, prompt_ids: list[int]) -> int:
+        self.held = list(prompt_ids)
+        return len(self.held)
+
+    def extend(self, token_ids: list[int]) -> list[int]:
+        start = len(self.held)
+        self.lengths.append(start)
+        self.held += token_ids
+        return [start + i + 1 for i in range(len(token_ids))]
+
+    def roll_back(self, count: int) -> None:
+        del self.held[-count:]
+
+    def last_logits(self) -> np.ndarray:
+        return np.full((len(self.held) - self.lengths[-1], 2), len(self.held), np.float32)
+
+
+def test_a_stepwise_engine_decodes_verifies_in_place_and_is_forced(tmp_path: Path) -> None:
+    engine = Counter()
+    decoded = engine.decode([7, 7, 7], 4)
+    assert decoded["token_ids"] == [3, 4, 5, 6]
+    assert engine.held == [7, 7, 7, 3, 4, 5]
+    engine.lengths.clear()
+    assert engine.verify([7, 7], [[1, 2], [3, 4], [5, 6]])["pass_s"] > 0
+    assert engine.lengths == [2] * 4
+    engine.logits([9], [[1], [2], [3, 4]], str(tmp_path / "logits.npy"))
+    assert np.load(tmp_path / "logits.npy")[:, 0].tolist() == [2, 3, 5, 5]
+    assert engine.held == [9, 1, 2, 3, 4]
+
+
+def settings(**changes: Any) -> measure.Settings:
+    values: dict[str, Any] = {
+        "checkpoints": ("small",),
+        "engines": ("peagle", "llama.cpp"),
+        "prompt_tokens": 16,
+        "new_tokens": 11,
+        "widths": (1, 4),
+        "rounds": 3,
+        "seconds": 0.01,
+        "check_tokens": 8,
+        "seed": 0,
+    }
+    return measure.Settings(**{**values, **changes})
+
+
+def test_every_engine_gets_the_same_tokens_and_each_round_new_ones() -> None:
+    first, second = measure.Tokens(89, settings()), measure.Tokens(89, settings())
+    assert (first.prompt, first.checked) == (second.prompt, second.checked)
+    assert [len(one) for one in first.checked] == [1, 1, 1, 1, 4]
+    assert first.passes(1, 5, 4) == second.passes(1, 5, 4) != first.passes(2, 5, 4)
+    assert first.passes(1, 2, 4) == first.passes(1, 5, 4)[:2]
+
+
+def test_differences_are_in_standard_deviations() -> None:
+    expected = np.array([[0.0, 2.0], [2.0, 0.0]], np.float32)  # of standard deviation 1
+    found = measure.compare(expected + np.array([[0.0, 0.0], [0.0, 3.0]], np.float32), expected)
+    assert found == {"max_difference": 3.0, "rms_difference": 1.5, "top_1_agreement": 0.5}
+
+
+FACTORS = {"peagle": 1.0, "llama.cpp": 2.0}
+DRIFT = {1: 1.0, 2: 3.0, 3: 1.5}  # of the machine, by round: ratios within a round do not see it
+
+
+def fake_lines() -> Iterator[dict[str, Any]]:
+    for number, drift in DRIFT.items():
+        for engine, factor in FACTORS.items():
+            line = {"engine": engine, "round": number, "others_frac": 0.01 * number}
+            seconds = factor * drift
+            yield {**line, "what": "decode", "prefill_s": 0.1 * seconds, "decode_s": 0.01 * seconds}
+            yield {**line, "what": "verify", "rows": 1, "passes": 3, "pass_s": 0.001 * seconds}
+            yield {**line, "what": "verify", "rows": 4, "passes": 3, "pass_s": 0.0015 * seconds}
+
+
+@pytest.fixture
+def measured(checkpoint: Path) -> measure.Measured:
+    site = roster.Site(checkpoint, True, Path("model.gguf"), 64, 2, "python")
+    check = {"max_difference": 0.25, "rms_difference": 0.0625, "top_1_agreement": 0.75}
+    return measure.Measured(
+        inspect_target(checkpoint),
+        tuple(roster.entry(name, site) for name in FACTORS),
+        {name: {"version": f"{name} 1", "computes": "in its way"} for name in FACTORS},
+        {"peagle": check, "llama.cpp": {**check, "rounded_yarn": {**check, "max_difference": 0.125}}},
+        list(fake_lines()),
+    )
+
+
+def test_ratios_are_taken_within_a_round(measured: measure.Measured) -> None:
+    ours, peer = figures.rows("small", measured, settings())
+    assert ours["decode_tok_per_s"] == pytest.approx({"median": 1000 / 1.5, "min": 1000 / 3, "max": 1000})
+    assert peer["ours_over_peer_decode"] == pytest.approx({"median": 2, "min": 2, "max": 2})
+    assert peer["ours_over_peer_pass"]["4"]["median"] == pytest.approx(2)
+    assert ours["v"]["4"] == pytest.approx({"median": 1.5, "min": 1.5, "max": 1.5})
+    assert ours["gb_per_s"]["max"] == pytest.approx(ours["bytes_per_token"] / 0.001 / 1e9)
+
+
+def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Measured) -> None:
+    asked = settings()
+    run = {
+        "provenance": {
+            "command": "python -m scripts.bench_peers",
+            "cpu": "a processor",
+            "num_threads": 2,
+            "packages": {"jaxlib": "1"},
+            "time": "now",
+        },
+        "config": {"prompt_tokens": 16, "new_tokens": 11, "rounds": 3, "widths": [1, 4], "check_tokens": 8},
+        "left_out": {"transformers-bf16": "torch is not installed"},
+        "checkpoints": [
+            {
+                "name": "small",
+                "parameters": 123e6,
+                "v_by_bytes": figures.floors(measured, asked),
+                "others_frac": figures.others(measured),
+            }
+        ],
+        "rows": figures.rows("small", measured, asked),
+    }
+    text = page.page(json.loads(json.dumps(run)))
+    assert "Left out: transformers-bf16 (torch is not installed)." in text
+    assert "## small: 123 M parameters" in text
+    assert "| llama.cpp | bfloat16, MXFP4 experts | 333 (167..500) | 2.00 (2.00..2.00) |" in text
+    assert "| peagle | 1.5 | 2.25 | 1.50 (1.50..1.50) |" in text
+    assert "| by bytes |  |  | 1." in text
+    assert "| llama.cpp against YaRN rounded as there | 0.12 | 0.062 | 75 % |" in text
+    assert "Other processes took 2 % of the processors' time during a measurement (median; at least 1, at" in text
+    tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
+    assert set(tables) == {8, 5, 4, 6}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engines", "vllm"], "--engines names 'vllm'; expected names of peagle, "),
+        (["--widths", "1,x"], "expected numbers with commas between"),
+        (["--widths", "0,2"], "expected numbers of 1 or more"),
+        (["--rounds", "0"], "must be 1 or more"),
+        (["-n", "1"], "--new-tokens 2 or more"),
+        (["--seconds", "nan"], "--seconds is nan"),
+        (["--check-tokens", "12"], "expected a multiple of 8"),
+        (["--prompt-tokens", "131072"], "has 131072 positions"),
+        (["{checkpoint}"], "two checkpoints have the same name"),
+        (["{out}/nowhere"], "does not exist; expected a directory with config.json"),
+        (["--out", "{checkpoint}"], "expected a new folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, arguments: list[str], message: str
+) -> None:
+    out = tmp_path / "run"
+    given = [word.format(checkpoint=checkpoint, out=out) for word in arguments]
+    assert bench_peers.main([str(checkpoint), "--engines", "peagle", "--out", str(out), *given]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_work_of_others_is_told_from_that_of_an_engine() -> None:
+    if not Path("/proc/stat").exists():
+        pytest.skip("not Linux")
+    spin = "import time\nwhile time.process_time() < 0.4: pass"
+    with subprocess.Popen([sys.executable, "-c", spin + "\ntime.sleep(0.2)"]) as process:
+        time.sleep(0.1)
+        with Bystanders(process.pid) as own:
+            time.sleep(0.15)
+        with Bystanders(os.getpid()) as others:
+            time.sleep(0.15)
+    assert own.frac is not None
+    assert others.frac is not None
+    assert 0 <= own.frac <= 1
+    assert 0 < others.frac <= 1
+
+
+def test_an_engine_that_is_not_there_is_named_with_the_reason() -> None:
+    names, left_out = bench_peers.engines("llama.cpp", "/no/such/python")
+    assert names == ("peagle",)
+    assert set(left_out) == {"llama.cpp"}
+
+
+def test_an_engine_that_fails_is_one_line(tmp_path: Path) -> None:
+    site = roster.Site(tmp_path / "nothing", True, tmp_path / "model.gguf", 64, 1, "python")
+    with pytest.raises(InputError, match=r"^peagle-xla: InputError: .*nothing does not exist[^\n]*$"):
+        remote.Remote(roster.entry("peagle-xla", site))
