@@ -1,13 +1,10 @@
-"""Bytes of weights a pass of T rows reads: what bounds small passes on any machine.
-
-Counted: every matrix and bias once, but for the embedding, of which a pass reads T rows (not counted), and the experts,
-of which it reads those that any row selects. With uniform, independent routing that is E (1 - (1 - k/E)^T) of E.
-"""
+"""Bytes of weights that an engine has to read: what bounds small passes on any machine (peagle.bench.WeightBytes)."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from peagle.bench import WeightBytes
 from target.config import TargetConfig
 from target.load import tensor_shapes
 
@@ -22,14 +19,9 @@ class Storage:
     experts: float
 
 
-def experts_touched(config: TargetConfig, rows: int) -> float:
-    """Expected number of experts that a layer computes for so many rows."""
-    return config.num_experts * (1 - (1 - config.top_k / config.num_experts) ** rows)
-
-
-def pass_bytes(config: TargetConfig, storage: Storage, rows: int) -> float:
-    """Expected bytes of weights read by a pass."""
-    dense = expert = 0.0
+def stored_weights(config: TargetConfig, storage: Storage) -> WeightBytes:
+    """Every matrix and bias but for the embedding, as an engine stores them."""
+    dense = experts = 0.0
     for name, shape in tensor_shapes(config, mxfp4=False).items():
         size = float(np.prod(shape))
         if "embed_tokens" in name:
@@ -37,10 +29,5 @@ def pass_bytes(config: TargetConfig, storage: Storage, rows: int) -> float:
         if ".experts." not in name:
             dense += size * storage.dense
         else:
-            expert += size / config.num_experts * (storage.experts if len(shape) == 3 else storage.dense)
-    return dense + experts_touched(config, rows) * expert
-
-
-def floor(config: TargetConfig, storage: Storage, rows: int) -> float:
-    """v(T) where time is bytes."""
-    return pass_bytes(config, storage, rows) / pass_bytes(config, storage, 1)
+            experts += size * (storage.experts if len(shape) == 3 else storage.dense)
+    return WeightBytes(round(dense), round(experts), config.num_experts, config.top_k)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.peers.cost import floor, pass_bytes
+from scripts.peers.cost import stored_weights
 from scripts.peers.measure import Measured, Settings
 from scripts.peers.roster import OURS, Entry
 
@@ -21,7 +21,8 @@ def rows(checkpoint: str, measured: Measured, settings: Settings) -> list[Json]:
 def floors(measured: Measured, settings: Settings) -> Json:
     """{T: v(T) by bytes}, of the checkpoint as it is stored."""
     stored = next(entry.storage for entry in measured.entries if entry.name == OURS)
-    return {str(width): floor(measured.files.config, stored, width) for width in settings.widths}
+    weights = stored_weights(measured.files.config, stored)
+    return {str(width): weights.floor(width) for width in settings.widths}
 
 
 def others(measured: Measured) -> Json | None:
@@ -59,7 +60,7 @@ def _row(
         """How many times faster ours is: its peer's seconds over its own, in the same round."""
         return spread(own(what), seconds[OURS, what])
 
-    read = pass_bytes(measured.files.config, entry.storage, 1)
+    read = stored_weights(measured.files.config, entry.storage).read(1)
     return {
         "checkpoint": checkpoint,
         "engine": entry.name,

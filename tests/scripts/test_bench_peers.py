@@ -123,9 +123,9 @@ def test_what_llama_cpp_cannot_be_told_is_refused(tmp_path: Path) -> None:
 
 
 def test_bytes_are_those_of_the_published_model() -> None:
-    stored = cost.Storage(2, cost.MXFP4_BYTES)
-    assert cost.pass_bytes(SIZES["20b"], stored, 1) == pytest.approx(3.70e9, rel=0.01)
-    floors = [cost.floor(SIZES["20b"], stored, width) for width in (1, 2, 4, 8)]
+    weights = cost.stored_weights(SIZES["20b"], cost.Storage(2, cost.MXFP4_BYTES))
+    assert weights.read(1) == pytest.approx(3.70e9, rel=0.01)
+    floors = [weights.floor(width) for width in (1, 2, 4, 8)]
     assert floors == pytest.approx([1, 1.30, 1.79, 2.46], abs=0.005)
 
 

@@ -1,0 +1,192 @@
+"""The kernels touch no memory that is not theirs: their tests once more, in a process of its own, compiled with
+AddressSanitizer, which reports each access beyond a buffer. And it would: wherever the kernels are made to read one
+element before or behind an operand, it is reported.
+
+Nothing is jitted there, so that every operand is a buffer of its own, as long as its values; in a compiled program
+operands lie side by side.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peagle.ops import native
+from peagle.ops.native import build
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+TESTS = [str(HERE / f"test_{name}.py") for name in ("linear", "experts", "attention")]
+# all ops; matrices, heads and caches of awkward shapes; inactive rows; every operand present. Caches are filled to the
+# last slot in rings and beyond
+ESSENTIAL = (
+    "definition and not full and not float32-True",
+    *("goes_with", "inactive", "different_experts", "ragged", "negative", "beyond"),
+)
+RECOVER = "-fsanitize-recover=address"
+
+# the first line of a function: (operand, elements)
+OPERANDS = {
+    "void RunLinear(const Linear& op, Parallel& parallel) {": {
+        "op.x": "op.rows * op.weight.inputs",
+        "op.norm.weight": "op.weight.inputs",
+        "Bytes(op.weight.panels)": "Panels(op.weight.outputs) * PanelBytes(op.weight)",
+        "op.weight.scales": "Panels(op.weight.outputs) * kPanelRows * op.weight.inputs / 32",
+        "op.bias": "op.weight.outputs",
+        "op.residual": "op.rows * op.weight.outputs",
+        "op.positions": "op.rows",
+        "op.out": "op.rows * op.weight.outputs",
+    },
+    "void RunExperts(const Experts& op, Parallel& parallel) {": {
+        "op.x": "op.rows * op.router.inputs",
+        "op.norm.weight": "op.router.inputs",
+        "Bytes(op.router.panels)": "Panels(op.num_experts) * PanelBytes(op.router)",
+        "op.router_bias": "op.num_experts",
+        "Bytes(op.gate_up.panels)": "op.num_experts * 2 * Panels(op.down.inputs) * PanelBytes(op.gate_up)",
+        "op.gate_up.scales": "op.num_experts * 2 * Panels(op.down.inputs) * kPanelRows * op.gate_up.inputs / 32",
+        "op.gate_up_bias": "op.num_experts * 2 * Panels(op.down.inputs) * kPanelRows",
+        "Bytes(op.down.panels)": "op.num_experts * Panels(op.down.outputs) * PanelBytes(op.down)",
+        "op.down.scales": "op.num_experts * Panels(op.down.outputs) * kPanelRows * op.down.inputs / 32",
+        "op.down_bias": "op.num_experts * op.down.outputs",
+        "op.positions": "op.rows",
+        "op.out": "op.rows * op.router.inputs",
+    },
+    "void RunAttention(const Attention& op, Parallel& parallel) {": {
+        "Bytes(op.query)": "op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "Bytes(op.key)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "Bytes(op.value)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "op.positions": "op.batch * op.width",
+        "op.sinks": "op.heads",
+        "Bytes(op.out)": "op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+    },
+    "void RotateAndWrite(const Attention& op, const Rotation& rotation) {": {
+        "rotation.qkv": "op.batch * op.width * (op.heads + 2 * op.kv_heads) * op.head_dim",
+        "rotation.cos": "op.batch * op.width * op.head_dim / 2",
+        "rotation.sin": "op.batch * op.width * op.head_dim / 2",
+        "Bytes(rotation.query)": "op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "Bytes(rotation.key)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "Bytes(rotation.value)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+    },
+}
+# once: every report takes its time
+READ = """
+#define PEAGLE_READ(array, at)                                  \\
+  if (static bool done = false; array != nullptr && !done) {    \\
+    done = true;                                                \\
+    [[maybe_unused]] volatile auto seen = (array)[at];          \\
+  }
+static const char* Bytes(const void* data) { return static_cast<const char*>(data); }
+"""
+
+
+def preload() -> str:
+    """What has to be loaded before anything else: the sanitizer, and what it wraps the exceptions of."""
+    try:
+        compiler = build.compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    paths = []
+    for name in ("libasan.so", "libstdc++.so"):
+        done = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+        paths.append(Path(done.stdout.strip()))
+    if platform.system() != "Linux" or not all(path.is_absolute() for path in paths):
+        pytest.skip(f"{compiler} has no AddressSanitizer")
+    return " ".join(str(path.resolve()) for path in paths)
+
+
+def sanitized_tests(libraries: Path, reports: Path, which: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """(the tests on these libraries, what the sanitizer reported)."""
+    environment = os.environ | {
+        "LD_PRELOAD": preload(),
+        # equal places are reported again: else it ends after 25
+        "ASAN_OPTIONS": f"detect_leaks=0:halt_on_error=0:suppress_equal_pcs=0:log_path={reports / 'report'}",
+        "JAX_DISABLE_JIT": "1",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        native.DIRECTORY: str(libraries),
+    }
+    environment.pop(native.VARIABLE, None)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", which, *TESTS]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    whole = "".join(path.read_text() for path in reports.iterdir())
+    return done, re.split(r"^=+\n(?===\d+==ERROR)", whole, flags=re.MULTILINE)[1:]
+
+
+def build_sanitized(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """An access beyond a buffer is reported, and life goes on."""
+    preload()
+    monkeypatch.setattr(build, "SANITIZE", (*build.SANITIZE, RECOVER))
+    directory.mkdir()
+    for path in build.build(directory, sanitize=True):
+        assert b"__asan_report" in path.read_bytes()
+
+
+def plant(text: str) -> tuple[str, dict[int, str]]:
+    """kernels.cc with reads of one element before and one behind each operand, and what is read in which line."""
+    for function, operands in OPERANDS.items():
+        reads = [
+            f"  PEAGLE_READ({operand}, {at})  // planted" for operand, end in operands.items() for at in ("-1", end)
+        ]
+        assert text.count(function) == 1, function
+        text = text.replace(function, "\n".join([function, *reads]))
+    text = text.replace("\nnamespace peagle {\n", f"{READ}\nnamespace peagle {{\n", 1)
+    lines = dict(enumerate(text.splitlines(), start=1))
+    return text, {number: line.strip() for number, line in lines.items() if line.endswith("// planted")}
+
+
+def best() -> str:
+    """The widest set of this machine."""
+    for isa in build.instruction_sets():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(native.VARIABLE, isa)
+            native.status.cache_clear()
+            try:
+                native.status()
+            except native.InputError:
+                continue
+            finally:
+                native.status.cache_clear()
+            return isa
+    pytest.skip("the native kernels are for CPUs")
+
+
+def test_nothing_but_what_was_planted_is_out_of_bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The machine's widest set: every planted read is found, on both sides of every operand, and nothing else."""
+    isa, text = best(), (build.HERE / "kernels.cc").read_text()
+    sources, libraries, reports = (tmp_path / name for name in ("sources", "libraries", "reports"))
+    sources.mkdir()
+    reports.mkdir()
+    for name in ("kernels.h", "ffi.cc"):
+        (sources / name).write_text((build.HERE / name).read_text())
+    text, planted = plant(text)
+    (sources / "kernels.cc").write_text(text)
+    portable, flags = build.library("portable"), build.instruction_sets()[isa]
+    monkeypatch.setattr(build, "HERE", sources)
+    monkeypatch.setattr(build, "instruction_sets", lambda: {isa: flags})
+    build_sanitized(monkeypatch, libraries)
+    if isa != "portable":
+        build.library("portable", libraries).symlink_to(portable)  # which knows the machine
+    done, found = sanitized_tests(libraries, reports, f"{isa} and ({' or '.join(ESSENTIAL)})")
+    seen = set()
+    for report in found:
+        at = re.search(r"kernels\.cc:(\d+)", report)
+        assert at, report
+        assert int(at[1]) in planted, report
+        assert "heap-buffer-overflow" in report
+        seen.add(int(at[1]))
+    assert not [planted[number] for number in planted if number not in seen], done.stdout[-2000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.slow
+def test_no_set_goes_out_of_bounds_in_any_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    libraries, reports = tmp_path / "libraries", tmp_path / "reports"
+    reports.mkdir()
+    build_sanitized(monkeypatch, libraries)
+    done, found = sanitized_tests(libraries, reports, "not xla_form")
+    assert not found, found[0]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
