@@ -67,6 +67,7 @@ class Pair:
     dtype: str = "float32"
     experts: str | None = None  # the layout the target's experts are in
     kernels: str | None = None  # what computes: the compiled CPU kernels, or XLA and why
+    draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
     default_num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     _engines: dict[Any, Engine] = field(default_factory=dict, repr=False, compare=False)
@@ -266,6 +267,7 @@ def load(
     dtype: DtypeName | None = None,
     experts: ExpertsChoice = "auto",
     kernels: KernelsChoice = "auto",
+    draft_vocab: int | str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
     """The pair of two checkpoint directories, or the demo pair, which comes with the package.
@@ -274,7 +276,8 @@ def load(
     words is given as "./demo". dtype: float32 on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4
     in memory, "expanded" dequantises at load, "auto" takes what is fastest and fits. kernels: "native" runs the
     compiled CPU kernels or refuses, "xla" does without them, "auto" takes them where they run (`peagle info` says).
-    progress is told (bytes of the target read, bytes in all) while it is read.
+    draft_vocab: the drafter proposes so many of the most frequent tokens alone, or those listed in a file
+    (drafter.vocabulary). progress is told (bytes of the target read, bytes in all) while it is read.
 
     Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
     read; weights that take more memory than there is are among that.
@@ -282,14 +285,20 @@ def load(
     from drafter.load import load_drafter
     from drafter.load import weight_bytes as drafter_bytes
     from drafter.propose import PEagle
+    from drafter.vocabulary import choose, narrow
     from target.load import inspect_target, load_target
     from target.load import weight_bytes as target_bytes
     from target.model import GptOss
 
     target_directory = resolve(target, "target")
     drafter_directory = drafter_path(target, drafter)
-    inspect_target(target_directory)
+    files = inspect_target(target_directory)
     taps = () if drafter_directory is None else check_fit(target_directory, drafter_directory)
+    vocab = None
+    if draft_vocab is not None:
+        if drafter_directory is None:
+            raise InputError("a draft vocabulary is given, but there is no drafter with weights whose head it narrows")
+        vocab = choose(str(draft_vocab), drafter_directory, files.config.vocab_size, files.stop_token_ids)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     native = _native(kernels)
@@ -308,6 +317,8 @@ def load(
             target_embedding=loaded.params.embedding,
             target_lm_head=loaded.params.lm_head,
         )
+        if vocab is not None:
+            params, config = narrow(params, config, vocab)
         drafting = PEagle(params, config)
     return Pair(
         target=GptOss(loaded.params, loaded.config, aux_layer_ids=taps),
@@ -318,6 +329,7 @@ def load(
         dtype=dtype,
         experts=loaded.experts,
         kernels=native_status()[1] if kernels != "xla" else "XLA",
+        draft_vocab=None if vocab is None else f"{config.draft_vocab_size} tokens, by {vocab.source}",
         steps_per_dispatch=_steps_per_dispatch(loaded.params) if native else 1,
     )
 

@@ -1,13 +1,14 @@
 """Acceptance length and speed over K, on the demo's held-out prompts or your own.
 
-    python scripts/sweep_acceptance.py --out results/2026-11-21_cpu_demo_sweep -k 1,2,3,5,7
+    python scripts/sweep_acceptance.py --out results/2026-11-21_cpu_demo_sweep -k 1,2,3,5,7,auto
+    python scripts/sweep_acceptance.py --out results/2026-11-21_cpu_draft_vocab -k 3 --draft-vocab full,1024,512
 
-Every prompt is decoded with every K in turn, plain decoding (K = 0) always among them, in an order that rotates from
-prompt to prompt and repeat to repeat, so that a drift of the machine falls on all K alike. Compilation is outside of
-every time.
+Every prompt is decoded with every K (and every draft vocabulary) in turn, plain decoding (K = 0) always among them, in
+an order that rotates from prompt to prompt and repeat to repeat, so that a drift of the machine falls on all alike.
+Compilation, and measuring the costs that `auto` goes by, are outside of every time.
 
-Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per K), raw.jsonl (a
-line per decoded request), README.md (the table) and sweep.png.
+Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per K, and in it the
+speed-up of each prompt), raw.jsonl (a line per decoded request), README.md (the table) and sweep.png.
 """
 
 import argparse
@@ -18,22 +19,40 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from scipy import stats
 
 import peagle
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
-from peagle.metrics import Recorder, Result, pooled_counters, pooled_tok_per_s
+from peagle.metrics import LOOPING, Recorder, Result, pooled_counters, pooled_tok_per_s
 from peagle.ops.errors import InputError
-from peagle.pair import DEMO_DIRECTORY, Pair
+from peagle.pair import AUTO, DEMO_DIRECTORY, Pair
 from peagle.prompts import Rendering, read_prompt_file
 from peagle.provenance import provenance
 
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"
 BOOTSTRAP = 2000
 LENGTHS = ("acceptance_length", "acceptance_length_without_loops")  # keys of a row
+FULL = "full"  # the drafter's whole vocabulary
+SLOWER = 0.97  # a prompt whose interval lies wholly below is slower with speculation
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode; k "auto" chooses at each step, 0 is plain decoding."""
+
+    k: int | Literal["auto"]
+    draft_vocab: str | None = None  # None: full
+
+    @property
+    def label(self) -> str:
+        return str(self.k) if self.draft_vocab is None else f"{self.k}, {Path(self.draft_vocab).name} tokens"
+
+
+PLAIN = Arm(0)
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,7 @@ class Sweep:
     drafter: str
     prompts: str
     num_prompts: int
-    ks: tuple[int, ...]
+    arms: tuple[Arm, ...]
     repeats: int
     max_new_tokens: int
     temperature: float
@@ -63,8 +82,9 @@ def decode(pair: Pair, engine: Engine, request: Request) -> Result:
     return recorder.result()
 
 
-def run(pair: Pair, sweep: Sweep) -> dict[int, list[list[Result]]]:
-    """results[K][repeat][prompt], decoded in rotating order."""
+def run(pairs: dict[str | None, Pair], sweep: Sweep) -> dict[Arm, list[list[Result]]]:
+    """results[arm][repeat][prompt], decoded in rotating order. pairs: by draft vocabulary."""
+    pair = pairs[None]
     conversations = read_prompt_file(Path(sweep.prompts))[: sweep.num_prompts]
     rendering = Rendering(raw=sweep.raw_prompts)
     requests = [
@@ -72,16 +92,19 @@ def run(pair: Pair, sweep: Sweep) -> dict[int, list[list[Result]]]:
         for i, c in enumerate(conversations)
     ]
     capacity, sampling = pair.capacity(requests), SamplingConfig(temperature=sweep.temperature)
-    engines = {k: pair.engine(SpeculationConfig(k, 1, capacity, sampling)) for k in sweep.ks}
-    for engine in engines.values():
+    engines: dict[Arm, Engine] = {}
+    for arm in sweep.arms:
+        k, adaptive = pair.num_drafts(arm.k)
+        engine = pairs[arm.draft_vocab].engine(SpeculationConfig(k, 1, capacity, sampling, adaptive))
         engine.warm_up(requests)
-    results: dict[int, list[list[Result]]] = {k: [[] for _ in range(sweep.repeats)] for k in sweep.ks}
+        engines[arm] = engine
+    results: dict[Arm, list[list[Result]]] = {arm: [[] for _ in range(sweep.repeats)] for arm in sweep.arms}
     started, total = time.monotonic(), sweep.repeats * len(requests)
     for repeat in range(sweep.repeats):
         for number, request in enumerate(requests):
-            turn = (repeat + number) % len(sweep.ks)
-            for k in sweep.ks[turn:] + sweep.ks[:turn]:
-                results[k][repeat].append(decode(pair, engines[k], request))
+            turn = (repeat + number) % len(sweep.arms)
+            for arm in sweep.arms[turn:] + sweep.arms[:turn]:
+                results[arm][repeat].append(decode(pair, engines[arm], request))
             done = repeat * len(requests) + number + 1
             left = (time.monotonic() - started) / done * (total - done)
             print(f"\r{done}/{total} prompts, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
@@ -89,34 +112,33 @@ def run(pair: Pair, sweep: Sweep) -> dict[int, list[list[Result]]]:
     return results
 
 
-def row(k: int, fast: list[list[Result]], plain: list[list[Result]]) -> dict[str, Any]:
-    """The figures of one K. Acceptance is of the first repeat (greedy repeats are equal); speeds are of all of them.
+def row(arm: Arm, fast: list[list[Result]], plain: list[list[Result]]) -> dict[str, Any]:
+    """The figures of one arm. Acceptance is of the first repeat (greedy repeats are equal); speeds are of all of them.
     The interval is a bootstrap over prompts, 95 %."""
     first = fast[0]
     quiet = [result for result in first if not result.loops]
     counters, quiet_counters = pooled_counters(first), pooled_counters(quiet)
-    # per prompt: seconds per token over all repeats, so that one noisy moment weighs little
-    speedups = np.array(
-        [
-            np.median([p.decode_s / max(len(p.output_ids) - 1, 1) for p in plains])
-            / np.median([f.decode_s / max(len(f.output_ids) - 1, 1) for f in fasts])
-            for fasts, plains in zip(zip(*fast, strict=True), zip(*plain, strict=True), strict=True)
-            if all(len(r.output_ids) > 1 for r in (*fasts, *plains))
-        ]
-    )
+    per_prompt = [
+        _prompt(fasts, plains)
+        for fasts, plains in zip(zip(*fast, strict=True), zip(*plain, strict=True), strict=True)
+        if all(len(r.output_ids) > 1 for r in (*fasts, *plains))
+    ]
+    speedups = np.array([prompt["speedup"] for prompt in per_prompt])
     pooled = [
         (pooled_tok_per_s(f) or np.nan) / (pooled_tok_per_s(p) or np.nan) for f, p in zip(fast, plain, strict=True)
     ]
     steps = sum(len(r.decisions) for repeat in fast for r in repeat)
     return {
-        "k": k,
+        "k": arm.k,
+        "draft_vocab": arm.draft_vocab,
         "acceptance_length": counters and counters.acceptance_length,
-        "acceptance_length_interval": _interval(first) if k else None,
+        "acceptance_length_interval": _interval(first) if arm.k else None,
         "acceptance_length_without_loops": quiet_counters and quiet_counters.acceptance_length,
-        "acceptance_length_without_loops_interval": _interval(quiet) if k and quiet else None,
+        "acceptance_length_without_loops_interval": _interval(quiet) if arm.k and quiet else None,
         "acceptance_rate_per_position": counters and counters.acceptance_rate_per_position,
         "acceptance_histogram": counters and counters.histogram,
         "num_spec_steps": counters and counters.num_steps,
+        "num_plain_steps": counters and counters.num_plain_steps,
         "num_outputs": len(first),
         "num_outputs_without_loops": len(quiet),
         "output_tokens": sum(len(result.output_ids) for result in first),
@@ -127,7 +149,31 @@ def row(k: int, fast: list[list[Result]], plain: list[list[Result]]) -> dict[str
         "speedup_pooled_range": [float(min(pooled)), float(max(pooled))],
         "speedup_median": float(np.median(speedups)),
         "speedup_median_interval": _bootstrap(speedups),
+        "slower_prompts": None
+        if len(fast) < 2
+        else sum(prompt["speedup_interval"][1] < SLOWER for prompt in per_prompt),
+        "per_prompt": per_prompt,
         "outputs_equal_to_plain": sum(f.output_ids == p.output_ids for f, p in zip(first, plain[0], strict=True)),
+    }
+
+
+def _prompt(fast: Sequence[Result], plain: Sequence[Result]) -> dict[str, Any]:
+    """One prompt's speed-up: the ratio of medians over repeats of the seconds per token, so that one noisy moment
+    weighs little; and of repeats as pairs a 95 % t-interval of the mean logarithm of their ratio."""
+    seconds = [np.array([r.decode_s / (len(r.output_ids) - 1) for r in results]) for results in (fast, plain)]
+    ratios = np.log(seconds[1] / seconds[0])
+    interval = None
+    if len(ratios) > 1 and ratios.std() > 0:
+        half = stats.t.ppf(0.975, len(ratios) - 1) * ratios.std(ddof=1) / np.sqrt(len(ratios))
+        interval = [float(np.exp(ratios.mean() + side * half)) for side in (-1, 1)]
+    elif len(ratios) > 1:
+        interval = [float(np.exp(ratios.mean()))] * 2
+    return {
+        "request": fast[0].request.index,
+        "output_tokens": len(fast[0].output_ids),
+        "loop_share": fast[0].loop_share,
+        "speedup": float(np.median(seconds[1]) / np.median(seconds[0])),
+        "speedup_interval": interval,
     }
 
 
@@ -146,18 +192,20 @@ def _bootstrap(values: np.ndarray) -> list[float]:
     return [float(x) for x in np.quantile(np.median(values[picks], axis=1), (0.025, 0.975))]
 
 
-def raw_line(result: Result, repeat: int) -> str:
+def raw_line(arm: Arm, result: Result, repeat: int) -> str:
     """One decoded request."""
     return json.dumps(
         {
-            "k": result.num_speculative_tokens,
+            "k": arm.k,
+            "draft_vocab": arm.draft_vocab,
             "repeat": repeat,
             "request": result.request.index,
             "prompt_tokens": len(result.request.prompt_ids),
-            "output_ids": result.output_ids if repeat == 0 and result.num_speculative_tokens == 0 else None,
+            "output_ids": result.output_ids if repeat == 0 and arm == PLAIN else None,
             "output_tokens": len(result.output_ids),
             "finish_reason": result.finish_reason,
             "accepted": [decision.num_accepted for decision in result.decisions] if repeat == 0 else None,
+            "verified": [len(decision.draft_token_ids) for decision in result.decisions] if repeat == 0 else None,
             "ttft_s": result.ttft_s,
             "decode_s": result.decode_s,
             "loop_share": result.loop_share,
@@ -183,20 +231,30 @@ def page(title: str, sweep: Sweep, rows: list[dict[str, Any]], origin: dict[str,
         "(repeated-4-gram share above 0.3).",
         "",
         "| K | acceptance length (95 %) | without loops (95 %) | per position | ms a step | tok/s | speed-up, pooled "
-        "(range of repeats) | speed-up, median of prompts (95 %) | outputs equal to plain |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "(range of repeats) | speed-up, median of prompts (95 %) | slower prompts | outputs equal to plain |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for r in rows:
+    for arm, r in zip(sweep.arms, rows, strict=True):
         rates = "-"
-        if r["k"]:
+        if r["num_spec_steps"]:
             rates = " ".join(f"{rate:.2f}".lstrip("0") for rate in r["acceptance_rate_per_position"])
         accepted, quiet = (_with_interval(r, key) for key in LENGTHS)
         lines.append(
-            f"| {r['k']} | {accepted} | {quiet} | {rates} | {r['step_ms']:.2f} | {r['tok_per_s']:.0f} | "
+            f"| {arm.label} | {accepted} | {quiet} | {rates} | {r['step_ms']:.2f} | {r['tok_per_s']:.0f} | "
             f"{r['speedup_pooled']:.2f} ({_span(r['speedup_pooled_range'])}) | {r['speedup_median']:.2f} "
-            f"({_span(r['speedup_median_interval'])}) | {r['outputs_equal_to_plain']} of {r['num_outputs']} |"
+            f"({_span(r['speedup_median_interval'])}) | {'-' if r['slower_prompts'] is None else r['slower_prompts']} | "
+            f"{r['outputs_equal_to_plain']} of {r['num_outputs']} |"
         )
-    lines += ["", "Acceptance length is 1 + accepted / steps, pooled over all steps. ![sweep](sweep.png)", ""]
+    lines += [
+        "",
+        "Acceptance length is 1 + accepted / steps, pooled over all steps that verified drafts. Slower prompts: their 95 "
+        f"% interval over the repeats lies wholly below {SLOWER}. ![sweep](sweep.png)",
+        "",
+    ]
+    for arm, r in zip(sweep.arms, rows, strict=True):
+        if r["num_plain_steps"]:
+            share = r["num_plain_steps"] / (r["num_plain_steps"] + (r["num_spec_steps"] or 0))
+            lines += [f"K = {arm.label}: {share:.0%} of the steps were plain.", ""]
     return "\n".join(lines)
 
 
@@ -209,32 +267,52 @@ def _span(interval: Sequence[float]) -> str:
     return f"{interval[0]:.2f}..{interval[1]:.2f}"
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Acceptance per position at the largest K, and acceptance length and speed-up over K."""
+def draw(sweep: Sweep, rows: list[dict[str, Any]], path: Path) -> None:
+    """Acceptance per position at the widest arm, acceptance length and speed-up of every arm, and each prompt's
+    speed-up with the last of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    speculative = [r for r in rows if r["k"]]
-    ks = [r["k"] for r in speculative]
-    rates = speculative[-1]["acceptance_rate_per_position"]
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
+    arms = [(arm.label, r) for arm, r in zip(sweep.arms, rows, strict=True) if arm.k]
+    places = dict(zip([label for label, _ in arms], range(len(arms)), strict=True))
+    widest, rates = max(
+        ((label, r["acceptance_rate_per_position"] or []) for label, r in arms), key=lambda each: len(each[1])
+    )
     left.bar(range(1, len(rates) + 1), rates, color="tab:blue")
     left.set(
-        xlabel="draft position", ylabel="accepted / steps", ylim=(0, 1), title=f"Acceptance by position, K = {ks[-1]}"
+        xlabel="draft position", ylabel="accepted / steps", ylim=(0, 1), title=f"Acceptance by position, K = {widest}"
     )
     for key, label in zip(LENGTHS, ("acceptance length", "without loops"), strict=True):
-        known = [r for r in speculative if r[key] is not None]
+        known = [(places[name], r) for name, r in arms if r[key] is not None]
         if known:
-            span = np.array([r[f"{key}_interval"] for r in known]).T
-            values = np.array([r[key] for r in known])
-            right.errorbar([r["k"] for r in known], values, np.abs(span - values), marker="o", capsize=3, label=label)
-    values = np.array([r["speedup_median"] for r in speculative])
-    span = np.array([r["speedup_median_interval"] for r in speculative]).T
-    right.errorbar(ks, values, np.abs(span - values), marker="s", capsize=3, label="speed-up, median of prompts")
+            span = np.array([r[f"{key}_interval"] for _, r in known]).T
+            values = np.array([r[key] for _, r in known])
+            middle.errorbar([at for at, _ in known], values, np.abs(span - values), fmt="o", capsize=3, label=label)
+    values = np.array([r["speedup_median"] for _, r in arms])
+    span = np.array([r["speedup_median_interval"] for _, r in arms]).T
+    middle.errorbar(range(len(arms)), values, np.abs(span - values), fmt="s", capsize=3, label="speed-up, median")
+    middle.axhline(1, color="grey", linewidth=0.8)
+    middle.set(xlabel="K", ylim=(0, None), title="Over K (bars: 95 % intervals)")
+    middle.set_xticks(range(len(arms)), list(places), rotation=20 if any(len(name) > 4 for name in places) else 0)
+    middle.legend()
+    last, shown = arms[-1]
+    prompts = sorted(shown["per_prompt"], key=lambda prompt: prompt["speedup"])
+    for looping, color in ((False, "tab:blue"), (True, "tab:orange")):
+        some = [(at, p) for at, p in enumerate(prompts) if (p["loop_share"] > LOOPING) == looping]
+        speedups = np.array([p["speedup"] for _, p in some])
+        bars = None
+        if some and some[0][1]["speedup_interval"]:
+            bars = np.abs(np.array([p["speedup_interval"] for _, p in some]).T - speedups)
+        right.errorbar(
+            [at for at, _ in some], speedups, bars, fmt=".", color=color, elinewidth=0.8,
+            label="looping outputs" if looping else "other outputs",
+        )  # fmt: skip
     right.axhline(1, color="grey", linewidth=0.8)
-    right.set(xlabel="K", xticks=ks, ylim=(0, None), title="Over K (bars: 95 % intervals)")
+    right.axhline(SLOWER, color="grey", linewidth=0.8, linestyle=":")
+    right.set(xlabel="prompts, slowest first", ylabel="speed-up", ylim=(0, None), title=f"Each prompt, K = {last}")
     right.legend()
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -245,7 +323,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument(
-        "-k", default="1,2,3,4,5,7", help="numbers of drafted tokens, with commas (default %(default)s)"
+        "-k",
+        default="1,2,3,4,5,7,auto",
+        help="numbers of drafted tokens, or auto, with commas (default %(default)s)",
+    )
+    parser.add_argument(
+        "--draft-vocab",
+        default=FULL,
+        help="numbers of tokens the drafter may propose, or files that list them, or full, with commas (default "
+        "%(default)s)",
     )
     parser.add_argument("--target", default="demo", help="a target's directory (default: the demo's)")
     parser.add_argument("--drafter", default="demo", help="a drafter's directory, or ngram (default: the demo's)")
@@ -269,23 +355,22 @@ def main() -> int:
 
 def sweep(arguments: argparse.Namespace) -> int:
     """Everything is checked and the configuration written before anything runs."""
-    try:
-        ks = sorted({int(k) for k in arguments.k.split(",")} | {0})
-    except ValueError:
-        raise InputError(f"-k is {arguments.k!r}; expected numbers with commas between, such as 1,3,7") from None
-    if ks[0] < 0 or ks[-1] == 0:
-        raise InputError(f"-k is {arguments.k!r}; expected numbers of 1 or more")
+    arms = parse_arms(arguments.k, arguments.draft_vocab)
     if arguments.repeats < 1 or arguments.num_prompts < 1:
         raise InputError("--repeats and --num-prompts must be 1 or more")
     if arguments.out.exists():
         raise InputError(f"{arguments.out} exists; expected a new folder, so that no result is overwritten")
-    pair = peagle.load(arguments.target, arguments.drafter, kernels=arguments.kernels)
+    pairs = {
+        vocab: peagle.load(arguments.target, arguments.drafter, kernels=arguments.kernels, draft_vocab=vocab)
+        for vocab in dict.fromkeys(arm.draft_vocab for arm in (PLAIN, *arms))
+    }
+    pair = pairs[None]
     settings = Sweep(
         arguments.target,
         arguments.drafter,
         str(arguments.prompts),
         min(arguments.num_prompts, len(read_prompt_file(arguments.prompts))),
-        tuple(ks),
+        arms,
         arguments.repeats,
         arguments.max_new_tokens,
         arguments.temperature,
@@ -299,17 +384,30 @@ def sweep(arguments: argparse.Namespace) -> int:
     arguments.out.mkdir(parents=True)
     _write(arguments.out / "run.json", json.dumps(record, indent=1) + "\n")
 
-    results = run(pair, settings)
-    rows = [row(k, results[k], results[0]) for k in ks]
+    results = run(pairs, settings)
+    rows = [row(arm, results[arm], results[PLAIN]) for arm in arms]
     record["rows"] = rows
-    lines = [raw_line(r, repeat) for k in ks for repeat, some in enumerate(results[k]) for r in some]
+    lines = [raw_line(arm, r, repeat) for arm in arms for repeat, some in enumerate(results[arm]) for r in some]
     _write(arguments.out / "raw.jsonl", "\n".join(lines) + "\n")
     _write(arguments.out / "run.json", json.dumps(record, indent=1) + "\n")
-    draw(rows, arguments.out / "sweep.png")
+    draw(settings, rows, arguments.out / "sweep.png")
     text = page("Acceptance and speed over K", settings, rows, record["provenance"], command)
     _write(arguments.out / "README.md", text)
     print(text)
     return 0
+
+
+def parse_arms(ks: str, vocabs: str) -> tuple[Arm, ...]:
+    """Plain decoding, then every K with every draft vocabulary, numbers ascending and auto last."""
+    try:
+        numbers = {int(k) for k in ks.split(",") if k != AUTO} | {0}
+    except ValueError:
+        raise InputError(f"-k is {ks!r}; expected numbers, or auto, with commas between, such as 1,3,auto") from None
+    if min(numbers) < 0 or (len(numbers) == 1 and AUTO not in ks):
+        raise InputError(f"-k is {ks!r}; expected numbers of 1 or more, or auto")
+    choices: list[int | Literal["auto"]] = [*sorted(numbers - {0}), *([AUTO] if AUTO in ks.split(",") else [])]
+    chosen = [None if vocab == FULL else vocab for vocab in dict.fromkeys(vocabs.split(","))]
+    return (PLAIN, *(Arm(k, vocab) for k in choices for vocab in chosen))
 
 
 def _write(path: Path, text: str) -> None:

@@ -203,6 +203,15 @@ DraftSampling = Annotated[
         help="With a temperature: sample the drafts instead of taking the drafter's most likely tokens.",
     ),
 ]
+DraftVocab = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-vocab",
+        metavar="N|FILE",
+        rich_help_panel=SPECULATION,
+        help="Draft only the N most frequent tokens, or the ids in a JSON list: a cheaper head, fewer hits.",
+    ),
+]
 NoBaseline = Annotated[
     bool,
     typer.Option(
@@ -299,6 +308,7 @@ def speculate(
     context: Context = None,
     num_speculative_tokens: NumSpeculative = None,
     draft_sampling: DraftSampling = False,
+    draft_vocab: DraftVocab = None,
     no_baseline: NoBaseline = False,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -328,6 +338,7 @@ def speculate(
         context=context,
         num_speculative_tokens=num_speculative_tokens,
         draft_sampling=draft_sampling,
+        draft_vocab=draft_vocab,
         baseline=not no_baseline,
         temperature=temperature,
         top_k=top_k,
@@ -387,6 +398,7 @@ def generate(
         context=context,
         num_speculative_tokens="0",
         draft_sampling=False,
+        draft_vocab=None,
         baseline=False,
         temperature=temperature,
         top_k=top_k,

@@ -51,6 +51,7 @@ def run_command(settings: Settings) -> int:
             dtype=cast(Any, settings.dtype),
             experts=cast(Any, settings.experts),
             kernels=cast(Any, settings.kernels),
+            draft_vocab=settings.draft_vocab,
             progress=progress,
         )
     display.has_tokenizer = pair.tokenizer is not None

@@ -25,6 +25,7 @@ class Settings:
     context: int | None
     num_speculative_tokens: str | None  # a number, or auto
     draft_sampling: bool
+    draft_vocab: str | None
     baseline: bool
     temperature: float
     top_k: int

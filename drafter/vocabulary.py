@@ -1,0 +1,96 @@
+"""A cheaper draft head: a drafter that proposes only tokens that are likely to come. The head is most of what a drafter
+of a real model reads each step, and most tokens of a large vocabulary come hardly ever; one that the drafter cannot
+propose is a rejected draft, never a wrong token (FR-Spec, arXiv 2502.14856).
+
+A drafter's directory may hold `frequent_tokens.json`, a list of the target's token ids, the most frequent first
+(scripts/frequent_tokens.py counts them). Without one, ids stand in for frequency: byte-pair encoding numbers its
+tokens in the order it merged them, and it merges what is frequent; tokens that end answers come first.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams
+from peagle.ops.errors import InputError
+from peagle.ops.linear import Panels, take_outputs
+
+FREQUENT_TOKENS = "frequent_tokens.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftVocab:
+    """Which of the target's tokens are to be proposed, the most wanted first, and who says so."""
+
+    token_ids: tuple[int, ...]
+    source: str
+
+
+def choose(asked: str, directory: Path, vocab_size: int, first: Sequence[int] = ()) -> DraftVocab:
+    """The draft vocabulary that was asked for: a number of tokens, or a file that lists their ids.
+
+    directory is the drafter's; `first` are tokens that are frequent for sure, where no list of it says more. Raises
+    InputError for a number below 1, and for a file that does not list ids of the target.
+    """
+    if not asked.lstrip("-").isdigit():
+        return DraftVocab(_listed(Path(asked), vocab_size), asked)
+    count = int(asked)
+    if count < 1:
+        raise InputError(f"the draft vocabulary is to hold {count} tokens; expected 1 or more")
+    known = directory / FREQUENT_TOKENS
+    if known.is_file():
+        return DraftVocab(_unique([*_listed(known, vocab_size), *range(vocab_size)])[:count], FREQUENT_TOKENS)
+    return DraftVocab(_unique([*first, *range(vocab_size)])[:count], "the order of merges, for want of counts")
+
+
+def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> tuple[DrafterParams, DrafterConfig]:
+    """The drafter that proposes these tokens alone, as far as it could before. Raises InputError where it could none.
+
+    Example: of a drafter whose vocabulary is the tokens 4 7 9, narrowed to 9 3 4, the head keeps the columns of 4 and
+    9, and draft_to_target is [4, 9].
+    """
+    before = (
+        np.arange(config.draft_vocab_size) if params.draft_to_target is None else np.asarray(params.draft_to_target)
+    )
+    kept = np.flatnonzero(np.isin(before, vocab.token_ids))
+    if not len(kept):
+        raise InputError(f"none of the {len(vocab.token_ids)} tokens by {vocab.source} is one the drafter can propose")
+    head = params.lm_head
+    narrowed = dataclasses.replace(
+        params,
+        lm_head=take_outputs(head, kept) if isinstance(head, Panels) else head[:, kept],
+        draft_to_target=jnp.asarray(before[kept], jnp.int32),
+    )
+    return narrowed, dataclasses.replace(config, draft_vocab_size=len(kept))
+
+
+def _listed(path: Path, vocab_size: int) -> tuple[int, ...]:
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"the draft vocabulary {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        ids = None
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise InputError(
+            f"{path} is no draft vocabulary: expected a JSON list of token ids, each in 0..{vocab_size - 1}"
+        )
+    return _unique(ids)
+
+
+def _unique(ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(ids))
+
+
+def write_frequent_tokens(path: Path, counts: np.ndarray) -> int:
+    """The file lists every token that was counted, the most frequent first; ties go to the lower id. Returns how many.
+    counts [V]."""
+    order = np.argsort(-counts, kind="stable")
+    ids = [int(token) for token in order if counts[token] > 0]
+    path.write_text(json.dumps(ids) + "\n")
+    return len(ids)

@@ -1,0 +1,5 @@
+"""`python -m peagle`: the same as `peagle`."""
+
+from peagle.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""A narrowed head: the same drafter, of fewer tokens."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafter.propose import PEagle
+from drafter.vocabulary import FREQUENT_TOKENS, DraftVocab, choose, narrow, write_frequent_tokens
+from peagle.ops.attention import MASKED
+from peagle.ops.errors import InputError
+from peagle.ops.linear import Panels
+from peagle.ops.linear.panels import pack_floats, panels, unpack_floats
+from scripts import frequent_tokens
+from tests.drafter.cases import (
+    CONFIGS,
+    drafter,
+    logits_of,
+    prompt_state,
+    propose,
+    random_params,
+    random_text,
+    stack_fresh,
+)
+
+ONE, TWO, _ = CONFIGS
+K = 3
+
+
+@pytest.mark.parametrize("name", [ONE, TWO])
+def test_kept_tokens_have_the_logits_they_had(name: str) -> None:
+    """From a full vocabulary and from one that is reduced already."""
+    full = drafter(name, deterministic=False)
+    ids = np.arange(full.config.vocab_size) if full.params.draft_to_target is None else full.params.draft_to_target
+    wanted = tuple(int(token) for token in np.random.default_rng(0).permutation(full.config.vocab_size)[:9])
+    params, config = narrow(full.params, full.config, DraftVocab(wanted, "a test"))
+    kept = sorted(set(wanted) & set(np.asarray(ids).tolist()))
+    assert config.draft_vocab_size == len(kept) == params.lm_head.shape[1]
+    text = random_text(full.config, 3)
+    fresh = stack_fresh([text], [5], [1], K)
+    logits = {}
+    for which, peagle in (("full", full), ("narrow", PEagle(params, config, deterministic=False))):
+        draft, _ = propose(peagle, prompt_state(peagle, [text], [6], K), fresh, num_drafts=K)
+        logits[which] = logits_of(draft)[0]
+        assert logits[which].shape == (K, full.config.vocab_size)
+    np.testing.assert_allclose(logits["narrow"][:, kept], logits["full"][:, kept], atol=1e-5)
+    assert (np.delete(logits["narrow"], kept, axis=1) == MASKED).all()
+
+
+def test_panels_are_narrowed_like_matrices() -> None:
+    config = CONFIGS[TWO]
+    params = random_params(config)
+    rows = np.ascontiguousarray(np.asarray(params.lm_head).T)
+    packed = dataclasses.replace(params, lm_head=panels(pack_floats(rows), rows.shape[1], rows.shape[0]))
+    wanted = DraftVocab((40, 3, 17), "a test")
+    narrowed = narrow(packed, config, wanted)[0]
+    assert isinstance(narrowed.lm_head, Panels)
+    np.testing.assert_array_equal(unpack_floats(narrowed.lm_head), rows[[3, 17, 40]])
+    assert np.asarray(narrowed.draft_to_target).tolist() == [3, 17, 40]
+
+
+def test_the_most_frequent_are_taken_from_the_list_beside_the_drafter(tmp_path: Path) -> None:
+    """Tokens that never came follow those that did; without a list ids stand for it, behind the tokens named first."""
+    assert choose("4", tmp_path, 8, first=(6,)).token_ids == (6, 0, 1, 2)
+    counts = np.array([0, 3, 0, 9, 3, 0])
+    assert write_frequent_tokens(tmp_path / FREQUENT_TOKENS, counts) == 3
+    assert json.loads((tmp_path / FREQUENT_TOKENS).read_text()) == [3, 1, 4]
+    assert choose("2", tmp_path, 8, first=(6,)) == DraftVocab((3, 1), FREQUENT_TOKENS)
+    assert choose("5", tmp_path, 8).token_ids == (3, 1, 4, 0, 2)
+    assert choose("99", tmp_path, 8).token_ids == (3, 1, 4, 0, 2, 5, 6, 7)
+    (tmp_path / "mine.json").write_text("[7, 2, 7]")
+    assert choose(str(tmp_path / "mine.json"), tmp_path, 8).token_ids == (7, 2)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[1, true]", "[1.5]", "[-1]", "[8]", '["a"]', "[1,"])
+def test_a_file_that_lists_no_tokens_is_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ids.json").write_text(text)
+    with pytest.raises(InputError, match=r"expected a JSON list of token ids, each in 0..7"):
+        choose(str(tmp_path / "ids.json"), tmp_path, 8)
+
+
+def test_other_bad_input_is_one_line(tmp_path: Path) -> None:
+    for count in ("0", "-3"):
+        with pytest.raises(InputError, match="expected 1 or more"):
+            choose(count, tmp_path, 8)
+    with pytest.raises(InputError, match="cannot be read"):
+        choose(str(tmp_path / "absent.json"), tmp_path, 8)
+    config = CONFIGS[ONE]
+    params = random_params(config)
+    outside = tuple(set(range(config.vocab_size)) - set(np.asarray(params.draft_to_target).tolist()))
+    with pytest.raises(InputError, match="none of the"):
+        narrow(params, config, DraftVocab(outside, "a test"))
+
+
+def test_tokens_are_counted_in_runs_and_in_packed_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = {"requests": [{"output_ids": [5, 5, 2]}, {"output_ids": [2, 5]}]}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    np.savez(tmp_path / "rows.npz", token_ids=np.array([[9, 2, 2, 7]], np.uint16), roles=np.array([[1, 2, 2, 0]]))
+    out = tmp_path / "out.json"
+    assert frequent_tokens.main([str(tmp_path / "run.json"), str(tmp_path / "rows.npz"), "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == [2, 5]
+    assert "2 tokens, of 7 counted" in capsys.readouterr().out
+    for bad in ("{", "[]", '{"requests": [{}]}', '{"requests": []}'):
+        (tmp_path / "bad.json").write_text(bad)
+        assert frequent_tokens.main([str(tmp_path / "bad.json"), "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("frequent_tokens: error:")
+        assert error.count("\n") == 1
+
+
+def test_confidence_is_of_the_narrowed_law() -> None:
+    """With one token left, every draft is that token, for sure."""
+    full = drafter(TWO)
+    params, config = narrow(full.params, full.config, DraftVocab((11,), "a test"))
+    peagle = PEagle(params, config)
+    text = random_text(full.config, 4)
+    draft, _ = jax.jit(PEagle.propose, static_argnames="num_drafts")(
+        peagle, prompt_state(peagle, [text], [6], K), stack_fresh([text], [5], [1], K), num_drafts=K
+    )
+    assert jnp.unique(draft.token_ids).tolist() == [11]
+    np.testing.assert_allclose(draft.confidence, 1.0, rtol=1e-6)
