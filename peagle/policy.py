@@ -106,7 +106,7 @@ def width(
     confidence: Float[Array, "B K"],
     active: Bool[Array, "B"],
 ) -> Int[Array, ""]:
-    """The rung of how many of ladder[drafted] drafts to verify: at most `drafted`, perhaps 0.
+    """The rung of how many of ladder[drafted] drafts to verify: at most `drafted`, perhaps 0 unless it is a probe.
 
     It maximises expected tokens - rate * time, which is what maximises tokens over time in the long run.
     """
@@ -114,7 +114,9 @@ def width(
         return jnp.full((), drafted, jnp.int32)
     gained = _up_to(ladder, _mean(_chain(chances(outlook, confidence)), active))
     value = gained - outlook.rate * outlook.costs.verify_ms
-    return jnp.where(outlook.held < 0, _best(value, drafted + 1)[0], outlook.held)
+    allowed = (np.arange(len(ladder)) > 0) | ~_probes(outlook)
+    best = _best(jnp.where(allowed, value, -jnp.inf), drafted + 1)[0]
+    return jnp.where(outlook.held < 0, best, outlook.held)
 
 
 def usual_confidence(outlook: Outlook | None, token_ids: Int[Array, "B n"]) -> Float[Array, "B n"]:
@@ -172,16 +174,20 @@ def learn(
     guessed = (conditional + NEIGHBOUR * (neighbour - conditional))[None, :]
     untried = jnp.where(index < sizes[drafted], chances(outlook, confidence), guessed)
     survived = _chain(jnp.where(tried, was_right.astype(jnp.float32), untried))
-    weight = jnp.where(outlook.pause > FIRST_PAUSE, LEARN_FROM_PROBE, LEARN)
+    weight = jnp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)
     survival = outlook.survival + weight * (_mean(survived, active) - outlook.survival)
-    return _look(dataclasses.replace(outlook, survival=survival, hits=hits, trials=trials), ladder)
+    emitted = 1 + _mean(accepted.astype(jnp.float32), active)[0]
+    took = outlook.costs.draft_ms[drafted] + outlook.costs.verify_ms[verified]
+    paid = emitted * outlook.costs.verify_ms[0] > took
+    return _look(dataclasses.replace(outlook, survival=survival, hits=hits, trials=trials), ladder, paid)
 
 
-def _look(outlook: Outlook, ladder: Ladder) -> Outlook:
-    """The same with the decisions that follow from its estimates."""
+def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False) -> Outlook:
+    """The same with the decisions that follow from its estimates. After a step that paid for itself the drafter does
+    not rest, whatever is usual: hits come in runs."""
     rates = (1 + _up_to(ladder, outlook.survival)) / (outlook.costs.draft_ms + outlook.costs.verify_ms)
     choice, rate = _best(rates[1:], len(ladder) - 1)
-    pays = rate >= MARGIN * rates[0]
+    pays = paid | (rate >= MARGIN * rates[0])
     free = outlook.held < 0
     return dataclasses.replace(
         outlook,
@@ -190,6 +196,11 @@ def _look(outlook: Outlook, ladder: Ladder) -> Outlook:
         resting=jnp.where(pays | ~free, 0, outlook.pause),
         pause=jnp.where(pays, FIRST_PAUSE, jnp.minimum(2 * outlook.pause, LONGEST_PAUSE)),
     )
+
+
+def _probes(outlook: Outlook) -> Bool[Array, ""]:
+    """Whether a step that drafts does so to find out, after a rest. What it does not verify it does not find out."""
+    return outlook.pause > FIRST_PAUSE
 
 
 def _conditional(outlook: Outlook) -> Float[Array, "K"]:

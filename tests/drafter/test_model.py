@@ -135,7 +135,7 @@ def test_going_on_after_a_roll_back_equals_never_having_drafted() -> None:
     clean = prompt_state(peagle, [text], [first + 1], K)
     clean_logits, clean = step(peagle, clean, [text], [first], [num])
     np.testing.assert_allclose(logits, clean_logits, atol=2e-5)
-    for cache, clean_cache in zip(*jax.tree.map(np.asarray, (state, clean)), strict=True):
+    for cache, clean_cache in zip(*jax.tree.map(np.asarray, (state.caches, clean.caches)), strict=True):
         for entries, clean_entries in ((cache.key, clean_cache.key), (cache.value, clean_cache.value)):
             assert np.abs(entries[:, first + num - 1]).max() > 1e-3  # the newest row is there
             np.testing.assert_allclose(entries[:, : first + num], clean_entries[:, : first + num], atol=2e-5)
@@ -155,13 +155,13 @@ def test_padding_and_dead_entries_reach_no_result() -> None:
         state = peagle.init_state(1, 80 - 2 * K, K)
         state = prefill(peagle, state, tokens, jnp.asarray([length]), aux)
         state = jax.tree.map(np.array, state)
-        for entries in jax.tree.leaves(state):
+        for entries in jax.tree.leaves(state.caches):
             entries[:, length - 1 :] = garbage
         fresh = jax.tree.map(np.array, stack_fresh([text], [5], [2], K))
         fresh.token_ids[:, 2:], fresh.aux_hidden[:, 2:] = token, garbage
         state, fresh = jax.tree.map(jnp.asarray, (state, fresh))
         draft, state = propose(peagle, state, fresh, num_drafts=K)
-        return logits_of(draft), [np.asarray(entries[:, :7]) for entries in jax.tree.leaves(state)]
+        return logits_of(draft), [np.asarray(entries[:, :7]) for entries in jax.tree.leaves(state.caches)]
 
     mild, wild = run(0.5, 1), run(1e4, 17)
     np.testing.assert_array_equal(mild[0], wild[0])

@@ -222,7 +222,7 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         (["-k", "0", "Hi"], ["K is 0", "1 or more"]),
         (["-k", "-3", "Hi"], ["K is -3"]),
         (["-k", "1000", "Hi"], ["K is 1000", "382"]),
-        (["-k", "x", "Hi"], ["--num-speculative-tokens"]),
+        (["-k", "x", "Hi"], ["K is 'x'", "or auto"]),
         (["-n", "0", "Hi"], ["0 new tokens"]),
         (["--batch", "0", "Hi"], ["batch is 0"]),
         (["--context", "1", "Hi"], ["context is 1"]),

@@ -34,7 +34,8 @@ def engine(target) -> Engine:
     return Engine(target, NGram(), CONFIGURATION, stop_token_ids=(3,), steps_per_dispatch=2)
 
 
-def test_they_are_measured_once_and_kept(target, cache: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_they_are_measured_once_and_kept(target) -> None:
     first = engine(target)
     first.warm_up([REQUEST])
     assert first.costs is not None

@@ -17,10 +17,10 @@ K = 3
 TOP = {"schema", "provenance", "config", "requests", "summary"}
 PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu", "num_threads", "device"}
 CONFIG = {
-    "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature", "top_k", "top_p",
-    "draft_sampling", "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels", "baseline",
-    "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date", "stop_token_ids", "interrupted",
-    "cut_short",
+    "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
+    "top_k", "top_p", "draft_sampling", "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels",
+    "baseline", "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date", "stop_token_ids",
+    "interrupted", "cut_short",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "finish_reason", "num_truncated_tokens", "ttft_s",
@@ -116,7 +116,7 @@ def test_the_trace_tells_the_output_again(toy: Pair, config: RunConfig) -> None:
     done = run(toy, [from_ids([50, 51]), from_ids([52])], dataclasses.replace(config, batch_size=2))
     lines = [json.loads(line) for line in trace_lines(done)]
     assert {tuple(line) for line in lines} == {
-        ("request", "step", "length", "draft_token_ids", "num_accepted", "next_token")
+        ("request", "step", "length", "draft_token_ids", "num_accepted", "next_token", "confidence")
     }
     for outcome in done.outcomes:
         output = outcome.result.output_ids

@@ -87,6 +87,7 @@ def test_the_block_has_vllms_names() -> None:
         "num_spec_steps": 2,
         "num_draft_tokens": 6,
         "num_accepted_draft_tokens": 4,
+        "num_plain_steps": 0,
         "acceptance_histogram": [0, 1, 0, 1],
         "mean_acceptance_length": 3.0,
         "draft_acceptance_rate": pytest.approx(2 / 3),
