@@ -27,7 +27,7 @@ from scipy import stats
 import peagle
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
-from peagle.metrics import LOOPING, Recorder, Result, pooled_counters, pooled_tok_per_s
+from peagle.metrics import LOOPING_ABOVE, Recorder, Result, pooled_counters, pooled_tok_per_s
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO_DIRECTORY, Pair
 from peagle.prompts import Rendering, read_prompt_file
@@ -239,16 +239,17 @@ def page(title: str, sweep: Sweep, rows: list[dict[str, Any]], origin: dict[str,
         if r["num_spec_steps"]:
             rates = " ".join(f"{rate:.2f}".lstrip("0") for rate in r["acceptance_rate_per_position"])
         accepted, quiet = (_with_interval(r, key) for key in LENGTHS)
+        slower = "-" if r["slower_prompts"] is None else r["slower_prompts"]
         lines.append(
             f"| {arm.label} | {accepted} | {quiet} | {rates} | {r['step_ms']:.2f} | {r['tok_per_s']:.0f} | "
             f"{r['speedup_pooled']:.2f} ({_span(r['speedup_pooled_range'])}) | {r['speedup_median']:.2f} "
-            f"({_span(r['speedup_median_interval'])}) | {'-' if r['slower_prompts'] is None else r['slower_prompts']} | "
+            f"({_span(r['speedup_median_interval'])}) | {slower} | "
             f"{r['outputs_equal_to_plain']} of {r['num_outputs']} |"
         )
     lines += [
         "",
-        "Acceptance length is 1 + accepted / steps, pooled over all steps that verified drafts. Slower prompts: their 95 "
-        f"% interval over the repeats lies wholly below {SLOWER}. ![sweep](sweep.png)",
+        "Acceptance length is 1 + accepted / steps, pooled over all steps that verified drafts. Slower prompts: their "
+        f"95 % interval over the repeats lies wholly below {SLOWER}. ![sweep](sweep.png)",
         "",
     ]
     for arm, r in zip(sweep.arms, rows, strict=True):
@@ -301,7 +302,7 @@ def draw(sweep: Sweep, rows: list[dict[str, Any]], path: Path) -> None:
     last, shown = arms[-1]
     prompts = sorted(shown["per_prompt"], key=lambda prompt: prompt["speedup"])
     for looping, color in ((False, "tab:blue"), (True, "tab:orange")):
-        some = [(at, p) for at, p in enumerate(prompts) if (p["loop_share"] > LOOPING) == looping]
+        some = [(at, p) for at, p in enumerate(prompts) if (p["loop_share"] > LOOPING_ABOVE) == looping]
         speedups = np.array([p["speedup"] for _, p in some])
         bars = None
         if some and some[0][1]["speedup_interval"]:

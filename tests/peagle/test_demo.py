@@ -51,7 +51,7 @@ def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:
 def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int) -> None:
     engine = demo.engine(SpeculationConfig(3, capacity=512))
     state, _ = engine._start([Request(0, (5, 6, 7), 20)], 32)
-    options = {"num_drafts": 3, "sampling": engine.config.sampling, "count": together}
+    options = {"ladder": (3,), "sampling": engine.config.sampling, "count": together}
     memory = _steps.lower(engine.target, engine.drafter, state, **options).compile().memory_analysis()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves((engine.target, state.target_cache)))
     assert memory.temp_size_in_bytes < min(largest, state.target_cache[1].key.nbytes)

@@ -51,8 +51,8 @@ def test_a_sweep_writes_rows_that_follow_from_its_raw_lines(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-k", "x"], "expected numbers with commas"),
-        (["-k", "0"], "expected numbers of 1 or more"),
+        (["-k", "x"], "expected numbers, or auto"),
+        (["-k", "0"], "expected numbers of 1 or more, or auto"),
         (["--repeats", "0"], "must be 1 or more"),
     ],
 )
