@@ -15,6 +15,7 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +201,17 @@ class Engine:
         for batch in self._batches(requests):
             yield from self._decode(batch, self._bucket(batch))
 
+    def compiled(self, requests: Sequence[Request]) -> jax.stages.Compiled:
+        """The program that a dispatch of these requests runs, compiled once more, to look at."""
+        state, _ = self._start(requests, self._bucket(requests))
+        return _steps.lower(self.target, self.drafter, state, **self._shape).compile()
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        """What is static in a dispatch."""
+        config = self.config
+        return {"ladder": config.ladder, "sampling": config.sampling, "count": self.steps_per_dispatch}
+
     def _batches(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
         size = self.config.batch_size
         return [requests[start : start + size] for start in range(0, len(requests), size)]
@@ -268,15 +280,7 @@ class Engine:
 
     def _dispatch(self, state: DecodeState) -> tuple[DecodeState, jax.Array]:
         """Sends off the next steps and the copy of their packed outputs to the host; waits for neither."""
-        config = self.config
-        state, outputs = _steps(
-            self.target,
-            self.drafter,
-            state,
-            ladder=config.ladder,
-            sampling=config.sampling,
-            count=self.steps_per_dispatch,
-        )
+        state, outputs = _steps(self.target, self.drafter, state, **self._shape)
         outputs.copy_to_host_async()
         return state, outputs
 

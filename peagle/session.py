@@ -8,12 +8,14 @@ alternates, so that neither has the warmer machine.
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.metrics import Recorder, Result, first_difference
 from peagle.ops.errors import InputError
 from peagle.pair import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
+from peagle.profile import Breakdown, profile
 from peagle.prompts import Conversation, Rendering
 from peagle.score import TokenScore, score, top_2_margin
 
@@ -33,6 +35,7 @@ class RunConfig:
     ignore_eos: bool = False
     baseline: bool = True
     logprobs: int | None = None  # how many of the best tokens to score beside each emitted one
+    profile: Path | None = None  # where to write a trace of some of the steps (peagle.profile)
     rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
     def __post_init__(self) -> None:
@@ -90,6 +93,7 @@ class Run:
     capacity: int
     compile_s: float = 0.0
     costs: CostsUsed | None = None
+    profile: Breakdown | None = None
     interrupted: bool = False
     cut_short: tuple[str, ...] = ()
 
@@ -102,6 +106,9 @@ class Observer:
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         """`done` of `total` requests are finished; the next ones are decoded now."""
+
+    def profiling(self) -> None:
+        """All is decoded; some steps are run once more to be looked at."""
 
     def started(self, request: Request, turn: int | None) -> None:
         """A request that will be shown is decoded from here on."""
@@ -138,14 +145,26 @@ class _Session:
         self.capacity = needed if config.context is None else config.context
 
     def run(self) -> Run:
-        interrupted = False
+        interrupted, found = False, None
         try:
             for number, wave in enumerate(self._waves()):
                 self._decode_wave(number, wave)
+            if self.config.profile is not None:
+                self.observer.profiling()
+                first = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
+                engine = self._engine(self.config.num_speculative_tokens)
+                found = profile(engine, first[: self.batch_size], self.config.profile)
         except KeyboardInterrupt:
             interrupted = True
-        ordered = [self.outcomes[index] for index in sorted(self.outcomes)]
-        return Run(ordered, self.capacity, self.compile_s, self._costs(), interrupted, tuple(self.cut_short.values()))
+        return Run(
+            outcomes=[self.outcomes[index] for index in sorted(self.outcomes)],
+            capacity=self.capacity,
+            compile_s=self.compile_s,
+            costs=self._costs(),
+            profile=found,
+            interrupted=interrupted,
+            cut_short=tuple(self.cut_short.values()),
+        )
 
     def _costs(self) -> CostsUsed | None:
         engine = self._engine(self.config.num_speculative_tokens)

@@ -23,6 +23,8 @@ from peagle.protocols import Drafter, PyTree, Target
 from peagle.sampling import DRAFT, draw, probabilities, uniforms
 from peagle.state import DecodeState, Proposal, StepOutput, Verdict, commit, empty_outputs, in_order
 
+PARTS = ("draft", "verify", "accept")  # of a step, by which operations are named (peagle.profile)
+
 Message = TypeVar("Message")
 Carry = TypeVar("Carry")
 Known = TypeVar("Known")
@@ -49,16 +51,21 @@ def step(
     drafted = policy.drafts(state.outlook)
     known = _Known(state.pending_token, state.length, state.done, state.fresh, state.outlook, random)
 
+    draft_part, verify_part, accept_part = PARTS
+
     def propose(rung: int, known: _Known, drafter_state: PyTree) -> tuple[Proposal, PyTree]:
-        return _propose(drafter, known, drafter_state, ladder, rung, sampling)
+        with jax.named_scope(draft_part):
+            return _propose(drafter, known, drafter_state, ladder, rung, sampling)
 
     def verify(rung: int, known: tuple[_Known, Proposal], target_cache: PyTree) -> tuple[Verdict, PyTree]:
-        return _verify(target, *known, target_cache, ladder[rung], sampling)
+        with jax.named_scope(verify_part):
+            return _verify(target, *known, target_cache, ladder[rung], sampling)
 
     proposal, drafter_state = _one_of(drafting, drafted, propose, known, state.drafter_state)
     verdict, target_cache = _one_of(verifying, proposal.verified, verify, (known, proposal), state.target_cache)
     state = dataclasses.replace(state, drafter_state=drafter_state, target_cache=target_cache)
-    return commit(state, ladder, drafted, proposal, verdict, drafter_ran=ladder[drafting[-1]] > 0)
+    with jax.named_scope(accept_part):
+        return commit(state, ladder, drafted, proposal, verdict, drafter_ran=ladder[drafting[-1]] > 0)
 
 
 def steps(
@@ -146,7 +153,8 @@ def _verify(
     probs = proposal.probs[:, :width] if proposal.probs is not None and width else None
     rows = jnp.concatenate([known.pending_token[:, None], drafts], axis=1)
     output, target_cache = target.verify(rows, known.unless_done(known.length), target_cache)
-    acceptance = accept(drafts, probs, output.logits, sampling, None if random is None else random[:, : width + 1])
+    with jax.named_scope(PARTS[2]):
+        acceptance = accept(drafts, probs, output.logits, sampling, None if random is None else random[:, : width + 1])
     return Verdict(acceptance, _widen(output.aux_hidden, most + 1)), target_cache
 
 

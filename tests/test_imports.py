@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("peagle", "target", "drafter")
 OURS = (*PACKAGES, "scripts", "tests", "results")
 # where the parts are put together: the commands, and what they and `import peagle` share, the pair
-ROOTS = ("peagle.cli", "peagle.pair")
+ROOTS = ("peagle.cli", "peagle.__main__", "peagle.pair")
 # what `import peagle` shows people; it stands on the pair, and the engine does not
 FRONT = ("peagle", "peagle.session", "peagle.bench")
 # torch and transformers' models are oracles of the tests; pickle runs code

@@ -263,6 +263,15 @@ Trace = Annotated[
         "--trace", metavar="FILE", rich_help_panel=OUTPUT, help="A JSON line per step: drafts and what became of them."
     ),
 ]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="DIR",
+        rich_help_panel=OUTPUT,
+        help="Trace some of the steps once more, into this directory, and say where their time goes.",
+    ),
+]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="The text only: no progress, no summary.")
 ]
@@ -319,6 +328,7 @@ def speculate(
     ignore_eos: IgnoreEos = False,
     json: Json = None,
     trace: Trace = None,
+    profile: Profile = None,
     quiet: Quiet = False,
 ) -> int:
     settings = Settings(
@@ -350,6 +360,7 @@ def speculate(
         logprobs=None,
         json=json,
         trace=trace,
+        profile=profile,
         quiet=quiet,
     )
     return _run(settings)
@@ -379,6 +390,7 @@ def generate(
     logprobs: Logprobs = None,
     json: Json = None,
     trace: Trace = None,
+    profile: Profile = None,
     quiet: Quiet = False,
 ) -> int:
     settings = Settings(
@@ -410,6 +422,7 @@ def generate(
         logprobs=logprobs,
         json=json,
         trace=trace,
+        profile=profile,
         quiet=quiet,
     )
     return _run(settings)

@@ -53,6 +53,9 @@ class Display(Observer):
         # not animated: a thread that redraws would be in the way of what is measured
         self._show(what if total == 1 else f"{what}: {done} of {total} requests{self._time_left()}", animated=False)
 
+    def profiling(self) -> None:
+        self._show("looking at some steps")
+
     def started(self, request: Request, turn: int | None) -> None:
         self._pieces[request.index] = []
         if self._streaming:

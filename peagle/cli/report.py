@@ -8,6 +8,7 @@ from typing import Any
 
 from peagle.metrics import Result, speculative_decoding_block, summarize
 from peagle.pair import Pair
+from peagle.profile import Breakdown
 from peagle.session import Outcome, Run, RunConfig
 
 SCHEMA = 1
@@ -21,6 +22,7 @@ def report(
         "schema": SCHEMA,
         "provenance": provenance,
         "config": {**names, **_config_block(run, pair, config)},
+        "profile": None if run.profile is None else dataclasses.asdict(run.profile),
         "requests": [_request_block(outcome) for outcome in run.outcomes],
         "summary": summary_block(run, peak),
     }
@@ -57,6 +59,8 @@ def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) ->
         lines.append(("acceptance", _acceptance(summary, config)))
         lines.append(("plain", _comparison(run, summary, config)))
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
+    if run.profile is not None:
+        lines.append(("profile", _profile(run.profile)))
     lines += [("cut short", line) for line in run.cut_short]
     return [f"{name:<12} {text}" for name, text in lines]
 
@@ -167,6 +171,11 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     assert first is not None
     which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"
     return text + f" | {which} at token {first.index}, where the two best logits are {first.margin:.2g} apart"
+
+
+def _profile(found: Breakdown) -> str:
+    parts = ", ".join(f"{name} {ms:.2f} ({ms / found.step_ms:.0%})" for name, ms in found.parts.items())
+    return f"{found.step_ms:.2f} ms a step while traced: {parts} | {found.num_steps} steps in {found.directory}"
 
 
 def _number(value: float | None, form: str) -> str:

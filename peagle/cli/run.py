@@ -1,6 +1,8 @@
 """`peagle speculate` and `peagle generate`: everything is checked, then loaded, then run, then written."""
 
+import dataclasses
 import sys
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from peagle.cli.display import Display
@@ -10,6 +12,7 @@ from peagle.cli.settings import Settings
 from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
+from peagle.profile import writable
 from peagle.prompts import Conversation, Rendering, from_text, parse_ids, read_prompt_file
 from peagle.provenance import peak_memory_bytes, provenance
 from peagle.session import RunConfig, run
@@ -27,6 +30,7 @@ def run_command(settings: Settings) -> int:
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
     resolve(target, "target")
     drafter_path(target, drafter)
+    profile = None if settings.profile is None else writable(Path(settings.profile))
     rendering = Rendering(
         settings.raw_prompt,
         settings.system,
@@ -55,7 +59,7 @@ def run_command(settings: Settings) -> int:
             progress=progress,
         )
     display.has_tokenizer = pair.tokenizer is not None
-    config = _config(settings, rendering, pair)
+    config = dataclasses.replace(_config(settings, rendering, pair), profile=profile)
     try:
         outcome = run(pair, conversations, config, display)
     finally:

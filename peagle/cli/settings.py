@@ -37,6 +37,7 @@ class Settings:
     logprobs: int | None
     json: str | None
     trace: str | None
+    profile: str | None
     quiet: bool
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from peagle.config import SamplingConfig
 from peagle.sampling import ACCEPT, TARGET, probabilities
 
 V, K = 3, 2
+jitted_accept = jax.jit(accept, static_argnums=3)
 PLAIN = SamplingConfig(temperature=1.0)
 
 
@@ -45,15 +47,15 @@ def emitted_law(p: list[np.ndarray], drafts: tuple[int, int], q: np.ndarray | No
             axes.append((i, ACCEPT, *cells(np.array([p[i][drafts[i]] / q[i][drafts[i]]]))))
         axes.append((i, TARGET, *cells(np.concatenate(cuts))))
     grid = list(itertools.product(*[range(len(mid)) for _, _, mid, _ in axes]))
-    uniforms = np.full((len(grid), K + 1, 3), 0.5, np.float32)
-    weight = np.ones(len(grid))
+    rows = -(-len(grid) // 1024) * 1024  # few shapes to compile; rows without a cell weigh nothing
+    uniforms = np.full((rows, K + 1, 3), 0.5, np.float32)
+    weight = (np.arange(rows) < len(grid)).astype(np.float64)
     for axis, (position, purpose, mid, width) in enumerate(axes):
         pick = np.array([cell[axis] for cell in grid])
-        uniforms[:, position, purpose] = mid[pick]
-        weight *= width[pick]
-    rows = len(grid)
+        uniforms[: len(grid), position, purpose] = mid[pick]
+        weight[: len(grid)] *= width[pick]
     logits = jnp.broadcast_to(jnp.asarray(log(np.stack(p)))[None], (rows, K + 1, V))
-    result = accept(
+    result = jitted_accept(
         jnp.broadcast_to(jnp.asarray(drafts, jnp.int32)[None], (rows, K)),
         None if q is None else jnp.broadcast_to(jnp.asarray(q, jnp.float32)[None], (rows, K, V)),
         logits,
@@ -134,7 +136,7 @@ def emitted_law_of_logits(
         for i, cell in enumerate(combo):
             uniforms[0, i, TARGET] = axes[i][0][cell]
             mass *= axes[i][1][cell]
-        result = accept(
+        result = jitted_accept(
             jnp.asarray([drafts], jnp.int32),
             None,
             jnp.asarray(log(np.stack(raw)))[None],

@@ -15,7 +15,7 @@ from peagle.ngram import NGram
 from peagle.policy import Costs
 from tests.peagle.toys import CONFIG, tiny_target
 
-CONFIGURATION = SpeculationConfig(3, capacity=64, adaptive=True)
+CONFIGURATION = SpeculationConfig(2, capacity=64, adaptive=True)
 REQUEST = Request(0, (1, 2, 3, 4), 20)
 
 
@@ -42,7 +42,7 @@ def test_they_are_measured_once_and_kept(target) -> None:
     assert first.costs_found is not None
     assert first.costs_found.startswith("measured in")
     draft, verify = np.asarray(first.costs.draft_ms), np.asarray(first.costs.verify_ms)
-    assert draft.shape == verify.shape == (4,)
+    assert draft.shape == verify.shape == (3,)
     assert draft[0] == 0 < verify[0]
     assert list(draft) == sorted(draft)
     assert list(verify) == sorted(verify)
@@ -86,7 +86,7 @@ def test_another_pair_shape_or_run_has_other_costs(target) -> None:
         costs.identity(target, NGram(longest=2), CONFIGURATION, 1),
         costs.identity(target.replace(aux_layer_ids=(0,)), NGram(), CONFIGURATION, 1),
         costs.identity(target, NGram(), dataclasses.replace(CONFIGURATION, batch_size=2), 1),
-        costs.identity(target, NGram(), dataclasses.replace(CONFIGURATION, num_speculative_tokens=2), 1),
+        costs.identity(target, NGram(), dataclasses.replace(CONFIGURATION, num_speculative_tokens=1), 1),
         costs.identity(target, NGram(), CONFIGURATION, 4),
     ]
     assert len({json.dumps(other) for other in [known, *others]}) == 6
@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_written_is_said(target, tmp_path: Path, monkeypa
 
 
 def test_given_costs_are_taken(target, cache: Path) -> None:
-    given = dataclasses.replace(engine(target), costs=Costs(jnp.zeros((4,)), jnp.ones((4,))))
+    given = dataclasses.replace(engine(target), costs=Costs(jnp.zeros((3,)), jnp.ones((3,))))
     assert CONFIG.vocab_size > 0
     given.warm_up([REQUEST])
     list(given.generate([REQUEST]))

@@ -14,13 +14,13 @@ from peagle.session import Run, RunConfig, run
 from tests.peagle.conftest import MAX_POSITIONS
 
 K = 3
-TOP = {"schema", "provenance", "config", "requests", "summary"}
+TOP = {"schema", "provenance", "config", "profile", "requests", "summary"}
 PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu", "num_threads", "device"}
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
     "top_k", "top_p", "draft_sampling", "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels",
-    "baseline", "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date", "stop_token_ids",
-    "interrupted", "cut_short",
+    "draft_vocab", "baseline", "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date",
+    "stop_token_ids", "interrupted", "cut_short",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "finish_reason", "num_truncated_tokens", "ttft_s",

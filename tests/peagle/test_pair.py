@@ -198,7 +198,7 @@ def test_dtype_and_experts_are_as_asked(directories: Directories) -> None:
 def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
     directories: Directories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, options = [5, 6, 7], {"max_new_tokens": 12, "ignore_eos": True}
+    prompt, options = [5, 6, 7], {"max_new_tokens": 12, "ignore_eos": True, "num_speculative_tokens": 3}
     outputs = {
         kernels: load(directories.target, directories.drafter, kernels=kernels).generate(prompt, **options).output_ids
         for kernels in ("native", "xla")

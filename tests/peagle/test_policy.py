@@ -27,8 +27,8 @@ from peagle.state import FRESH_ROOM, in_order
 from tests.drafter.cases import random_params
 from tests.peagle.toys import CONFIG, FixedLogits, MarkovTarget, Scripted, tiny_target
 
-CAPACITY, NEW, K = 160, 120, 7
-LADDER = (0, 1, 2, 3, 5, 7)
+CAPACITY, NEW, K = 160, 120, 3
+LADDER = (0, 1, 2, 3)
 DRAFTER = DrafterConfig(
     hidden_size=20,
     num_layers=2,
@@ -190,7 +190,7 @@ def test_a_drafter_that_always_hits_drafts_all_it_can(target, requests, plain) -
     (tokens,), (decisions,) = run(engine, requests[:1])
     assert tokens == plain[0]
     assert all(len(decision.draft_token_ids) == K for decision in decisions[8:])
-    assert len(decisions) < 20
+    assert len(decisions) < NEW / (K + 1) + 5
 
 
 def test_a_text_that_becomes_easy_is_found_again(target, requests, plain) -> None:
@@ -215,7 +215,9 @@ def outlook(rng: np.random.Generator) -> Outlook:
     survival = np.cumprod(rng.uniform(0.2, 1.0, K))
     bins = len(policy.BIN_CENTRES)
     trials = rng.uniform(0, 40, bins)
-    first = policy.begin(LADDER, Costs(*(jnp.asarray(np.sort(rng.uniform(0.5, 4, 6)), jnp.float32) for _ in "dv")))
+    first = policy.begin(
+        LADDER, Costs(*(jnp.asarray(np.sort(rng.uniform(0.5, 4, len(LADDER))), jnp.float32) for _ in "dv"))
+    )
     return dataclasses.replace(
         first,
         survival=jnp.asarray(survival, jnp.float32),

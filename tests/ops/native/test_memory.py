@@ -27,6 +27,7 @@ ESSENTIAL = (
     "definition and not full and not float32-True",
     *("goes_with", "inactive", "different_experts", "ragged", "negative", "beyond"),
 )
+EXACT = "tests.ops.native.exact_buffers"
 RECOVER = "-fsanitize-recover=address"
 
 # the first line of a function: (operand, elements)
@@ -110,7 +111,21 @@ def sanitized_tests(libraries: Path, reports: Path, which: str) -> tuple[subproc
         native.DIRECTORY: str(libraries),
     }
     environment.pop(native.VARIABLE, None)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", which, *TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        EXACT,
+        "-k",
+        which,
+        *TESTS,
+    ]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     whole = "".join(path.read_text() for path in reports.iterdir())
     return done, re.split(r"^=+\n(?===\d+==ERROR)", whole, flags=re.MULTILINE)[1:]

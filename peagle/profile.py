@@ -1,0 +1,157 @@
+"""Where a step's time goes: a trace of some steps, and what it says in a few numbers.
+
+The steps run once more under JAX's profiler, after everything that is measured. Its trace says when each operation of
+the compiled program ran; the program's own text says which part of the step (peagle.step) an operation came from. An
+instant in which operations of several parts run counts for each in equal shares; one in which none runs is the
+runtime's, between two operations, or, with no program at work at all, the host's.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from peagle.generate import Engine, Request
+from peagle.ops.errors import InputError
+from peagle.step import PARTS
+
+BETWEEN, HOST = "between operations", "host gap"
+MOST_TOKENS = 96  # traces are large, and the reader's patience is not
+STEPS = "jit__steps"  # the module's name: peagle.generate._steps
+CONTAINERS = re.compile(r"^(while|call|conditional)\b")
+_METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Milliseconds of a step under the profiler, by part; they add up to a step. `rest` are the program's operations
+    that belong to no part: loops and outputs."""
+
+    directory: str
+    num_steps: int
+    draft_ms: float
+    verify_ms: float
+    accept_ms: float
+    rest_ms: float
+    between_ms: float
+    host_ms: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By the names they are shown under."""
+        return {
+            "draft": self.draft_ms,
+            "verify": self.verify_ms,
+            "accept": self.accept_ms,
+            "rest": self.rest_ms,
+            BETWEEN: self.between_ms,
+            HOST: self.host_ms,
+        }
+
+    @property
+    def step_ms(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an operation ran, in ns."""
+
+    start: float
+    end: float
+    part: str  # of PARTS, or "rest"
+
+
+def writable(directory: Path) -> Path:
+    """The directory, which is there now. Raises InputError where it cannot be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"--profile {directory} cannot be made: {error.strerror}; expected a directory to write to"
+        ) from None
+    return directory
+
+
+def profile(engine: Engine, requests: Sequence[Request], directory: Path) -> Breakdown:
+    """Decodes the requests (as many as go together, the first MOST_TOKENS tokens) under the profiler. Afterwards the
+    directory holds the trace, for XProf, TensorBoard or Perfetto.
+
+    The engine is warm. Raises InputError where the profiler gives no operations of the steps."""
+    batch = [
+        Request(r.index, r.prompt_ids, min(r.max_new_tokens, MOST_TOKENS), r.seed)
+        for r in requests[: engine.config.batch_size]
+    ]
+    part_of = parts_by_operation(engine.compiled(batch).as_text() or "")
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # which costs more than the steps
+    known = set(directory.glob("**/*.xplane.pb"))
+    with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=True):
+        decisions = [e.decision for e in engine.generate(batch) if e.decision is not None and e.request is batch[0]]
+    (written,) = set(directory.glob("**/*.xplane.pb")) - known
+    operations, others = _read(written, part_of)
+    if not operations or not decisions:
+        raise InputError(f"the profiler gave no operations of the steps on {jax.default_backend()}; see {directory}")
+    return breakdown(str(directory), len(decisions), operations, others)
+
+
+def parts_by_operation(program: str) -> dict[str, str]:
+    """{operation: part of the step} of a compiled program's text."""
+    found = {}
+    for name, path in _METADATA.findall(program):
+        part = next((part for part in reversed(path.split("/")) if part in PARTS), None)
+        if part is not None:
+            found[name.lstrip("%")] = part
+    return found
+
+
+def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]:
+    """(the operations of the steps, those of other programs). Operations that contain others are left out, but for
+    when the program begins and ends."""
+    steps: list[Span] = []
+    others: list[Span] = []
+    for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" not in stats or event.duration_ns <= 0:
+                    continue
+                name = str(stats["hlo_op"])
+                part = "" if CONTAINERS.match(name) else part_of.get(name, "rest")
+                span = Span(event.start_ns, event.start_ns + event.duration_ns, part)
+                (steps if str(stats.get("hlo_module", "")).startswith(STEPS) else others).append(span)
+    return steps, others
+
+
+def breakdown(directory: str, num_steps: int, steps: Iterable[Span], others: Iterable[Span]) -> Breakdown:
+    """The shares of all instants from the first operation of the steps to the last, without those in which only other
+    programs ran. A span of part "" holds others: its program is at work, no operation."""
+    edges = [(at, sign, span.part) for span in steps for at, sign in ((span.start, 1), (span.end, -1))]
+    first, last = min(at for at, _, _ in edges), max(at for at, _, _ in edges)
+    edges += [
+        (at, sign, HOST)
+        for span in others
+        for at, sign in ((max(span.start, first), 1), (min(span.end, last), -1))
+        if span.end > first and span.start < last
+    ]
+    spent: dict[str, float] = defaultdict(float)
+    running: dict[str, int] = defaultdict(int)
+    before = first
+    for at, sign, part in sorted(edges):
+        active = [name for name, count in running.items() if count]
+        working = [name for name in active if name not in ("", HOST)]
+        for name in working:
+            spent[name] += (at - before) / len(working)
+        if not working and "" in active:
+            spent[BETWEEN] += at - before
+        elif not active:
+            spent[HOST] += at - before
+        running[part] += sign
+        before = at
+    draft, verify, accept, rest, between, host = (
+        spent[name] / 1e6 / num_steps for name in (*PARTS, "rest", BETWEEN, HOST)
+    )
+    return Breakdown(directory, num_steps, draft, verify, accept, rest, between, host)
