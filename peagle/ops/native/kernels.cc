@@ -101,6 +101,7 @@ PEAGLE_INLINE void AddOuter(const Floats (&weights)[R], const float* const* x, i
 }
 
 struct Float32 {
+  static constexpr bool kPlain = true;
   static int64_t PanelBytes(int64_t inputs) { return inputs * kLanes * 4; }
 
   template <int T, int R>
@@ -116,6 +117,7 @@ struct Float32 {
 };
 
 struct Bfloat16 {
+  static constexpr bool kPlain = true;
   static int64_t PanelBytes(int64_t inputs) { return (inputs + 1) / 2 * kLanes * 4; }
 
   template <int T, int R>
@@ -142,6 +144,7 @@ struct Bfloat16 {
 };
 
 struct Mxfp4 {
+  static constexpr bool kPlain = false;  // sums of a block beside those of the row: more registers
   static int64_t PanelBytes(int64_t inputs) { return inputs / 8 * kLanes * 4; }
 
   template <int T, int R>
@@ -198,7 +201,7 @@ __attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scale
 template <class W, int T>
 void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const float* const* x, Tile& tile) {
 #if defined(__AVX512F__)
-  constexpr int kMost = T <= 4 ? 4 : 2;
+  constexpr int kMost = T == 1 || (T <= 4 && W::kPlain) ? 4 : 2;
 #else
   constexpr int kMost = T == 1 ? 2 : 1;
 #endif
