@@ -27,38 +27,48 @@ from peagle.state import DecodeState, StepOutput
 SCHEMA = 1
 ENOUGH_S = 1.0  # rounds go on until they took this long together
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25  # the first does not count
+TOGETHER = 2  # dispatches that are timed as one, so that the next is on its way while one runs, as in the loop
 
 Start = Callable[[], DecodeState]
 Dispatch = Callable[[DecodeState], tuple[DecodeState, jax.Array]]
 
 
-def measure(ladder: Ladder, start: Start, dispatch: Dispatch, steps_per_dispatch: int, room: int) -> Costs:
+def measure(ladder: Ladder, start: Start, dispatch: Dispatch) -> Costs:
     """The costs of each rung, medians over rounds in which the rungs take turns. `start` gives a state whose rows go on
-    for `room` tokens; `dispatch` is the loop's own.
+    for many dispatches; `dispatch` is the loop's own.
 
     Drafting on rung r costs (draft r, verify none) - plain; verifying on it, (draft r, verify r) less that.
     """
     rungs = range(len(ladder))
     choices = [(0, 0), *((rung, 0) for rung in rungs[1:]), *((rung, rung) for rung in rungs[1:])]
     times: dict[tuple[int, int], list[float]] = {choice: [] for choice in choices}
-    most = steps_per_dispatch * (ladder[-1] + 1)  # tokens of a dispatch
-    settles = room >= 2 * most
-    state, left, began = start(), room, time.perf_counter()
+
+    def time_one(state: DecodeState, together: int) -> tuple[DecodeState, float, int]:
+        """(the state some dispatches on, the ms they took, how many steps they ran: 0 where all rows are done)."""
+        jax.block_until_ready(state)
+        outputs = []
+        before = time.perf_counter()
+        for _ in range(together):
+            state, output = dispatch(state)
+            outputs.append(output)
+        jax.block_until_ready((state, outputs))
+        taken_ms = (time.perf_counter() - before) * 1e3
+        ran = StepOutput.unpack(np.concatenate(outputs), ladder[-1]).num_accepted >= 0
+        return state, taken_ms, int(np.sum(np.any(ran, axis=1)))
+
+    began = time.perf_counter()
     for done in range(MOST_ROUNDS):
         for choice in choices:
-            if left < (2 if settles else 1) * most:
-                state, left = start(), room
-            assert state.outlook is not None
-            state = dataclasses.replace(state, outlook=policy.hold(state.outlook, *choice))
-            if settles:  # the drafter is brought up to date before anything is timed
-                state = jax.block_until_ready(dispatch(state)[0])
-            before = time.perf_counter()
-            state, outputs = jax.block_until_ready(dispatch(state))
-            taken_ms = (time.perf_counter() - before) * 1e3
-            ran = StepOutput.unpack(np.asarray(outputs), ladder[-1]).num_accepted >= 0
-            num_steps = max(int(np.sum(np.any(ran, axis=1))), 1)
-            times[choice].append(taken_ms / num_steps)
-            left -= (2 if settles else 1) * most
+            for settled in (True, False):
+                state = start()
+                assert state.outlook is not None
+                state = dataclasses.replace(state, outlook=policy.hold(state.outlook, *choice))
+                if settled:  # the drafter has caught up before anything is timed, if that leaves tokens to emit
+                    state, _, _ = time_one(state, 1)
+                _, taken_ms, num_steps = time_one(state, TOGETHER)
+                if num_steps:
+                    times[choice].append(taken_ms / num_steps)
+                    break
         if done + 1 >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S:
             break
     median = {choice: statistics.median(taken[1:]) for choice, taken in times.items()}

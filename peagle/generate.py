@@ -106,12 +106,19 @@ def _prefill(
     return state, first_token, outlook
 
 
-@functools.partial(jax.jit, static_argnames=("ladder", "sampling", "count"), donate_argnames="state")
-def _steps(
-    target: Target, drafter: Drafter, state: DecodeState, *, ladder: Ladder, sampling: SamplingConfig, count: int
-) -> tuple[DecodeState, jax.Array]:
-    _traces["step"] += 1
-    return steps(target, drafter, state, ladder, sampling, count)
+@functools.cache
+def _program(models: Any, state: Any, ladder: Ladder, sampling: SamplingConfig, count: int) -> Any:
+    """The steps as a program of (leaves of target and drafter, leaves of the state, which are donated), for these tree
+    structures. Given the trees themselves, JAX would walk through all of them in Python at every dispatch, which takes
+    as long as a step of a small model."""
+
+    def _steps(model_leaves: list[jax.Array], state_leaves: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        _traces["step"] += 1
+        target, drafter = jax.tree.unflatten(models, model_leaves)
+        after, outputs = steps(target, drafter, jax.tree.unflatten(state, state_leaves), ladder, sampling, count)
+        return jax.tree.leaves(after), outputs
+
+    return jax.jit(_steps, donate_argnums=1)
 
 
 def trace_counts() -> dict[str, int]:
@@ -182,13 +189,7 @@ class Engine:
         prompt = np.random.default_rng(0).integers(0, self.target.vocab_size, length).tolist()
         requests = [Request(0, tuple(prompt), capacity - length)] * batch
         unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))
-        self.costs = costs.measure(
-            self.config.ladder,
-            lambda: unending._start(requests, bucket)[0],
-            unending._dispatch,
-            self.steps_per_dispatch,
-            room=capacity - length,
-        )
+        self.costs = costs.measure(self.config.ladder, lambda: unending._start(requests, bucket)[0], unending._dispatch)
         kept = "kept for later" if costs.save(known, self.costs) else f"not kept, {costs.directory()} cannot be written"
         self.costs_found = f"measured in {time.perf_counter() - started:.1f} s, {kept}"
 
@@ -204,13 +205,20 @@ class Engine:
     def compiled(self, requests: Sequence[Request]) -> jax.stages.Compiled:
         """The program that a dispatch of these requests runs, compiled once more, to look at."""
         state, _ = self._start(requests, self._bucket(requests))
-        return _steps.lower(self.target, self.drafter, state, **self._shape).compile()
+        program, leaves, _ = self._prepared(state)
+        return program.lower(self._models[0], leaves).compile()
 
-    @property
-    def _shape(self) -> dict[str, Any]:
-        """What is static in a dispatch."""
+    @functools.cached_property
+    def _models(self) -> tuple[list[jax.Array], Any]:
+        """(the leaves of target and drafter, their tree)."""
+        return jax.tree.flatten((self.target, self.drafter))
+
+    def _prepared(self, state: DecodeState) -> tuple[Any, list[jax.Array], Any]:
+        """(the program of a dispatch, the state's leaves, its tree)."""
+        leaves, tree = jax.tree.flatten(state)
         config = self.config
-        return {"ladder": config.ladder, "sampling": config.sampling, "count": self.steps_per_dispatch}
+        program = _program(self._models[1], tree, config.ladder, config.sampling, self.steps_per_dispatch)
+        return program, leaves, tree
 
     def _batches(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
         size = self.config.batch_size
@@ -280,9 +288,10 @@ class Engine:
 
     def _dispatch(self, state: DecodeState) -> tuple[DecodeState, jax.Array]:
         """Sends off the next steps and the copy of their packed outputs to the host; waits for neither."""
-        state, outputs = _steps(self.target, self.drafter, state, **self._shape)
+        program, leaves, tree = self._prepared(state)
+        leaves, outputs = program(self._models[0], leaves)
         outputs.copy_to_host_async()
-        return state, outputs
+        return jax.tree.unflatten(tree, leaves), outputs
 
 
 def _read(outputs: StepOutput) -> tuple[np.ndarray, ...]:

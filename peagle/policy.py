@@ -79,9 +79,16 @@ def begin(ladder: Ladder, costs: Costs) -> Outlook:
 
 def again(ladder: Ladder, first: Outlook, last: Outlook) -> Outlook:
     """The outlook a request begins with, from that of the request before it, at its beginning and at its end: what is
-    usual moves a little towards what was seen, and the calibration goes on."""
+    usual moves a little towards what was seen, the calibration goes on, and so does a rest, if it still does not pay:
+    many short answers cost no more probes than a long one."""
     survival = first.survival + REMEMBER * (last.survival - first.survival)
-    return _look(dataclasses.replace(last, survival=survival, pause=jnp.full_like(last.pause, FIRST_PAUSE)), ladder)
+    looked = _look(dataclasses.replace(last, survival=survival, pause=jnp.full_like(last.pause, FIRST_PAUSE)), ladder)
+    rests = (looked.resting > 0) & (last.pause > FIRST_PAUSE)
+    return dataclasses.replace(
+        looked,
+        resting=jnp.where(rests, last.resting, looked.resting),
+        pause=jnp.where(rests, last.pause, looked.pause),
+    )
 
 
 def hold(outlook: Outlook, drafted: int, verified: int) -> Outlook:

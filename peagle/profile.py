@@ -20,7 +20,7 @@ from peagle.step import PARTS
 
 BETWEEN, HOST = "between operations", "host gap"
 MOST_TOKENS = 96  # traces are large, and the reader's patience is not
-STEPS = "jit__steps"  # the module's name: peagle.generate._steps
+STEPS = "jit__steps"  # the module's name: peagle.generate._program
 CONTAINERS = re.compile(r"^(while|call|conditional)\b")
 _METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
 

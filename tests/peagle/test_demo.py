@@ -1,5 +1,6 @@
 """The pair that comes with the package: small, whole, and lossless on prompts it was never trained on."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,7 +8,7 @@ import pytest
 
 import peagle.pair
 from peagle.config import SpeculationConfig
-from peagle.generate import Request, _steps
+from peagle.generate import Request
 from peagle.ops import native
 from peagle.pair import DEMO_DIRECTORY, Pair
 from peagle.prompts import read_prompt_file
@@ -50,9 +51,10 @@ def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:
 @pytest.mark.parametrize("together", [1, 4])
 def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int) -> None:
     engine = demo.engine(SpeculationConfig(3, capacity=512))
-    state, _ = engine._start([Request(0, (5, 6, 7), 20)], 32)
-    options = {"ladder": (3,), "sampling": engine.config.sampling, "count": together}
-    memory = _steps.lower(engine.target, engine.drafter, state, **options).compile().memory_analysis()
+    engine = dataclasses.replace(engine, steps_per_dispatch=together)
+    requests = [Request(0, (5, 6, 7), 20)]
+    state, _ = engine._start(requests, 32)
+    memory = engine.compiled(requests).memory_analysis()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves((engine.target, state.target_cache)))
     assert memory.temp_size_in_bytes < min(largest, state.target_cache[1].key.nbytes)
 

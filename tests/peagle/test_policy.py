@@ -17,7 +17,7 @@ from drafter.propose import PEagle
 from peagle import policy
 from peagle.autoregressive import NoDrafter
 from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Engine, Request, _steps, trace_counts
+from peagle.generate import Engine, Request, trace_counts
 from peagle.ngram import NGram
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Draft, Fresh
@@ -316,14 +316,11 @@ def test_no_retrace_and_no_hidden_copy(target, requests) -> None:
     run(engine, requests)
     assert trace_counts() == before
     state, _ = engine._start(requests[:1], 32)
-    options = {"ladder": LADDER, "sampling": SamplingConfig(), "count": 1}
-    compiled = _steps.lower(target, engine.drafter, state, **options).compile()
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
-    memory = compiled.memory_analysis()
+    memory = engine.compiled(requests[:1]).memory_analysis()
     assert memory.alias_size_in_bytes >= caches
     fixed = Engine(target, NGram(), dataclasses.replace(shape(), capacity=4096, adaptive=False))
-    state, _ = fixed._start(requests[:1], 32)
-    one = _steps.lower(target, fixed.drafter, state, **{**options, "ladder": (K,)}).compile().memory_analysis()
+    one = fixed.compiled(requests[:1]).memory_analysis()
     assert memory.temp_size_in_bytes < one.temp_size_in_bytes + caches / 4
 
 
