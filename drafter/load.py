@@ -305,12 +305,10 @@ class _Reader:
             return self.matrix("lm_head", c.hidden_size, c.draft_vocab_size)
         if shared is None:
             raise self._not_shared(_LM_HEAD)
-        if isinstance(shared, Panels):
-            self._check_shared(_LM_HEAD, (shared.inputs, shared.outputs), (c.hidden_size, c.vocab_size))
-            return shared if draft_to_target is None else take_outputs(shared, draft_to_target)
-        self._check_shared(_LM_HEAD, shared.shape, (c.hidden_size, c.vocab_size))
-        head = jnp.asarray(shared).astype(self.dtype)
-        return head if draft_to_target is None else head[:, draft_to_target]
+        shape = (shared.inputs, shared.outputs) if isinstance(shared, Panels) else shared.shape
+        self._check_shared(_LM_HEAD, shape, (c.hidden_size, c.vocab_size))
+        head = shared if isinstance(shared, Panels) else jnp.asarray(shared).astype(self.dtype)
+        return head if draft_to_target is None else take_outputs(head, draft_to_target)
 
     def _not_shared(self, name: str) -> InputError:
         return InputError(

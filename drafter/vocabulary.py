@@ -18,7 +18,7 @@ import numpy as np
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.errors import InputError
-from peagle.ops.linear import Panels, take_outputs
+from peagle.ops.linear import take_outputs
 
 FREQUENT_TOKENS = "frequent_tokens.json"
 
@@ -60,10 +60,9 @@ def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> t
     kept = np.flatnonzero(np.isin(before, vocab.token_ids))
     if not len(kept):
         raise InputError(f"none of the {len(vocab.token_ids)} tokens by {vocab.source} is one the drafter can propose")
-    head = params.lm_head
     narrowed = dataclasses.replace(
         params,
-        lm_head=take_outputs(head, kept) if isinstance(head, Panels) else head[:, kept],
+        lm_head=take_outputs(params.lm_head, kept),
         draft_to_target=jnp.asarray(before[kept], jnp.int32),
     )
     return narrowed, dataclasses.replace(config, draft_vocab_size=len(kept))

@@ -256,11 +256,10 @@ class _Verify:
     def __init__(self, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> None:
         self._target, self._options, self._rng = pair.plain_target, options, rng
         self._caches: PyTree = None
-        self._filled = False
         self._turn = 0  # of the sets of tokens
 
     def prepare(self, width: int) -> _Run:
-        if not self._filled:
+        if self._caches is None:
             self._fill()
         token_ids = _random_ids(self._rng, self._target, NUM_TOKEN_SETS, self._options.batch, width)
         self._time(token_ids, 1)
@@ -275,7 +274,6 @@ class _Verify:
         _refuse_caches(self._target, batch, context + widest, widest)
         token_ids = _random_ids(self._rng, self._target, batch, context)
         self._caches = _prefill(self._target, token_ids, capacity=context + widest, widest_write=widest)[1]
-        self._filled = True
 
     def _time(self, token_ids: np.ndarray, passes: int) -> float:
         lengths = np.full((self._options.batch,), self._options.context, np.int32)

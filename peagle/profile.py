@@ -6,6 +6,7 @@ instant in which operations of several parts run counts for each in equal shares
 runtime's, between two operations, or, with no program at work at all, the host's.
 """
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -82,8 +83,8 @@ def profile(engine: Engine, requests: Sequence[Request], directory: Path) -> Bre
 
     The engine is warm. Raises InputError where the profiler gives no operations of the steps."""
     batch = [
-        Request(r.index, r.prompt_ids, min(r.max_new_tokens, MOST_TOKENS), r.seed)
-        for r in requests[: engine.config.batch_size]
+        dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, MOST_TOKENS))
+        for request in requests[: engine.config.batch_size]
     ]
     part_of = parts_by_operation(engine.compiled(batch).as_text() or "")
     options = jax.profiler.ProfileOptions()
@@ -104,7 +105,7 @@ def parts_by_operation(program: str) -> dict[str, str]:
     for name, path in _METADATA.findall(program):
         part = next((part for part in reversed(path.split("/")) if part in PARTS), None)
         if part is not None:
-            found[name.lstrip("%")] = part
+            found[name] = part
     return found
 
 

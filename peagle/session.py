@@ -151,9 +151,9 @@ class _Session:
                 self._decode_wave(number, wave)
             if self.config.profile is not None:
                 self.observer.profiling()
-                first = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
+                requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
                 engine = self._engine(self.config.num_speculative_tokens)
-                found = profile(engine, first[: self.batch_size], self.config.profile)
+                found = profile(engine, requests, self.config.profile)
         except KeyboardInterrupt:
             interrupted = True
         return Run(

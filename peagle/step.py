@@ -23,7 +23,7 @@ from peagle.protocols import Drafter, PyTree, Target
 from peagle.sampling import DRAFT, draw, probabilities, uniforms
 from peagle.state import DecodeState, Proposal, StepOutput, Verdict, commit, empty_outputs, in_order
 
-PARTS = ("draft", "verify", "accept")  # of a step, by which operations are named (peagle.profile)
+DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # what operations are named by
 
 Message = TypeVar("Message")
 Carry = TypeVar("Carry")
@@ -51,20 +51,18 @@ def step(
     drafted = policy.drafts(state.outlook)
     known = _Known(state.pending_token, state.length, state.done, state.fresh, state.outlook, random)
 
-    draft_part, verify_part, accept_part = PARTS
-
     def propose(rung: int, known: _Known, drafter_state: PyTree) -> tuple[Proposal, PyTree]:
-        with jax.named_scope(draft_part):
+        with jax.named_scope(DRAFT_PART):
             return _propose(drafter, known, drafter_state, ladder, rung, sampling)
 
     def verify(rung: int, known: tuple[_Known, Proposal], target_cache: PyTree) -> tuple[Verdict, PyTree]:
-        with jax.named_scope(verify_part):
+        with jax.named_scope(VERIFY_PART):
             return _verify(target, *known, target_cache, ladder[rung], sampling)
 
     proposal, drafter_state = _one_of(drafting, drafted, propose, known, state.drafter_state)
     verdict, target_cache = _one_of(verifying, proposal.verified, verify, (known, proposal), state.target_cache)
     state = dataclasses.replace(state, drafter_state=drafter_state, target_cache=target_cache)
-    with jax.named_scope(accept_part):
+    with jax.named_scope(ACCEPT_PART):
         return commit(state, ladder, drafted, proposal, verdict, drafter_ran=ladder[drafting[-1]] > 0)
 
 
@@ -153,7 +151,7 @@ def _verify(
     probs = proposal.probs[:, :width] if proposal.probs is not None and width else None
     rows = jnp.concatenate([known.pending_token[:, None], drafts], axis=1)
     output, target_cache = target.verify(rows, known.unless_done(known.length), target_cache)
-    with jax.named_scope(PARTS[2]):
+    with jax.named_scope(ACCEPT_PART):
         acceptance = accept(drafts, probs, output.logits, sampling, None if random is None else random[:, : width + 1])
     return Verdict(acceptance, _widen(output.aux_hidden, most + 1)), target_cache
 

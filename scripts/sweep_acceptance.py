@@ -400,13 +400,14 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 def parse_arms(ks: str, vocabs: str) -> tuple[Arm, ...]:
     """Plain decoding, then every K with every draft vocabulary, numbers ascending and auto last."""
+    asked = ks.split(",")
     try:
-        numbers = {int(k) for k in ks.split(",") if k != AUTO} | {0}
+        numbers = {int(k) for k in asked if k != AUTO} | {0}
     except ValueError:
         raise InputError(f"-k is {ks!r}; expected numbers, or auto, with commas between, such as 1,3,auto") from None
-    if min(numbers) < 0 or (len(numbers) == 1 and AUTO not in ks):
+    if min(numbers) < 0 or (len(numbers) == 1 and AUTO not in asked):
         raise InputError(f"-k is {ks!r}; expected numbers of 1 or more, or auto")
-    choices: list[int | Literal["auto"]] = [*sorted(numbers - {0}), *([AUTO] if AUTO in ks.split(",") else [])]
+    choices: list[int | Literal["auto"]] = [*sorted(numbers - {0}), *([AUTO] if AUTO in asked else [])]
     chosen = [None if vocab == FULL else vocab for vocab in dict.fromkeys(vocabs.split(","))]
     return (PLAIN, *(Arm(k, vocab) for k in choices for vocab in chosen))
 

@@ -1,6 +1,5 @@
 """`peagle speculate` and `peagle generate`: everything is checked, then loaded, then run, then written."""
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -30,7 +29,8 @@ def run_command(settings: Settings) -> int:
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
     resolve(target, "target")
     drafter_path(target, drafter)
-    profile = None if settings.profile is None else writable(Path(settings.profile))
+    if settings.profile is not None:
+        writable(Path(settings.profile))
     rendering = Rendering(
         settings.raw_prompt,
         settings.system,
@@ -59,7 +59,7 @@ def run_command(settings: Settings) -> int:
             progress=progress,
         )
     display.has_tokenizer = pair.tokenizer is not None
-    config = dataclasses.replace(_config(settings, rendering, pair), profile=profile)
+    config = _config(settings, rendering, pair)
     try:
         outcome = run(pair, conversations, config, display)
     finally:
@@ -97,6 +97,7 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         ignore_eos=settings.ignore_eos,
         baseline=settings.baseline,
         logprobs=settings.logprobs,
+        profile=None if settings.profile is None else Path(settings.profile),
         rendering=rendering,
     )
 

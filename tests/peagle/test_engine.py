@@ -13,7 +13,7 @@ from peagle.generate import Emission, Engine, Request, trace_counts
 from peagle.ngram import NGram
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter
-from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, tiny_target
+from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, decode, tiny_target
 
 CAPACITY, NEW = 96, 60
 PROMPTS = [
@@ -23,10 +23,7 @@ PROMPTS = [
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     """The tokens of each request, by order of the requests."""
-    tokens: dict[int, list[int]] = {request.index: [] for request in requests}
-    for emission in engine.generate(requests):
-        tokens[emission.request.index] += emission.token_ids
-    return [tokens[request.index] for request in requests]
+    return decode(engine, requests)[0]
 
 
 def config(k: int, batch: int = 1, sampling: SamplingConfig = SamplingConfig()) -> SpeculationConfig:  # noqa: B008

@@ -25,7 +25,7 @@ from peagle.ops.rope import RopeConfig
 from peagle.policy import Costs, Outlook
 from peagle.state import FRESH_ROOM, in_order
 from tests.drafter.cases import random_params
-from tests.peagle.toys import CONFIG, FixedLogits, MarkovTarget, Scripted, tiny_target
+from tests.peagle.toys import CONFIG, FixedLogits, MarkovTarget, Scripted, decode, tiny_target
 
 CAPACITY, NEW, K = 160, 120, 3
 LADDER = (0, 1, 2, 3)
@@ -56,17 +56,6 @@ def shape(k: int = K, batch: int = 1, sampling: SamplingConfig = SamplingConfig(
     return SpeculationConfig(k, batch, CAPACITY, sampling, adaptive=k > 0)
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list]]:
-    """(tokens, decisions) of each request."""
-    tokens: dict[int, list[int]] = {request.index: [] for request in requests}
-    decisions: dict[int, list] = {request.index: [] for request in requests}
-    for emission in engine.generate(requests):
-        tokens[emission.request.index] += emission.token_ids
-        if emission.decision is not None:
-            decisions[emission.request.index].append(emission.decision)
-    return [tokens[r.index] for r in requests], [decisions[r.index] for r in requests]
-
-
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()
@@ -79,7 +68,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def plain(target, requests) -> list[list[int]]:
-    return run(Engine(target, NoDrafter(), shape(0)), requests)[0]
+    return decode(Engine(target, NoDrafter(), shape(0)), requests)[0]
 
 
 def scripted(plain: list[list[int]], row: int, right: float) -> Scripted:
@@ -95,7 +84,7 @@ def test_whatever_is_chosen_the_tokens_are_plain_decodings(target, requests, pla
     engine = Engine(
         target, scripted(plain, 0, 0.6), shape(), steps_per_dispatch=together, costs=costs(price / 2, price)
     )
-    (tokens,), (decisions,) = run(engine, requests[:1])
+    (tokens,), (decisions,) = decode(engine, requests[:1])
     assert tokens == plain[0]
     lengths = [decision.length for decision in decisions]
     assert lengths == [
@@ -109,18 +98,18 @@ def test_whatever_is_chosen_the_tokens_are_plain_decodings(target, requests, pla
 def test_rows_of_a_batch_and_early_ends(target, requests, plain) -> None:
     engine = Engine(target, NGram(), shape(batch=3), costs=costs(0.02, 0.1))
     uneven = [requests[0], dataclasses.replace(requests[1], max_new_tokens=31)]
-    assert run(engine, uneven)[0] == [plain[0], plain[1][:31]]
+    assert decode(engine, uneven)[0] == [plain[0], plain[1][:31]]
     stop = plain[0][17]
     ended = Engine(target, scripted(plain, 0, 0.7), shape(), (stop,), costs=costs(0.02, 0.1))
-    assert run(ended, requests[:1])[0] == [plain[0][: plain[0].index(stop) + 1]]
+    assert decode(ended, requests[:1])[0] == [plain[0][: plain[0].index(stop) + 1]]
 
 
 def test_one_hot_drafts_under_sampling_emit_plain_samplings_tokens(target) -> None:
     sampling = SamplingConfig(0.8, top_k=9, top_p=0.9)
     requests = [Request(i, prompt, 60, seed=3) for i, prompt in enumerate(PROMPTS)]
-    plain, _ = run(Engine(target, NoDrafter(), shape(0, sampling=sampling)), requests)
+    plain, _ = decode(Engine(target, NoDrafter(), shape(0, sampling=sampling)), requests)
     adaptive = Engine(target, NGram(), shape(batch=2, sampling=sampling), costs=costs(0.01, 0.2))
-    assert run(adaptive, requests)[0] == plain
+    assert decode(adaptive, requests)[0] == plain
 
 
 @flax.struct.dataclass
@@ -149,7 +138,7 @@ def test_sampled_drafts_of_chosen_widths_follow_the_targets_law(price: float, ch
         costs=costs(0.05, price, (0, 1, 2)),
     )
     rows = 8000
-    outputs, decisions = run(engine, [Request(i, (0,), 5) for i in range(rows)])
+    outputs, decisions = decode(engine, [Request(i, (0,), 5) for i in range(rows)])
     widths = [len(decision.draft_token_ids) for steps in decisions for decision in steps]
     assert all(widths.count(width) > 500 for width in chosen), [widths.count(width) for width in (0, 1, 2)]
     counts = np.zeros((3, 3, 3))
@@ -176,7 +165,7 @@ def test_a_width_is_no_function_of_what_was_drawn() -> None:
 
 def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> None:
     engine = Engine(target, scripted(plain, 0, 0.0), shape(), costs=costs(0.05, 0.2))
-    (tokens,), (decisions,) = run(engine, requests[:1])
+    (tokens,), (decisions,) = decode(engine, requests[:1])
     assert tokens == plain[0]
     tried = [number for number, decision in enumerate(decisions) if decision.draft_token_ids]
     assert tried[0] == 0, "it is tried at once"
@@ -187,7 +176,7 @@ def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> Non
 
 def test_a_drafter_that_always_hits_drafts_all_it_can(target, requests, plain) -> None:
     engine = Engine(target, scripted(plain, 0, 1.0), shape(), costs=costs(0.02, 0.1))
-    (tokens,), (decisions,) = run(engine, requests[:1])
+    (tokens,), (decisions,) = decode(engine, requests[:1])
     assert tokens == plain[0]
     assert all(len(decision.draft_token_ids) == K for decision in decisions[8:])
     assert len(decisions) < NEW / (K + 1) + 5
@@ -199,7 +188,7 @@ def test_a_text_that_becomes_easy_is_found_again(target, requests, plain) -> Non
     switch = len(PROMPTS[0]) + 40
     mixed = Scripted(jnp.where(jnp.arange(hard.shape[1])[None, :] < switch, hard, easy))
     engine = Engine(target, mixed, shape(), costs=costs(0.02, 0.1))
-    (tokens,), (decisions,) = run(engine, requests[:1])
+    (tokens,), (decisions,) = decode(engine, requests[:1])
     assert tokens == plain[0]
     lately = [decision.num_accepted for decision in decisions[-5:-1]]
     assert min(lately) >= 2, "drafts are taken again"
@@ -207,7 +196,7 @@ def test_a_text_that_becomes_easy_is_found_again(target, requests, plain) -> Non
 
 def test_what_a_request_taught_the_next_one_begins_with(target, requests, plain) -> None:
     engine = Engine(target, scripted(plain, 0, 0.0), shape(), costs=costs(0.05, 0.2))
-    counts = [sum(bool(d.draft_token_ids) for d in run(engine, requests[:1])[1][0]) for _ in range(3)]
+    counts = [sum(bool(d.draft_token_ids) for d in decode(engine, requests[:1])[1][0]) for _ in range(3)]
     assert counts[2] < counts[0]
 
 
@@ -290,10 +279,10 @@ def test_a_real_drafter_goes_on_after_rests_of_any_length(requests) -> None:
     that never rested."""
     target = tiny_target(aux_layer_ids=(0, 1))
     drafter = PEagle(random_params(DRAFTER), DRAFTER)
-    plain, _ = run(Engine(target.replace(aux_layer_ids=()), NoDrafter(), shape(0)), requests[:1])
-    fixed, always = run(Engine(target, drafter, SpeculationConfig(1, 1, CAPACITY)), requests[:1])
+    plain, _ = decode(Engine(target.replace(aux_layer_ids=()), NoDrafter(), shape(0)), requests[:1])
+    fixed, always = decode(Engine(target, drafter, SpeculationConfig(1, 1, CAPACITY)), requests[:1])
     resting = Engine(target, drafter, SpeculationConfig(1, 1, CAPACITY, adaptive=True), costs=costs(0.1, 0.01, (0, 1)))
-    adaptive, sometimes = run(resting, requests[:1])
+    adaptive, sometimes = decode(resting, requests[:1])
     assert adaptive == fixed == plain
     tried = [decision.length for decision in sometimes[0] if decision.draft_token_ids]
     assert max(np.diff(tried)) > FRESH_ROOM
@@ -311,9 +300,9 @@ def test_no_retrace_and_no_hidden_copy(target, requests) -> None:
     engine = Engine(target, NGram(), dataclasses.replace(shape(), capacity=4096), costs=costs(0.1, 0.1))
     engine.warm_up(requests)
     before = trace_counts()
-    run(engine, requests)
+    decode(engine, requests)
     engine.costs = costs(0.3, 0.1)
-    run(engine, requests)
+    decode(engine, requests)
     assert trace_counts() == before
     state, _ = engine._start(requests[:1], 32)
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))

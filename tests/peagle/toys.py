@@ -1,10 +1,13 @@
 """Tiny targets and scripted drafters for the engine's tests."""
 
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.generate import Engine, Request
 from peagle.ops.messages import Draft, Fresh, TargetOutput
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -99,3 +102,14 @@ class FixedLogits:
         batch = fresh.num.shape[0]
         logits = jnp.broadcast_to(self.logits[None], (batch, *self.logits.shape))
         return Draft(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits), state
+
+
+def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list]]:
+    """(tokens, decisions) of each request."""
+    tokens: dict[int, list[int]] = {request.index: [] for request in requests}
+    decisions: dict[int, list] = {request.index: [] for request in requests}
+    for emission in engine.generate(requests):
+        tokens[emission.request.index] += emission.token_ids
+        if emission.decision is not None:
+            decisions[emission.request.index].append(emission.decision)
+    return [tokens[r.index] for r in requests], [decisions[r.index] for r in requests]

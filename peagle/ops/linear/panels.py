@@ -91,9 +91,11 @@ def as_matrix(weight: jax.Array | Panels) -> np.ndarray:
     return unpack_floats(weight).T if isinstance(weight, Panels) else np.asarray(weight)
 
 
-def take_outputs(packed: Panels, outputs: np.ndarray) -> Panels:
+def take_outputs(weight: jax.Array | Panels, outputs: np.ndarray) -> jax.Array | Panels:
     """The matrix of these outputs alone, in their order."""
-    return panels(pack_floats(unpack_floats(packed)[outputs]), packed.inputs, len(outputs))
+    if isinstance(weight, Panels):
+        return panels(pack_floats(unpack_floats(weight)[outputs]), weight.inputs, len(outputs))
+    return weight[:, outputs]
 
 
 def arrange(rows: np.ndarray, dtype: DTypeLike, native: bool) -> jax.Array | Panels:
