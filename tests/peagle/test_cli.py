@@ -459,26 +459,18 @@ def process(*arguments: str, code: str = TOY_PROCESS, **options: Any) -> subproc
     )
 
 
-def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
-    """Also measured: half a second of processor time, with the interpreter's start."""
+def test_help_imports_nothing_heavy() -> None:
     code = """
-import sys, time
+import sys
 from peagle.cli import main
 assert main(sys.argv[1:]) == 0
-heavy = {"jax", "numpy", "transformers", "flax", "safetensors"} & set(sys.modules)
-print(sorted(heavy), time.process_time(), file=sys.stderr)
+heavy = {"jax", "numpy", "transformers", "flax", "safetensors", "tokenizers", "matplotlib"}
+print(sorted(heavy & set(sys.modules)), file=sys.stderr)
 """
     for arguments, expected in ((["--help"], "speculate"), (["speculate", "--help"], "--prompt-file")):
-        seconds = []
-        for _ in range(2):
-            out, err = process(*arguments, code=code).communicate()
-            heavy, taken = err.decode().strip().rsplit(" ", 1)
-            assert heavy == "[]"
-            assert expected in out.decode()
-            seconds.append(float(taken))
-            if seconds[-1] < 0.5:
-                break
-        assert min(seconds) < 0.5
+        out, err = process(*arguments, code=code).communicate()
+        assert err.decode().strip() == "[]"
+        assert expected in out.decode()
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:

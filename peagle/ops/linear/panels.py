@@ -108,8 +108,8 @@ def arrange(rows: np.ndarray, dtype: DTypeLike, native: bool) -> jax.Array | Pan
 
 
 def arrange_embedding(table: np.ndarray, dtype: DTypeLike, native: bool) -> jax.Array:
-    """A table for `embed`: in `dtype`, or where bfloat16 may stay bfloat16, its bits. It may be the table's own memory:
-    nobody writes to it any more."""
+    """A table for `embed`: in `dtype`, or where bfloat16 may stay bfloat16, its bits."""
     bits = native and BFLOAT16 in (table.dtype, np.dtype(dtype))
-    table = table.astype(BFLOAT16 if bits else dtype, copy=False)
-    return to_device(table.view(np.uint16) if bits else table)
+    # aligned: what is not, the device copies later, and two copies are there until it has
+    copy = aligned_copy(table, BFLOAT16 if bits else dtype)
+    return to_device(copy.view(np.uint16) if bits else copy)
