@@ -81,7 +81,8 @@ def profile(engine: Engine, requests: Sequence[Request], directory: Path) -> Bre
     """Decodes the requests (as many as go together, the first MOST_TOKENS tokens) under the profiler. Afterwards the
     directory holds the trace, for XProf, TensorBoard or Perfetto.
 
-    The engine is warm. Raises InputError where the profiler gives no operations of the steps."""
+    The engine is warm. Raises InputError where the profiler gives no trace, or none of the steps' operations; OSError
+    and RuntimeError are the profiler's own."""
     batch = [
         dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, MOST_TOKENS))
         for request in requests[: engine.config.batch_size]
@@ -92,8 +93,10 @@ def profile(engine: Engine, requests: Sequence[Request], directory: Path) -> Bre
     known = set(directory.glob("**/*.xplane.pb"))
     with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=True):
         decisions = [e.decision for e in engine.generate(batch) if e.decision is not None and e.request is batch[0]]
-    (written,) = set(directory.glob("**/*.xplane.pb")) - known
-    operations, others = _read(written, part_of)
+    written = set(directory.glob("**/*.xplane.pb")) - known
+    if len(written) != 1:
+        raise InputError(f"{directory} has {len(written)} new traces; expected one: is another run writing there?")
+    operations, others = _read(written.pop(), part_of)
     if not operations or not decisions:
         raise InputError(f"the profiler gave no operations of the steps on {jax.default_backend()}; see {directory}")
     return breakdown(str(directory), len(decisions), operations, others)

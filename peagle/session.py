@@ -94,6 +94,7 @@ class Run:
     compile_s: float = 0.0
     costs: CostsUsed | None = None
     profile: Breakdown | None = None
+    profile_failed: str | None = None  # why there is none, where one was wanted
     interrupted: bool = False
     cut_short: tuple[str, ...] = ()
 
@@ -145,15 +146,15 @@ class _Session:
         self.capacity = needed if config.context is None else config.context
 
     def run(self) -> Run:
-        interrupted, found = False, None
+        interrupted, found, failed = False, None, None
         try:
             for number, wave in enumerate(self._waves()):
                 self._decode_wave(number, wave)
             if self.config.profile is not None:
-                self.observer.profiling()
-                requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
-                engine = self._engine(self.config.num_speculative_tokens)
-                found = profile(engine, requests, self.config.profile)
+                try:
+                    found = self._profile(self.config.profile)
+                except (InputError, OSError, RuntimeError) as error:  # the answers are there, and stay
+                    failed = str(error).partition("\n")[0]
         except KeyboardInterrupt:
             interrupted = True
         return Run(
@@ -162,9 +163,15 @@ class _Session:
             compile_s=self.compile_s,
             costs=self._costs(),
             profile=found,
+            profile_failed=failed,
             interrupted=interrupted,
             cut_short=tuple(self.cut_short.values()),
         )
+
+    def _profile(self, directory: Path) -> Breakdown:
+        self.observer.profiling()
+        requests = [self.outcomes[index].result.request for index in sorted(self.outcomes)]
+        return profile(self._engine(self.config.num_speculative_tokens), requests, directory)
 
     def _costs(self) -> CostsUsed | None:
         engine = self._engine(self.config.num_speculative_tokens)

@@ -22,15 +22,13 @@ EXAMPLE = 'def get(self, key, default=None):\n    """Return the value for key, o
 
 def run_command(settings: Settings) -> int:
     """The text is on standard output, the summary on standard error, and what was asked for in files. Returns the exit
-    code. Raises InputError before anything is written."""
+    code. Raises InputError before anything is written, but for a profile that failed: then all else is written."""
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = DEMO if settings.target is None else settings.target
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
     resolve(target, "target")
     drafter_path(target, drafter)
-    if settings.profile is not None:
-        writable(Path(settings.profile))
     rendering = Rendering(
         settings.raw_prompt,
         settings.system,
@@ -39,6 +37,8 @@ def run_command(settings: Settings) -> int:
     )
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
     conversations = _conversations(settings)
+    if settings.profile is not None:
+        writable(Path(settings.profile))
 
     display = Display(
         text=settings.json != STANDARD_OUTPUT,
@@ -72,6 +72,8 @@ def run_command(settings: Settings) -> int:
     if json_file is not None:
         json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak)))
     display.summary(summary_lines(outcome, config, peak))
+    if outcome.profile_failed is not None:
+        raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
     return 130 if outcome.interrupted else 0
 
 

