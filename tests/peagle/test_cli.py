@@ -467,7 +467,7 @@ def test_a_profiler_that_fails_costs_no_answer(cli: Run, tmp_path: Path, monkeyp
     arguments = (
         *SPECULATE,
         "--prompt-ids",
-        "50 51",
+        "50,51",
         "--profile",
         str(tmp_path / "p"),
         "--json",

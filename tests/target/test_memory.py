@@ -1,8 +1,4 @@
-"""Memory while a checkpoint of some 300 MB is loaded and decoded from, in a process of its own.
-
-Counted are anonymous pages (RssAnon): pages of the mapped files are resident too, and the system takes them back when
-it needs them.
-"""
+"""Memory while a checkpoint of some 300 MB is loaded and decoded from, in a process of its own."""
 
 import json
 import subprocess
@@ -22,39 +18,6 @@ CONFIG = geometry(
 )
 # what compiling the two programs of a decoding takes, whatever the weights are
 COMPILER_BYTES = {"native": 128_000_000, "xla": 256_000_000}
-MEASURE = """
-import json, sys, threading, time
-from pathlib import Path
-import peagle.pair, transformers
-import jax
-
-def anonymous():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
-
-peak, ended = 0, False
-
-def watch():
-    global peak
-    while not ended:
-        peak = max(peak, anonymous())
-        time.sleep(0.001)
-
-directory, kernels = sys.argv[1:]
-jax.numpy.zeros(1).block_until_ready()
-before = anonymous()
-watcher = threading.Thread(target=watch)
-watcher.start()
-pair = peagle.pair.load(directory, None, experts="packed", kernels=kernels)
-loading = peak - before
-peak = 0
-pair.generate([1, 2, 3], max_new_tokens=3, ignore_eos=True)
-ended = True
-watcher.join()
-weights = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.params))
-caches = sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.init_cache(1, 128, 1)))
-print(json.dumps({"loading": loading, "decoding": peak - before, "weights": weights, "caches": caches}))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +34,8 @@ def test_memory_peaks_within_15_percent_of_weights_and_caches(directory: Path, k
     """While loading; while decoding, what the compiler takes comes on top."""
     if kernels == "native" and not native.available():
         pytest.skip(native.status()[1])
-    run = subprocess.run([sys.executable, "-c", MEASURE, str(directory), kernels], capture_output=True, check=True)
+    command = [sys.executable, "-m", "scripts.measure_memory", str(directory), "--kernels", kernels]
+    run = subprocess.run(command, capture_output=True, check=True)
     measured = json.loads(run.stdout)
     assert measured["weights"] > 250e6
     assert measured["weights"] <= measured["loading"] + 1e6  # pages that are not touched do not count, and none are
