@@ -83,7 +83,8 @@ def main() -> None:
         found = measure(args.target, args.kernels)
     except InputError as error:
         sys.exit(f"error: {error}")
-    print(json.dumps({**found, "provenance": provenance()}, indent=1))
+    command = f"python -m scripts.measure_memory {Path(args.target).name} --kernels {args.kernels}"
+    print(json.dumps({**found, "provenance": provenance() | {"command": command}}, indent=1))
 
 
 if __name__ == "__main__":
