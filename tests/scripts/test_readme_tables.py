@@ -1,0 +1,44 @@
+"""The README shows what the runs say."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from peagle.ops.errors import InputError
+from scripts.readme_tables import KINDS, MARKED, README, rendered
+
+
+def test_the_readmes_tables_are_those_of_their_runs() -> None:
+    readme = README.read_text(encoding="utf-8")
+    assert {found["kind"] for found in MARKED.finditer(readme)} == set(KINDS)
+    assert rendered(readme) == readme, "run python -m scripts.readme_tables"
+
+
+def spread(median: float) -> dict[str, float]:
+    return {"median": median, "min": median - 0.5, "max": median + 0.5}
+
+
+def test_a_table_of_peers(tmp_path: Path) -> None:
+    """Of a peer's forms the fastest counts, and a peer that was left out is a dash."""
+    ours = {"checkpoint": "S", "engine": "peagle", "decode_tok_per_s": spread(1424.6), "v": {"4": spread(1.55)}}
+    forms = {"transformers-fp32": 18.4, "transformers-bf16": 25.0}
+    peers = [{"checkpoint": "S", "engine": name, "ours_over_peer_decode": spread(x)} for name, x in forms.items()]
+    checkpoints = [{"name": "S", "parameters": 11104704}]
+    run = {"config": {"widths": [1, 4]}, "checkpoints": checkpoints, "rows": [ours, *peers]}
+    (tmp_path / "results/run").mkdir(parents=True)
+    (tmp_path / "results/run/run.json").write_text(json.dumps(run))
+    text = "before\n<!-- peers results/run -->\nstale\n<!-- end of peers -->\nbehind\n"
+    made = rendered(text, tmp_path)
+    assert made.splitlines()[2] == (
+        "| model | plain decoding | over llama.cpp | over transformers | cost of verifying 4 rows |"
+    )
+    assert made.splitlines()[4] == "| S, 11 M parameters | 1425 tok/s | - | 18 (18..19) | 1.55 |"
+    assert made.splitlines()[-1] == "behind"
+    assert rendered(made, tmp_path) == made
+
+
+@pytest.mark.parametrize(("kind", "says"), [("peers", "cannot be read"), ("sales", "a table of kind 'sales'")])
+def test_what_cannot_be_made_is_one_line(tmp_path: Path, kind: str, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        rendered(f"<!-- {kind} results/none -->\n<!-- end of {kind} -->", tmp_path)
