@@ -3,8 +3,8 @@
     peagle generate --prompt-file PROMPTS.jsonl --batch 16 --quiet --json run.json
     python -m scripts.frequent_tokens run.json --out DRAFTER/frequent_tokens.json
 
-Takes runs that `peagle generate --json` or `speculate --json` wrote (their answers are counted), and packed rows of
-scripts.demo.dataset or .regenerate (.npz; texts and answers are counted). Afterwards `--out` lists every token that
+Takes runs that `peagle generate --json` or `speculate --json` wrote, and shards of `peagle data`: the target's answers
+are counted. Afterwards `--out` lists every token that
 came, the most frequent first. In a drafter's directory under the name frequent_tokens.json, `--draft-vocab N` takes
 the first N of it; anywhere else, `--draft-vocab FILE` takes all of it.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drafter.train.shards import read_shard
 from drafter.vocabulary import write_frequent_tokens
 from peagle.ops.errors import InputError
 
@@ -23,23 +24,20 @@ from peagle.ops.errors import InputError
 def count(path: Path) -> np.ndarray:
     """How often each token id came in the file's answers."""
     try:
-        if path.suffix == ".npz":
-            from scripts.demo.dataset import TEXT
-
-            with np.load(path, allow_pickle=False) as rows:
-                return np.bincount(rows["token_ids"][rows["roles"] == TEXT])
+        if path.suffix == ".safetensors":
+            return np.bincount(np.concatenate([each.token_ids[each.trained] for each in read_shard(path)]))
         answers = [request["output_ids"] for request in json.loads(path.read_text(encoding="utf-8"))["requests"]]
         return np.bincount(np.array([token for answer in answers for token in answer], np.int64))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{path}: {' '.join(str(error).split())}; expected a run written with --json, or packed rows (.npz)"
+            f"{path}: {' '.join(str(error).split())}; expected a run written with --json, or a shard"
         ) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="runs (.json) or packed rows (.npz)")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="runs (.json) or shards (.safetensors)")
     parser.add_argument("--out", type=Path, required=True, help="the list to write")
     options = parser.parse_args(arguments)
     try:

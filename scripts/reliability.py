@@ -200,9 +200,9 @@ def page(record: dict[str, Any]) -> str:
         f"`{origin['command']}`",
         "",
         f"Target {config['target']}, drafter {config['drafter']}; {config['num_prompts']} prompts of "
-        f"{config['prompts']}, greedy, K = {config['num_speculative_tokens']}, at most {config['max_new_tokens']} new tokens; jaxlib "
-        f"{origin['packages']['jaxlib']}; {origin['time']}. Only drafts with all before them right. ECE: expected "
-        "calibration error, bins of a tenth; both it and the Brier score are better when smaller.",
+        f"{config['prompts']}, greedy, K = {config['num_speculative_tokens']}, at most {config['max_new_tokens']} new "
+        f"tokens; jaxlib {origin['packages']['jaxlib']}; {origin['time']}. Only drafts with all before them right. "
+        "ECE: expected calibration error, bins of a tenth; both it and the Brier score are better when smaller.",
         "",
         "| draft | how many | right | mean confidence | ECE | Brier | corrected: mean | ECE | Brier |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",

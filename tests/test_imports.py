@@ -12,7 +12,7 @@ OURS = (*PACKAGES, "scripts", "tests", "results")
 # where the parts are put together: the commands, and what they and `import peagle` share, the pair
 ROOTS = ("peagle.cli", "peagle.__main__", "peagle.pair")
 # what `import peagle` shows people; it stands on the pair, and the engine does not
-FRONT = ("peagle", "peagle.session", "peagle.bench")
+FRONT = ("peagle", "peagle.session", "peagle.bench", "peagle.answers")
 # torch and transformers' models are oracles of the tests; pickle runs code
 NEVER = ("torch", "pickle", "cloudpickle", "dill", "joblib")
 

@@ -1,5 +1,5 @@
 """Conditional-on-depth sampling (COD; arXiv 2602.01469, section 4): which (anchor, depth) rows a sequence is trained
-on.
+on, and in which part of a partitioned sequence (its Algorithm 1).
 
 Depth 0 keeps every anchor. Depth d keeps a random part of the chains that depth d - 1 kept and whose label still lies
 in the sequence's trained region: about ratio^d of them, never less than min_ratio. So a kept row has its whole chain
@@ -18,6 +18,12 @@ import dataclasses
 
 import numpy as np
 
+from peagle.ops.errors import InputError
+
+# Of a partition's share of the chains, what it has room for; what exceeds that in a batch is cut from the longest
+# depths. 1 where the sequence is whole.
+ROOM = 1.25
+
 
 @dataclasses.dataclass(frozen=True)
 class Cod:
@@ -27,15 +33,71 @@ class Cod:
     ratio: float = 0.8
     min_ratio: float = 0.2
 
+    def __post_init__(self) -> None:
+        if self.depth < 1 or not 0 < self.ratio <= 1 or not 0 <= self.min_ratio <= 1:
+            raise InputError(
+                f"depth {self.depth}, ratio {self.ratio} and least ratio {self.min_ratio}; expected a depth of 1 or "
+                "more, and ratios in 0..1"
+            )
+
     def counts(self, num_anchors: int) -> tuple[int, ...]:
         """How many chains reach depth 1, 2, ..., depth - 1, given anchors at depth 0 (FACTS 6)."""
         return tuple(max(0, int((num_anchors - d) * max(self.ratio**d, self.min_ratio))) for d in range(1, self.depth))
 
 
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """A sequence cut in parts whose gradients are taken one after the other and add up to the whole one's.
+
+    Part s holds the context rows (depth 0) of anchors starts[s] .. ends[s] - 1, and the chains of anchors one less,
+    starts[s] - 1 .. ends[s] - 2: a row of depth 1 belongs where its position does, deeper ones to where the row before
+    them does. Its context is everything before ends[s].
+    """
+
+    width: int
+    starts: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        ends = self.ends
+        if self.starts[0] != 0 or any(start >= end for start, end in zip(self.starts, ends, strict=True)):
+            raise InputError(
+                f"parts that start at {list(self.starts)} of {self.width}; expected 0 first, and ascending"
+            )
+
+    @classmethod
+    def even(cls, width: int, parts: int) -> "Segments":
+        """Parts of one length, but for rounding."""
+        if not 1 <= parts <= width:
+            raise InputError(f"{parts} parts of a sequence of {width}; expected 1 or more, and no more than its tokens")
+        return cls(width, tuple(part * width // parts for part in range(parts)))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return (*self.starts[1:], self.width)
+
+    def of_chain(self, anchors: np.ndarray) -> np.ndarray:
+        """The part that holds each anchor's chain."""
+        return np.searchsorted(np.asarray(self.starts), np.minimum(anchors + 1, self.width - 1), side="right") - 1
+
+    def counts(self, cod: Cod, num_anchors: int) -> tuple[tuple[int, ...], ...]:
+        """What a batch has room for: of each part how many chains at depth 1, 2, ..., for so many anchors in all."""
+        whole = cod.counts(num_anchors)
+        if len(self.starts) == 1:
+            return (whole,)
+        spans = [end - start for start, end in zip(self.starts, self.ends, strict=True)]
+        return tuple(tuple(min(span, int(np.ceil(ROOM * n * span / self.width))) for n in whole) for span in spans)
+
+
 def sample_chains(
-    cod: Cod, trained: np.ndarray, segment_ids: np.ndarray, counts: tuple[int, ...], rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """(anchors [counts[0]] int32, reach [counts[0]] int32) of one sequence; `counts` is what the program's shapes hold.
+    cod: Cod,
+    trained: np.ndarray,
+    segment_ids: np.ndarray,
+    segments: Segments,
+    counts: tuple[tuple[int, ...], ...],
+    rng: np.random.Generator,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each part (anchors [counts[0]] int32, reach [counts[0]] int32) of one sequence; `counts` is what the
+    program's shapes hold of each part.
 
     trained [T] bool: tokens whose prediction counts. Row (a, d) predicts token a + d + 2, so it is kept only if that
     token is trained and lies in the anchor's segment, and row (a, d - 1) is kept. reach is the deepest depth kept of
@@ -48,10 +110,24 @@ def sample_chains(
     usable = inside & trained[label] & (segment_ids[label] == segment_ids[:, None]) & (segment_ids[:, None] > 0)
     reach = np.zeros((width,), np.int32)
     kept = np.flatnonzero(usable[:, 0])
-    for depth, room in enumerate(cod.counts(len(kept)), start=1):
-        pool = kept[usable[kept, depth]]
-        # never more than the program's shapes have room for at this depth
-        kept = rng.permutation(pool)[: min(room, counts[depth - 1])]
+    for depth, wanted in enumerate(cod.counts(len(kept)), start=1):
+        kept = rng.permutation(kept[usable[kept, depth]])[:wanted]
         reach[kept] = depth
-    order = np.argsort(-reach, kind="stable")[: counts[0]]
-    return order.astype(np.int32), reach[order]
+    part_of = segments.of_chain(np.arange(width))
+    drawn = rng.permutation(width)  # so that what there is no room for is chosen by chance
+    return [
+        _fit(drawn[part_of[drawn] == part], reach, room, padding=segments.ends[part] - 1)
+        for part, room in enumerate(counts)
+    ]
+
+
+def _fit(anchors: np.ndarray, reach: np.ndarray, room: tuple[int, ...], padding: int) -> tuple[np.ndarray, np.ndarray]:
+    """(anchors, reach), longest first, as many as there is room for at each depth; the anchor `padding` fills up."""
+    most = room[0] if room else 0
+    order = anchors[np.argsort(-reach[anchors], kind="stable")][:most]
+    deepest = np.sum(np.arange(len(order))[:, None] < np.asarray(room, np.int64)[None, :], axis=1)
+    free = (0, most - len(order))
+    return (
+        np.pad(order, free, constant_values=padding).astype(np.int32),
+        np.pad(np.minimum(reach[order], deepest), free).astype(np.int32),
+    )

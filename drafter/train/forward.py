@@ -8,19 +8,28 @@ are the same places of the depth 1..d blocks:
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
 
-Memory is rows * (T + D) instead of rows^2; the same function as drafter.model.forward (a test holds it).
+Scores are rows * (T + D) instead of rows^2, and of long sequences only a block's are there at once; the same function
+as drafter.model.forward (a test holds it).
 """
+
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
+from drafter.train.recompute import recomputed
 from peagle.ops.attention import MASKED
 
 CONTEXT_BLOCK = 128  # context rows that are scored together: what lies behind them is left out
+# From so many tokens on, blocks, sequences and kv heads are looped over on the device, and a block's scores are made
+# again for its gradient instead of kept: memory is that of one block.
+LONG = 1024
+LONG_BLOCK = 512  # rows of a block there
 
 
 def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
@@ -51,13 +60,9 @@ def forward_chains(
     """
     width = token_ids.shape[1]
     anchor, depth = rows_of(anchors, counts, width)
-    row_segment = jnp.take_along_axis(segment_ids, anchor, axis=1)
-    context_mask = (jnp.arange(width, dtype=jnp.int32)[None, None, :] <= anchor[:, :, None]) & (
-        segment_ids[:, None, :] == row_segment[:, :, None]
-    )
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # noqa: ARG001
-        return _attention(query, key, value, context_mask, counts, width)
+        return _attention(query, key, value, anchor, segment_ids, counts)
 
     hidden = model.project_taps(params, config, aux_hidden)
     mask_hidden = model.project_taps(params, config, params.mask_hidden[None, None, :])
@@ -73,49 +78,111 @@ def _attention(
     query: Float[Array, "B R N H"],
     key: Float[Array, "B R G H"],
     value: Float[Array, "B R G H"],
-    context_mask: Bool[Array, "B R T"],
+    anchor: Int[Array, "B R"],
+    segment_ids: Int[Array, "B T"],
     counts: tuple[int, ...],
-    width: int,
 ) -> Float[Array, "B R N H"]:
-    """Block by block: runs of context rows see the context up to their end, the rows of depth d also their own chain.
+    """Block by block: runs of context rows see the context up to their end, rows of depth d also their own chain.
 
     Plain matrix products and elementwise sums, one sequence and kv head at a time: on a CPU several times faster than
     batched products of such small matrices.
     """
     batch, rows, heads, head_dim = query.shape
-    groups = key.shape[2]
+    groups, width = key.shape[2], segment_ids.shape[1]
     grouped = query.reshape(batch, rows, groups, heads // groups, head_dim) * head_dim**-0.5
+
+    rows_of_sequence = (grouped, key, value, anchor, segment_ids)
+
+    def of_sequence(each: tuple[jax.Array, ...]) -> jax.Array:
+        q, k, v, anchors, segments = each
+        if width < LONG:
+            columns = [_one(q[:, g], k[:, g], v[:, g], anchors, segments, counts) for g in range(groups)]
+            return jnp.stack(columns, axis=1)
+        by_group = tuple(part.swapaxes(0, 1) for part in (q, k, v))
+        found = jax.lax.map(lambda own: _one_long(own[0], own[1], own[2], anchors, segments, counts), by_group)
+        return found.swapaxes(0, 1)
+
+    if width < LONG:
+        out = jnp.stack([of_sequence(tuple(part[b] for part in rows_of_sequence)) for b in range(batch)])
+    else:
+        out = jax.lax.map(of_sequence, rows_of_sequence)
+    return out.reshape(query.shape)
+
+
+def _one(
+    q: Float[Array, "R M H"],
+    k: Float[Array, "R H"],
+    v: Float[Array, "R H"],
+    anchors: Int[Array, "R"],
+    segment_ids: Int[Array, "T"],
+    counts: tuple[int, ...],
+) -> Float[Array, "R M H"]:
+    """One sequence and kv head."""
+    width, parts = segment_ids.shape[0], []
+    for start in range(0, width, CONTEXT_BLOCK):
+        end = min(start + CONTEXT_BLOCK, width)
+        parts.append(_block(q[start:end], k[:end], v[:end], anchors[start:end], segment_ids, []))
+    for here, own_rows in _depths(k, v, width, counts):
+        parts.append(_block(q[here], k[:width], v[:width], anchors[here], segment_ids, own_rows))
+    return jnp.concatenate(parts, axis=0)
+
+
+def _one_long(
+    q: Float[Array, "R M H"],
+    k: Float[Array, "R H"],
+    v: Float[Array, "R H"],
+    anchors: Int[Array, "R"],
+    segment_ids: Int[Array, "T"],
+    counts: tuple[int, ...],
+) -> Float[Array, "R M H"]:
+    """The same, block after block, each against all of the context."""
+    width = segment_ids.shape[0]
+
+    def in_blocks(here: slice, own_rows: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+        rows = (q[here], anchors[here], own_rows)
+        count = rows[0].shape[0]
+        blocks = -(-count // LONG_BLOCK)
+
+        def cut(part: jax.Array) -> jax.Array:
+            padded = jnp.pad(part, [(0, blocks * LONG_BLOCK - count), *[(0, 0)] * (part.ndim - 1)])
+            return padded.reshape(blocks, LONG_BLOCK, *part.shape[1:])
+
+        def body(block: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
+            queries, block_anchors, chain = block
+            return recomputed(_block)(queries, k[:width], v[:width], block_anchors, segment_ids, chain)
+
+        found = jax.lax.map(body, jax.tree.map(cut, rows))
+        return found.reshape(-1, *found.shape[2:])[:count]
+
+    parts = [in_blocks(slice(0, width), [])]
+    parts += [in_blocks(here, own_rows) for here, own_rows in _depths(k, v, width, counts) if here.stop > here.start]
+    return jnp.concatenate(parts, axis=0)
+
+
+def _depths(
+    k: jax.Array, v: jax.Array, width: int, counts: tuple[int, ...]
+) -> Iterator[tuple[slice, list[tuple[jax.Array, jax.Array]]]]:
+    """Of each depth from 1 on: where its rows are, and for them the keys and values of their own chain, by depth."""
     starts = [width + sum(counts[:i]) for i in range(len(counts))]
-
-    def one(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-        parts = []
-        for start in range(0, width, CONTEXT_BLOCK):
-            end = min(start + CONTEXT_BLOCK, width)
-            parts.append(_block(q[start:end], k[:end], v[:end], mask[start:end, :end], []))
-        for depth, (start, count) in enumerate(zip(starts, counts, strict=True), 1):
-            chain = [slice(own, own + count) for own in starts[:depth]]
-            block = slice(start, start + count)
-            own_rows = [(k[own], v[own]) for own in chain]
-            parts.append(_block(q[block], k[:width], v[:width], mask[block], own_rows))
-        return jnp.concatenate(parts, axis=0)
-
-    sequences = []
-    for b in range(batch):
-        per_group = [one(grouped[b, :, g], key[b, :, g], value[b, :, g], context_mask[b]) for g in range(groups)]
-        sequences.append(jnp.concatenate(per_group, axis=1))
-    return jnp.stack(sequences)
+    for depth, (start, count) in enumerate(zip(starts, counts, strict=True), 1):
+        yield slice(start, start + count), [(k[own : own + count], v[own : own + count]) for own in starts[:depth]]
 
 
 def _block(
     query: Float[Array, "n M H"],
     key: Float[Array, "S H"],
     value: Float[Array, "S H"],
-    mask: Bool[Array, "n S"],
+    anchors: Int[Array, "n"],
+    segment_ids: Int[Array, "T"],
     chain: list[tuple[jax.Array, jax.Array]],
 ) -> Float[Array, "n M H"]:
-    """Attention of n rows (M query heads, scaled) to S shared keys under the mask, and of each row to its own key and
-    value in every member (keys [n, H], values [n, H]) of its chain."""
+    """Attention of n rows (M query heads, scaled) to the first S context keys, up to their anchors in their segments,
+    and of each row to its own key and value in every member (keys [n, H], values [n, H]) of its chain."""
     count, heads, head_dim = query.shape
+    keys = key.shape[0]
+    mask = (jnp.arange(keys, dtype=jnp.int32)[None, :] <= anchors[:, None]) & (
+        segment_ids[None, :keys] == segment_ids[anchors][:, None]
+    )
     scores = (query.reshape(-1, head_dim) @ key.T).reshape(count, heads, -1)
     scores = jnp.where(mask[:, None, :], scores, MASKED)
     own_scores = [jnp.sum(query * own_key[:, None, :], axis=-1) for own_key, _ in chain]

@@ -1,5 +1,14 @@
-"""The drafter's loss over all rows."""
+"""The drafter's loss over all rows.
 
+What a row should have said comes from the target: its whole distribution (or its best tokens, where the data stored
+those) and its best token; or from the data: the token that stands there.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,59 +16,183 @@ from jaxtyping import Array, Float, Int
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.forward import forward_chains, rows_of
+from drafter.train.recompute import recomputed
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
 
-# How much of the label is the target's whole distribution; the rest is its argmax. Half and half measured best on the
-# first prototype (BASELINES): greedy acceptance asks for the argmax, the distribution tells how near the others are.
-SOFT_FRAC = 0.5
+# cross_entropy: of the token in the data. soft_cross_entropy: of the target's distribution. kl: the same less the
+# distribution's own entropy, so a loss of 0 is perfect; gradients are equal. half: soft_cross_entropy and the
+# cross-entropy of the target's best token, half each: greedy acceptance asks for the best token, the distribution tells
+# how near the others are (measured best on the first prototype, BASELINES).
+LossName = Literal["half", "cross_entropy", "soft_cross_entropy", "kl"]
+LOSSES: tuple[str, ...] = get_args(LossName)
+
+CHUNK_BYTES = 64_000_000  # of logits that are there at once: with a large vocabulary all rows' would not fit
+
+
+@flax.struct.dataclass
+class Labels:
+    """What the target says behind every token of the sequence (row t decides token t + 1), over the draft vocabulary;
+    tokens that the drafter cannot propose have no probability."""
+
+    best: Int[Array, "B T"]  # -1: the target's best token cannot be proposed
+    probs: Float[Array, "B T n"]
+    ids: Int[Array, "B T n"] | None = None  # of probs; None: all of the draft vocabulary, in order
+
+
+@flax.struct.dataclass
+class Sums:
+    """Over kept rows, so that parts of a batch add up. By depth: how often the drafter's best token was the target's,
+    and of how many rows."""
+
+    loss: jax.Array
+    hits: jax.Array  # [D]
+    rows: jax.Array  # [D]
+
+
+def labels_of_logits(logits: Float[Array, "B T V"], draft_to_target: Int[Array, "U"] | None) -> Labels:
+    """Labels from the target's logits."""
+    logits = logits.astype(jnp.float32)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if draft_to_target is not None:
+        best = _to_draft(draft_to_target, logits.shape[-1])[best]
+        logits = logits[:, :, draft_to_target]
+    return Labels(best, jax.nn.softmax(logits, axis=-1))
+
+
+def labels_of_best(
+    ids: Int[Array, "B T n"],
+    logits: Float[Array, "B T n"],
+    log_total: Float[Array, "B T"],
+    draft_to_target: Int[Array, "U"] | None,
+    vocab_size: int,
+) -> Labels:
+    """Labels from the target's n best tokens, best first; what the others would have is shared out among these."""
+    draft_ids = ids if draft_to_target is None else _to_draft(draft_to_target, vocab_size)[ids]
+    probs = jnp.where(draft_ids < 0, 0.0, jnp.exp(logits - log_total[:, :, None]))
+    probs = probs / jnp.maximum(jnp.sum(probs, axis=-1, keepdims=True), 1e-9)
+    return Labels(draft_ids[:, :, 0], probs, jnp.maximum(draft_ids, 0))
+
+
+def _to_draft(draft_to_target: jax.Array, vocab_size: int) -> jax.Array:
+    """The draft id of every target id, -1 where there is none."""
+    places = jnp.arange(draft_to_target.shape[0], dtype=jnp.int32)
+    return jnp.full((vocab_size,), -1, jnp.int32).at[draft_to_target].set(places)
 
 
 def chain_loss(
     params: DrafterParams,
     config: DrafterConfig,
+    loss: str,
     token_ids: Int[Array, "B T"],
     aux_hidden: Float[Array, "B T A"],
-    target_logits: Float[Array, "B T V"],
+    labels: Labels,
     segment_ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     trained: Float[Array, "B T"],
     anchors: Int[Array, "B n"],
     reach: Int[Array, "B n"],
     counts: tuple[int, ...],
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """(sum of the loss over kept rows, (hits [D], rows [D]) by depth): sums, so that parts of a batch add up.
+    part: tuple[int, int] | None = None,
+) -> Sums:
+    """The loss of one part of the sequence, by default all of it.
 
     token_ids are the sequence itself. Row (a, d) predicts token a + d + 2; its label is what the target says there, its
-    logits at place a + d + 1: SOFT_FRAC of its distribution and the rest of its argmax. A hit is the drafter's argmax
-    being the target's. A row counts if the token it predicts is trained, in the anchor's segment, and d <= its reach.
+    row a + d + 1. A row counts if the token it predicts is trained, in the anchor's segment, and d <= its reach; and if
+    it can be labelled: a best token or a token of the data that cannot be proposed teaches nothing. Of the rows of
+    depth 0 those of part[0] <= a < part[1] count; what lies behind part[1] is not looked at (drafter/train/cod.py).
     """
     width = token_ids.shape[1]
+    first, last = (0, width) if part is None else part
     shifted = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
-    x = forward_chains(params, config, shifted, aux_hidden, segment_ids, positions, anchors, counts)
-    logits = linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))
-    anchor, depth = rows_of(anchors, counts, width)
-    reached = jnp.concatenate(
-        [jnp.full((token_ids.shape[0], width), 0, jnp.int32), *(reach[:, :n] for n in counts)], axis=1
-    )
+    context = (shifted[:, :last], aux_hidden[:, :last], segment_ids[:, :last], positions[:, :last])
+    x = forward_chains(params, config, *context, anchors, counts)
+    anchor, depth = rows_of(anchors, counts, last)
+    batch = token_ids.shape[0]
+    reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
     label_place = anchor + depth + 1  # of the target's row; the token it decides stands one further
-    inside = label_place + 1 < width
+    inside = (label_place + 1 < width) & ((depth > 0) | (anchor >= first))
     place = jnp.where(inside, label_place, 0)
     following = jnp.minimum(place + 1, width - 1)
     same = jnp.take_along_axis(segment_ids, following, axis=1) == jnp.take_along_axis(segment_ids, anchor, axis=1)
     counted = jnp.take_along_axis(trained, following, axis=1) * (inside & same & (reached >= depth)).astype(jnp.float32)
+    tokens = jnp.take_along_axis(token_ids, following, axis=1)
+    if params.draft_to_target is not None:
+        tokens = _to_draft(params.draft_to_target, config.vocab_size)[tokens]
 
-    log_probs = jax.nn.log_softmax(logits, axis=-1)
-    best = jnp.argmax(target_logits, axis=-1).astype(jnp.int32)
-    rows_best = jnp.take_along_axis(best, place, axis=1)
-    rows_target = jnp.take_along_axis(jax.nn.softmax(target_logits, axis=-1), place[:, :, None], axis=1)
-    hard = -jnp.take_along_axis(log_probs, rows_best[:, :, None], axis=-1)[..., 0]
-    soft = -jnp.sum(rows_target * log_probs, axis=-1)
-    loss = jnp.sum((SOFT_FRAC * soft + (1 - SOFT_FRAC) * hard) * counted)
+    head = (params.lm_head, params.norm)
+    found = []
+    for b in range(batch):
+        of_chunk = functools.partial(_of_chunk, loss, config.rms_norm_eps)
+        rows = (x[b], place[b], tokens[b], counted[b])
+        found.append(
+            _in_chunks(
+                of_chunk, (head, jax.tree.map(lambda leaf, b=b: leaf[b], labels)), rows, 4 * config.draft_vocab_size
+            )
+        )
+    total, hit, kept = (jnp.stack(each) for each in zip(*found, strict=True))
+    by_depth = (depth[:, :, None] == jnp.arange(len(counts) + 1, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
+    hits, rows_of_depth = (jnp.sum(each[:, :, None] * by_depth, axis=(0, 1)) for each in (hit, kept))
+    return Sums(jnp.sum(total), hits, rows_of_depth)
 
-    hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == rows_best).astype(jnp.float32) * counted
-    depths = len(counts) + 1
-    by_depth = (depth[:, :, None] == jnp.arange(depths, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
-    hits = jnp.sum(hit[:, :, None] * by_depth, axis=(0, 1))
-    rows = jnp.sum(counted[:, :, None] * by_depth, axis=(0, 1))
-    return loss, (hits, rows)
+
+def _of_chunk(
+    loss: str, eps: float, fixed: tuple[tuple[Any, jax.Array], Labels], rows: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(loss, hits [n], kept [n]) of some rows of one sequence. fixed: lm_head and norm, and the sequence's labels."""
+    (lm_head, norm), labels = fixed
+    hidden, at, token, kept = rows
+    logits = linear(hidden[None], lm_head, norm=Norm(norm, eps))[0]
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    best, ids = labels.best[at], None if labels.ids is None else labels.ids[at]
+    each, teaches = _losses(loss, log_probs, best, labels.probs[at], ids, token)
+    kept = kept * teaches
+    hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == best).astype(jnp.float32) * kept
+    return jnp.sum(each * kept), hit, kept
+
+
+def _losses(
+    loss: str,
+    log_probs: Float[Array, "n U"],
+    best: Int[Array, "n"],
+    probs: Float[Array, "n m"],
+    ids: Int[Array, "n m"] | None,
+    token: Int[Array, "n"],
+) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
+    """(the loss of each row, 1 where the row can be labelled and else 0)."""
+
+    def hard(label: jax.Array) -> tuple[jax.Array, jax.Array]:
+        picked = jnp.take_along_axis(log_probs, jnp.maximum(label, 0)[:, None], axis=-1)[:, 0]
+        return -picked, (label >= 0).astype(jnp.float32)
+
+    if loss == "cross_entropy":
+        return hard(token)
+    soft = -jnp.sum(probs * (log_probs if ids is None else jnp.take_along_axis(log_probs, ids, axis=-1)), axis=-1)
+    teaches = (jnp.sum(probs, axis=-1) > 0).astype(jnp.float32)
+    if loss == "soft_cross_entropy":
+        return soft, teaches
+    if loss == "kl":
+        return soft + jnp.sum(probs * jnp.log(jnp.maximum(probs, 1e-30)), axis=-1), teaches
+    assert loss == "half", loss
+    each, possible = hard(best)
+    return 0.5 * soft + 0.5 * each, teaches * possible
+
+
+def _in_chunks(
+    body: Callable[[Any, Any], tuple[jax.Array, jax.Array, jax.Array]],
+    fixed: Any,
+    rows: tuple[jax.Array, ...],
+    row_bytes: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """body(fixed, rows) of all rows; a chunk's logits are gone before the next one's are made, and made again for its
+    gradient."""
+    count = rows[0].shape[0]
+    size = max(1, CHUNK_BYTES // row_bytes)
+    if count <= size:
+        return body(fixed, rows)
+    chunks = -(-count // size)
+    size = -(-count // chunks)
+    padded = [jnp.pad(part, [(0, chunks * size - count), *[(0, 0)] * (part.ndim - 1)]) for part in rows]
+    cut = tuple(part.reshape(chunks, size, *part.shape[1:]) for part in padded)
+    loss, hits, kept = jax.lax.map(functools.partial(recomputed(body), fixed), cut)
+    return jnp.sum(loss), hits.reshape(-1)[:count], kept.reshape(-1)[:count]

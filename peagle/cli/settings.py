@@ -57,3 +57,77 @@ class BenchSettings:
     kernels: str
     json: str | None
     markdown: str | None
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The arguments of `data`; None: the default, which the run chooses."""
+
+    target: str | None
+    prompt_files: tuple[Path, ...]
+    out: str
+    num_prompts: int | None
+    max_new_tokens: int
+    context: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    batch: int
+    shard_prompts: int
+    hidden: bool
+    top: int
+    taps: tuple[int, ...] | None
+    raw_prompt: bool
+    system: str | None
+    reasoning_effort: str | None
+    date: str | None
+    dtype: str | None
+    experts: str
+    kernels: str
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """The arguments of `train`; None: the default, which the run chooses."""
+
+    target: str | None
+    data: tuple[str, ...]
+    out: str
+    steps: int | None
+    minutes: float | None
+    init: str | None
+    layers: int
+    hidden_size: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    mlp_width: int | None
+    taps: tuple[int, ...] | None
+    mask_token: int | None
+    draft_vocab: str | None
+    rows: int
+    width: int
+    depth: int
+    ratio: float
+    min_ratio: float
+    parts: int
+    loss: str
+    optimizer: str
+    learning_rate: float
+    other_rate: float | None
+    weight_decay: float
+    warmup: float
+    decay: float
+    clip: float | None
+    freeze_embedding: bool
+    dtype: str
+    seed: int
+    save_every: int
+    evaluate: str | None
+    evaluate_every: int
+    evaluate_prompts: int
+    num_speculative_tokens: int
+    dialect: str
+    quiet: bool

@@ -3,7 +3,8 @@
     python -m scripts.demo.build --work DIR [--target-tokens 8400000] [--drafter-steps 900]
 
 Stages, each a folder of `--work`: corpus, tokenizer, dataset, target (training), pair/target (the checkpoint),
-written (the target's own answers), drafter (training), pair/drafter (with the answers' tokens by frequency). A stage
+written (the target's own answers: `peagle data`), drafter (`peagle train`), pair/drafter (with the answers' tokens by
+frequency). A stage
 that is done is not done again, a training that was cut off goes on. With --install the pair, its held-out prompts and
 its card replace those in peagle/demo. About two hours on two cores; the result is the same within noise.
 """
@@ -11,6 +12,7 @@ its card replace those in peagle/demo. About two hours on two cores; the result 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -18,18 +20,48 @@ from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
 from scripts import frequent_tokens
+from scripts.demo.tokenizer import MASK, SPECIAL_TOKENS
+from scripts.demo.tuned import TUNED
 
 DEMO = Path(__file__).parents[2] / "peagle" / "demo"
 
 
+# What the drafter learns from and how: shares of a step's rows (the target's own answers, the corpus' chat, raw text),
+# conditional-on-depth sampling, and rates that suit so small a model.
+DRAFTER_RECIPE = (
+    *("--rows", "8", "--width", "512", "--depth", "6", "--ratio", "0.75", "--loss", "half", "--optimizer", "muon"),
+    *(
+        "--learning-rate",
+        "0.008",
+        "--other-rate",
+        "0.003",
+        "--weight-decay",
+        "0.02",
+        "--warmup",
+        "0.02",
+        "--decay",
+        "0.6",
+    ),
+)
+TAPS = "1,4,7"
+
+
 def stage(name: str, done: Path, *arguments: str | Path) -> None:
     """Runs scripts.demo.<name>, unless the file it ends with is there; stops the build where it fails."""
+    _run(name, done, [f"scripts.demo.{name}", *map(str, arguments)], {})
+
+
+def command(name: str, done: Path, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
+    """The same for `peagle <name>`."""
+    _run(name, done, ["peagle", name, *map(str, arguments)], environment or {})
+
+
+def _run(name: str, done: Path, module: list[str], environment: dict[str, str]) -> None:
     if done.exists():
         print(f"build: {name}: done before", flush=True)
         return
-    command = [sys.executable, "-m", f"scripts.demo.{name}", *map(str, arguments)]
-    print("build:", " ".join(command[1:]), flush=True)
-    if subprocess.run(command, check=False).returncode:
+    print("build: -m", " ".join(module), flush=True)
+    if subprocess.run([sys.executable, "-m", *module], env={**environment, **os.environ}, check=False).returncode:
         raise SystemExit(f"build: {name} failed; the same command goes on from here")
 
 
@@ -48,20 +80,23 @@ def build(work: Path, target_tokens: int, drafter_steps: int) -> None:
         "export_target", pair / "target" / "config.json",
         "--run", target, "--tokenizer", tokenizer, "--out", pair / "target",
     )  # fmt: skip
-    stage(
-        "regenerate", written / "finished",
-        "--target", pair / "target", "--prompts", corpus / "chat_train.jsonl", "--out", written,
+    command(
+        "data", work / "written.finished", "--target", pair / "target", "--prompt-file", corpus / "chat_train.jsonl",
+        "-n", "144", "--context", "400", "--batch", "64", "--out", written,
     )  # fmt: skip
-    (written / "finished").touch()
-    length = [] if (drafter / "run.json").exists() else ["--steps", str(drafter_steps)]
-    stage(
-        "train_drafter", drafter / "drafter" / "config.json",
-        "--target", pair / "target", "--data", written, "--dataset", dataset, "--out", drafter, *length,
+    (work / "written.finished").touch()
+    command(
+        "train", drafter / "drafter" / "config.json", "--target", pair / "target", "--taps", TAPS,
+        "--mask-token", str(SPECIAL_TOKENS.index(MASK)),
+        "--data", f"{written}:5", "--data", f"{dataset}/shards/chat:2", "--data", f"{dataset}/shards/raw:1",
+        *DRAFTER_RECIPE, "--steps", str(drafter_steps), "--out", drafter,
+        "--evaluate", corpus / "heldout_prompts.jsonl", "--evaluate-prompts", "60", "--evaluate-every", "300",
+        environment=TUNED,
     )  # fmt: skip
     if not (pair / "drafter").exists():
         shutil.copytree(drafter / "drafter", pair / "drafter")
     if not (known := pair / "drafter" / FREQUENT_TOKENS).exists():
-        frequent_tokens.main([*map(str, sorted(written.glob("*.npz"))), "--out", str(known)])
+        frequent_tokens.main([*map(str, sorted(written.glob("*.safetensors"))), "--out", str(known)])
 
 
 def install(work: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import peagle  # noqa: F401  (before anything starts JAX)
+from drafter.train.shards import read_shards, total_tokens
 from scripts.demo.build import DEMO
 from scripts.demo.train_target import SEED, Rows, evaluate
 from target.load import LoadedTarget, inspect_target, load_target
@@ -112,12 +113,12 @@ def held_out_loss(loaded: LoadedTarget, data: Path) -> dict[str, float]:
 def card(work: Path, sweep: Path | None) -> str:
     """The text of the card."""
     manifest = json.loads((work / "dataset" / "manifest.json").read_text(encoding="utf-8"))
-    target_run, drafter_run = (
-        json.loads((work / name / "run.json").read_text(encoding="utf-8")) for name in ("target", "drafter")
-    )
-    target_log, drafter_log, written = (
-        log_records(work / name / "log.jsonl") for name in ("target", "drafter", "written")
-    )
+    target_run = json.loads((work / "target" / "run.json").read_text(encoding="utf-8"))
+    drafter_run = json.loads((work / "drafter" / "recipe.json").read_text(encoding="utf-8"))
+    recipe, shape = drafter_run["recipe"], drafter_run["drafter"]
+    target_log, drafter_log = (log_records(work / name / "log.jsonl") for name in ("target", "drafter"))
+    _, written_tokens = total_tokens(read_shards(work / "written"))
+    shares = [int(given.rpartition(":")[2]) for given in drafter_run["data"]["given"]]
     before = [record for record in target_log if "raw_heldout" in record][-1]
     loaded = load_target(DEMO / "target")
     loss = held_out_loss(loaded, work / "dataset")
@@ -136,8 +137,8 @@ def card(work: Path, sweep: Path | None) -> str:
         top_k=config.top_k,
         expert_width=config.expert_width,
         vocab=config.vocab_size,
-        drafter_layers=drafter_run["layers"],
-        taps=", ".join(map(str, drafter_run["taps"])),
+        drafter_layers=shape["num_layers"],
+        taps=", ".join(map(str, shape["aux_layer_ids"])),
         counts=manifest["counts"],
         raw_megabytes=manifest["bytes"]["raw_train"] / 1e6,
         packages=", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
@@ -152,14 +153,14 @@ def card(work: Path, sweep: Path | None) -> str:
         raw_loss_before=before["raw_heldout"],
         chat_loss=loss["chat"],
         chat_loss_before=before["chat_heldout"],
-        drafter_steps=drafter_run["steps"],
+        drafter_steps=recipe["steps"],
         rows_per_step=drafter_run["rows_per_step"],
-        written_share=drafter_run["mix"]["written"] / drafter_run["rows_per_step"],
-        written_tokens=sum(record["text_tokens"] for record in written) / 1e6,
+        written_share=shares[0] / sum(shares),
+        written_tokens=written_tokens / 1e6,
         drafter_minutes=minutes(drafter_log),
-        k_train=drafter_run["cod"]["depth"],
-        cod_ratio=drafter_run["cod"]["ratio"],
-        hits=" ".join(f"{rate:.2f}" for rate in drafter_log[-1]["hits_by_depth"]),
+        k_train=recipe["cod"]["depth"],
+        cod_ratio=recipe["cod"]["ratio"],
+        hits=" ".join(f"{rate:.2f}" for rate in [line for line in drafter_log if "loss" in line][-1]["hits_by_depth"]),
         acceptance=acceptance_text(sweep),
     )
 

@@ -9,8 +9,9 @@ Afterwards `--out` holds raw_train.npz, raw_heldout.npz, chat_train.npz, chat_he
     roles        uint8  [N, T]   PADDING, PROMPT (what a user said, and the template), TEXT (raw text, what the
     assistant said)
 
-and manifest.json: the corpus' manifest with the numbers of tokens. Documents that do not fit a row are cut (raw) or
-left out (chat). The order of rows and documents is shuffled, the same in every run.
+shards/chat and shards/raw with the same training documents for `peagle train`, and manifest.json: the corpus' manifest
+with the numbers of tokens. Documents that do not fit a row are cut (raw) or left out (chat). The order of rows and
+documents is shuffled, the same in every run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from drafter.train import shards
+from drafter.train.shards import open_folder, write_shard
 from scripts.demo.corpus import digest, read_lines
 from scripts.demo.tokenizer import END_OF_TEXT, RETURN, START_OF_TEXT
 
@@ -108,6 +111,13 @@ def as_arrays(rows: list[list[Document]]) -> dict[str, np.ndarray]:
     return arrays
 
 
+def write_shards(folder: Path, documents: list[Document]) -> None:
+    """The documents as training data for a drafter, in one shard."""
+    open_folder(folder, {"made_by": "scripts.demo.dataset", "width": WIDTH})
+    as_data = [shards.Document(np.array(ids, np.int32), np.array(roles) == TEXT) for ids, roles in documents]
+    write_shard(folder, 0, as_data)
+
+
 def shuffled(items: list, seed: int = 0) -> list:
     """The items in an order that depends on their number and the seed only."""
     return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
@@ -119,7 +129,10 @@ def build_dataset(corpus: Path, tokenizer: PreTrainedTokenizerFast, out: Path) -
     counts = {}
     for name in ("raw_train", "raw_heldout", "chat_train", "chat_heldout"):
         documents_of = raw_documents if name.startswith("raw") else chat_documents
-        arrays = pack(shuffled(list(documents_of(tokenizer, read_lines(corpus / f"{name}.jsonl")))))
+        documents = shuffled(list(documents_of(tokenizer, read_lines(corpus / f"{name}.jsonl"))))
+        if name.endswith("_train"):
+            write_shards(out / "shards" / name.removesuffix("_train"), documents)
+        arrays = pack(documents)
         np.savez_compressed(out / f"{name}.npz", **arrays)
         roles = arrays["roles"]
         counts[name] = {"rows": len(roles), "tokens": int((roles > 0).sum()), "text_tokens": int((roles == TEXT).sum())}

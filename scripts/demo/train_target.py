@@ -34,9 +34,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scripts.demo import muon
 from scripts.demo.checkpoint import load_tree, read_config, save_tree
 from scripts.demo.dataset import PROMPT, TEXT, WIDTH
-from scripts.demo.packed_attention import attend_packed
 from target import model
 from target.config import TargetConfig
+from target.packed_attention import attend_packed
 from target.params import TargetParams, init_params
 
 PROMPT_WEIGHT = 0.25

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from drafter.propose import PEagle
+from drafter.train.shards import Document, open_folder, write_shard
 from drafter.vocabulary import FREQUENT_TOKENS, DraftVocab, choose, narrow, write_frequent_tokens
 from peagle.ops.attention import MASKED
 from peagle.ops.errors import InputError
@@ -99,9 +100,15 @@ def test_other_bad_input_is_one_line(tmp_path: Path) -> None:
 def test_tokens_are_counted_in_runs_and_in_packed_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = {"requests": [{"output_ids": [5, 5, 2]}, {"output_ids": [2, 5]}]}
     (tmp_path / "run.json").write_text(json.dumps(run))
-    np.savez(tmp_path / "rows.npz", token_ids=np.array([[9, 2, 2, 7]], np.uint16), roles=np.array([[1, 2, 2, 0]]))
+    open_folder(tmp_path / "data", {})
+    write_shard(tmp_path / "data", 0, [Document(np.array([9, 2, 2, 7]), np.array([False, True, True, False]))])
     out = tmp_path / "out.json"
-    assert frequent_tokens.main([str(tmp_path / "run.json"), str(tmp_path / "rows.npz"), "--out", str(out)]) == 0
+    assert (
+        frequent_tokens.main(
+            [str(tmp_path / "run.json"), str(tmp_path / "data" / "shard_00000.safetensors"), "--out", str(out)]
+        )
+        == 0
+    )
     assert json.loads(out.read_text()) == [2, 5]
     assert "2 tokens, of 7 counted" in capsys.readouterr().out
     for bad in ("{", "[]", '{"requests": [{}]}', '{"requests": []}'):

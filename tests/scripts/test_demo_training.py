@@ -10,9 +10,9 @@ import pytest
 
 from scripts.demo import muon
 from scripts.demo.checkpoint import load_tree, save_tree
-from scripts.demo.packed_attention import attend_packed
 from scripts.demo.train_target import Rows, batch_at, chat_rows_until, positions_of, rate_at
 from target import model
+from target.packed_attention import attend_packed
 from tests.peagle.toys import CONFIG, tiny_target
 
 

@@ -1,4 +1,8 @@
-"""Training and inference compute the same thing; COD keeps whole chains only."""
+"""Training and inference compute the same thing; COD keeps whole chains only; parts add up to the whole."""
+
+import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +12,11 @@ import pytest
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import init_params
-from drafter.train.cod import Cod, sample_chains
+from drafter.train import forward, loss
+from drafter.train.cod import Cod, Segments, sample_chains
 from drafter.train.forward import forward_chains, rows_of
-from drafter.train.loss import chain_loss
+from drafter.train.loss import LOSSES, Labels, chain_loss, labels_of_best, labels_of_logits
+from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig
 
 CONFIG = DrafterConfig(
@@ -26,6 +32,8 @@ CONFIG = DrafterConfig(
     mask_token_id=30,
     rope=RopeConfig(8, 10000.0),
 )
+# where gradients are compiled many times
+SMALL = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1, mlp_width=12)
 T = 24
 
 
@@ -51,14 +59,47 @@ def params():
     return jax.tree.unflatten(tree, [leaf + jnp.asarray(rng.normal(0, 0.1, leaf.shape), leaf.dtype) for leaf in leaves])
 
 
+@pytest.fixture(scope="module")
+def small():
+    return init_params(SMALL, jax.random.key(2))
+
+
 def on_device(data: dict[str, np.ndarray]) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value) for name, value in data.items()}
 
 
 def chains(data: dict[str, np.ndarray], cod: Cod, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    return chains_of_parts(data, cod, Segments(T), (counts,))[0]
+
+
+def chains_of_parts(
+    data: dict[str, np.ndarray], cod: Cod, segments: Segments, counts: tuple[tuple[int, ...], ...]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each part (anchors, reach) of both rows."""
     rng = np.random.default_rng(4)
-    sampled = [sample_chains(cod, data["trained"][row] > 0, data["segment_ids"][row], counts, rng) for row in range(2)]
-    return np.stack([anchors for anchors, _ in sampled]), np.stack([reach for _, reach in sampled])
+    sampled = [
+        sample_chains(cod, data["trained"][row] > 0, data["segment_ids"][row], segments, counts, rng)
+        for row in range(2)
+    ]
+    return [
+        (np.stack([row[s][0] for row in sampled]), np.stack([row[s][1] for row in sampled])) for s in range(len(counts))
+    ]
+
+
+def sums(
+    params: Any,
+    data: dict[str, np.ndarray],
+    name: str,
+    labels: Labels | None = None,
+    config: DrafterConfig = CONFIG,
+    **given: Any,
+) -> loss.Sums:
+    """chain_loss with the labels of the data's logits."""
+    device = on_device(data)
+    logits = device.pop("target_logits")
+    return chain_loss(
+        params, config, name, labels=labels_of_logits(logits, None) if labels is None else labels, **device, **given
+    )
 
 
 def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(params) -> None:
@@ -111,7 +152,7 @@ def test_cod_counts_are_those_of_the_paper() -> None:
     assert Cod(depth=3, ratio=0.1, min_ratio=0.2).counts(10) == (1, 1)
     everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
     cod = Cod(depth=4)
-    _, reach = sample_chains(cod, *everywhere, cod.counts(40), np.random.default_rng(0))
+    ((_, reach),) = sample_chains(cod, *everywhere, Segments(40), (cod.counts(40),), np.random.default_rng(0))
     expected = cod.counts(38)  # of 40 anchors the last two have no label
     assert tuple(int((reach >= d).sum()) for d in (1, 2, 3)) == expected
 
@@ -121,9 +162,7 @@ def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its
     counts = cod.counts(T)
     anchors, reach = chains(data, cod, counts)
     device, on_anchors = on_device(data), jnp.asarray(anchors)
-    loss, (hits, rows) = chain_loss(
-        params, CONFIG, **device, anchors=on_anchors, reach=jnp.asarray(reach), counts=counts
-    )
+    found = sums(params, data, "half", anchors=on_anchors, reach=jnp.asarray(reach), counts=counts)
     # brute force, row by row, through the uncached pass
     shifted = jnp.pad(device["token_ids"][:, 1:], ((0, 0), (0, 1)))
     others = (device[name] for name in ("aux_hidden", "segment_ids", "positions"))
@@ -145,6 +184,191 @@ def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its
             label[logits.argmax()] += 0.5
             total -= (label * log_probs[b, row]).sum()
             count[d] += 1
-    np.testing.assert_allclose(rows, count)
-    np.testing.assert_allclose(float(loss), total, rtol=1e-5)
-    assert (np.asarray(hits) <= count).all()
+    np.testing.assert_allclose(found.rows, count)
+    np.testing.assert_allclose(float(found.loss), total, rtol=1e-5)
+    assert (np.asarray(found.hits) <= count).all()
+
+
+def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_every_depth(params) -> None:
+    """What makes training and inference one thing: a chain grown from an anchor is what the drafter proposes there."""
+    data, depth = sequence(5), 5
+    device = on_device(data)
+    anchor = 9  # of the second row, which is one document
+    tokens, aux = device["token_ids"][1:], device["aux_hidden"][1:]
+    shifted = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    counts = (1,) * (depth - 1)
+    rest = (device["segment_ids"][1:], device["positions"][1:])
+    x = forward_chains(params, CONFIG, shifted, aux, *rest, jnp.full((1, 1), anchor, jnp.int32), counts)
+    trained = model._logits(params, CONFIG, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])]
+    caches = model.init_caches(CONFIG, 1, 40, jnp.float32)
+    caches = model.prefill(params, CONFIG, shifted, aux, jnp.full((1,), anchor, jnp.int32), caches)
+    one = jnp.full((1,), anchor, jnp.int32)
+    fresh = (shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one, one)
+    drafted, _ = model.propose(params, CONFIG, *fresh, caches, depth)
+    np.testing.assert_allclose(trained, drafted[0], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [(0, 5, 17), pytest.param((0, 12), marks=pytest.mark.slow), pytest.param((0, 1, 23), marks=pytest.mark.slow)],
+)
+def test_gradients_of_parts_add_up_to_those_of_the_whole(
+    small, starts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Algorithm 1: every kept row counts in one part, with all of its context."""
+    monkeypatch.setattr(forward, "LONG", 1)  # loops compile in less time
+    monkeypatch.setattr(forward, "LONG_BLOCK", 24)
+    data, cod = sequence(6), Cod(depth=4)
+    whole = (T - 1,) * 3
+    segments = Segments(T, starts)
+    # the same chains: as much room as there are anchors, so that nothing is cut
+    rooms = tuple((T,) * 3 for _ in starts)
+    of_parts = chains_of_parts(data, cod, segments, rooms)
+    ((anchors, reach),) = chains_of_parts(data, cod, Segments(T), (whole,))
+
+    def loss_of(trained: Any, part: int | None) -> jax.Array:
+        if part is None:
+            return sums(
+                trained,
+                data,
+                "half",
+                config=SMALL,
+                anchors=jnp.asarray(anchors),
+                reach=jnp.asarray(reach),
+                counts=whole,
+            ).loss
+        own = dict(zip(("anchors", "reach"), map(jnp.asarray, of_parts[part]), strict=True))
+        span = (segments.starts[part], segments.ends[part])
+        return sums(trained, data, "half", config=SMALL, **own, counts=rooms[part], part=span).loss
+
+    gradient = jax.jit(jax.value_and_grad(loss_of), static_argnums=1)
+    expected = gradient(small, None)
+    found = [gradient(small, part) for part in range(len(starts))]
+    total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), found)
+    kept = [
+        {(a, d) for a, r in zip(*row, strict=True) for d in range(1, r + 1)} for row in zip(anchors, reach, strict=True)
+    ]
+    cut = [
+        {(a, d) for part in of_parts for a, r in zip(part[0][row], part[1][row], strict=True) for d in range(1, r + 1)}
+        for row in range(2)
+    ]
+    assert kept == cut
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(total), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(one))) + 1e-7)
+
+
+def test_a_part_has_room_for_its_share_and_cuts_what_exceeds_it_from_the_deepest() -> None:
+    cod, segments = Cod(depth=4, ratio=0.9), Segments.even(40, 4)
+    everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
+    counts = segments.counts(cod, 40)
+    assert len(counts) == 4
+    assert all(10 >= room[0] >= room[1] >= room[2] >= 40 * 0.9**3 / 4 for room in counts)
+    for (anchors, reach), room, start, end in zip(
+        sample_chains(cod, *everywhere, segments, counts, np.random.default_rng(0)),
+        counts, segments.starts, segments.ends, strict=True,
+    ):  # fmt: skip
+        assert all((reach >= d).sum() <= room[d - 1] for d in (1, 2, 3))
+        grown = anchors[reach > 0]
+        assert ((start <= grown + 1) & (grown + 1 < end)).all()
+        assert (anchors < end).all(), "padding stays where there is context"
+
+
+@pytest.mark.parametrize(("starts", "says"), [((1, 3), "expected 0 first"), ((0, 9, 9), "ascending")])
+def test_parts_that_make_no_sense_are_one_line(starts: tuple[int, ...], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Segments(12, starts)
+
+
+def test_long_sequences_are_computed_alike_and_in_less_memory(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, cod = sequence(7), Cod(depth=4)
+    counts = cod.counts(T)
+    anchors, reach = map(jnp.asarray, chains(data, cod, counts))
+
+    def loss_of(trained: Any) -> jax.Array:
+        return sums(trained, data, "half", config=SMALL, anchors=anchors, reach=reach, counts=counts).loss
+
+    expected = jax.jit(jax.value_and_grad(loss_of))(small)
+    monkeypatch.setattr(forward, "LONG", 1)
+    monkeypatch.setattr(forward, "LONG_BLOCK", 7)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * 31 * 10)
+    found = jax.jit(lambda trained: jax.value_and_grad(loss_of)(trained))(small)
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-5 * float(jnp.max(jnp.abs(one))) + 1e-7)
+
+
+def test_memory_grows_with_the_rows_and_not_with_their_square(params) -> None:
+    """Of a gradient over L tokens at depth 4, some 3 L rows: a dense mask alone would take 9 L^2 bytes, and scores of
+    six heads 216 L^2."""
+
+    def temporary_bytes(length: int) -> int:
+        counts = Cod(depth=4).counts(length)
+        shapes = {
+            "token_ids": jax.ShapeDtypeStruct((1, length), jnp.int32),
+            "aux_hidden": jax.ShapeDtypeStruct((1, length, CONFIG.aux_width), jnp.float32),
+            "segment_ids": jax.ShapeDtypeStruct((1, length), jnp.int32),
+            "positions": jax.ShapeDtypeStruct((1, length), jnp.int32),
+            "anchors": jax.ShapeDtypeStruct((1, counts[0]), jnp.int32),
+        }
+
+        def loss_of(trained: Any, given: dict[str, jax.Array]) -> jax.Array:
+            return jnp.sum(forward_chains(trained, CONFIG, **given, counts=counts))
+
+        return jax.jit(jax.grad(loss_of)).lower(params, shapes).compile().memory_analysis().temp_size_in_bytes
+
+    small, large = temporary_bytes(1024), temporary_bytes(4096)
+    assert large < 4.5 * small
+    assert large < 9 * 4096**2
+
+
+def test_the_losses(small) -> None:
+    """kl is never below 0, and all losses agree where the label is sure."""
+    data, cod = sequence(8), Cod(depth=3)
+    counts = cod.counts(T)
+    anchors, reach = map(jnp.asarray, chains(data, cod, counts))
+
+    @jax.jit
+    def losses(logits: jax.Array) -> list[jax.Array]:
+        given = {"anchors": anchors, "reach": reach, "counts": counts, "config": SMALL}
+        return [sums(small, {**data, "target_logits": logits}, name, **given).loss for name in LOSSES]
+
+    found = dict(zip(LOSSES, map(float, losses(jnp.asarray(data["target_logits"]))), strict=True))
+    assert 0 < found["kl"] < found["soft_cross_entropy"]
+    # labels that are the data's tokens
+    sure = np.full(data["target_logits"].shape, -1e4, np.float32)
+    np.put_along_axis(sure, np.roll(data["token_ids"], -1, axis=1)[:, :, None], 1e4, axis=2)
+    values = losses(jnp.asarray(sure))
+    np.testing.assert_allclose(values, values[0], rtol=1e-5)
+
+
+def test_labels_from_all_tokens_and_from_the_best_agree() -> None:
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (1, 3, 9)), jnp.float32)
+    best, ids = jax.lax.top_k(logits, 9)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    for draft_to_target in (None, jnp.asarray([1, 4, 5, 8], jnp.int32)):
+        whole = labels_of_logits(logits, draft_to_target)
+        listed = labels_of_best(ids, best, total, draft_to_target, 9)
+        assert listed.ids is not None
+        spread = np.zeros(whole.probs.shape)
+        for place in np.ndindex(listed.ids.shape):
+            spread[(*place[:2], int(listed.ids[place]))] += float(listed.probs[place])
+        np.testing.assert_allclose(spread, whole.probs, atol=1e-6)
+        np.testing.assert_array_equal(listed.best, whole.best)
+    assert int(whole.best[0, 0]) in (-1, 0, 1, 2, 3)
+
+
+def test_a_token_that_cannot_be_proposed_teaches_nothing(params) -> None:
+    data, cod = sequence(9), Cod(depth=2)
+    counts = cod.counts(T)
+    anchors, reach = map(jnp.asarray, chains(data, cod, counts))
+    kept = jnp.asarray([t for t in range(31) if t % 3], jnp.int32)
+    narrow = dataclasses.replace(params, lm_head=params.lm_head[:, kept], draft_to_target=kept)
+    config = dataclasses.replace(CONFIG, draft_vocab_size=len(kept))
+    device = on_device(data)
+    logits = device.pop("target_logits")
+    found = chain_loss(
+        narrow, config, "cross_entropy", labels=labels_of_logits(logits, kept), **device,
+        anchors=anchors, reach=reach, counts=counts,
+    )  # fmt: skip
+    full = sums(params, data, "cross_entropy", anchors=anchors, reach=reach, counts=counts)
+    assert 0.4 < float(found.rows.sum() / full.rows.sum()) < 0.9
+    assert np.isfinite(float(found.loss))

@@ -1,0 +1,134 @@
+"""From documents to the batches of a training: packed rows in an order that depends on the seed alone.
+
+A row holds several documents side by side, told apart by segment_ids (1, 2, ...; 0 is padding). The batch of a step is
+a function of (data, recipe, step): a training that goes on after an interruption sees what it would have seen.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import flax.struct
+import numpy as np
+
+from drafter.train.cod import Cod, Segments, sample_chains
+from drafter.train.shards import TEACHER, Document
+from peagle.ops.errors import InputError
+
+Values: TypeAlias = Any  # an array on the host or on the devices
+OPEN_ROWS = 64  # rows that are looked at for room, when a document is packed
+
+
+@flax.struct.dataclass
+class Batch:
+    """R packed rows of T tokens with their chains, one set of n chains per part of the sequence."""
+
+    token_ids: Values  # [R, T]
+    positions: Values  # [R, T]: from 0 in each segment
+    segment_ids: Values  # [R, T]
+    trained: Values  # [R, T] float32: 1 where predicting the token counts
+    anchors: tuple[Values, ...]  # per part [R, n]
+    reach: tuple[Values, ...]  # per part [R, n]
+    teacher: dict[str, Values]  # what the data holds of TEACHER, [R, T, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Documents of one packed row."""
+
+    documents: tuple[Document, ...]
+
+    def arrays(self, width: int) -> dict[str, np.ndarray]:
+        """token_ids, segment_ids, positions, trained and what there is of TEACHER, padded to the width."""
+        parts: dict[str, list[np.ndarray]] = {"token_ids": [], "segment_ids": [], "positions": [], "trained": []}
+        for segment, document in enumerate(self.documents, 1):
+            size = len(document.token_ids)
+            parts["token_ids"].append(document.token_ids.astype(np.int32))
+            parts["segment_ids"].append(np.full((size,), segment, np.int32))
+            parts["positions"].append(np.arange(size, dtype=np.int32))
+            parts["trained"].append(document.trained.astype(np.float32))
+            for name, values in document.teacher.items():
+                parts.setdefault(name, []).append(values)
+        joined = {name: np.concatenate(values) for name, values in parts.items()}
+        return {
+            name: np.pad(values, [(0, width - len(values)), *[(0, 0)] * (values.ndim - 1)])
+            for name, values in joined.items()
+        }
+
+
+def pack(documents: Sequence[Document], width: int) -> list[Row]:
+    """Rows of at most `width` tokens: each document goes to the fullest of the newest rows that has room for it.
+
+    Raises InputError for a document that is longer than a row.
+    """
+    if too_long := [len(each.token_ids) for each in documents if len(each.token_ids) > width]:
+        raise InputError(
+            f"{len(too_long)} of {len(documents)} documents are longer than the {width} tokens of a row, the longest "
+            f"{max(too_long)}; raise --width, or make the data with a smaller --max-new-tokens"
+        )
+    rows: list[list[Document]] = []
+    rooms: list[int] = []
+    for document in documents:
+        size = len(document.token_ids)
+        candidates = [i for i in range(max(0, len(rows) - OPEN_ROWS), len(rows)) if rooms[i] >= size]
+        if candidates:
+            row = min(candidates, key=rooms.__getitem__)
+        else:
+            row = len(rows)
+            rows.append([])
+            rooms.append(width)
+        rows[row].append(document)
+        rooms[row] -= size
+    return [Row(tuple(row)) for row in rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The rows of one folder, and how many of each step's rows are its."""
+
+    name: str
+    rows: Sequence[Row]
+    rows_per_step: int
+
+    def at(self, place: int, seed: int) -> Row:
+        """The row at a place of an endless order, which takes every row once before any twice."""
+        size = len(self.rows)
+        order = np.random.default_rng((seed, place // size)).permutation(size)
+        return self.rows[order[place % size]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The batches of a training; `counts` are the chains a batch has room for, by part, then by depth."""
+
+    sources: tuple[Source, ...]
+    width: int
+    cod: Cod
+    segments: Segments
+    counts: tuple[tuple[int, ...], ...]
+    seed: int
+
+    def at(self, step: int) -> Batch:
+        """The batch of a step."""
+        picked = [
+            source.at(step * source.rows_per_step + i, self.seed)
+            for source in self.sources
+            for i in range(source.rows_per_step)
+        ]
+        rows = [row.arrays(self.width) for row in picked]
+        rng = np.random.default_rng((self.seed, 1, step))
+        chains = [
+            sample_chains(self.cod, row["trained"] > 0, row["segment_ids"], self.segments, self.counts, rng)
+            for row in rows
+        ]
+        stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        parts = range(len(self.counts))
+        return Batch(
+            token_ids=stacked["token_ids"],
+            positions=stacked["positions"],
+            segment_ids=stacked["segment_ids"],
+            trained=stacked["trained"],
+            anchors=tuple(np.stack([chain[s][0] for chain in chains]) for s in parts),
+            reach=tuple(np.stack([chain[s][1] for chain in chains]) for s in parts),
+            teacher={name: stacked[name] for name in TEACHER if name in stacked},
+        )

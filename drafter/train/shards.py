@@ -1,0 +1,165 @@
+"""Training data on disk: a folder of shards with a manifest.
+
+    manifest.json                what made the shards; a folder goes on with the same only
+    shard_00000.safetensors      documents end to end, N tokens in all
+        token_ids   int32 [N]
+        trained     uint8 [N]    1: predicting this token counts (the target wrote it)
+        ends        int64 [D]    where each document ends
+        aux_hidden  [N, A]       by choice: the taps at each token
+        top_ids     int32 [N, n], top_logits float32 [N, n], log_total float32 [N]
+                                 by choice: behind each token the target's n best logits and the logsumexp of all
+    shard_00001.safetensors ...
+
+A shard is whole or absent, and carries a digest of what it holds: one that was cut or altered is named, not trained on.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from peagle.ops.errors import InputError
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+DIGEST = "sha256"  # key of the files' metadata
+REQUIRED = ("token_ids", "trained", "ends")
+TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # by choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One conversation. `teacher` holds those of TEACHER that are stored, with a row per token."""
+
+    token_ids: np.ndarray  # [n]
+    trained: np.ndarray  # [n] bool
+    teacher: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"shard_{number:05d}.safetensors"
+
+
+def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
+    """The folder is there with a manifest of what makes its shards. Raises InputError where it holds another one's."""
+    manifest = {"schema": SCHEMA, **made_by}
+    path = folder / MANIFEST
+    if path.exists():
+        stored = read_manifest(folder)
+        differing = sorted(key for key in {*stored, *manifest} if stored.get(key) != manifest.get(key))
+        if differing:
+            key = differing[0]
+            raise InputError(
+                f"{folder} was made with {key} {stored.get(key)!r}, now it is {manifest.get(key)!r}; expected the same:"
+                " take another --out"
+            )
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise InputError(f"{folder} holds files, but no {MANIFEST}; expected a new folder, or one of training data")
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(path, lambda temporary: temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8"))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What made the folder's shards. Raises InputError for what is no folder of training data, or a newer one."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; expected what peagle data writes") from None
+    except ValueError:
+        raise InputError(f"{path} is not valid JSON; expected what peagle data writes") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        seen = manifest.get("schema") if isinstance(manifest, dict) else None
+        raise InputError(f"{path} has schema {seen!r}; this version reads {SCHEMA}: make the data again")
+    return manifest
+
+
+def write_shard(folder: Path, number: int, documents: Sequence[Document]) -> None:
+    """The shard is there, whole. Raises OSError where it cannot be written; then it is absent."""
+    arrays = {
+        "token_ids": np.concatenate([np.asarray(each.token_ids, np.int32) for each in documents]),
+        "trained": np.concatenate([np.asarray(each.trained, np.uint8) for each in documents]),
+        "ends": np.cumsum([len(each.token_ids) for each in documents], dtype=np.int64),
+    }
+    for name in documents[0].teacher:
+        arrays[name] = np.ascontiguousarray(np.concatenate([each.teacher[name] for each in documents]))
+    metadata = {DIGEST: _digest(arrays)}
+    _replace(shard_path(folder, number), lambda temporary: save_file(arrays, temporary, metadata=metadata))
+
+
+def read_shards(folder: Path) -> list[Document]:
+    """All documents of a folder, in order. Raises InputError for a folder without any, and for a shard that is corrupt
+    or does not go with the others."""
+    read_manifest(folder)
+    paths = sorted(folder.glob("shard_*.safetensors"))
+    if not paths:
+        raise InputError(f"{folder} holds no shards; expected some: run peagle data to its end")
+    documents = [document for path in paths for document in read_shard(path)]
+    kinds = {tuple(sorted(each.teacher)) for each in documents}
+    if len(kinds) > 1:
+        raise InputError(f"{folder}: some shards hold what the target said and some do not; make the data again")
+    if not documents:
+        raise InputError(f"{folder} holds no documents; expected some")
+    return documents
+
+
+def read_shard(path: Path) -> list[Document]:
+    """The shard's documents. Raises InputError where it is not what was written."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            digest = (file.metadata() or {}).get(DIGEST)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a whole shard: {error}; remove it, and peagle data makes it again") from None
+    if missing := [name for name in REQUIRED if name not in arrays]:
+        raise InputError(f"{path} has no {missing[0]}; expected a shard of peagle data")
+    if digest != _digest(arrays):
+        raise InputError(
+            f"{path} is corrupt: it does not hold what was written; remove it, and peagle data makes it again"
+        )
+    ends = arrays["ends"].tolist()
+    teacher = {name: arrays[name] for name in TEACHER if name in arrays}
+    return [
+        Document(
+            arrays["token_ids"][start:end],
+            arrays["trained"][start:end].astype(bool),
+            {name: values[start:end] for name, values in teacher.items()},
+        )
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(arrays):
+        values = arrays[name]
+        found.update(f"{name} {values.dtype} {values.shape}\n".encode())
+        found.update(np.ascontiguousarray(values).view(np.uint8).data if values.size else b"")
+    return found.hexdigest()
+
+
+def _replace(path: Path, write: Any) -> None:
+    """What `write` makes is at the path, whole, or nothing new is."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write(temporary)
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # safetensors makes it its owner's alone
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def total_tokens(documents: Iterable[Document]) -> tuple[int, int]:
+    """(tokens, trained ones among them)."""
+    sizes = [(len(each.token_ids), int(each.trained.sum())) for each in documents]
+    return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)

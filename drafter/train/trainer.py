@@ -1,0 +1,390 @@
+"""Training a P-EAGLE drafter: one step as one program over all devices, checkpoints, and the loop.
+
+    rows of a step ──► every device takes its share, one row (and part of it) after the other
+                       ──► gradients are added up over parts, rows and devices ──► one update
+
+The target runs inside the step and gives taps and labels, or both come from the data. Whatever a step does is a
+function of (recipe, data, step), so a training that was killed goes on to the bits it would have reached.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams
+from drafter.train.batches import Batch, Batches
+from drafter.train.cod import Cod, Segments
+from drafter.train.loss import LOSSES, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
+from peagle.ops.errors import InputError
+
+ROWS = "rows"  # the mesh axis
+OptimizerName = Literal["adamw", "muon"]
+RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
+
+
+@runtime_checkable
+class Teacher(Protocol):
+    """A pytree that gives (logits [B, T, V], aux_hidden [B, T, A]) of packed rows (target/teacher.py)."""
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a drafter is trained. Hashable.
+
+    The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
+    decay_frac. It is the matrices'; other_rate is that of embedding, head, norms and mask_hidden (with adamw: of none,
+    all take learning_rate).
+    """
+
+    steps: int
+    width: int = 512  # tokens of a row
+    cod: Cod = dataclasses.field(default_factory=Cod)
+    parts: int = 1  # of a sequence, whose gradients are taken one after the other (Algorithm 1)
+    loss: LossName = "half"
+    optimizer: OptimizerName = "adamw"
+    learning_rate: float = 1e-4
+    other_rate: float = 1e-4
+    weight_decay: float = 0.0
+    warmup_frac: float = 0.0025
+    decay_frac: float = 1.0
+    clip_norm: float | None = None  # gradients longer than that are shortened to it
+    train_embedding: bool = True
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # weights, gradients' sums and optimiser stay float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise InputError(f"loss {self.loss!r}; expected one of {', '.join(LOSSES)}")
+        if self.optimizer not in get_args(OptimizerName):
+            raise InputError(f"optimizer {self.optimizer!r}; expected one of {', '.join(get_args(OptimizerName))}")
+        if self.steps < 1 or self.width < 3:
+            raise InputError(f"{self.steps} steps of rows of {self.width} tokens; expected 1 or more, and 3 or more")
+        if not (0 <= self.warmup_frac < 1 and 0 < self.decay_frac <= 1):
+            raise InputError(
+                f"warm-up over {self.warmup_frac} of the steps and decay over {self.decay_frac}; expected parts of 1"
+            )
+        if not all(0 < rate < math.inf for rate in (self.learning_rate, self.other_rate)):
+            raise InputError(f"learning rates {self.learning_rate} and {self.other_rate}; expected numbers above 0")
+
+    @property
+    def segments(self) -> Segments:
+        return Segments.even(self.width, self.parts)
+
+
+@flax.struct.dataclass
+class State:
+    """Everything a step changes."""
+
+    params: DrafterParams  # float32, without draft_to_target
+    optimizer: Any
+
+
+@flax.struct.dataclass
+class Record:
+    """What a step saw: sums over its rows, and the length of its gradient."""
+
+    sums: Sums
+    gradient_norm: jax.Array
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on: a loss that is no number. The message names the last good step."""
+
+
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """The recipe's update rule. Muon: orthogonalised momentum for the layers' matrices and fc, Adam for the rest."""
+
+    def schedule(peak: float) -> optax.Schedule:
+        warmup = max(1, int(recipe.steps * recipe.warmup_frac))
+        decay = min(max(1, int(recipe.steps * recipe.decay_frac)), max(1, recipe.steps - warmup))
+        parts = [optax.linear_schedule(0.0, peak, warmup), optax.constant_schedule(peak)]
+        parts.append(optax.linear_schedule(peak, 0.0, decay))
+        return optax.join_schedules(parts, [warmup, recipe.steps - decay])
+
+    if recipe.optimizer == "adamw":
+        rule = optax.adamw(schedule(recipe.learning_rate), weight_decay=recipe.weight_decay)
+    else:
+        rule = optax.contrib.muon(
+            schedule(recipe.learning_rate),
+            weight_decay=recipe.weight_decay,
+            adam_b2=0.98,
+            adam_learning_rate=schedule(recipe.other_rate),
+            muon_weight_dimension_numbers=_by_muon,
+            consistent_rms=0.2,
+        )
+    return rule if recipe.clip_norm is None else optax.chain(optax.clip_by_global_norm(recipe.clip_norm), rule)
+
+
+def _by_muon(params: DrafterParams) -> DrafterParams:
+    spec = optax.contrib.MuonDimensionNumbers()
+    marks = jax.tree.map(lambda leaf: spec if leaf.ndim == 2 else None, params)
+    result: DrafterParams = marks.replace(embedding=None, lm_head=None)
+    return result
+
+
+def gradients_of(
+    params: DrafterParams,
+    config: DrafterConfig,
+    recipe: Recipe,
+    counts: tuple[tuple[int, ...], ...],
+    draft_to_target: jax.Array | None,
+    teacher: Teacher | None,
+    batch: Batch,
+) -> tuple[Sums, DrafterParams]:
+    """(sums, gradient of the summed loss) of a batch, part after part.
+
+    teacher None: the data holds the taps and the target's best tokens.
+    """
+    labels, aux_hidden = None, batch.teacher.get("aux_hidden")
+    if "top_ids" in batch.teacher:
+        ids, logits, log_total = (batch.teacher[name] for name in ("top_ids", "top_logits", "log_total"))
+        labels = labels_of_best(ids, logits, log_total, draft_to_target, config.vocab_size)
+    if labels is None or aux_hidden is None:
+        assert teacher is not None
+        logits, aux_hidden = teacher(batch.token_ids, batch.positions, batch.segment_ids)
+        labels = labels or labels_of_logits(logits, draft_to_target)
+    dtype = jnp.dtype(recipe.compute_dtype)
+
+    def loss_of(trained: DrafterParams, part: int) -> tuple[jax.Array, Sums]:
+        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trained)
+        sums = chain_loss(
+            cast.replace(draft_to_target=draft_to_target),
+            config,
+            recipe.loss,
+            batch.token_ids,
+            aux_hidden.astype(dtype),
+            labels,
+            batch.segment_ids,
+            batch.positions,
+            batch.trained,
+            batch.anchors[part],
+            batch.reach[part],
+            counts[part],
+            (segments.starts[part], segments.ends[part]),
+        )
+        return sums.loss, sums
+
+    segments = recipe.segments
+    found = [jax.grad(loss_of, has_aux=True)(params, part) for part in range(recipe.parts)]
+    gradient, sums = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), found)
+    return sums, gradient
+
+
+def next_state(
+    config: DrafterConfig,
+    recipe: Recipe,
+    counts: tuple[tuple[int, ...], ...],
+    state: State,
+    draft_to_target: jax.Array | None,
+    teacher: Teacher | None,
+    batch: Batch,
+) -> tuple[State, Record]:
+    """(the next state, what the batch showed). Runs on every device, on its rows, one row after the other."""
+
+    def add_row(total: Any, row: Batch) -> tuple[Any, None]:
+        one = jax.tree.map(lambda leaf: leaf[None], row)
+        found = gradients_of(state.params, config, recipe, counts, draft_to_target, teacher, one)
+        return jax.tree.map(jnp.add, total, found), None
+
+    depths = jnp.zeros((recipe.cod.depth,))
+    zeros = (Sums(jnp.zeros(()), depths, depths), jax.tree.map(jnp.zeros_like, state.params))
+    total, _ = jax.lax.scan(add_row, zeros, batch)
+    sums, gradient = jax.lax.psum(total, ROWS)
+    num_rows = jnp.maximum(jnp.sum(sums.rows), 1.0)
+    gradient = jax.tree.map(lambda leaf: leaf / num_rows, gradient)
+    if not recipe.train_embedding:
+        gradient = gradient.replace(embedding=jnp.zeros_like(gradient.embedding))
+    with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
+        updates, after = optimizer(recipe).update(gradient, state.optimizer, state.params)
+    if not recipe.train_embedding:
+        updates = updates.replace(embedding=jnp.zeros_like(updates.embedding))
+    record = Record(sums, jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))))
+    return State(optax.apply_updates(state.params, updates), after), record
+
+
+def devices_for(rows_per_step: int) -> Mesh:
+    """As many devices as divide the rows of a step."""
+    available = jax.devices()
+    count = max(n for n in range(1, len(available) + 1) if rows_per_step % n == 0)
+    return Mesh(np.asarray(available[:count]), (ROWS,))
+
+
+@dataclasses.dataclass
+class Trainer:
+    """A training in a folder: recipe.json, log.jsonl, checkpoints/. `batches` and `teacher` are what it learns from.
+
+    evaluate gives figures of the drafter as it stands (the engine's acceptance: the command line passes it in); they go
+    to the log, and to `watch`, which is told every line of it.
+    """
+
+    out: Path
+    config: DrafterConfig
+    recipe: Recipe
+    batches: Batches
+    teacher: Teacher | None
+    draft_to_target: np.ndarray | None = None
+    evaluate: Callable[[DrafterParams], Mapping[str, Any]] | None = None
+    evaluate_every: int = 0  # steps; 0: only at the end
+    save_every: int = 100  # steps
+    log_every: int = 10
+    watch: Callable[[Mapping[str, Any]], None] = lambda _: None
+
+    def run(self, initial: DrafterParams) -> DrafterParams:
+        """The trained parameters, draft_to_target among them; a training that is under way goes on instead of
+        beginning at `initial`.
+
+        Raises TrainingStopped where the loss is no number, InputError for checkpoints that do not fit.
+        """
+        step = self.compiled()
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+        with ocp.CheckpointManager((self.out / CHECKPOINTS).absolute(), options=options) as checkpoints:
+            state, first = self._restored(checkpoints, self.begin(initial))
+            self._keep_log_until(first)
+            started, records = time.monotonic(), []
+            for number in range(first, self.recipe.steps):
+                state, record = step(state, self.batches.at(number))
+                records.append(record)
+                done = number + 1
+                last = done == self.recipe.steps
+                saves, evaluates = done % self.save_every == 0, self.evaluate_every and done % self.evaluate_every == 0
+                if done % self.log_every == 0 or saves or evaluates or last:
+                    elapsed = time.monotonic() - started
+                    self._log_records(checkpoints, done, records, elapsed, elapsed / (done - first))
+                    records = []
+                if (saves or last) and checkpoints.latest_step() != done:
+                    self._save(checkpoints, done, state)
+                if self.evaluate is not None and (evaluates or last):
+                    self._log({"step": done, "evaluation": dict(self.evaluate(self._whole(state.params)))})
+        return self._whole(state.params)
+
+    def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
+        """A step over all devices; it takes the state's memory."""
+        everywhere, by_rows = PartitionSpec(), PartitionSpec(ROWS)
+        body = functools.partial(next_state, self.config, self.recipe, self.batches.counts)
+        ins = (everywhere, everywhere, everywhere, by_rows)
+        sharded = jax.shard_map(body, mesh=self._mesh, in_specs=ins, out_specs=everywhere, check_vma=False)
+        step = jax.jit(sharded, donate_argnums=0)
+        fixed = self._replicated((self.draft_to_target, self.teacher))
+        return lambda state, batch: step(state, *fixed, batch)
+
+    def begin(self, initial: DrafterParams) -> State:
+        """The state before the first step."""
+        params = jax.tree.map(
+            lambda leaf: jnp.array(leaf, jnp.float32), dataclasses.replace(initial, draft_to_target=None)
+        )
+        return cast(State, self._replicated(State(params, optimizer(self.recipe).init(params))))
+
+    @property
+    def _mesh(self) -> Mesh:
+        return devices_for(sum(source.rows_per_step for source in self.batches.sources))
+
+    def _whole(self, params: DrafterParams) -> DrafterParams:
+        ids = None if self.draft_to_target is None else jnp.asarray(self.draft_to_target, jnp.int32)
+        one = jax.devices()[0]
+        return dataclasses.replace(jax.tree.map(lambda leaf: jax.device_put(leaf, one), params), draft_to_target=ids)
+
+    def _replicated(self, tree: Any) -> Any:
+        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+    def _restored(self, checkpoints: ocp.CheckpointManager, fresh: State) -> tuple[State, int]:
+        """(the newest checkpoint's state, its step), or what is given and 0."""
+        latest = checkpoints.latest_step()
+        if latest is None:
+            return fresh, 0
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
+        try:
+            return cast(State, checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))), latest
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            why = str(error).partition("\n")[0]
+            raise InputError(
+                f"{self.out / CHECKPOINTS}: step {latest} cannot be gone on from: {why}; remove that folder of the "
+                "checkpoint to go on from the one before, or take another --out"
+            ) from None
+
+    def _save(self, checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
+        try:
+            checkpoints.save(step, args=ocp.args.StandardSave(state))
+        except OSError as error:
+            raise TrainingStopped(
+                f"the checkpoint of step {step} cannot be written to {self.out / CHECKPOINTS}: {error.strerror}; "
+                f"{self._last_good(checkpoints)}"
+            ) from None
+
+    def _log_records(
+        self,
+        checkpoints: ocp.CheckpointManager,
+        done: int,
+        records: list[Record],
+        elapsed_s: float,
+        step_s: float,
+    ) -> None:
+        loss, rows, hits, norms = (
+            np.stack([np.asarray(value) for value in values])
+            for values in zip(*((r.sums.loss, r.sums.rows, r.sums.hits, r.gradient_norm) for r in records), strict=True)
+        )
+        if not (np.isfinite(loss).all() and np.isfinite(norms).all()):
+            bad = done - len(records) + 1 + int(np.argmin(np.isfinite(loss) & np.isfinite(norms)))
+            raise TrainingStopped(
+                f"the loss of step {bad} is no finite number; {self._last_good(checkpoints)}: lower --learning-rate"
+            )
+        if not rows.sum():
+            raise TrainingStopped(f"steps up to {done} had nothing to learn: no trained token in their rows")
+        self._log(
+            {
+                "step": done,
+                "steps": self.recipe.steps,
+                "loss": float(loss.sum() / rows.sum()),
+                "hits_by_depth": [round(float(x), 4) for x in hits.sum(0) / np.maximum(rows.sum(0), 1)],
+                "rows_by_depth": [int(x) for x in rows.sum(0)],
+                "gradient_norm": float(norms.mean()),
+                "elapsed_s": round(elapsed_s, 2),
+                "left_s": round((self.recipe.steps - done) * step_s, 1),
+            }
+        )
+
+    def _last_good(self, checkpoints: ocp.CheckpointManager) -> str:
+        latest = checkpoints.latest_step()
+        if latest is None:
+            return "there is no checkpoint yet"
+        return f"the last good step is {latest}, in {self.out / CHECKPOINTS}"
+
+    def _log(self, line: Mapping[str, Any]) -> None:
+        with (self.out / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self.watch(line)
+
+    def _keep_log_until(self, step: int) -> None:
+        """The log ends at the step that is gone on from."""
+        path = self.out / LOG
+        kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
+        temporary = path.with_name(f".{LOG}.tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The log's lines; one that was cut off by a kill is left out."""
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:
+            continue

@@ -1,0 +1,96 @@
+"""Answers of a target to many conversations, batch by batch: what drafters are trained on."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.generate import Request
+from peagle.ops.errors import InputError
+from peagle.pair import Pair
+from peagle.prompts import Conversation, Rendering
+from peagle.text import detokenize
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One turn: the whole prompt, and what the target said, its stop token among it."""
+
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """How conversations are answered. `context`: prompt and answer together, at most."""
+
+    rendering: Rendering
+    sampling: SamplingConfig
+    max_new_tokens: int
+    context: int
+    batch: int
+    seed: int
+
+
+def answer(
+    pair: Pair,
+    conversations: Sequence[Conversation],
+    asking: Asking,
+    first_index: int,
+    skipped: Callable[[str], None],
+    done: Callable[[int], None],
+) -> Iterator[Answer]:
+    """The answer to every turn of every conversation, plainly decoded. Later turns are asked with the answers to those
+    before. Random numbers follow from the seed and from first_index + the place of the conversation, so that any part
+    of a list is answered as within the whole.
+
+    `skipped` is told, in a line, of a turn that leaves no room for an answer; it and those behind it are missing.
+    `done` is told how many more conversations are finished.
+    """
+    said: dict[int, list[str]] = {number: [] for number in range(len(conversations))}
+    turn = 0
+    while said:
+        requests = []
+        for number in list(said):
+            try:
+                requests.append(_request(pair, conversations[number], said[number], asking, first_index, number))
+            except InputError as error:
+                skipped(str(error))
+                del said[number]
+                done(1)
+        outputs = _decode(pair, requests, asking)
+        turn += 1
+        for request in requests:
+            number = request.index - first_index
+            yield Answer(request.prompt_ids, outputs[request.index])
+            if turn < conversations[number].num_requests and pair.tokenizer is not None:
+                ids = [token for token in outputs[request.index] if token not in pair.stop_token_ids]
+                said[number].append(detokenize(pair.tokenizer, ids))
+            else:
+                del said[number]
+                done(1)
+
+
+def _request(
+    pair: Pair, conversation: Conversation, said: Sequence[str], asking: Asking, first_index: int, number: int
+) -> Request:
+    return pair.request(
+        conversation,
+        said,
+        asking.rendering,
+        max_new_tokens=asking.max_new_tokens,
+        seed=asking.seed,
+        index=first_index + number,
+        context=asking.context,
+    )
+
+
+def _decode(pair: Pair, requests: Sequence[Request], asking: Asking) -> dict[int, tuple[int, ...]]:
+    """{index: output} of all requests. Those of similar length go together: a batch runs as long as its longest."""
+    outputs: dict[int, list[int]] = {request.index: [] for request in requests}
+    ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
+    for start in range(0, len(ordered), asking.batch):
+        group = ordered[start : start + asking.batch]
+        engine = pair.engine(SpeculationConfig(0, asking.batch, pair.capacity(group), asking.sampling))
+        for emission in engine.generate(group):
+            outputs[emission.request.index] += emission.token_ids
+    return {index: tuple(ids) for index, ids in outputs.items()}

@@ -1,0 +1,403 @@
+"""`peagle train`: everything is checked, the recipe is written, then the drafter is trained and exported."""
+
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafter.config import DrafterConfig
+from drafter.load import load_drafter, save_drafter
+from drafter.params import DrafterParams, init_params
+from drafter.propose import PEagle
+from drafter.train.batches import Batches, Source, pack
+from drafter.train.cod import Cod
+from drafter.train.shards import Document, read_manifest, read_shards
+from drafter.train.trainer import LOG, RECIPE, Recipe, Trainer, TrainingStopped, read_log
+from drafter.vocabulary import DraftVocab, choose
+from peagle.cli.curve import draw
+from peagle.cli.display import Display
+from peagle.cli.settings import TrainSettings
+from peagle.config import SpeculationConfig
+from peagle.generate import Engine
+from peagle.metrics import Recorder, pooled_counters
+from peagle.ops.errors import InputError
+from peagle.ops.rope import RopeConfig
+from peagle.pair import DEMO, Pair, load, resolve
+from peagle.prompts import Rendering, read_prompt_file
+from peagle.provenance import provenance
+from target.config import TargetConfig, default_aux_layer_ids
+from target.load import LoadedTarget, inspect_target, load_target
+from target.model import GptOss
+from target.params import TargetParams
+from target.teacher import Teacher
+
+ROOM_QUANTILE = 0.75  # of the rows, as many as have no more trained tokens than the program's shapes have room for
+MEASURED_STEPS = 6  # to find how many fit into --minutes
+EVALUATION_TOKENS = 256
+
+
+def train_command(settings: TrainSettings) -> int:
+    """The folder --out holds the recipe, the log, checkpoints, a curve, and in drafter/ the trained drafter. Returns
+    the exit code.
+
+    Raises InputError before anything is written for whatever can be told then, and for a training that cannot go on.
+    """
+    name = DEMO if settings.target is None else settings.target
+    directory = resolve(name, "target")
+    files = inspect_target(directory)
+    out = Path(settings.out)
+    sources, documents = _sources(settings)
+    config, vocab = _drafter_config(settings, files.config, files.stop_token_ids, directory, documents)
+    _check_tokens(documents, config)
+    recipe = _recipe(settings, steps=settings.steps or 1)
+    counts = recipe.segments.counts(recipe.cod, _anchors(sources, recipe.width))
+    batches = Batches(sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
+    begun = _begun(out)
+    if begun is None and settings.steps is None and settings.minutes is None:
+        raise InputError("a new training needs --steps or --minutes")
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+
+    with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
+        loaded = load_target(directory, progress=progress)
+    ids = None if vocab is None else np.sort(np.asarray(vocab.token_ids, np.int32))
+    initial = _initial(settings, config, loaded, ids)
+    teacher = None if _self_contained(documents) else Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
+    evaluate = None
+    if settings.evaluate is not None:
+        evaluate = _Acceptance(load(name, None), config, Path(settings.evaluate), settings).of
+    trainer = Trainer(out, config, recipe, batches, teacher, ids)
+    steps = begun["recipe"]["steps"] if begun is not None else settings.steps
+    if steps is None:
+        with display.stage("measuring a step", animated=False):
+            steps = max(1, int(cast(float, settings.minutes) * 60 / _seconds_per_step(trainer, initial)))
+    recipe = dataclasses.replace(recipe, steps=steps)
+    _record(out, begun, recipe, config, settings, documents)
+
+    started = time.monotonic()
+    with display.stage("training", animated=False) as progress:
+
+        def watch(line: Mapping[str, Any]) -> None:
+            progress(line["step"], recipe.steps)
+            display.note(_shown(line))
+
+        trainer = dataclasses.replace(
+            trainer,
+            recipe=recipe,
+            evaluate=evaluate,
+            evaluate_every=settings.evaluate_every,
+            save_every=settings.save_every,
+            watch=watch,
+        )
+        try:
+            params = trainer.run(initial)
+        except TrainingStopped as error:
+            raise InputError(str(error)) from None
+    trained = dataclasses.replace(params, draft_to_target=None)
+    shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
+    save_drafter(
+        out / "drafter",
+        dataclasses.replace(shipped, draft_to_target=params.draft_to_target),
+        config,
+        cast(Any, settings.dialect),
+    )
+    lines = [f"drafter      {out / 'drafter'} | {recipe.steps} steps | {time.monotonic() - started:.0f} s now"]
+    lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
+    display.summary(lines)
+    return 0
+
+
+def _sources(settings: TrainSettings) -> tuple[tuple[Source, ...], list[Document]]:
+    """The folders named by --data, with their shares of a step's rows; and all their documents."""
+    if not settings.data:
+        raise InputError("no training data is given; expected --data DIR, a folder that peagle data wrote")
+    parts = []
+    for typed in settings.data:
+        folder, _, share = typed.rpartition(":") if ":" in typed else (typed, "", "1")
+        if not share.isdecimal() or int(share) < 1:
+            raise InputError(f"--data {typed}: a share of {share!r}; expected a whole number, as in DIR:5")
+        parts.append((Path(folder), int(share)))
+    total = sum(share for _, share in parts)
+    if settings.rows < 1 or settings.rows * min(share for _, share in parts) % total:
+        raise InputError(f"--rows is {settings.rows}; expected a multiple of {total}, the sum of the shares of --data")
+    sources: list[Source] = []
+    documents: list[Document] = []
+    for path, count in parts:
+        own = read_shards(path)
+        if not any(each.trained.any() for each in own):
+            raise InputError(f"{path} has no token to train on: all of it is masked")
+        sources.append(Source(str(path), pack(own, settings.width), settings.rows * count // total))
+        documents += own
+    return tuple(sources), documents
+
+
+def _anchors(sources: Sequence[Source], width: int) -> int:
+    """For how many trained tokens of a row the chains have room: most rows have no more; fuller ones are sampled."""
+    trained = [sum(int(each.trained.sum()) for each in row.documents) for source in sources for row in source.rows]
+    return min(width, max(2, int(np.quantile(trained, ROOM_QUANTILE))))
+
+
+def _self_contained(documents: Sequence[Document]) -> bool:
+    """Whether the data holds both the taps and the target's best tokens, so that the target need not run."""
+    return all("aux_hidden" in each.teacher and "top_ids" in each.teacher for each in documents)
+
+
+def _drafter_config(
+    settings: TrainSettings,
+    target: TargetConfig,
+    stop_token_ids: tuple[int, ...],
+    directory: Path,
+    documents: Sequence[Document],
+) -> tuple[DrafterConfig, DraftVocab | None]:
+    """The drafter's shape: that of --init, or as wide as the target where nothing else is said."""
+    vocab = None
+    if settings.draft_vocab is not None:
+        vocab = _draft_vocab(settings.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
+    if settings.init is not None:
+        _, config = load_drafter(Path(settings.init), jnp.float32)
+        if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
+            raise InputError(f"--init {settings.init} does not fit the target; use a drafter of this target")
+        if vocab is not None:
+            raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
+        return config, None
+    taps = settings.taps or default_aux_layer_ids(target.num_layers)
+    if outside := [tap for tap in taps if not 0 <= tap < target.num_layers]:
+        raise InputError(f"--taps names the output of layer {outside[0]}; expected 0..{target.num_layers - 1}")
+    hidden = settings.hidden_size or target.hidden_size
+    head_dim = settings.head_dim or target.head_dim
+    mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
+    config = DrafterConfig(
+        hidden_size=hidden,
+        num_layers=settings.layers,
+        num_heads=settings.heads or target.num_heads,
+        num_kv_heads=settings.kv_heads or target.num_kv_heads,
+        head_dim=head_dim,
+        mlp_width=settings.mlp_width or 2 * hidden,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size if vocab is None else len(vocab.token_ids),
+        mask_token_id=mask_token if settings.mask_token is None else settings.mask_token,
+        rope=RopeConfig(head_dim, 10000.0),
+        num_taps=len(taps),
+        aux_layer_ids=taps,
+        rms_norm_eps=target.rms_norm_eps,
+    )
+    return config, vocab
+
+
+def _draft_vocab(
+    asked: str, directory: Path, vocab_size: int, stop_token_ids: tuple[int, ...], documents: Sequence[Document]
+) -> DraftVocab:
+    """A number: so many of the tokens that the target said most often in the data. Else a file that lists them."""
+    if not asked.isdecimal():
+        return choose(asked, directory, vocab_size, stop_token_ids)
+    wanted = int(asked)
+    if not 1 <= wanted <= vocab_size:
+        raise InputError(f"--draft-vocab is {wanted}; expected 1..{vocab_size}")
+    seen: Counter[int] = Counter()
+    for each in documents:
+        seen.update(each.token_ids[each.trained].tolist())
+    frequent = dict.fromkeys([*stop_token_ids, *(token for token, _ in seen.most_common()), *range(vocab_size)])
+    return DraftVocab(tuple(frequent)[:wanted], "frequency in the training data")
+
+
+def _free_token(documents: Sequence[Document], vocab_size: int, stop_token_ids: Sequence[int]) -> int:
+    """The highest token id that the data never uses, for mask slots."""
+    used = np.zeros((vocab_size,), bool)
+    used[list(stop_token_ids)] = True
+    for each in documents:
+        used[each.token_ids[each.token_ids < vocab_size]] = True
+    free = np.flatnonzero(~used)
+    return int(free[-1]) if len(free) else vocab_size - 1
+
+
+def _check_tokens(documents: Sequence[Document], config: DrafterConfig) -> None:
+    for each in documents:
+        if len(each.token_ids) and not 0 <= each.token_ids.min() <= each.token_ids.max() < config.vocab_size:
+            raise InputError(
+                f"the data holds token id {each.token_ids.max()}, the target's vocabulary has {config.vocab_size}; "
+                "expected data of this target"
+            )
+        if np.any(each.token_ids == config.mask_token_id):
+            raise InputError(
+                f"the mask token {config.mask_token_id} is in use: the data holds it; give another with --mask-token"
+            )
+        taps = each.teacher.get("aux_hidden")
+        if taps is not None and taps.shape[1] != config.aux_width:
+            raise InputError(
+                f"the data's taps are {taps.shape[1]} wide, the drafter reads {config.aux_width}; expected the taps "
+                "that peagle data was given"
+            )
+
+
+def _recipe(settings: TrainSettings, steps: int) -> Recipe:
+    return Recipe(
+        steps=steps,
+        width=settings.width,
+        cod=Cod(settings.depth, settings.ratio, settings.min_ratio),
+        parts=settings.parts,
+        loss=cast(Any, settings.loss),
+        optimizer=cast(Any, settings.optimizer),
+        learning_rate=settings.learning_rate,
+        other_rate=settings.learning_rate if settings.other_rate is None else settings.other_rate,
+        weight_decay=settings.weight_decay,
+        warmup_frac=settings.warmup,
+        decay_frac=settings.decay,
+        clip_norm=settings.clip,
+        train_embedding=not settings.freeze_embedding,
+        compute_dtype=cast(Any, settings.dtype),
+        seed=settings.seed,
+    )
+
+
+def _initial(
+    settings: TrainSettings, config: DrafterConfig, loaded: LoadedTarget, ids: np.ndarray | None
+) -> DrafterParams:
+    """What training begins with: --init; or random layers, and from the target, where the widths agree, embedding,
+    final norm and head, and an fc that passes the last tap through."""
+    if settings.init is not None:
+        return load_drafter(Path(settings.init), jnp.float32)[0]
+    params = init_params(config, jax.random.key(settings.seed))
+    params = dataclasses.replace(params, draft_to_target=None if ids is None else jnp.asarray(ids))
+    if config.hidden_size != config.target_hidden_size:
+        return params
+    target: TargetParams = loaded.params
+    hidden = config.hidden_size
+    head = jnp.asarray(target.lm_head, jnp.float32)
+    return dataclasses.replace(
+        params,
+        embedding=jnp.array(target.embedding, jnp.float32),
+        norm=jnp.array(target.norm, jnp.float32),
+        lm_head=jnp.array(head if ids is None else head[:, ids]),
+        fc=jnp.zeros((config.aux_width, hidden)).at[-hidden:].set(jnp.eye(hidden)),
+    )
+
+
+def _begun(out: Path) -> dict[str, Any] | None:
+    """What recorded the training that is under way in the folder. Raises InputError for a folder of something else."""
+    path = out / RECIPE
+    if path.exists():
+        try:
+            return cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            raise InputError(f"{path} cannot be read; expected what peagle train writes: take another --out") from None
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} holds files, but no {RECIPE}; expected a new folder, or one of a training")
+    return None
+
+
+def _record(
+    out: Path,
+    begun: Mapping[str, Any] | None,
+    recipe: Recipe,
+    config: DrafterConfig,
+    settings: TrainSettings,
+    documents: Sequence[Document],
+) -> None:
+    """recipe.json is there; where it was, it says the same. Raises InputError where it says something else."""
+    folders = [typed.rpartition(":")[0] or typed for typed in settings.data]
+    record = {
+        "schema": 1,
+        "recipe": dataclasses.asdict(recipe),
+        "drafter": dataclasses.asdict(config),
+        "data": {"given": list(settings.data), "manifests": [read_manifest(Path(folder)) for folder in folders]}
+        | {"documents": len(documents), "tokens": sum(len(each.token_ids) for each in documents)},
+        "rows_per_step": settings.rows,
+    }
+    record = json.loads(json.dumps(record))
+    if begun is not None:
+        then, now = _flat(begun), _flat(record)
+        differing = [key for key in now if key != "data.given" and then.get(key) != now[key]]
+        if differing:
+            key = differing[0]
+            raise InputError(
+                f"{out} was begun with {key} {then.get(key)!r}, now it is {now[key]!r}; expected the same: take "
+                "another --out"
+            )
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    temporary = out / f".{RECIPE}.tmp"
+    temporary.write_text(json.dumps({**record, "provenance": provenance()}, indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, out / RECIPE)
+
+
+def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a.b": value} of {"a": {"b": value}}."""
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _seconds_per_step(trainer: Trainer, initial: DrafterParams) -> float:
+    """The median time of a step on throw-away parameters, compilation left out."""
+    step, state = trainer.compiled(), trainer.begin(initial)
+    times = []
+    for number in range(MEASURED_STEPS):
+        started = time.perf_counter()
+        state, record = step(state, trainer.batches.at(number))
+        jax.block_until_ready(record)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[2:])
+
+
+def _shown(line: Mapping[str, Any]) -> str:
+    """A line of the log, for a person."""
+    if "evaluation" in line:
+        found = line["evaluation"]
+        quiet = found["acceptance_length_without_loops"]
+        return (
+            f"step {line['step']}: acceptance length {found['acceptance_length']:.2f}, without loops "
+            f"{'-' if quiet is None else format(quiet, '.2f')}, of {found['num_outputs']} held-out prompts"
+        )
+    minutes = line["left_s"] / 60
+    return (
+        f"step {line['step']} of {line['steps']}: loss {line['loss']:.3f}, right by depth "
+        f"{' '.join(format(x, '.2f').lstrip('0') for x in line['hits_by_depth'])}, {minutes:.0f} min left"
+    )
+
+
+class _Acceptance:
+    """What the real engine accepts of a drafter's drafts on held-out prompts, greedy."""
+
+    def __init__(self, pair: Pair, config: DrafterConfig, prompts: Path, settings: TrainSettings) -> None:
+        conversations = read_prompt_file(prompts)[: settings.evaluate_prompts]
+        assert isinstance(pair.plain_target, GptOss)
+        self._target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
+        self._pair, self._config = pair, config
+        self._requests = [
+            pair.request(each, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
+            for index, each in enumerate(conversations)
+        ]
+        self._shape = SpeculationConfig(settings.num_speculative_tokens, 1, pair.capacity(self._requests))
+
+    def of(self, params: DrafterParams) -> dict[str, Any]:
+        """Figures of the drafter."""
+        drafter = PEagle(params, self._config)
+        engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids, self._pair.steps_per_dispatch)
+        engine.warm_up(self._requests)
+        results = []
+        for request in self._requests:
+            recorder = Recorder(request, self._shape.num_speculative_tokens, self._pair.stop_token_ids, None, 0.0)
+            for emission in engine.generate([request]):
+                recorder.add(emission)
+            results.append(recorder.result())
+        quiet = [result for result in results if not result.loops]
+        whole, calm = pooled_counters(results), pooled_counters(quiet)
+        assert whole is not None
+        return {
+            "num_speculative_tokens": self._shape.num_speculative_tokens,
+            "num_outputs": len(results),
+            "num_outputs_without_loops": len(quiet),
+            "acceptance_length": whole.acceptance_length,
+            "acceptance_length_without_loops": None if calm is None else calm.acceptance_length,
+            "acceptance_rate_per_position": list(whole.acceptance_rate_per_position),
+        }

@@ -1,0 +1,367 @@
+"""The commands that make drafters: `peagle data` and `peagle train`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peagle.cli.app import (
+    OUTPUT,
+    PROMPT,
+    RUNNING,
+    Date,
+    DtypeOption,
+    Experts,
+    ExpertsOption,
+    Kernels,
+    KernelsOption,
+    Quiet,
+    RawPrompt,
+    ReasoningEffort,
+    Seed,
+    System,
+    Target,
+    Temperature,
+    TopK,
+    TopP,
+    app,
+    guarded,
+)
+from peagle.cli.settings import DataSettings, TrainSettings
+from peagle.ops.errors import InputError
+
+DATA_HELP = """
+Have a target answer prompts, and keep what it said as training data for its drafter.
+
+The folder is made of shards, each whole or absent: the same command goes on where it was cut off.
+
+[bold]Examples[/bold]
+
+  greedy answers         [cyan]peagle data --prompt-file IN.jsonl --out DIR[/cyan]
+  of your own target     [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DIR -n 512[/cyan]
+  with what it thought   [cyan]peagle data --prompt-file IN.jsonl --out DIR --hidden --top 32[/cyan]
+"""
+TRAIN_HELP = """
+Train a P-EAGLE drafter for a target on data it wrote.
+
+The folder holds recipe, log, checkpoints and the curve, and at the end the drafter;
+the same command goes on where it was cut off.
+
+[bold]Examples[/bold]
+
+  an hour             [cyan]peagle train --data DIR --out RUN --minutes 60[/cyan]
+  your own target     [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
+  watch acceptance    [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
+"""
+
+DRAFTER, LEARNING, DATA = "Drafter", "Learning", "Data"
+
+
+class Loss(StrEnum):
+    half = "half"
+    cross_entropy = "cross_entropy"
+    soft_cross_entropy = "soft_cross_entropy"
+    kl = "kl"
+
+
+class Optimizer(StrEnum):
+    adamw = "adamw"
+    muon = "muon"
+
+
+class Dialect(StrEnum):
+    vllm = "vllm"
+    speculators = "speculators"
+
+
+class ComputeDtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+Out = Annotated[
+    str, typer.Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="Folder to write; goes on with its own.")
+]
+Taps = Annotated[
+    str | None,
+    typer.Option(
+        "--taps",
+        metavar="L,L,L",
+        rich_help_panel=DRAFTER,
+        help="Target's layers whose outputs the drafter reads, from 0. Default: 1, n/2 - 1, n - 4.",
+    ),
+]
+
+
+@app.command(help=DATA_HELP)
+def data(
+    prompt_file: Annotated[
+        list[Path],
+        typer.Option(
+            "--prompt-file", metavar="FILE.jsonl", rich_help_panel=PROMPT, help="JSON lines; may be given repeatedly."
+        ),
+    ],
+    out: Out,
+    target: Target = None,
+    num_prompts: Annotated[
+        int | None, typer.Option("--num-prompts", min=1, metavar="N", rich_help_panel=PROMPT, help="So many at most.")
+    ] = None,
+    raw_prompt: RawPrompt = False,
+    system: System = None,
+    reasoning_effort: ReasoningEffort = None,
+    date: Date = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
+    ] = 256,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            metavar="N",
+            rich_help_panel=RUNNING,
+            help="Prompt and answer together; a prompt that leaves no room is skipped. Default: what the model has.",
+        ),
+    ] = 512,
+    batch: Annotated[
+        int, typer.Option("--batch", metavar="B", rich_help_panel=RUNNING, help="Prompts decoded together.")
+    ] = 32,
+    shard_prompts: Annotated[
+        int, typer.Option("--shard-prompts", metavar="N", rich_help_panel=OUTPUT, help="Prompts of a shard.")
+    ] = 512,
+    hidden: Annotated[
+        bool,
+        typer.Option(
+            "--hidden",
+            rich_help_panel=OUTPUT,
+            help="Keep the taps of every token, too (large).",
+        ),
+    ] = False,
+    top: Annotated[
+        int,
+        typer.Option(
+            "--top",
+            metavar="N",
+            rich_help_panel=OUTPUT,
+            help="Keep the target's N best behind every token.",
+        ),
+    ] = 0,
+    taps: Taps = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    dtype: DtypeOption = None,
+    experts: ExpertsOption = Experts.auto,
+    kernels: KernelsOption = Kernels.auto,
+    quiet: Quiet = False,
+) -> int:
+    def run() -> int:
+        settings = DataSettings(
+            target=target,
+            prompt_files=tuple(prompt_file),
+            out=out,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            context=context,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            batch=batch,
+            shard_prompts=shard_prompts,
+            hidden=hidden,
+            top=top,
+            taps=_taps(taps),
+            raw_prompt=raw_prompt,
+            system=system,
+            reasoning_effort=reasoning_effort and reasoning_effort.value,
+            date=date,
+            dtype=dtype and dtype.value,
+            experts=experts.value,
+            kernels=kernels.value,
+            quiet=quiet,
+        )
+        from peagle.cli.data import data_command
+
+        return data_command(settings)
+
+    return guarded(run)
+
+
+@app.command(help=TRAIN_HELP)
+def train(
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data",
+            metavar="DIR[:SHARE]",
+            rich_help_panel=DATA,
+            help="What peagle data wrote; several, with their shares of a step's rows.",
+        ),
+    ],
+    out: Out,
+    target: Target = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, rich_help_panel=LEARNING, help="So many.")] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option("--minutes", min=0, rich_help_panel=LEARNING, help="About as long: measured once, then steps."),
+    ] = None,
+    init: Annotated[
+        str | None,
+        typer.Option("--init", metavar="DIR", rich_help_panel=DRAFTER, help="Begin with this drafter, its shape too."),
+    ] = None,
+    layers: Annotated[int, typer.Option("--layers", min=1, rich_help_panel=DRAFTER, help="Of the drafter.")] = 2,
+    hidden_size: Annotated[
+        int | None, typer.Option("--hidden-size", min=1, rich_help_panel=DRAFTER, help="Default: the target's.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option("--heads", min=1, rich_help_panel=DRAFTER, help="Default: the target's.")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", min=1, rich_help_panel=DRAFTER, help="Default: the target's.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option("--head-dim", min=2, rich_help_panel=DRAFTER, help="Default: the target's.")
+    ] = None,
+    mlp_width: Annotated[
+        int | None, typer.Option("--mlp-width", min=1, rich_help_panel=DRAFTER, help="Default: twice the hidden size.")
+    ] = None,
+    taps: Taps = None,
+    mask_token: Annotated[
+        int | None,
+        typer.Option(
+            "--mask-token", metavar="ID", rich_help_panel=DRAFTER, help="Default: the highest id the data never uses."
+        ),
+    ] = None,
+    draft_vocab: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-vocab",
+            metavar="N|FILE",
+            rich_help_panel=DRAFTER,
+            help="Propose only the N tokens most frequent in the data, or those a file lists. Default: all.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", rich_help_panel=LEARNING, help="Of a step, over all devices.")] = 8,
+    width: Annotated[int, typer.Option("--width", rich_help_panel=LEARNING, help="Tokens of a row.")] = 512,
+    depth: Annotated[
+        int, typer.Option("--depth", rich_help_panel=LEARNING, help="K_train: tokens ahead that are trained.")
+    ] = 8,
+    ratio: Annotated[
+        float, typer.Option("--ratio", rich_help_panel=LEARNING, help="Of chains kept from depth to depth (COD).")
+    ] = 0.8,
+    min_ratio: Annotated[float, typer.Option("--min-ratio", rich_help_panel=LEARNING, help="Kept at least.")] = 0.2,
+    parts: Annotated[
+        int,
+        typer.Option("--parts", rich_help_panel=LEARNING, help="Cut rows in so many: less memory, same gradient."),
+    ] = 1,
+    loss: Annotated[Loss, typer.Option("--loss", rich_help_panel=LEARNING)] = Loss.half,
+    optimizer: Annotated[Optimizer, typer.Option("--optimizer", rich_help_panel=LEARNING)] = Optimizer.adamw,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", rich_help_panel=LEARNING)] = 1e-4,
+    other_rate: Annotated[
+        float | None,
+        typer.Option("--other-rate", rich_help_panel=LEARNING, help="With muon: of all but matrices."),
+    ] = None,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", rich_help_panel=LEARNING)] = 0.0,
+    warmup: Annotated[
+        float, typer.Option("--warmup", rich_help_panel=LEARNING, help="Part of the steps in which the rate rises.")
+    ] = 0.0025,
+    decay: Annotated[
+        float, typer.Option("--decay", rich_help_panel=LEARNING, help="Part of the steps in which it falls.")
+    ] = 1.0,
+    clip: Annotated[
+        float | None, typer.Option("--clip", min=0, rich_help_panel=LEARNING, help="Greatest length of a gradient.")
+    ] = None,
+    freeze_embedding: Annotated[
+        bool, typer.Option("--freeze-embedding", rich_help_panel=LEARNING, help="Do not train it.")
+    ] = False,
+    dtype: Annotated[
+        ComputeDtype, typer.Option("--dtype", rich_help_panel=LEARNING, help="Of the arithmetic; weights are float32.")
+    ] = ComputeDtype.float32,
+    seed: Annotated[int, typer.Option("--seed", min=0, rich_help_panel=LEARNING)] = 0,
+    save_every: Annotated[
+        int, typer.Option("--save-every", min=1, metavar="STEPS", rich_help_panel=RUNNING, help="Between checkpoints.")
+    ] = 100,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(
+            "--evaluate",
+            metavar="FILE.jsonl",
+            rich_help_panel=RUNNING,
+            help="Held-out prompts: the engine's own acceptance length on them.",
+        ),
+    ] = None,
+    evaluate_every: Annotated[
+        int,
+        typer.Option("--evaluate-every", min=0, rich_help_panel=RUNNING, help="Steps between; 0: at the end only."),
+    ] = 200,
+    evaluate_prompts: Annotated[int, typer.Option("--evaluate-prompts", min=1, rich_help_panel=RUNNING)] = 20,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("-k", "--num-speculative-tokens", min=1, rich_help_panel=RUNNING, help="K of the evaluation.")
+    ] = 7,
+    dialect: Annotated[
+        Dialect, typer.Option("--dialect", rich_help_panel=OUTPUT, help="Of the drafter that is written.")
+    ] = Dialect.vllm,
+    quiet: Quiet = False,
+) -> int:
+    def run() -> int:
+        settings = TrainSettings(
+            target=target,
+            data=tuple(data),
+            out=out,
+            steps=steps,
+            minutes=minutes,
+            init=init,
+            layers=layers,
+            hidden_size=hidden_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            mlp_width=mlp_width,
+            taps=_taps(taps),
+            mask_token=mask_token,
+            draft_vocab=draft_vocab,
+            rows=rows,
+            width=width,
+            depth=depth,
+            ratio=ratio,
+            min_ratio=min_ratio,
+            parts=parts,
+            loss=loss.value,
+            optimizer=optimizer.value,
+            learning_rate=learning_rate,
+            other_rate=other_rate,
+            weight_decay=weight_decay,
+            warmup=warmup,
+            decay=decay,
+            clip=clip,
+            freeze_embedding=freeze_embedding,
+            dtype=dtype.value,
+            seed=seed,
+            save_every=save_every,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            evaluate_prompts=evaluate_prompts,
+            num_speculative_tokens=num_speculative_tokens,
+            dialect=dialect.value,
+            quiet=quiet,
+        )
+        try:
+            from peagle.cli.train import train_command
+        except ModuleNotFoundError as error:
+            raise InputError(
+                f"training needs {error.name}, which is not installed; pip install 'peagle[train]'"
+            ) from None
+        return train_command(settings)
+
+    return guarded(run)
+
+
+def _taps(typed: str | None) -> tuple[int, ...] | None:
+    if typed is None:
+        return None
+    try:
+        return tuple(int(part) for part in typed.split(","))
+    except ValueError:
+        raise InputError(f"--taps is {typed!r}; expected layers with commas between them, as 1,11,20") from None

@@ -1,0 +1,126 @@
+"""A shard is whole or absent, holds what was written, and goes with its folder."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from drafter.train import shards
+from drafter.train.batches import Row, Source, pack
+from drafter.train.shards import Document, open_folder, read_shard, read_shards, shard_path, write_shard
+from peagle.ops.errors import InputError
+
+
+def documents(seed: int, count: int = 5, taught: bool = False) -> list[Document]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for size in rng.integers(3, 9, count):
+        teacher = {}
+        if taught:
+            teacher["aux_hidden"] = rng.normal(0, 1, (size, 6)).astype(ml_dtypes.bfloat16)
+            teacher["top_ids"] = rng.integers(0, 9, (size, 2)).astype(np.int32)
+            teacher["top_logits"] = rng.normal(0, 1, (size, 2)).astype(np.float32)
+            teacher["log_total"] = rng.normal(0, 1, (size,)).astype(np.float32)
+        made.append(Document(rng.integers(0, 50, size).astype(np.int32), rng.random(size) < 0.5, teacher))
+    return made
+
+
+@pytest.mark.parametrize("taught", [False, True])
+def test_what_is_written_is_read(tmp_path: Path, taught: bool) -> None:
+    folder = tmp_path / "data"
+    open_folder(folder, {"target": "x"})
+    written = [*documents(0, taught=taught), *documents(1, taught=taught)]
+    write_shard(folder, 0, written[:5])
+    write_shard(folder, 1, written[5:])
+    read = read_shards(folder)
+    assert len(read) == 10
+    for one, other in zip(written, read, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.trained, other.trained)
+        assert sorted(one.teacher) == sorted(other.teacher)
+        for name in one.teacher:
+            assert one.teacher[name].dtype == other.teacher[name].dtype
+            np.testing.assert_array_equal(one.teacher[name], other.teacher[name])
+
+
+def test_a_cut_and_an_altered_shard_are_named(tmp_path: Path) -> None:
+    open_folder(tmp_path / "data", {})
+    path = shard_path(tmp_path / "data", 0)
+    write_shard(tmp_path / "data", 0, documents(0))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    with pytest.raises(InputError, match=r"shard_00000\.safetensors is not a whole shard"):
+        read_shard(path)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(InputError, match=r"shard_00000\.safetensors is corrupt"):
+        read_shard(path)
+
+
+def test_a_full_disk_leaves_no_part_of_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_folder(tmp_path / "data", {})
+
+    def full(_: Any, path: Path, **__: Any) -> None:
+        path.write_bytes(b"some")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_shard(tmp_path / "data", 0, documents(0))
+    assert sorted(os.listdir(tmp_path / "data")) == ["manifest.json"]
+
+
+def test_a_folder_goes_on_with_what_it_was_begun_with(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    open_folder(folder, {"seed": 1, "target": "x"})
+    open_folder(folder, {"seed": 1, "target": "x"})
+    with pytest.raises(InputError, match="was made with seed 1, now it is 2"):
+        open_folder(folder, {"seed": 2, "target": "x"})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"holds files, but no manifest\.json"):
+        open_folder(tmp_path / "other", {})
+
+
+def test_what_is_no_training_data_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        read_shards(tmp_path)
+    open_folder(tmp_path / "data", {})
+    with pytest.raises(InputError, match="holds no shards"):
+        read_shards(tmp_path / "data")
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"schema": 9}))
+    with pytest.raises(InputError, match="schema 9; this version reads 1"):
+        read_shards(tmp_path / "data")
+
+
+def test_rows_hold_whole_documents_and_every_one_of_them() -> None:
+    given = documents(3, count=40)
+    rows = pack(given, 16)
+    assert all(sum(len(each.token_ids) for each in row.documents) <= 16 for row in rows)
+    assert sorted(id(each) for row in rows for each in row.documents) == sorted(map(id, given))
+    with pytest.raises(InputError, match="longer than the 6 tokens of a row"):
+        pack(given, 6)
+
+
+def test_a_row_tells_its_documents_apart() -> None:
+    first, second = documents(4, count=2, taught=True)
+    arrays = Row((first, second)).arrays(20)
+    a, b = len(first.token_ids), len(second.token_ids)
+    assert arrays["segment_ids"].tolist() == [1] * a + [2] * b + [0] * (20 - a - b)
+    assert arrays["positions"].tolist() == [*range(a), *range(b), *[0] * (20 - a - b)]
+    np.testing.assert_array_equal(arrays["token_ids"][a : a + b], second.token_ids)
+    np.testing.assert_array_equal(arrays["trained"][:a], first.trained)
+    assert arrays["aux_hidden"].shape == (20, 6)
+    np.testing.assert_array_equal(arrays["top_ids"][a : a + b], second.teacher["top_ids"])
+
+
+def test_every_row_comes_once_before_any_comes_twice() -> None:
+    rows = [Row((each,)) for each in documents(5, count=7)]
+    source = Source("x", rows, 1)
+    first, second = ([id(source.at(place, 0)) for place in range(start, start + 7)] for start in (0, 7))
+    assert sorted(first) == sorted(second) == sorted(map(id, rows))
+    assert first != second
+    assert first == [id(source.at(place, 0)) for place in range(7)]

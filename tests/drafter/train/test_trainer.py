@@ -1,0 +1,221 @@
+"""A training reaches the same bits however often it is killed, and stops where it cannot go on."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams, init_params
+from drafter.train.batches import Batches, Source, pack
+from drafter.train.cod import Cod
+from drafter.train.shards import Document
+from drafter.train.trainer import CHECKPOINTS, LOG, Recipe, Trainer, TrainingStopped, read_log
+from peagle.ops.errors import InputError
+from peagle.ops.rope import RopeConfig
+
+VOCAB = 23
+CONFIG = DrafterConfig(
+    hidden_size=12,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_width=14,
+    target_hidden_size=10,
+    vocab_size=VOCAB,
+    draft_vocab_size=VOCAB,
+    mask_token_id=VOCAB - 1,
+    rope=RopeConfig(8, 10000.0),
+    num_taps=2,
+    aux_layer_ids=(0, 1),
+)
+RECIPE = Recipe(steps=12, width=24, cod=Cod(depth=3), learning_rate=0.02, other_rate=0.02)
+ROOT = Path(__file__).parents[3]
+
+
+@flax.struct.dataclass
+class Counting:
+    """A target whose next token follows from the last one: the next but one in the vocabulary. Its taps are that
+    token's row of a table."""
+
+    table: jax.Array
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del positions, segment_ids
+        following = (token_ids + 2) % (VOCAB - 1)
+        return 20 * jax.nn.one_hot(following, VOCAB), self.table[token_ids]
+
+
+def document(start: int, size: int) -> Document:
+    return Document((start + 2 * np.arange(size)).astype(np.int32) % (VOCAB - 1), np.arange(size) >= 2)
+
+
+def trainer(out: Path, recipe: Recipe = RECIPE, rows: int = 2, **options: Any) -> Trainer:
+    source = Source("x", pack([document(start, 7 + start % 5) for start in range(30)], recipe.width), rows)
+    counts = recipe.segments.counts(recipe.cod, recipe.width)
+    batches = Batches((source,), recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
+    table = jax.random.normal(jax.random.key(3), (VOCAB, CONFIG.aux_width), jnp.float32)
+    given = {"save_every": 4, "log_every": 2, **options}
+    out.mkdir(exist_ok=True)
+    return Trainer(out, CONFIG, recipe, batches, Counting(table), **given)
+
+
+def initial() -> DrafterParams:
+    return init_params(CONFIG, jax.random.key(0))
+
+
+def same(one: DrafterParams, other: DrafterParams) -> bool:
+    return all(bool(np.array_equal(a, b)) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def curve(out: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_log(out / LOG) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[DrafterParams, list[tuple[int, float]]]:
+    """What a training without interruptions comes to."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    return trainer(out).run(initial()), curve(out)
+
+
+def test_it_learns(straight: tuple[DrafterParams, list[tuple[int, float]]]) -> None:
+    _, losses = straight
+    assert [step for step, _ in losses] == [2, 4, 6, 8, 10, 12]
+    assert losses[-1][1] < 0.8 * losses[0][1]
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing catches it."""
+
+
+@pytest.mark.parametrize("at", [9, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+def test_a_training_that_was_cut_off_goes_on_to_the_same_bits(
+    tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]], at: int
+) -> None:
+    def watch(line: Mapping[str, Any]) -> None:
+        if line["step"] >= at:
+            raise Killed
+
+    with pytest.raises(Killed):
+        trainer(tmp_path / "run", watch=watch).run(initial())
+    params = trainer(tmp_path / "run").run(initial())
+    assert same(params, straight[0])
+    assert curve(tmp_path / "run") == straight[1]
+
+
+@pytest.mark.slow
+def test_in_parts_it_learns_the_same(tmp_path: Path) -> None:
+    """The sums are taken in another order: near, not equal."""
+    cut = trainer(tmp_path / "cut", dataclasses.replace(RECIPE, parts=2))
+    # as much room as the whole has, so that the same chains are kept
+    counts = tuple((RECIPE.width,) * 2 for _ in range(2))
+    cut.batches = dataclasses.replace(cut.batches, counts=counts)
+    whole = trainer(tmp_path / "whole")
+    whole.batches = dataclasses.replace(whole.batches, counts=((RECIPE.width,) * 2,))
+    whole.run(initial())
+    cut.run(initial())
+    np.testing.assert_allclose(
+        [loss for _, loss in curve(tmp_path / "cut")], [loss for _, loss in curve(tmp_path / "whole")], rtol=1e-4
+    )
+
+
+def test_a_frozen_embedding_stays(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, steps=2, train_embedding=False, weight_decay=0.1)
+    params = trainer(tmp_path / "run", recipe).run(initial())
+    assert np.array_equal(params.embedding, initial().embedding)
+    assert not np.array_equal(params.lm_head, initial().lm_head)
+
+
+def test_muon_and_clipping_and_bfloat16_train_too(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, optimizer="muon", clip_norm=1.0, compute_dtype="bfloat16")
+    trainer(tmp_path / "run", recipe).run(initial())
+    losses = curve(tmp_path / "run")
+    assert losses[-1][1] < losses[0][1]
+
+
+def test_a_loss_that_is_no_number_stops_it_with_the_last_good_step(tmp_path: Path) -> None:
+    broken = trainer(tmp_path / "run")
+    fine = broken.batches
+
+    class Breaking:
+        counts, sources = fine.counts, fine.sources
+
+        def at(self, step: int) -> Any:
+            batch = fine.at(step)
+            return dataclasses.replace(batch, trained=batch.trained * (np.nan if step == 6 else 1.0))
+
+    broken.batches = Breaking()  # type: ignore[assignment]
+    with pytest.raises(TrainingStopped, match="the loss of step 7 is no finite number; the last good step is 4, in"):
+        broken.run(initial())
+    assert sorted(path.name for path in (tmp_path / "run" / CHECKPOINTS).iterdir()) == ["4"]
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    first = trainer(tmp_path / "run", dataclasses.replace(RECIPE, steps=4))
+    first.run(initial())
+    other = dataclasses.replace(CONFIG, mlp_width=16)
+    second = dataclasses.replace(trainer(tmp_path / "run"), config=other)
+    with pytest.raises(InputError, match="step 4 cannot be gone on from"):
+        second.run(init_params(other, jax.random.key(0)))
+
+
+def test_what_it_evaluates_is_in_the_log(tmp_path: Path) -> None:
+    seen: list[DrafterParams] = []
+
+    def evaluate(params: DrafterParams) -> dict[str, Any]:
+        seen.append(params)
+        return {"acceptance_length": 1.5}
+
+    params = trainer(tmp_path / "run", evaluate=evaluate, evaluate_every=5).run(initial())
+    evaluated = [line["step"] for line in read_log(tmp_path / "run" / LOG) if "evaluation" in line]
+    assert evaluated == [5, 10, 12]
+    assert same(seen[-1], params)
+
+
+PROCESS = """
+import sys, time
+from pathlib import Path
+import jax
+from tests.drafter.train.test_trainer import initial, trainer
+out = Path(sys.argv[1])
+slow = lambda line: time.sleep(0.2)
+params = trainer(out, watch=slow, save_every=1, log_every=1).run(initial())
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on(
+    tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]]
+) -> None:
+    """kill -9 at moments that differ, within checkpoint writes among them."""
+    out = tmp_path / "run"
+    out.mkdir()
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        process = subprocess.Popen([sys.executable, "-c", PROCESS, str(out)], cwd=ROOT, env={**os.environ})
+        deadline = time.monotonic() + 90
+        while not (out / LOG).exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(float(rng.uniform(0, 3)))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    params = trainer(out, save_every=1, log_every=1).run(initial())
+    assert same(params, straight[0])
+    lines = [json.loads(text) for text in (out / LOG).read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))

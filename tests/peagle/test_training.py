@@ -1,0 +1,205 @@
+"""`peagle data` and `peagle train` from a target to a drafter that runs, and what they say to what cannot work."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import peagle.pair
+from drafter.load import load_drafter
+from drafter.train.shards import read_shards
+from peagle.cli import main
+from peagle.pair import Pair
+from tests.peagle.conftest import STOP, VOCAB_SIZE, Directories
+
+Run = Callable[..., tuple[int, str]]
+PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """(exit code, the last line on standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str]:
+        code = main([str(each) for each in arguments])
+        lines = capsys.readouterr().err.splitlines()
+        return code, lines[-1] if lines else ""
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data of the tiny target."""
+    out = tmp_path_factory.mktemp("data") / "data"
+    arguments = ["data", "--target", directories.target, "--prompt-file", prompts, "--out", out, "-n", 20]
+    assert main([*map(str, arguments), "--shard-prompts", "2", "--batch", "2", "--quiet"]) == 0
+    return out
+
+
+def train(directories: Directories, data: object, out: Path, *more: object) -> list[object]:
+    small = ["--taps", "0,1,2", "--width", 32, "--depth", 3, "--rows", 2, "--layers", 1, "--mlp-width", 16]
+    return ["train", "--target", directories.target, "--data", data, "--out", out, "--steps", 4, *small, *more]
+
+
+def test_data_are_the_targets_own_answers(made: Path, pair: Pair) -> None:
+    documents = read_shards(made)
+    assert len(list(made.glob("shard_*"))) == 3
+    for ids, document in zip(PROMPTS, documents, strict=True):
+        answer = pair.generate(ids, num_speculative_tokens=0, max_new_tokens=20).output_ids
+        assert document.token_ids.tolist() == [*ids, *answer]
+        assert document.trained.tolist() == [False] * len(ids) + [True] * len(answer)
+
+
+def test_data_go_on_where_they_were_cut_off_and_are_the_same(
+    directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run
+) -> None:
+    arguments = ("data", "--target", directories.target, "--prompt-file", prompts, "-n", 20, "--shard-prompts", 2)
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    (copy / "shard_00001.safetensors").unlink()
+    before = (copy / "shard_00002.safetensors").stat().st_mtime_ns
+    assert run(*arguments, "--out", copy, "--batch", 2)[0] == 0
+    assert (copy / "shard_00002.safetensors").stat().st_mtime_ns == before
+    for one, other in zip(read_shards(made), read_shards(copy), strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+    code, said = run(*arguments, "--out", copy, "--temperature", 1)
+    assert code == 2
+    assert "was made with sampling" in said
+
+
+def test_a_turn_is_asked_with_the_answers_before_it(
+    directories: Directories, pair: Pair, tmp_path: Path, run: Run
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"turns": ["1 + 2", "and?"]}) + "\n")
+    out = tmp_path / "data"
+    assert run("data", "--target", directories.target, "--prompt-file", path, "--out", out, "-n", 6)[0] == 0
+    first, second = read_shards(out)
+    said = [token for token in first.token_ids[first.trained].tolist() if token != STOP]
+    assert pair.tokenizer is not None
+    text = peagle.text.detokenize(pair.tokenizer, said)
+    expected = pair.tokenizer.encode_chat(["1 + 2", "and?"], [text], system=None, reasoning_effort=None)
+    assert tuple(second.token_ids[~second.trained].tolist()) == expected
+
+
+@pytest.mark.parametrize("more", [(), ("--hidden", "--top", 4)])
+def test_from_data_to_a_drafter_that_runs(
+    directories: Directories, prompts: Path, made: Path, tmp_path: Path, run: Run, more: tuple[object, ...]
+) -> None:
+    """With the target inside the step, and with all it says in the data."""
+    data, out = made, tmp_path / "run"
+    if more:
+        data = tmp_path / "data"
+        asked = ("--prompt-file", prompts, "--out", data, "-n", 20, "--taps", "0,1,2", *more)
+        assert run("data", "--target", directories.target, *asked)[0] == 0
+        assert sorted(read_shards(data)[0].teacher) == ["aux_hidden", "log_total", "top_ids", "top_logits"]
+    evaluation = () if more else ("--evaluate", prompts, "--evaluate-every", 2, "-k", 3)
+    assert run(*train(directories, data, out, *evaluation))[0] == 0
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if "loss" in line][-1] == 4
+    if not more:
+        lengths = [line["evaluation"]["acceptance_length"] for line in log if "evaluation" in line]
+        assert len(lengths) == 2
+        assert all(1 <= length <= 4 for length in lengths)
+    assert (out / "curve.png").stat().st_size > 10_000
+    speculative = peagle.pair.load(directories.target, out / "drafter")
+    plain = speculative.generate(PROMPTS[0], num_speculative_tokens=0, max_new_tokens=30)
+    assert speculative.generate(PROMPTS[0], num_speculative_tokens=3, max_new_tokens=30).output_ids == plain.output_ids
+    # the same command again finds it done
+    assert run(*train(directories, data, out, *evaluation))[0] == 0
+
+
+def test_a_smaller_draft_vocabulary_and_the_other_dialect(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    more = ("--draft-vocab", 40, "--dialect", "speculators", "--hidden-size", 24, "--loss", "kl", "--parts", 2)
+    code, said = run(*train(directories, made, tmp_path / "run", *more))
+    assert code == 0, said
+    params, config = load_drafter(tmp_path / "run" / "drafter", np.dtype(np.float32))
+    assert (config.draft_vocab_size, config.hidden_size) == (40, 24)
+    assert params.draft_to_target is not None
+    listed = set(params.draft_to_target.tolist())
+    seen = {token for each in read_shards(made) for token in each.token_ids[each.trained].tolist()}
+    assert STOP in listed
+    assert len(seen & listed) >= min(len(seen), 39)
+    assert config.mask_token_id == VOCAB_SIZE - 1, "the highest id that the data never uses"
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_a_drafter(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
+    assert run(*train(directories, made, tmp_path / "first"))[0] == 0
+    begun, shape = load_drafter(tmp_path / "first" / "drafter", np.dtype(np.float32))
+    more = ("--init", tmp_path / "first" / "drafter", "--layers", 3, "--learning-rate", 1e-9)
+    code, said = run(*train(directories, made, tmp_path / "second", *more))
+    assert code == 0, said
+    params, config = load_drafter(tmp_path / "second" / "drafter", np.dtype(np.float32))
+    assert config == shape
+    np.testing.assert_allclose(params.fc, begun.fc, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--loss", "hinge"), "'hinge' is not one of"),
+        (("--width", 8), "longer than the 8 tokens of a row, the longest"),
+        (("--rows", 0), "--rows is 0; expected a multiple of 1"),
+        (("--mask-token", 17), "the mask token 17 is in use"),
+        (("--mask-token", 400), "mask token 400 lies outside"),
+        (("--taps", "0,1,9"), "--taps names the output of layer 9; expected 0..2"),
+        (("--taps", "a,b"), "--taps is 'a,b'; expected layers"),
+        (("--depth", 0), "expected a depth of 1 or more"),
+        (("--parts", 99), "99 parts of a sequence of 32"),
+        (("--learning-rate", -1), "expected numbers above 0"),
+        (("--heads", 5), "5 query heads do not divide"),
+        (("--data", "missing"), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(
+    directories: Directories, made: Path, tmp_path: Path, run: Run, more: tuple[object, ...], says: str
+) -> None:
+    code, said = run(*train(directories, made, tmp_path / "run", *more))
+    assert code == 2
+    assert says in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_mixed_with_another(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "run"
+    assert run(*train(directories, made, out))[0] == 0
+    code, said = run(*train(directories, made, out, "--seed", 7))
+    assert code == 2
+    assert "was begun with recipe.seed 0, now it is 7" in said
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    code, said = run(*train(directories, made, tmp_path / "mine"))
+    assert code == 2
+    assert "holds files, but no recipe.json" in said
+
+
+def test_data_with_nothing_to_train_on_is_refused(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    from drafter.train.shards import Document, open_folder, write_shard
+
+    open_folder(tmp_path / "masked", {})
+    write_shard(tmp_path / "masked", 0, [Document(np.arange(5), np.zeros((5,), bool))])
+    code, said = run(*train(directories, tmp_path / "masked", tmp_path / "run"))
+    assert code == 2
+    assert "has no token to train on: all of it is masked" in said
+    corrupt = tmp_path / "corrupt"
+    shutil.copytree(made, corrupt)
+    (corrupt / "shard_00001.safetensors").write_bytes(b"cut")
+    code, said = run(*train(directories, corrupt, tmp_path / "run"))
+    assert code == 2
+    assert "shard_00001.safetensors is not a whole shard" in said
