@@ -1,12 +1,16 @@
 """`peagle data`: the target answers prompts, and shards of training data hold what it said."""
 
 import dataclasses
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from drafter.train.shards import Document, open_folder, shard_path, total_tokens, write_shard
@@ -18,9 +22,9 @@ from peagle.ops.errors import InputError
 from peagle.pair import DEMO, load, resolve
 from peagle.prompts import Rendering, read_prompt_file
 from peagle.text import DEFAULT_DATE
-
-if TYPE_CHECKING:
-    from target.teacher import Teacher
+from target.config import choose_aux_layer_ids
+from target.load import inspect_target, load_target
+from target.teacher import Teacher
 
 BEHIND = 32  # documents that the teacher reads together
 
@@ -46,7 +50,8 @@ def data_command(settings: DataSettings) -> int:
     sampling = SamplingConfig(settings.temperature, settings.top_k, settings.top_p)
     starts = range(0, len(conversations), settings.shard_prompts)
     out = Path(settings.out)
-    taps = _taps(settings, directory) if settings.hidden else ()
+    layers = inspect_target(directory).config.num_layers
+    taps = choose_aux_layer_ids(settings.taps, layers) if settings.hidden else ()
     open_folder(out, _made_by(settings, name, len(conversations), rendering, sampling, taps))
     missing = [number for number in range(len(starts)) if not shard_path(out, number).exists()]
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
@@ -114,7 +119,7 @@ def _made_by(
     """What the shards are a function of, for their manifest."""
     made: dict[str, Any] = {
         "target": name,
-        "prompts": [path.name for path in settings.prompt_files],
+        "prompts": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in settings.prompt_files},
         "num_prompts": num_prompts,
         "shard_prompts": settings.shard_prompts,
         "max_new_tokens": settings.max_new_tokens,
@@ -129,30 +134,13 @@ def _made_by(
     return loaded
 
 
-def _taps(settings: DataSettings, directory: Path) -> tuple[int, ...]:
-    from target.config import default_aux_layer_ids
-    from target.load import inspect_target
-
-    layers = inspect_target(directory).config.num_layers
-    taps = settings.taps or default_aux_layer_ids(layers)
-    if outside := [tap for tap in taps if not 0 <= tap < layers]:
-        raise InputError(f"--taps names the output of layer {outside[0]}; expected 0..{layers - 1}")
-    return taps
-
-
-def _teacher(directory: Path, dtype: str, taps: Sequence[int]) -> "Teacher":
-    from target.load import load_target
-    from target.teacher import Teacher
-
+def _teacher(directory: Path, dtype: str, taps: Sequence[int]) -> Teacher:
     loaded = load_target(directory, dtype=np.dtype(dtype))
     return Teacher(loaded.params, loaded.config, tuple(taps))
 
 
-def _taught(documents: Sequence[Document], teacher: "Teacher", settings: DataSettings) -> Iterator[Document]:
+def _taught(documents: Sequence[Document], teacher: Teacher, settings: DataSettings) -> Iterator[Document]:
     """The documents with the taps, or the target's best tokens, or both, behind each token."""
-    import jax
-    import jax.numpy as jnp
-    import ml_dtypes
 
     @jax.jit
     def look(token_ids: jax.Array) -> dict[str, jax.Array]:

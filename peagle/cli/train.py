@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.load import load_drafter, save_drafter
+from drafter.load import load_drafter, parse_config, save_drafter
 from drafter.params import DrafterParams, init_params
 from drafter.propose import PEagle
 from drafter.train.batches import Batches, Source, pack
@@ -29,12 +29,13 @@ from peagle.cli.settings import TrainSettings
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine
 from peagle.metrics import Recorder, pooled_counters
+from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig
-from peagle.pair import DEMO, Pair, load, resolve
+from peagle.pair import DEMO, Pair, default_dtype, load, resolve
 from peagle.prompts import Rendering, read_prompt_file
 from peagle.provenance import provenance
-from target.config import TargetConfig, default_aux_layer_ids
+from target.config import TargetConfig, choose_aux_layer_ids
 from target.load import LoadedTarget, inspect_target, load_target
 from target.model import GptOss
 from target.params import TargetParams
@@ -67,15 +68,15 @@ def train_command(settings: TrainSettings) -> int:
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
 
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
-        loaded = load_target(directory, progress=progress)
-    ids = None if vocab is None else np.sort(np.asarray(vocab.token_ids, np.int32))
-    initial = _initial(settings, config, loaded, ids)
+        loaded = load_target(directory, dtype=jnp.dtype(default_dtype()), progress=progress)
+    initial = _initial(settings, config, loaded, vocab)
+    ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
     teacher = None if _self_contained(documents) else Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
     evaluate = None
     if settings.evaluate is not None:
         evaluate = _Acceptance(load(name, None), config, Path(settings.evaluate), settings).of
     trainer = Trainer(out, config, recipe, batches, teacher, ids)
-    steps = begun["recipe"]["steps"] if begun is not None else settings.steps
+    steps = begun["recipe"]["steps"] if begun is not None and settings.steps is None else settings.steps
     if steps is None:
         with display.stage("measuring a step", animated=False):
             steps = max(1, int(cast(float, settings.minutes) * 60 / _seconds_per_step(trainer, initial)))
@@ -162,15 +163,13 @@ def _drafter_config(
     if settings.draft_vocab is not None:
         vocab = _draft_vocab(settings.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
     if settings.init is not None:
-        _, config = load_drafter(Path(settings.init), jnp.float32)
+        config = parse_config(read_checkpoint(Path(settings.init)))
         if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
             raise InputError(f"--init {settings.init} does not fit the target; use a drafter of this target")
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
         return config, None
-    taps = settings.taps or default_aux_layer_ids(target.num_layers)
-    if outside := [tap for tap in taps if not 0 <= tap < target.num_layers]:
-        raise InputError(f"--taps names the output of layer {outside[0]}; expected 0..{target.num_layers - 1}")
+    taps = choose_aux_layer_ids(settings.taps, target.num_layers)
     hidden = settings.hidden_size or target.hidden_size
     head_dim = settings.head_dim or target.head_dim
     mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
@@ -259,14 +258,15 @@ def _recipe(settings: TrainSettings, steps: int) -> Recipe:
 
 
 def _initial(
-    settings: TrainSettings, config: DrafterConfig, loaded: LoadedTarget, ids: np.ndarray | None
+    settings: TrainSettings, config: DrafterConfig, loaded: LoadedTarget, vocab: DraftVocab | None
 ) -> DrafterParams:
     """What training begins with: --init; or random layers, and from the target, where the widths agree, embedding,
     final norm and head, and an fc that passes the last tap through."""
     if settings.init is not None:
         return load_drafter(Path(settings.init), jnp.float32)[0]
     params = init_params(config, jax.random.key(settings.seed))
-    params = dataclasses.replace(params, draft_to_target=None if ids is None else jnp.asarray(ids))
+    ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
+    params = dataclasses.replace(params, draft_to_target=ids)
     if config.hidden_size != config.target_hidden_size:
         return params
     target: TargetParams = loaded.params

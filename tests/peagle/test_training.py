@@ -123,7 +123,7 @@ def test_from_data_to_a_drafter_that_runs(
 def test_a_smaller_draft_vocabulary_and_the_other_dialect(
     directories: Directories, made: Path, tmp_path: Path, run: Run
 ) -> None:
-    more = ("--draft-vocab", 40, "--dialect", "speculators", "--hidden-size", 24, "--loss", "kl", "--parts", 2)
+    more = ("--draft-vocab", 40, "--dialect", "speculators", "--hidden-size", 24, "--loss", "kl")
     code, said = run(*train(directories, made, tmp_path / "run", *more))
     assert code == 0, said
     params, config = load_drafter(tmp_path / "run" / "drafter", np.dtype(np.float32))
@@ -180,6 +180,9 @@ def test_a_run_is_not_mixed_with_another(directories: Directories, made: Path, t
     code, said = run(*train(directories, made, out, "--seed", 7))
     assert code == 2
     assert "was begun with recipe.seed 0, now it is 7" in said
+    code, said = run(*train(directories, made, out, "--steps", 9))
+    assert code == 2
+    assert "was begun with recipe.steps 4, now it is 9" in said
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("mine")
     code, said = run(*train(directories, made, tmp_path / "mine"))

@@ -142,6 +142,7 @@ def test_a_frozen_embedding_stays(tmp_path: Path) -> None:
     assert not np.array_equal(params.lm_head, initial().lm_head)
 
 
+@pytest.mark.slow
 def test_muon_and_clipping_and_bfloat16_train_too(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPE, optimizer="muon", clip_norm=1.0, compute_dtype="bfloat16")
     trainer(tmp_path / "run", recipe).run(initial())
