@@ -44,8 +44,8 @@ def choose(asked: str, directory: Path, vocab_size: int, first: Sequence[int] = 
         raise InputError(f"the draft vocabulary is to hold {count} tokens; expected 1 or more")
     known = directory / FREQUENT_TOKENS
     if known.is_file():
-        return DraftVocab(_unique([*_listed(known, vocab_size), *range(vocab_size)])[:count], FREQUENT_TOKENS)
-    return DraftVocab(_unique([*first, *range(vocab_size)])[:count], "the order of merges, for want of counts")
+        return DraftVocab(first_of(_listed(known, vocab_size), vocab_size, count), FREQUENT_TOKENS)
+    return DraftVocab(first_of(first, vocab_size, count), "the order of merges, for want of counts")
 
 
 def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> tuple[DrafterParams, DrafterConfig]:
@@ -86,10 +86,18 @@ def _unique(ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def first_of(wanted: Iterable[int], vocab_size: int, count: int) -> tuple[int, ...]:
+    """So many tokens: the wanted ones, and behind them all others in their order."""
+    return _unique([*wanted, *range(vocab_size)])[:count]
+
+
+def by_frequency(counts: np.ndarray) -> list[int]:
+    """Every token that was counted, the most frequent first; ties go to the lower id. counts [V]."""
+    return [int(token) for token in np.argsort(-counts, kind="stable") if counts[token] > 0]
+
+
 def write_frequent_tokens(path: Path, counts: np.ndarray) -> int:
-    """The file lists every token that was counted, the most frequent first; ties go to the lower id. Returns how many.
-    counts [V]."""
-    order = np.argsort(-counts, kind="stable")
-    ids = [int(token) for token in order if counts[token] > 0]
+    """The file lists the tokens `by_frequency`. Returns how many. counts [V]."""
+    ids = by_frequency(counts)
     path.write_text(json.dumps(ids) + "\n")
     return len(ids)

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Request
+from peagle.metrics import Result, decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.prompts import Conversation, Rendering
-from peagle.text import detokenize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,8 @@ def answer(
     before. Random numbers follow from the seed and from first_index + the place of the conversation, so that any part
     of a list is answered as within the whole.
 
-    `skipped` is told, in a line, of a turn that leaves no room for an answer; it and those behind it are missing.
-    `done` is told how many more conversations are finished.
+    `skipped` is told, in a line, of a turn that cannot be asked (no room for an answer, no tokenizer); it and those
+    behind it are missing. `done` is told how many more conversations are finished.
     """
     said: dict[int, list[str]] = {number: [] for number in range(len(conversations))}
     turn = 0
@@ -57,14 +57,14 @@ def answer(
                 skipped(str(error))
                 del said[number]
                 done(1)
-        outputs = _decode(pair, requests, asking)
+        results = _decode(pair, requests, asking)
         turn += 1
         for request in requests:
             number = request.index - first_index
-            yield Answer(request.prompt_ids, outputs[request.index])
-            if turn < conversations[number].num_requests and pair.tokenizer is not None:
-                ids = [token for token in outputs[request.index] if token not in pair.stop_token_ids]
-                said[number].append(detokenize(pair.tokenizer, ids))
+            result = results[request.index]
+            yield Answer(request.prompt_ids, result.output_ids)
+            if turn < conversations[number].num_requests:
+                said[number].append(result.text or "")
             else:
                 del said[number]
                 done(1)
@@ -84,13 +84,12 @@ def _request(
     )
 
 
-def _decode(pair: Pair, requests: Sequence[Request], asking: Asking) -> dict[int, tuple[int, ...]]:
-    """{index: output} of all requests. Those of similar length go together: a batch runs as long as its longest."""
-    outputs: dict[int, list[int]] = {request.index: [] for request in requests}
+def _decode(pair: Pair, requests: Sequence[Request], asking: Asking) -> dict[int, Result]:
+    """By index. Requests of similar length go together: a batch runs as long as its longest."""
+    results: dict[int, Result] = {}
     ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
     for start in range(0, len(ordered), asking.batch):
         group = ordered[start : start + asking.batch]
         engine = pair.engine(SpeculationConfig(0, asking.batch, pair.capacity(group), asking.sampling))
-        for emission in engine.generate(group):
-            outputs[emission.request.index] += emission.token_ids
-    return {index: tuple(ids) for index, ids in outputs.items()}
+        results |= {result.request.index: result for result in decode(engine, group, pair.tokenizer)}
+    return results

@@ -5,11 +5,12 @@ Times are readings of time.perf_counter() in seconds; compilation is in none of 
 """
 
 import statistics
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peagle.generate import Decision, Emission, Request
+from peagle.generate import Decision, Emission, Engine, Request
 from peagle.text import Detokenizer, Tokenizer
 
 LOOPING_ABOVE = 0.3  # an output whose loop share is higher loops
@@ -209,6 +210,20 @@ def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
     """(distinct, all) 4-grams of the ids."""
     grams = [tuple(token_ids[i : i + LOOP_GRAM]) for i in range(len(token_ids) - LOOP_GRAM + 1)]
     return len(set(grams)), len(grams)
+
+
+def recorders(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> dict[int, Recorder]:
+    """By the requests' indices; they are asked now."""
+    now, k = time.perf_counter(), engine.config.num_speculative_tokens
+    return {r.index: Recorder(r, k, engine.stop_token_ids, tokenizer, now) for r in requests}
+
+
+def decode(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
+    """What becomes of the requests, decoded from start to end."""
+    recording = recorders(engine, requests, tokenizer)
+    for emission in engine.generate(requests):
+        recording[emission.request.index].add(emission)
+    return [recorder.result() for recorder in recording.values()]
 
 
 def pooled_counters(results: Sequence[Result]) -> Counters | None:

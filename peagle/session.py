@@ -6,13 +6,12 @@ alternates, so that neither has the warmer machine.
 """
 
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
-from peagle.metrics import Recorder, Result, first_difference
+from peagle.metrics import Result, decode, first_difference, recorders
 from peagle.ops.errors import InputError
 from peagle.pair import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
 from peagle.profile import Breakdown, profile
@@ -272,34 +271,26 @@ class _Session:
     def _decode_shown(self, engine: Engine, wave: list[tuple[Request, int | None]]) -> None:
         """The wave's outcomes are there afterwards, also when it was interrupted."""
         requests = [request for request, _ in wave]
-        recorders = self._recorders(engine, requests)
+        recording = recorders(engine, requests, self.pair.tokenizer)
         for request, turn in wave:
             self.observer.started(request, turn)
         try:
             for emission in engine.generate(requests):
-                recorder = recorders[emission.request.index]
+                recorder = recording[emission.request.index]
                 piece = recorder.add(emission)
                 self.observer.emitted(emission.request, emission.token_ids, piece)
                 if recorder.finish_reason != "interrupted":
                     self.observer.finished(recorder.result())
         finally:
             for request, turn in wave:
-                recorder = recorders[request.index]
+                recorder = recording[request.index]
                 if rest := recorder.close():
                     self.observer.emitted(request, (), rest)
                 self.outcomes[request.index] = Outcome(recorder.result(), turn)
 
     def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
         self.observer.decoding(self.done, self.total, plainly=True)
-        engine = self._engine(0)
-        recorders = self._recorders(engine, requests)
-        for emission in engine.generate(requests):
-            recorders[emission.request.index].add(emission)
-        return [recorder.result() for recorder in recorders.values()]
-
-    def _recorders(self, engine: Engine, requests: Sequence[Request]) -> dict[int, Recorder]:
-        now, k = time.perf_counter(), engine.config.num_speculative_tokens
-        return {r.index: Recorder(r, k, engine.stop_token_ids, self.pair.tokenizer, now) for r in requests}
+        return decode(self._engine(0), requests, self.pair.tokenizer)
 
     def _compare(self, outcome: Outcome, plain: Result) -> None:
         outcome.baseline = plain

@@ -29,6 +29,7 @@ from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, NAMES, OURS, unavailable
+from scripts.results import expect_new
 from target.load import inspect_target
 
 
@@ -72,8 +73,7 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
         arguments.seed,
     )
     check(settings, arguments.checkpoints)
-    if arguments.out.exists():
-        raise InputError(f"{arguments.out} exists; expected a new folder, so that no result is overwritten")
+    expect_new(arguments.out)
     for engine, why in left_out.items():
         print(f"{engine} is left out: {why}", file=sys.stderr)
     record: dict[str, Any] = {

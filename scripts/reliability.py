@@ -29,11 +29,13 @@ import numpy as np
 import peagle
 from peagle import policy
 from peagle.config import SpeculationConfig
+from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.policy import Costs, Outlook
 from peagle.prompts import Rendering, read_prompt_file
 from peagle.provenance import provenance
-from scripts.sweep_acceptance import HELD_OUT, decode
+from scripts.results import expect_new
+from scripts.sweep_acceptance import HELD_OUT
 
 KINDS = ("confidence", "corrected")
 EDGES = np.linspace(0, 1, 11)  # of the bins of the figure
@@ -143,8 +145,7 @@ def measure(arguments: argparse.Namespace) -> int:
     """Everything is checked before anything runs."""
     if arguments.num_prompts < 1:
         raise InputError("--num-prompts must be 1 or more")
-    if arguments.out.exists():
-        raise InputError(f"{arguments.out} exists; expected a new folder, so that no result is overwritten")
+    expect_new(arguments.out)
     conversations = read_prompt_file(arguments.prompts)[: arguments.num_prompts]
     pair = peagle.load(arguments.target, arguments.drafter)
     requests = [
@@ -157,7 +158,7 @@ def measure(arguments: argparse.Namespace) -> int:
     raw: list[dict[str, Any]] = []
     started = time.monotonic()
     for number, request in enumerate(requests, start=1):
-        steps = [(d.confidence, d.num_accepted) for d in decode(pair, engine, request).decisions]
+        steps = [(d.confidence, d.num_accepted) for d in decode(engine, [request], None)[0].decisions]
         raw.append(
             {
                 "request": request.index,

@@ -26,12 +26,13 @@ from scipy import stats
 
 import peagle
 from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Engine, Request
-from peagle.metrics import LOOPING_ABOVE, Recorder, Result, pooled_counters, pooled_tok_per_s
+from peagle.generate import Engine
+from peagle.metrics import LOOPING_ABOVE, Result, decode, pooled_counters, pooled_tok_per_s
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO_DIRECTORY, Pair
 from peagle.prompts import Rendering, read_prompt_file
 from peagle.provenance import provenance
+from scripts.results import expect_new
 
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"
 BOOTSTRAP = 2000
@@ -72,16 +73,6 @@ class Sweep:
     kernels: str  # what computed: the native kernels, or XLA and why
 
 
-def decode(pair: Pair, engine: Engine, request: Request) -> Result:
-    """One request from start to end, timed."""
-    recorder = Recorder(
-        request, engine.config.num_speculative_tokens, pair.stop_token_ids, pair.tokenizer, time.perf_counter()
-    )
-    for emission in engine.generate([request]):
-        recorder.add(emission)
-    return recorder.result()
-
-
 def run(pairs: dict[str | None, Pair], sweep: Sweep) -> dict[Arm, list[list[Result]]]:
     """results[arm][repeat][prompt], decoded in rotating order. pairs: by draft vocabulary."""
     pair = pairs[None]
@@ -104,7 +95,7 @@ def run(pairs: dict[str | None, Pair], sweep: Sweep) -> dict[Arm, list[list[Resu
         for number, request in enumerate(requests):
             turn = (repeat + number) % len(sweep.arms)
             for arm in sweep.arms[turn:] + sweep.arms[:turn]:
-                results[arm][repeat].append(decode(pair, engines[arm], request))
+                results[arm][repeat] += decode(engines[arm], [request], pair.tokenizer)
             done = repeat * len(requests) + number + 1
             left = (time.monotonic() - started) / done * (total - done)
             print(f"\r{done}/{total} prompts, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
@@ -359,8 +350,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     arms = parse_arms(arguments.k, arguments.draft_vocab)
     if arguments.repeats < 1 or arguments.num_prompts < 1:
         raise InputError("--repeats and --num-prompts must be 1 or more")
-    if arguments.out.exists():
-        raise InputError(f"{arguments.out} exists; expected a new folder, so that no result is overwritten")
+    expect_new(arguments.out)
     pairs = {
         vocab: peagle.load(arguments.target, arguments.drafter, kernels=arguments.kernels, draft_vocab=vocab)
         for vocab in dict.fromkeys(arm.draft_vocab for arm in (PLAIN, *arms))

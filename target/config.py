@@ -71,17 +71,6 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
-def choose_aux_layer_ids(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """The taps a drafter is to be trained on: those asked for, or the default. Raises InputError where they are not."""
-    if asked is None:
-        if num_layers < 7:
-            raise InputError(f"a target of {num_layers} layers has no default taps; name them with --taps, as 0,1,2")
-        return default_aux_layer_ids(num_layers)
-    if outside := [tap for tap in asked if not 0 <= tap < num_layers]:
-        raise InputError(f"--taps names the output of layer {outside[0]}; expected 0..{num_layers - 1}")
-    return asked
-
-
 def parse_config(config: Mapping[str, Any]) -> TargetConfig:
     """The TargetConfig of a parsed config.json. Raises InputError naming what is missing or not GPT-OSS."""
     kind = config.get("model_type")

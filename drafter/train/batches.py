@@ -5,6 +5,7 @@ a function of (data, recipe, step): a training that goes on after an interruptio
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -57,44 +58,50 @@ class Row:
 
 
 def pack(documents: Sequence[Document], width: int) -> list[Row]:
-    """Rows of at most `width` tokens: each document goes to the fullest of the newest rows that has room for it.
-
-    Raises InputError for a document that is longer than a row.
-    """
+    """Rows of at most `width` tokens that hold all documents. Raises InputError for a document longer than a row."""
     if too_long := [len(each.token_ids) for each in documents if len(each.token_ids) > width]:
         raise InputError(
             f"{len(too_long)} of {len(documents)} documents are longer than the {width} tokens of a row, the longest "
             f"{max(too_long)}; raise --width, or make the data with a smaller --max-new-tokens"
         )
-    rows: list[list[Document]] = []
+    placed = fill_rows([len(each.token_ids) for each in documents], width)
+    return [Row(tuple(documents[place] for place in row)) for row in placed]
+
+
+def fill_rows(sizes: Sequence[int], width: int) -> list[list[int]]:
+    """The places of the sizes by row: each goes to the fullest of the newest rows that has room for it."""
+    rows: list[list[int]] = []
     rooms: list[int] = []
-    for document in documents:
-        size = len(document.token_ids)
-        candidates = [i for i in range(max(0, len(rows) - OPEN_ROWS), len(rows)) if rooms[i] >= size]
+    for place, size in enumerate(sizes):
+        candidates = [row for row in range(max(0, len(rows) - OPEN_ROWS), len(rows)) if rooms[row] >= size]
         if candidates:
             row = min(candidates, key=rooms.__getitem__)
         else:
             row = len(rows)
             rows.append([])
             rooms.append(width)
-        rows[row].append(document)
+        rows[row].append(place)
         rooms[row] -= size
-    return [Row(tuple(row)) for row in rows]
+    return rows
+
+
+@functools.lru_cache(maxsize=8)
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The order in which an epoch takes the rows."""
+    return np.random.default_rng((seed, epoch)).permutation(size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """The rows of one folder, and how many of each step's rows are its."""
 
-    name: str
     rows: Sequence[Row]
     rows_per_step: int
 
     def at(self, place: int, seed: int) -> Row:
         """The row at a place of an endless order, which takes every row once before any twice."""
         size = len(self.rows)
-        order = np.random.default_rng((seed, place // size)).permutation(size)
-        return self.rows[order[place % size]]
+        return self.rows[_order(seed, place // size, size)[place % size]]
 
 
 @dataclasses.dataclass(frozen=True)

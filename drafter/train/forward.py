@@ -12,7 +12,7 @@ Scores are rows * (T + D) instead of rows^2, and of long sequences only a block'
 as drafter.model.forward (a test holds it).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,14 +22,14 @@ from jaxtyping import Array, Float, Int
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from drafter.train.recompute import recomputed
+from drafter.train.blocks import in_blocks
 from peagle.ops.attention import MASKED
 
 CONTEXT_BLOCK = 128  # context rows that are scored together: what lies behind them is left out
 # From so many tokens on, blocks, sequences and kv heads are looped over on the device, and a block's scores are made
 # again for its gradient instead of kept: memory is that of one block.
 LONG = 1024
-LONG_BLOCK = 512  # rows of a block there
+LONG_BLOCK = 512  # rows of a block there, at most
 
 
 def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
@@ -90,23 +90,22 @@ def _attention(
     batch, rows, heads, head_dim = query.shape
     groups, width = key.shape[2], segment_ids.shape[1]
     grouped = query.reshape(batch, rows, groups, heads // groups, head_dim) * head_dim**-0.5
-
-    rows_of_sequence = (grouped, key, value, anchor, segment_ids)
+    long = width >= LONG
+    one = _one_long if long else _one
+    over = jax.lax.map if long else _unrolled
 
     def of_sequence(each: tuple[jax.Array, ...]) -> jax.Array:
-        q, k, v, anchors, segments = each
-        if width < LONG:
-            columns = [_one(q[:, g], k[:, g], v[:, g], anchors, segments, counts) for g in range(groups)]
-            return jnp.stack(columns, axis=1)
-        by_group = tuple(part.swapaxes(0, 1) for part in (q, k, v))
-        found = jax.lax.map(lambda own: _one_long(own[0], own[1], own[2], anchors, segments, counts), by_group)
-        return found.swapaxes(0, 1)
+        *qkv, anchors, segments = each
+        by_group = tuple(part.swapaxes(0, 1) for part in qkv)
+        columns = over(lambda own: one(own[0], own[1], own[2], anchors, segments, counts), by_group)
+        return columns.swapaxes(0, 1)
 
-    if width < LONG:
-        out = jnp.stack([of_sequence(tuple(part[b] for part in rows_of_sequence)) for b in range(batch)])
-    else:
-        out = jax.lax.map(of_sequence, rows_of_sequence)
-    return out.reshape(query.shape)
+    return over(of_sequence, (grouped, key, value, anchor, segment_ids)).reshape(query.shape)
+
+
+def _unrolled(function: Callable[[tuple[jax.Array, ...]], jax.Array], parts: tuple[jax.Array, ...]) -> jax.Array:
+    """jax.lax.map without a loop."""
+    return jnp.stack([function(tuple(part[index] for part in parts)) for index in range(parts[0].shape[0])])
 
 
 def _one(
@@ -138,24 +137,19 @@ def _one_long(
     """The same, block after block, each against all of the context."""
     width = segment_ids.shape[0]
 
-    def in_blocks(here: slice, own_rows: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-        rows = (q[here], anchors[here], own_rows)
-        count = rows[0].shape[0]
-        blocks = -(-count // LONG_BLOCK)
+    fixed = (k[:width], v[:width], segment_ids)
 
-        def cut(part: jax.Array) -> jax.Array:
-            padded = jnp.pad(part, [(0, blocks * LONG_BLOCK - count), *[(0, 0)] * (part.ndim - 1)])
-            return padded.reshape(blocks, LONG_BLOCK, *part.shape[1:])
+    def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
+        keys, values, segments = fixed
+        queries, own_anchors, own_rows = rows
+        return _block(queries, keys, values, own_anchors, segments, own_rows)
 
-        def body(block: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
-            queries, block_anchors, chain = block
-            return recomputed(_block)(queries, k[:width], v[:width], block_anchors, segment_ids, chain)
-
-        found = jax.lax.map(body, jax.tree.map(cut, rows))
-        return found.reshape(-1, *found.shape[2:])[:count]
-
-    parts = [in_blocks(slice(0, width), [])]
-    parts += [in_blocks(here, own_rows) for here, own_rows in _depths(k, v, width, counts) if here.stop > here.start]
+    pieces = [(slice(0, width), []), *_depths(k, v, width, counts)]
+    parts = [
+        in_blocks(attend, fixed, (q[here], anchors[here], own_rows), LONG_BLOCK)
+        for here, own_rows in pieces
+        if here.stop > here.start
+    ]
     return jnp.concatenate(parts, axis=0)
 
 

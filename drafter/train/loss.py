@@ -5,7 +5,6 @@ those) and its best token; or from the data: the token that stands there.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import flax.struct
@@ -15,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
+from drafter.train.blocks import in_blocks
 from drafter.train.forward import forward_chains, rows_of
-from drafter.train.recompute import recomputed
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
 
@@ -120,27 +119,24 @@ def chain_loss(
     if params.draft_to_target is not None:
         tokens = _to_draft(params.draft_to_target, config.vocab_size)[tokens]
 
-    head = (params.lm_head, params.norm)
+    of_rows = functools.partial(_of_rows, loss, config.rms_norm_eps)
+    most = max(1, CHUNK_BYTES // (4 * config.draft_vocab_size))
     found = []
     for b in range(batch):
-        of_chunk = functools.partial(_of_chunk, loss, config.rms_norm_eps)
+        fixed = (params.lm_head, params.norm, jax.tree.map(lambda leaf, b=b: leaf[b], labels))
         rows = (x[b], place[b], tokens[b], counted[b])
-        found.append(
-            _in_chunks(
-                of_chunk, (head, jax.tree.map(lambda leaf, b=b: leaf[b], labels)), rows, 4 * config.draft_vocab_size
-            )
-        )
-    total, hit, kept = (jnp.stack(each) for each in zip(*found, strict=True))
+        found.append(of_rows(fixed, rows) if x.shape[1] <= most else in_blocks(of_rows, fixed, rows, most))
+    each_loss, hit, kept = (jnp.stack(each) for each in zip(*found, strict=True))
     by_depth = (depth[:, :, None] == jnp.arange(len(counts) + 1, dtype=jnp.int32)[None, None, :]).astype(jnp.float32)
     hits, rows_of_depth = (jnp.sum(each[:, :, None] * by_depth, axis=(0, 1)) for each in (hit, kept))
-    return Sums(jnp.sum(total), hits, rows_of_depth)
+    return Sums(jnp.sum(each_loss), hits, rows_of_depth)
 
 
-def _of_chunk(
-    loss: str, eps: float, fixed: tuple[tuple[Any, jax.Array], Labels], rows: tuple[jax.Array, ...]
+def _of_rows(
+    loss: str, eps: float, fixed: tuple[Any, jax.Array, Labels], rows: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(loss, hits [n], kept [n]) of some rows of one sequence. fixed: lm_head and norm, and the sequence's labels."""
-    (lm_head, norm), labels = fixed
+    """(losses, hits, kept), each [n], of some rows of one sequence. fixed: lm_head, norm, and the sequence's labels."""
+    lm_head, norm, labels = fixed
     hidden, at, token, kept = rows
     logits = linear(hidden[None], lm_head, norm=Norm(norm, eps))[0]
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
@@ -148,7 +144,7 @@ def _of_chunk(
     each, teaches = _losses(loss, log_probs, best, labels.probs[at], ids, token)
     kept = kept * teaches
     hit = (jnp.argmax(logits, axis=-1).astype(jnp.int32) == best).astype(jnp.float32) * kept
-    return jnp.sum(each * kept), hit, kept
+    return each * kept, hit, kept
 
 
 def _losses(
@@ -176,23 +172,3 @@ def _losses(
     assert loss == "half", loss
     each, possible = hard(best)
     return 0.5 * soft + 0.5 * each, teaches * possible
-
-
-def _in_chunks(
-    body: Callable[[Any, Any], tuple[jax.Array, jax.Array, jax.Array]],
-    fixed: Any,
-    rows: tuple[jax.Array, ...],
-    row_bytes: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """body(fixed, rows) of all rows; a chunk's logits are gone before the next one's are made, and made again for its
-    gradient."""
-    count = rows[0].shape[0]
-    size = max(1, CHUNK_BYTES // row_bytes)
-    if count <= size:
-        return body(fixed, rows)
-    chunks = -(-count // size)
-    size = -(-count // chunks)
-    padded = [jnp.pad(part, [(0, chunks * size - count), *[(0, 0)] * (part.ndim - 1)]) for part in rows]
-    cut = tuple(part.reshape(chunks, size, *part.shape[1:]) for part in padded)
-    loss, hits, kept = jax.lax.map(functools.partial(recomputed(body), fixed), cut)
-    return jnp.sum(loss), hits.reshape(-1)[:count], kept.reshape(-1)[:count]

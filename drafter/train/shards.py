@@ -16,7 +16,6 @@ A shard is whole or absent, and carries a digest of what it holds: one that was 
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from peagle.ops.errors import InputError
+from peagle.ops.files import write_whole
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -64,7 +64,7 @@ def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder} holds files, but no {MANIFEST}; expected a new folder, or one of training data")
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(path, lambda temporary: temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8"))
+    write_whole(path, lambda temporary: temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def write_shard(folder: Path, number: int, documents: Sequence[Document]) -> Non
     for name in documents[0].teacher:
         arrays[name] = np.ascontiguousarray(np.concatenate([each.teacher[name] for each in documents]))
     metadata = {DIGEST: _digest(arrays)}
-    _replace(shard_path(folder, number), lambda temporary: save_file(arrays, temporary, metadata=metadata))
+    write_whole(shard_path(folder, number), lambda temporary: save_file(arrays, temporary, metadata=metadata))
 
 
 def read_shards(folder: Path) -> list[Document]:
@@ -144,19 +144,6 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
         found.update(f"{name} {values.dtype} {values.shape}\n".encode())
         found.update(np.ascontiguousarray(values).view(np.uint8).data if values.size else b"")
     return found.hexdigest()
-
-
-def _replace(path: Path, write: Any) -> None:
-    """What `write` makes is at the path, whole, or nothing new is."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        write(temporary)
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # safetensors makes it its owner's alone
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def total_tokens(documents: Iterable[Document]) -> tuple[int, int]:

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ from drafter.train.batches import Batch, Batches
 from drafter.train.cod import Cod, Segments
 from drafter.train.loss import LOSSES, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
+from peagle.ops.files import write_whole
 
 ROWS = "rows"  # the mesh axis
 OptimizerName = Literal["adamw", "muon"]
@@ -376,9 +376,8 @@ class Trainer:
         """The log ends at the step that is gone on from."""
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
-        temporary = path.with_name(f".{LOG}.tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:

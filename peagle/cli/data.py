@@ -16,13 +16,13 @@ import numpy as np
 from drafter.train.shards import Document, open_folder, shard_path, total_tokens, write_shard
 from peagle.answers import Answer, Asking, answer
 from peagle.cli.display import Display
+from peagle.cli.run import rendering_of
 from peagle.cli.settings import DataSettings
 from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, load, resolve
 from peagle.prompts import Rendering, read_prompt_file
-from peagle.text import DEFAULT_DATE
-from target.config import choose_aux_layer_ids
+from target.config import default_aux_layer_ids
 from target.load import inspect_target, load_target
 from target.teacher import Teacher
 
@@ -41,17 +41,12 @@ def data_command(settings: DataSettings) -> int:
         conversations = conversations[: settings.num_prompts]
     if settings.shard_prompts < 1 or settings.batch < 1 or settings.top < 0:
         raise InputError("--shard-prompts and --batch must be 1 or more, --top 0 or more")
-    rendering = Rendering(
-        settings.raw_prompt,
-        settings.system,
-        settings.reasoning_effort,
-        DEFAULT_DATE if settings.date is None else settings.date,
-    )
+    rendering = rendering_of(settings)
     sampling = SamplingConfig(settings.temperature, settings.top_k, settings.top_p)
     starts = range(0, len(conversations), settings.shard_prompts)
     out = Path(settings.out)
     layers = inspect_target(directory).config.num_layers
-    taps = choose_aux_layer_ids(settings.taps, layers) if settings.hidden else ()
+    taps = chosen_taps(settings.taps, layers) if settings.hidden else ()
     open_folder(out, _made_by(settings, name, len(conversations), rendering, sampling, taps))
     missing = [number for number in range(len(starts)) if not shard_path(out, number).exists()]
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
@@ -88,7 +83,7 @@ def data_command(settings: DataSettings) -> int:
             documents = [document(each) for each in answers]
             if teacher is not None:
                 documents = list(_taught(documents, teacher, settings))
-            _write(out, number, documents)
+            _write(out, number, documents, skipped)
             counts += (len(documents), *total_tokens(documents))
     seconds = time.perf_counter() - started
     lines = [
@@ -97,9 +92,20 @@ def data_command(settings: DataSettings) -> int:
         f"{counts[2] / seconds:,.0f} tok/s",
     ]
     if skipped:
-        lines.append(f"skipped      {len(skipped)} prompts without room for an answer, the first: {skipped[0]}")
+        lines.append(f"skipped      {len(skipped)} prompts that cannot be answered, the first: {skipped[0]}")
     display.summary(lines)
     return 0
+
+
+def chosen_taps(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
+    """The taps a drafter is to be trained on: those asked for, or the default. Raises InputError where they are not."""
+    if asked is None:
+        if num_layers < 7:
+            raise InputError(f"a target of {num_layers} layers has no default taps; name them with --taps, as 0,1,2")
+        return default_aux_layer_ids(num_layers)
+    if outside := [tap for tap in asked if not 0 <= tap < num_layers]:
+        raise InputError(f"--taps names the output of layer {outside[0]}; expected 0..{num_layers - 1}")
+    return asked
 
 
 def document(each: Answer) -> Document:
@@ -119,7 +125,7 @@ def _made_by(
     """What the shards are a function of, for their manifest."""
     made: dict[str, Any] = {
         "target": name,
-        "prompts": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in settings.prompt_files},
+        "prompts": [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in settings.prompt_files],
         "num_prompts": num_prompts,
         "shard_prompts": settings.shard_prompts,
         "max_new_tokens": settings.max_new_tokens,
@@ -169,9 +175,9 @@ def _taught(documents: Sequence[Document], teacher: Teacher, settings: DataSetti
             yield dataclasses.replace(each, teacher={name: values[row, :size] for name, values in found.items()})
 
 
-def _write(out: Path, number: int, documents: Sequence[Document]) -> None:
+def _write(out: Path, number: int, documents: Sequence[Document], skipped: Sequence[str]) -> None:
     if not documents:
-        raise InputError(f"none of the prompts of shard {number} leaves room for an answer; raise --context")
+        raise InputError(f"none of the prompts of shard {number} can be answered, the last: {skipped[-1]}")
     try:
         write_shard(out, number, documents)
     except OSError as error:

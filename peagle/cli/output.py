@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from peagle.ops.errors import InputError
+from peagle.ops.files import umask
 
 STANDARD_OUTPUT = "-"
 
@@ -65,9 +66,7 @@ class OutputFile:
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(temporary, 0o666 & ~mask)
+            os.chmod(temporary, 0o666 & ~umask())
             os.replace(temporary, self._path)
         except BaseException:
             os.unlink(temporary)

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import dumps, report, summary_lines, trace_lines
-from peagle.cli.settings import Settings
+from peagle.cli.settings import DataSettings, Settings
 from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
@@ -29,12 +29,7 @@ def run_command(settings: Settings) -> int:
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
     resolve(target, "target")
     drafter_path(target, drafter)
-    rendering = Rendering(
-        settings.raw_prompt,
-        settings.system,
-        settings.reasoning_effort,
-        DEFAULT_DATE if settings.date is None else settings.date,
-    )
+    rendering = rendering_of(settings)
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
     conversations = _conversations(settings)
     if settings.profile is not None:
@@ -75,6 +70,12 @@ def run_command(settings: Settings) -> int:
     if outcome.profile_failed is not None:
         raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
     return 130 if outcome.interrupted else 0
+
+
+def rendering_of(settings: Settings | DataSettings) -> Rendering:
+    """How prompts become ids, as it was asked for."""
+    date = DEFAULT_DATE if settings.date is None else settings.date
+    return Rendering(settings.raw_prompt, settings.system, settings.reasoning_effort, date)
 
 
 def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) -> RunConfig:

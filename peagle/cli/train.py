@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import os
 import statistics
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,20 +20,22 @@ from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
 from drafter.train.shards import Document, read_manifest, read_shards
 from drafter.train.trainer import LOG, RECIPE, Recipe, Trainer, TrainingStopped, read_log
-from drafter.vocabulary import DraftVocab, choose
+from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
 from peagle.cli.curve import draw
+from peagle.cli.data import chosen_taps
 from peagle.cli.display import Display
 from peagle.cli.settings import TrainSettings
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine
-from peagle.metrics import Recorder, pooled_counters
+from peagle.metrics import decode, pooled_counters
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
+from peagle.ops.files import write_whole
 from peagle.ops.rope import RopeConfig
 from peagle.pair import DEMO, Pair, default_dtype, load, resolve
 from peagle.prompts import Rendering, read_prompt_file
 from peagle.provenance import provenance
-from target.config import TargetConfig, choose_aux_layer_ids
+from target.config import TargetConfig
 from target.load import LoadedTarget, inspect_target, load_target
 from target.model import GptOss
 from target.params import TargetParams
@@ -118,14 +118,7 @@ def train_command(settings: TrainSettings) -> int:
 
 def _sources(settings: TrainSettings) -> tuple[tuple[Source, ...], list[Document]]:
     """The folders named by --data, with their shares of a step's rows; and all their documents."""
-    if not settings.data:
-        raise InputError("no training data is given; expected --data DIR, a folder that peagle data wrote")
-    parts = []
-    for typed in settings.data:
-        folder, _, share = typed.rpartition(":") if ":" in typed else (typed, "", "1")
-        if not share.isdecimal() or int(share) < 1:
-            raise InputError(f"--data {typed}: a share of {share!r}; expected a whole number, as in DIR:5")
-        parts.append((Path(folder), int(share)))
+    parts = _shares(settings)
     total = sum(share for _, share in parts)
     if settings.rows < 1 or settings.rows * min(share for _, share in parts) % total:
         raise InputError(f"--rows is {settings.rows}; expected a multiple of {total}, the sum of the shares of --data")
@@ -135,9 +128,22 @@ def _sources(settings: TrainSettings) -> tuple[tuple[Source, ...], list[Document
         own = read_shards(path)
         if not any(each.trained.any() for each in own):
             raise InputError(f"{path} has no token to train on: all of it is masked")
-        sources.append(Source(str(path), pack(own, settings.width), settings.rows * count // total))
+        sources.append(Source(pack(own, settings.width), settings.rows * count // total))
         documents += own
     return tuple(sources), documents
+
+
+def _shares(settings: TrainSettings) -> list[tuple[Path, int]]:
+    """(folder, its share of a step's rows) of each --data."""
+    if not settings.data:
+        raise InputError("no training data is given; expected --data DIR, a folder that peagle data wrote")
+    parts = []
+    for typed in settings.data:
+        folder, _, share = typed.rpartition(":") if ":" in typed else (typed, "", "1")
+        if not share.isdecimal() or int(share) < 1:
+            raise InputError(f"--data {typed}: a share of {share!r}; expected a whole number, as in DIR:5")
+        parts.append((Path(folder), int(share)))
+    return parts
 
 
 def _anchors(sources: Sequence[Source], width: int) -> int:
@@ -169,7 +175,7 @@ def _drafter_config(
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
         return config, None
-    taps = choose_aux_layer_ids(settings.taps, target.num_layers)
+    taps = chosen_taps(settings.taps, target.num_layers)
     hidden = settings.hidden_size or target.hidden_size
     head_dim = settings.head_dim or target.head_dim
     mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
@@ -201,11 +207,9 @@ def _draft_vocab(
     wanted = int(asked)
     if not 1 <= wanted <= vocab_size:
         raise InputError(f"--draft-vocab is {wanted}; expected 1..{vocab_size}")
-    seen: Counter[int] = Counter()
-    for each in documents:
-        seen.update(each.token_ids[each.trained].tolist())
-    frequent = dict.fromkeys([*stop_token_ids, *(token for token, _ in seen.most_common()), *range(vocab_size)])
-    return DraftVocab(tuple(frequent)[:wanted], "frequency in the training data")
+    said = np.concatenate([each.token_ids[each.trained] for each in documents])
+    frequent = by_frequency(np.bincount(said[(said >= 0) & (said < vocab_size)], minlength=vocab_size))
+    return DraftVocab(first_of([*stop_token_ids, *frequent], vocab_size, wanted), "frequency in the training data")
 
 
 def _free_token(documents: Sequence[Document], vocab_size: int, stop_token_ids: Sequence[int]) -> int:
@@ -303,12 +307,12 @@ def _record(
     documents: Sequence[Document],
 ) -> None:
     """recipe.json is there; where it was, it says the same. Raises InputError where it says something else."""
-    folders = [typed.rpartition(":")[0] or typed for typed in settings.data]
+    folders = [folder for folder, _ in _shares(settings)]
     record = {
         "schema": 1,
         "recipe": dataclasses.asdict(recipe),
         "drafter": dataclasses.asdict(config),
-        "data": {"given": list(settings.data), "manifests": [read_manifest(Path(folder)) for folder in folders]}
+        "data": {"given": list(settings.data), "manifests": [read_manifest(folder) for folder in folders]}
         | {"documents": len(documents), "tokens": sum(len(each.token_ids) for each in documents)},
         "rows_per_step": settings.rows,
     }
@@ -324,9 +328,8 @@ def _record(
             )
         return
     out.mkdir(parents=True, exist_ok=True)
-    temporary = out / f".{RECIPE}.tmp"
-    temporary.write_text(json.dumps({**record, "provenance": provenance()}, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, out / RECIPE)
+    text = json.dumps({**record, "provenance": provenance()}, indent=1) + "\n"
+    write_whole(out / RECIPE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -384,12 +387,7 @@ class _Acceptance:
         drafter = PEagle(params, self._config)
         engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids, self._pair.steps_per_dispatch)
         engine.warm_up(self._requests)
-        results = []
-        for request in self._requests:
-            recorder = Recorder(request, self._shape.num_speculative_tokens, self._pair.stop_token_ids, None, 0.0)
-            for emission in engine.generate([request]):
-                recorder.add(emission)
-            results.append(recorder.result())
+        results = [result for request in self._requests for result in decode(engine, [request], None)]
         quiet = [result for result in results if not result.loops]
         whole, calm = pooled_counters(results), pooled_counters(quiet)
         assert whole is not None

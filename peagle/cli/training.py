@@ -11,6 +11,7 @@ from peagle.cli.app import (
     PROMPT,
     RUNNING,
     Date,
+    Dtype,
     DtypeOption,
     Experts,
     ExpertsOption,
@@ -73,11 +74,6 @@ class Optimizer(StrEnum):
 class Dialect(StrEnum):
     vllm = "vllm"
     speculators = "speculators"
-
-
-class ComputeDtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 Out = Annotated[
@@ -277,8 +273,8 @@ def train(
         bool, typer.Option("--freeze-embedding", rich_help_panel=LEARNING, help="Do not train it.")
     ] = False,
     dtype: Annotated[
-        ComputeDtype, typer.Option("--dtype", rich_help_panel=LEARNING, help="Of the arithmetic; weights are float32.")
-    ] = ComputeDtype.float32,
+        Dtype, typer.Option("--dtype", rich_help_panel=LEARNING, help="Of the arithmetic; weights are float32.")
+    ] = Dtype.float32,
     seed: Annotated[int, typer.Option("--seed", min=0, rich_help_panel=LEARNING)] = 0,
     save_every: Annotated[
         int, typer.Option("--save-every", min=1, metavar="STEPS", rich_help_panel=RUNNING, help="Between checkpoints.")

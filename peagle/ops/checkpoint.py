@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from peagle.ops.errors import InputError
+from peagle.ops.files import umask
 from peagle.ops.memory import aligned
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -229,7 +230,7 @@ def write_checkpoint(
     parent = directory if directory.exists() else directory.parent
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=parent))
     try:
-        os.chmod(temporary, 0o777 & ~_umask())
+        os.chmod(temporary, 0o777 & ~umask())
         _write_weights(temporary, tensors, shard_bytes)
         for name, content in (extra_files or {}).items():
             data = content if isinstance(content, bytes) else _json_bytes(content)
@@ -304,7 +305,7 @@ def _write_weights(
     def flush() -> None:
         path = directory / f"shard-{len(shards)}"
         save_file(shard, path, metadata={"format": "pt"})
-        path.chmod(0o666 & ~_umask())  # the library makes it its owner's alone
+        path.chmod(0o666 & ~umask())  # the library makes it its owner's alone
         shards.append(list(shard))
         shard.clear()
 
@@ -340,18 +341,3 @@ def _replace_files(directory: Path, new: Path) -> None:
 
 def _json_bytes(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def _some(names: Iterable[str], most: int = 4) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -4,9 +4,9 @@
 
 Stages, each a folder of `--work`: corpus, tokenizer, dataset, target (training), pair/target (the checkpoint),
 written (the target's own answers: `peagle data`), drafter (`peagle train`), pair/drafter (with the answers' tokens by
-frequency). A stage
-that is done is not done again, a training that was cut off goes on. With --install the pair, its held-out prompts and
-its card replace those in peagle/demo. About two hours on two cores; the result is the same within noise.
+frequency). A stage that is done is not done again, a training that was cut off goes on. With --install the pair, its
+held-out prompts and its card replace those in peagle/demo. About two hours on two cores; the result is the same within
+noise.
 """
 
 from __future__ import annotations
@@ -25,24 +25,12 @@ from scripts.demo.tuned import TUNED
 
 DEMO = Path(__file__).parents[2] / "peagle" / "demo"
 
-
 # What the drafter learns from and how: shares of a step's rows (the target's own answers, the corpus' chat, raw text),
 # conditional-on-depth sampling, and rates that suit so small a model.
 DRAFTER_RECIPE = (
-    *("--rows", "8", "--width", "512", "--depth", "6", "--ratio", "0.75", "--loss", "half", "--optimizer", "muon"),
-    *(
-        "--learning-rate",
-        "0.008",
-        "--other-rate",
-        "0.003",
-        "--weight-decay",
-        "0.02",
-        "--warmup",
-        "0.02",
-        "--decay",
-        "0.6",
-    ),
-)
+    "--rows", "8", "--width", "512", "--depth", "6", "--ratio", "0.75", "--loss", "half", "--optimizer", "muon",
+    "--learning-rate", "0.008", "--other-rate", "0.003", "--weight-decay", "0.02", "--warmup", "0.02", "--decay", "0.6",
+)  # fmt: skip
 TAPS = "1,4,7"
 
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from drafter.train import shards
+from drafter.train.batches import fill_rows
 from drafter.train.shards import open_folder, write_shard
 from scripts.demo.corpus import digest, read_lines
 from scripts.demo.tokenizer import END_OF_TEXT, RETURN, START_OF_TEXT
@@ -74,22 +75,10 @@ def raw_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> It
                 yield piece, [TEXT] * len(piece)
 
 
-def pack(documents: Iterable[Document], window: int = 64) -> dict[str, np.ndarray]:
-    """Rows of WIDTH tokens: each document goes to the fullest of the `window` newest rows that has room for it."""
-    rows: list[list[Document]] = []
-    rooms: list[int] = []
-    for document in documents:
-        size = len(document[0])
-        candidates = [i for i in range(max(0, len(rows) - window), len(rows)) if rooms[i] >= size]
-        if candidates:
-            row = min(candidates, key=rooms.__getitem__)
-        else:
-            row = len(rows)
-            rows.append([])
-            rooms.append(WIDTH)
-        rows[row].append(document)
-        rooms[row] -= size
-    return as_arrays(rows)
+def pack(documents: list[Document]) -> dict[str, np.ndarray]:
+    """Rows of WIDTH tokens that hold all documents."""
+    placed = fill_rows([len(ids) for ids, _ in documents], WIDTH)
+    return as_arrays([[documents[place] for place in row] for row in placed])
 
 
 def as_arrays(rows: list[list[Document]]) -> dict[str, np.ndarray]:

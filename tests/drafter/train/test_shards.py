@@ -119,7 +119,7 @@ def test_a_row_tells_its_documents_apart() -> None:
 
 def test_every_row_comes_once_before_any_comes_twice() -> None:
     rows = [Row((each,)) for each in documents(5, count=7)]
-    source = Source("x", rows, 1)
+    source = Source(rows, 1)
     first, second = ([id(source.at(place, 0)) for place in range(start, start + 7)] for start in (0, 7))
     assert sorted(first) == sorted(second) == sorted(map(id, rows))
     assert first != second

@@ -66,7 +66,7 @@ def document(start: int, size: int) -> Document:
 
 
 def trainer(out: Path, recipe: Recipe = RECIPE, rows: int = 2, **options: Any) -> Trainer:
-    source = Source("x", pack([document(start, 7 + start % 5) for start in range(30)], recipe.width), rows)
+    source = Source(pack([document(start, 7 + start % 5) for start in range(30)], recipe.width), rows)
     counts = recipe.segments.counts(recipe.cod, recipe.width)
     batches = Batches((source,), recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
     table = jax.random.normal(jax.random.key(3), (VOCAB, CONFIG.aux_width), jnp.float32)
