@@ -1,4 +1,4 @@
-"""What a P-EAGLE drafter is. load.py reads it from a checkpoint's config.json, whichever dialect that speaks."""
+"""What a drafter is. load.py reads it from a checkpoint's config.json, whichever dialect that speaks."""
 
 import dataclasses
 from typing import Literal
@@ -11,10 +11,16 @@ from peagle.ops.rope import RopeConfig
 class DrafterConfig:
     """Geometry and constants of one drafter. Hashable: it may be a static argument of a jitted function.
 
+    mask_token_id: what a mask slot holds. None: there are no mask slots, this is an EAGLE-3 drafter, which proposes one
+    token after the other, in K passes.
+
     vocab_size is the target's: token ids that come in, and drafts that go out, are of it. draft_vocab_size is how many
     of those the drafter can propose. aux_layer_ids are the tapped OUTPUTS of the target's 0-based layers; None leaves
     them to the target's default. aux_norm normalises what fc reads: all taps as one vector, or each tap by itself.
     norm_before_residual: the residual stream starts from the normalised hidden state instead of the raw one.
+    norm_output: of an EAGLE-3 drafter, the next pass reads what came out behind the final norm, not before it.
+    num_mask_hiddens: of a P-EAGLE drafter, 1: all mask slots share one (the paper's best); more: each depth has its
+    own, the deepest share the last.
     """
 
     hidden_size: int
@@ -26,12 +32,14 @@ class DrafterConfig:
     target_hidden_size: int
     vocab_size: int
     draft_vocab_size: int
-    mask_token_id: int
+    mask_token_id: int | None
     rope: RopeConfig
     num_taps: int = 3
     aux_layer_ids: tuple[int, ...] | None = None
     aux_norm: Literal["joint", "per_tap"] | None = None
     norm_before_residual: bool = False
+    norm_output: bool = False
+    num_mask_hiddens: int = 1
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -39,7 +47,7 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         geometry = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_taps")
-        for name in (*geometry, "target_hidden_size", "vocab_size", "draft_vocab_size"):
+        for name in (*geometry, "num_mask_hiddens", "target_hidden_size", "vocab_size", "draft_vocab_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"the drafter's {name} is {getattr(self, name)}; expected 1 or more")
         if self.aux_norm not in (None, "joint", "per_tap"):
@@ -50,7 +58,7 @@ class DrafterConfig:
             )
         if self.head_dim % 2 or self.rope.head_dim != self.head_dim:
             raise InputError(f"the drafter's head_dim is {self.head_dim}; expected an even number that its rope shares")
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise InputError(f"the drafter's mask token {self.mask_token_id} lies outside 0..{self.vocab_size - 1}")
         if self.draft_vocab_size > self.vocab_size:
             raise InputError(
@@ -65,6 +73,11 @@ class DrafterConfig:
             raise InputError(
                 f"the drafter taps the outputs of layers {list(self.aux_layer_ids or ())}; expected 0 or more"
             )
+
+    @property
+    def parallel(self) -> bool:
+        """Whether all drafts of a step come out of one pass: P-EAGLE. Otherwise one of each: EAGLE-3."""
+        return self.mask_token_id is not None
 
     @property
     def aux_width(self) -> int:

@@ -1,14 +1,16 @@
 """Drafter checkpoints, read and written. The only file here that knows their names.
 
-Three dialects of one model (vllm llama_eagle3.py; speculators models/peagle):
+Three dialects (vllm llama_eagle3.py; speculators models/peagle, models/eagle3):
 
     AWS, vLLM    geometry at the top of config.json; layer 0 is `midlayer.*`; mask id in `ptd_token_id`
     pard naming  the same with `pard_token` or `mask_token_id`
     speculators  geometry under `transformer_layer_config`; layer 0 is `layers.0.*`; mask id in `mask_token_id`
 
+An EAGLE-3 drafter is the same with neither a mask id nor `mask_hidden`.
+
 A file is taken whole or refused: every tensor is consumed or named, every parameter is filled or named, and a setting
 that would change the result is followed or named. `t2d` says nothing that `d2t` does not, and is skipped.
-`norm_output` concerns drafters that run more than one pass per step, and changes nothing here.
+`norm_output` concerns EAGLE-3 alone. A `mask_hidden` of more than one vector is this project's own extension.
 """
 
 import dataclasses
@@ -32,7 +34,10 @@ from peagle.ops.rope import RopeConfig, Yarn, parse_rope
 Dialect = Literal["vllm", "speculators"]
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 NESTED = "transformer_layer_config"
-_EMBEDDING, _LM_HEAD, _FC = "embed_tokens.weight", "lm_head.weight", "fc.weight"
+ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of both kinds
+_EMBEDDING, _LM_HEAD, _FC, _MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
+
+SPECULATORS = {"peagle": "PEagleSpeculator", "eagle3": "Eagle3Speculator"}  # speculators_model_type: architecture
 
 # settings that change the result and have one supported value: (key, supported, what that value says)
 _FIXED: tuple[tuple[str, Any, str], ...] = (
@@ -97,8 +102,9 @@ def weight_bytes(directory: Path, dtype: DTypeLike, *, native: bool = False) -> 
 
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json looks like a P-EAGLE drafter's: it has a mask token or nested geometry."""
-    return NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
+    """Whether a config.json looks like a drafter's: it says so, has a mask token or nested geometry."""
+    named = ARCHITECTURE in (config.get("architectures") or ())
+    return named or NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
 
 
 def parse_config(checkpoint: Checkpoint) -> DrafterConfig:
@@ -143,7 +149,8 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
     put(_FC, params.fc)
     put("norm.weight", params.norm)
     put(_LM_HEAD, params.lm_head)
-    tensors["mask_hidden"] = np.asarray(params.mask_hidden).reshape(1, 1, -1)
+    if params.mask_hidden is not None:
+        tensors[_MASK_HIDDEN] = np.asarray(params.mask_hidden)[None]
     if params.aux_norm is not None and config.aux_norm == "joint":
         put("input_norm.weight", params.aux_norm)
     elif params.aux_norm is not None:
@@ -198,24 +205,16 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[s
     }
     if config.aux_layer_ids is not None:  # named by the layer whose input is tapped
         common["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in config.aux_layer_ids]
+    kind = "peagle" if config.parallel else "eagle3"
+    if config.parallel:
+        common["ptd_token_id" if dialect == "vllm" else "mask_token_id"] = config.mask_token_id
+    else:
+        common["norm_output"] = config.norm_output
     if dialect == "vllm":
-        architectures = ["LlamaForCausalLMEagle3"]
-        return {
-            "architectures": architectures,
-            "dtype": dtype,
-            **geometry,
-            **common,
-            "num_aux_hidden_states": config.num_taps,
-            "ptd_token_id": config.mask_token_id,
-        }
-    return {
-        "architectures": ["PEagleSpeculator"],
-        "speculators_model_type": "peagle",
-        "dtype": dtype,
-        NESTED: geometry,
-        **common,
-        "mask_token_id": config.mask_token_id,
-    }
+        taps = {"num_aux_hidden_states": config.num_taps}
+        return {"architectures": [ARCHITECTURE], "dtype": dtype, **geometry, **common, **taps}
+    named = {"architectures": [SPECULATORS[kind]], "speculators_model_type": kind, "dtype": dtype}
+    return {**named, NESTED: geometry, **common}
 
 
 class _Reader:
@@ -278,15 +277,17 @@ class _Reader:
             return self.vector("input_norm.weight", c.aux_width)
         return jnp.concatenate([self.vector(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(c.num_taps)])
 
-    def mask_hidden(self) -> jax.Array:
-        name, width = "mask_hidden", self.config.aux_width
+    def mask_hidden(self) -> jax.Array | None:
+        if not self.config.parallel:
+            return None
+        name, width, count = _MASK_HIDDEN, self.config.aux_width, self.config.num_mask_hiddens
         shape = self.checkpoint.shape(name)
-        if not shape or shape[-1] != width or np.prod(shape) != width:
+        if not shape or shape[-1] != width or np.prod(shape) != count * width:
             raise InputError(
-                f"{self.checkpoint.directory}: tensor {name} has shape {list(shape)}; expected [1, 1, {width}], the "
-                f"width of {self.config.num_taps} taps of {self.config.target_hidden_size}"
+                f"{self.checkpoint.directory}: tensor {name} has shape {list(shape)}; expected [1, {count}, {width}], "
+                f"the width of {self.config.num_taps} taps of {self.config.target_hidden_size}"
             )
-        return jnp.asarray(self.take(name).reshape(width).astype(self.dtype))
+        return jnp.asarray(self.take(name).reshape(count, width).astype(self.dtype))
 
     def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
         shape = (self.config.vocab_size, self.config.hidden_size)
@@ -331,7 +332,9 @@ def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:
     if not isinstance(geometry, Mapping):
         raise InputError(f"config.json's {NESTED} is a {type(geometry).__name__}; expected an object")
     settings = {**(config.get("eagle_config") or {}), **geometry, **config}
-    _refuse_variants(settings, config, geometry)
+    mask_token_id = _mask_token_id(checkpoint)
+    parallel = mask_token_id is not None
+    _refuse_variants(settings, config, geometry, parallel)
     if settings.get("tie_word_embeddings") and not checkpoint.has(_LM_HEAD):
         raise InputError(f"config.json says tie_word_embeddings true, which is not supported; store {_LM_HEAD}")
 
@@ -356,12 +359,14 @@ def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:
         target_hidden_size=_target_hidden_size(checkpoint, settings.get("target_hidden_size"), num_taps),
         vocab_size=vocab_size,
         draft_vocab_size=int(_first(settings.get("draft_vocab_size"), vocab_size)),
-        mask_token_id=_mask_token_id(config),
+        mask_token_id=mask_token_id,
         rope=parse_rope(head_dim, geometry, default_theta=10000.0),
         num_taps=num_taps,
         aux_layer_ids=aux_layer_ids,
         aux_norm="joint" if joint else "per_tap" if per_tap else None,
         norm_before_residual=bool(settings.get("norm_before_residual", False)),
+        norm_output=bool(settings.get("norm_output", False)) and not parallel,
+        num_mask_hiddens=_num_mask_hiddens(checkpoint) if parallel else 1,
         rms_norm_eps=float(geometry.get("rms_norm_eps", 1e-6)),  # transformers' LlamaConfig
         attention_bias=bool(geometry.get("attention_bias", False)),
         mlp_bias=bool(geometry.get("mlp_bias", False)),
@@ -369,10 +374,16 @@ def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:
     )
 
 
-def _refuse_variants(settings: Mapping[str, Any], config: Mapping[str, Any], geometry: Mapping[str, Any]) -> None:
+def _refuse_variants(
+    settings: Mapping[str, Any], config: Mapping[str, Any], geometry: Mapping[str, Any], parallel: bool
+) -> None:
     """Raises InputError for a setting that asks for another model than this one."""
-    if NESTED in config and (kind := config.get("speculators_model_type")) != "peagle":
-        raise InputError(f"config.json says speculators_model_type {kind!r}; expected 'peagle'")
+    expected = "peagle" if parallel else "eagle3"
+    if NESTED in config and (kind := config.get("speculators_model_type")) != expected:
+        raise InputError(
+            f"config.json says speculators_model_type {kind!r}; expected {expected!r}, since there is "
+            f"{'a' if parallel else 'no'} tensor {_MASK_HIDDEN}"
+        )
     if (kind := geometry.get("model_type", "llama")) != "llama":
         raise InputError(f"config.json says the drafter's layers are model_type {kind!r}; expected 'llama'")
     for key, supported, meaning in _FIXED:
@@ -389,16 +400,25 @@ def _refuse_variants(settings: Mapping[str, Any], config: Mapping[str, Any], geo
             )
 
 
-def _mask_token_id(config: Mapping[str, Any]) -> int:
+def _mask_token_id(checkpoint: Checkpoint) -> int | None:
+    config, parallel = checkpoint.config, checkpoint.has(_MASK_HIDDEN)
     named = {key: int(config[key]) for key in MASK_TOKEN_KEYS if config.get(key) is not None}
+    if bool(named) != parallel:
+        seen = f"tensor {_MASK_HIDDEN} is missing beside {next(iter(named), '')}"
+        if not named:
+            seen = f"config.json names no mask token, in one of {', '.join(MASK_TOKEN_KEYS)}, beside {_MASK_HIDDEN}"
+        raise InputError(f"{seen}; expected both (P-EAGLE) or neither (EAGLE-3)")
     if not named:
-        raise InputError(
-            f"config.json names no mask token; expected one of {', '.join(MASK_TOKEN_KEYS)} (without one it is no "
-            "P-EAGLE drafter)"
-        )
+        return None
     if len(set(named.values())) > 1:
         raise InputError(f"config.json names different mask tokens: {named}; expected one")
     return next(iter(named.values()))
+
+
+def _num_mask_hiddens(checkpoint: Checkpoint) -> int:
+    """The rows of a mask_hidden [1, M, A]; one of any other shape holds one."""
+    shape = checkpoint.shape(_MASK_HIDDEN)
+    return shape[1] if len(shape) == 3 and shape[0] == 1 else 1
 
 
 def _aux_layer_ids(named: list[int] | None) -> tuple[int, ...] | None:

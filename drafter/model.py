@@ -1,12 +1,14 @@
-"""P-EAGLE: one stack of layers, three ways through it.
+"""P-EAGLE and EAGLE-3: one stack of layers, and the ways through it.
 
-    forward   no cache: rows (anchor, depth) under the group-causal mask (training, references)
-    prefill   a prompt's rows into empty caches, at a padded length; no logits
-    propose   the rows committed last and K-1 mask slots, written to the caches, then attended
+    forward           no cache: rows (anchor, depth) under the group-causal mask (references)
+    prefill           a prompt's rows into empty caches, at a padded length; no logits
+    propose           the rows committed last and K-1 mask slots, written to the caches, then attended: P-EAGLE
+    propose_in_turn   the rows committed last, then K-1 passes of one row, each of the draft before it: EAGLE-3
 
 Positions do not shift, tokens do: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and
-predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)). All three run `run_layers`; they
-differ in what attention reads, which each passes in as `attend`.
+predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)); the row of a draft is (its
+embedding, what the layers made of the row before). All run `run_layers`; they differ in what attention reads, which
+each passes in as `attend`.
 """
 
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.attention import attend_rows, attention, decode_attention, split_heads
 from peagle.ops.kv_cache import KVCache, init_kv_cache, write_kv
+from peagle.ops.likeliest import likeliest
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
 from peagle.ops.norm import Norm, rms_norm
@@ -51,7 +54,8 @@ def forward(
     depth: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T U"]:
-    """Logits over the draft vocabulary of every row (anchor, depth), without a cache, under `group_causal_mask`.
+    """A P-EAGLE drafter's logits over the draft vocabulary of every row (anchor, depth), without a cache, under
+    `group_causal_mask`.
 
     A row of depth 0 at anchor p carries token[p+1] and aux_hidden[p]; whatever a row of depth > 0 carries is replaced
     by the mask token and mask_hidden. Row (p, d) stands at RoPE position p + d and predicts token[p + d + 2]. Rows of
@@ -65,9 +69,9 @@ def forward(
         return attention(query, key, value, mask)
 
     masked = depth > 0
-    token_ids = jnp.where(masked, config.mask_token_id, token_ids)
-    aux_hidden = jnp.where(masked[:, :, None], params.mask_hidden[None, None, :], aux_hidden.astype(params.dtype))
-    hidden = project_taps(params, config, aux_hidden)
+    token_ids = jnp.where(masked, mask_token_of(config), token_ids)
+    slots = mask_slots(params, config)[jnp.clip(depth - 1, 0, config.num_mask_hiddens - 1)]
+    hidden = jnp.where(masked[:, :, None], slots, project_taps(params, config, aux_hidden.astype(params.dtype)))
     x = run_layers(params, config, token_ids, hidden, anchor + depth, rotated(config, attend))
     return _logits(params, config, x)
 
@@ -85,7 +89,7 @@ def prefill(
     config: DrafterConfig,
     token_ids: Int[Array, "B T"],
     aux_hidden: Float[Array, "B T A"],
-    lengths: Int[Array, "B"],
+    lengths: Int[Array, " B"],
     caches: tuple[KVCache, ...],
 ) -> tuple[KVCache, ...]:
     """The caches holding rows 0..length-1 of each sequence. They must be empty.
@@ -111,8 +115,8 @@ def prefill(
 
 def lay_out_rows(
     fresh_token_ids: Int[Array, "B F"],
-    num_fresh: Int[Array, "B"],
-    first_position: Int[Array, "B"],
+    num_fresh: Int[Array, " B"],
+    first_position: Int[Array, " B"],
     num_drafts: int,
     mask_token_id: int,
 ) -> Rows:
@@ -151,9 +155,9 @@ def propose(
     config: DrafterConfig,
     fresh_token_ids: Int[Array, "B F"],
     fresh_aux_hidden: Float[Array, "B F A"],
-    num_fresh: Int[Array, "B"],
-    first_position: Int[Array, "B"],
-    num_held: Int[Array, "B"],
+    num_fresh: Int[Array, " B"],
+    first_position: Int[Array, " B"],
+    num_held: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
 ) -> tuple[Float[Array, "B K U"], tuple[KVCache, ...]]:
@@ -168,9 +172,86 @@ def propose(
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
-    rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, num_drafts, config.mask_token_id)
-    # a slot is a row's place among the rows held; keys carry their rotation, so it need not be their position
-    slots = jnp.where(rows.positions < 0, -1, rows.positions + (num_held - first_position)[:, None])
+    rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, num_drafts, mask_token_of(config))
+    hidden = _slot_hidden(params, config, fresh_aux_hidden, num_fresh, rows)
+    gap = num_held - first_position
+    x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, gap, caches, rows.draft_rows)
+    return _logits(params, config, x), caches
+
+
+def propose_in_turn(
+    params: DrafterParams,
+    config: DrafterConfig,
+    fresh_token_ids: Int[Array, "B F"],
+    fresh_aux_hidden: Float[Array, "B F A"],
+    num_fresh: Int[Array, " B"],
+    first_position: Int[Array, " B"],
+    num_held: Int[Array, " B"],
+    caches: tuple[KVCache, ...],
+    num_drafts: int,
+) -> tuple[Int[Array, "B K"], Float[Array, "B K"], tuple[KVCache, ...]]:
+    """(drafts, ids of the target's vocabulary; the drafter's probability of each; caches): a pass over the fresh rows,
+    then one over each draft but the last. Everything else is as `propose` says.
+
+    Row first_position + num_fresh - 1 + i, i >= 1, is (embedding of draft i-1, what came out of the row before) and
+    gives draft i.
+    """
+    if num_drafts < 1:
+        raise ValueError(f"{num_drafts} drafts; expected K >= 1")
+    # without mask slots: a layout of one draft
+    rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, 1, 0)
+    wanted = jnp.where(rows.committed, 0, -1)
+    hidden = project_taps(params, config, fresh_aux_hidden.astype(params.dtype), wanted)
+    gap = num_held - first_position
+    x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, gap, caches, rows.draft_rows)
+    drafts, confidence = [], []
+    while True:
+        ids, probability = likeliest(_logits(params, config, x))
+        drafts.append(to_target_ids(params, ids))
+        confidence.append(probability)
+        if len(drafts) == num_drafts:
+            return jnp.concatenate(drafts, axis=1), jnp.concatenate(confidence, axis=1), caches
+        behind = (first_position + num_fresh - 1 + len(drafts))[:, None]
+        positions = jnp.where(first_position[:, None] < 0, -1, behind)
+        x, caches = _cached_pass(params, config, drafts[-1], fed_back(params, config, x), positions, gap, caches)
+
+
+def fed_back(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """What an EAGLE-3 drafter's next pass reads, of what came out of the layers."""
+    return rms_norm(x, params.norm, config.rms_norm_eps) if config.norm_output else x
+
+
+def to_target_ids(params: DrafterParams, draft_ids: Int[Array, "B K"]) -> Int[Array, "B K"]:
+    """Ids of the target's vocabulary for ids of the draft vocabulary."""
+    return draft_ids if params.draft_to_target is None else params.draft_to_target[draft_ids]
+
+
+def mask_token_of(config: DrafterConfig) -> int:
+    """The token of a P-EAGLE drafter's mask slots. Raises ValueError for a drafter that has none."""
+    if config.mask_token_id is None:
+        raise ValueError("an EAGLE-3 drafter has no mask slots; it proposes in turn")
+    return config.mask_token_id
+
+
+def mask_slots(params: DrafterParams, config: DrafterConfig) -> Float[Array, "M D"]:
+    """fc of every mask_hidden."""
+    assert params.mask_hidden is not None
+    return project_taps(params, config, params.mask_hidden[None])[0]
+
+
+def _cached_pass(
+    params: DrafterParams,
+    config: DrafterConfig,
+    token_ids: Int[Array, "B T"],
+    hidden: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    gap: Int[Array, " B"],
+    caches: tuple[KVCache, ...],
+    wanted: Int[Array, "B K"] | None = None,
+) -> tuple[Float[Array, "B t D"], tuple[KVCache, ...]]:
+    """(residual stream of the wanted rows, or of all; caches with the rows written): each row sees what the caches hold
+    up to it. Its slot is its position + gap: its place among the rows held, since keys carry their rotation."""
+    slots = jnp.where(positions < 0, -1, positions + gap[:, None])
     written = list(caches)
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -179,20 +260,24 @@ def propose(
         )
         return out
 
-    hidden = _slot_hidden(params, config, fresh_aux_hidden, rows)
-    x = run_layers(params, config, rows.token_ids, hidden, rows.positions, attend, rows.draft_rows)
-    return _logits(params, config, x), tuple(written)
+    x = run_layers(params, config, token_ids, hidden, positions, attend, wanted)
+    return x, tuple(written)
 
 
-def _slot_hidden(params: DrafterParams, config: DrafterConfig, fresh_aux_hidden: jax.Array, rows: Rows) -> jax.Array:
+def _slot_hidden(
+    params: DrafterParams, config: DrafterConfig, fresh_aux_hidden: jax.Array, num_fresh: jax.Array, rows: Rows
+) -> jax.Array:
     """fc of the true aux hiddens in committed rows and of mask_hidden elsewhere [B, T, D], reading fc once."""
+    assert params.mask_hidden is not None
     batch, fresh, aux_width = fresh_aux_hidden.shape
-    mask_hidden = jnp.broadcast_to(params.mask_hidden[None, None, :], (batch, 1, aux_width))
+    masks = params.mask_hidden.shape[0]
+    mask_hidden = jnp.broadcast_to(params.mask_hidden[None], (batch, masks, aux_width))
     aux_hidden = jnp.concatenate([fresh_aux_hidden.astype(params.dtype), mask_hidden], axis=1)
-    wanted = jnp.pad(jnp.where(rows.committed[:, :fresh], 0, -1), ((0, 0), (0, 1)))
+    wanted = jnp.pad(jnp.where(rows.committed[:, :fresh], 0, -1), ((0, 0), (0, masks)))
     hidden = project_taps(params, config, aux_hidden, wanted)
-    # row r reads fresh row r, or the one behind the last: the mask's
-    source = jnp.where(rows.committed, jnp.arange(rows.committed.shape[1], dtype=jnp.int32)[None, :], fresh)
+    # row r reads fresh row r; the mask slots those behind them, one after the other as far as there are different ones
+    row = jnp.arange(rows.committed.shape[1], dtype=jnp.int32)[None, :]
+    source = jnp.where(rows.committed, row, fresh + jnp.clip(row - num_fresh[:, None], 0, masks - 1))
     return jnp.take_along_axis(hidden, source[:, :, None], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a P-EAGLE drafter as a pytree, and their random initialisation.
+"""The parameters of a drafter as a pytree, and their random initialisation.
 
 Matrices are arrays with the input dimension first (`x @ w`), or all of them panels for the native kernels
 (peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, F MLP width,
@@ -39,7 +39,7 @@ class DrafterParams:
     embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     aux_norm: jax.Array | None  # [A]: weight of the norm before fc, if the config has one
     fc: jax.Array | Panels  # [A, D]
-    mask_hidden: jax.Array  # [A]: stands for the taps in a mask slot
+    mask_hidden: jax.Array | None  # [M, A]: stand for the taps in mask slots, the first in the first; None: EAGLE-3
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | Panels  # [D, U]
@@ -89,9 +89,13 @@ def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
         embedding=(jax.random.normal(embed_key, (c.vocab_size, c.hidden_size), jnp.float32) * 0.02).astype(dtype),
         aux_norm=jnp.ones((c.aux_width,), dtype) if c.aux_norm else None,
         fc=matrix(fc_key, (c.aux_width, c.hidden_size)),
-        mask_hidden=jax.random.normal(mask_key, (c.aux_width,), jnp.float32).astype(dtype),
+        mask_hidden=_mask_hidden(c, mask_key).astype(dtype) if c.parallel else None,
         layers=tuple(layer(index, key) for index, key in enumerate(layer_keys)),
         norm=jnp.ones((c.hidden_size,), dtype),
         lm_head=matrix(head_key, (c.hidden_size, c.draft_vocab_size)),
         draft_to_target=jnp.arange(c.draft_vocab_size, dtype=jnp.int32) if reduced else None,
     )
+
+
+def _mask_hidden(config: DrafterConfig, key: jax.Array) -> jax.Array:
+    return jax.random.normal(key, (config.num_mask_hiddens, config.aux_width), jnp.float32)

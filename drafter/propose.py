@@ -1,4 +1,4 @@
-"""The drafter as the engine sees it: an object with state that proposes. It matches peagle's Drafter protocol by shape,
+"""Drafters as the engine sees them: objects with state that propose. They match peagle's Drafter protocol by shape,
 without importing it."""
 
 import flax.struct
@@ -24,16 +24,11 @@ class State:
 
 
 @flax.struct.dataclass
-class PEagle:
-    """A P-EAGLE drafter.
-
-    deterministic: the drafts are the drafter's argmax, and no logits come out. Otherwise the logits come, too, over the
-    target's vocabulary, for whoever samples from them; token_ids are still the argmax.
-    """
+class _Cached:
+    """What reads taps and keeps its own caches."""
 
     params: DrafterParams
     config: DrafterConfig = flax.struct.field(pytree_node=False)
-    deterministic: bool = flax.struct.field(pytree_node=False, default=True)
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...] | None:
@@ -49,7 +44,7 @@ class PEagle:
         self,
         state: State,
         token_ids: Int[Array, "B P"],
-        lengths: Int[Array, "B"],
+        lengths: Int[Array, " B"],
         aux_hidden: Float[Array, "B P A"],
     ) -> State:
         """The (empty) state holding rows 0..length-2 of each prompt; token_ids are the prompt's own, padded.
@@ -60,6 +55,17 @@ class PEagle:
         shifted = jnp.roll(token_ids, -1, axis=1)  # the wrapped-round last row is never real: lengths - 1 < P
         caches = model.prefill(self.params, self.config, shifted, aux_hidden, lengths - 1, state.caches)
         return State(caches, lengths - 1)
+
+
+@flax.struct.dataclass
+class PEagle(_Cached):
+    """A P-EAGLE drafter: all drafts in one pass.
+
+    deterministic: the drafts are the drafter's argmax, and no logits come out. Otherwise the logits come, too, over the
+    target's vocabulary, for whoever samples from them; token_ids are still the argmax.
+    """
+
+    deterministic: bool = flax.struct.field(pytree_node=False, default=True)
 
     def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
         """(the drafts, the state holding the fresh rows, too). Draft i stands for
@@ -77,13 +83,39 @@ class PEagle:
         )
         draft_ids, confidence = likeliest(logits)
         full = None if self.deterministic else to_target_logits(self.params, self.config, logits)
-        held = jnp.where(fresh.first_position < 0, state.num_held, state.num_held + fresh.num)
-        return Draft(to_target_ids(self.params, draft_ids), full, confidence), State(caches, held)
+        draft = Draft(model.to_target_ids(self.params, draft_ids), full, confidence)
+        return draft, State(caches, _held(state, fresh))
 
 
-def to_target_ids(params: DrafterParams, draft_ids: Int[Array, "B K"]) -> Int[Array, "B K"]:
-    """Ids of the target's vocabulary for ids of the draft vocabulary."""
-    return draft_ids if params.draft_to_target is None else params.draft_to_target[draft_ids]
+@flax.struct.dataclass
+class Eagle3(_Cached):
+    """An EAGLE-3 drafter: a pass per draft. Each pass reads the draft before it, its likeliest token: so the drafts
+    follow from the context alone, and there are no logits to sample them from."""
+
+    def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
+        """As PEagle.propose."""
+        token_ids, confidence, caches = model.propose_in_turn(
+            self.params,
+            self.config,
+            fresh.token_ids,
+            fresh.aux_hidden,
+            fresh.num,
+            fresh.first_position,
+            state.num_held,
+            state.caches,
+            num_drafts,
+        )
+        return Draft(token_ids, None, confidence), State(caches, _held(state, fresh))
+
+
+def drafter_of(params: DrafterParams, config: DrafterConfig) -> PEagle | Eagle3:
+    """The drafter of either kind."""
+    return PEagle(params, config) if config.parallel else Eagle3(params, config)
+
+
+def _held(state: State, fresh: Fresh) -> jax.Array:
+    """How many rows the caches hold once they have the fresh ones."""
+    return jnp.where(fresh.first_position < 0, state.num_held, state.num_held + fresh.num)
 
 
 def to_target_logits(

@@ -22,19 +22,32 @@ def draft_logits(
     """Logits [K, U] of the K drafts that follow token_ids [n+1], whose last token has no aux hidden yet
     (aux_hidden [n, A], n >= 1).
 
-    Rows 0..n-1 are (token[p+1], aux_hidden[p]); K-1 mask slots stand at n..n+K-2; each sees the rows up to itself.
-    Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i.
+    Rows 0..n-1 are (token[p+1], fc of aux_hidden[p]). At n..n+K-2 stand K-1 mask slots (P-EAGLE); or one row after the
+    other, each (the best draft of the row before, what the layers made of that row) (EAGLE-3). Each row sees those up
+    to itself. Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i.
     """
-    known, slots = len(token_ids) - 1, num_drafts - 1
+    known = len(token_ids) - 1
     if len(aux_hidden) != known or known < 1:
         raise ValueError(
             f"{len(aux_hidden)} aux hiddens for {known + 1} tokens; expected one less than tokens, and one"
         )
-    mask_hidden = tensors["mask_hidden"].astype(np.float64).reshape(-1)
-    rows = [(int(token), np.asarray(aux, np.float64)) for token, aux in zip(token_ids[1:], aux_hidden, strict=True)]
-    rows += [(config.mask_token_id, mask_hidden)] * slots
-    visible = [list(range(row + 1)) for row in range(len(rows))]
-    return row_logits(tensors, config, rows, list(range(len(rows))), visible)[known - 1 :]
+    rows = [(int(token), projected(tensors, config, aux)) for token, aux in zip(token_ids[1:], aux_hidden, strict=True)]
+    if config.mask_token_id is not None:
+        masks = tensors["mask_hidden"].reshape(-1, config.aux_width)
+        rows += [
+            (config.mask_token_id, projected(tensors, config, masks[min(slot, len(masks) - 1)]))
+            for slot in range(num_drafts - 1)
+        ]
+        return _causal(tensors, config, rows)[0][known - 1 :]
+    found: list[np.ndarray] = []
+    while len(found) < num_drafts:
+        logits, hidden = _causal(tensors, config, rows)
+        found.append(logits[-1])
+        best = int(logits[-1].argmax())
+        token = best + int(tensors["d2t"][best]) if "d2t" in tensors else best
+        fed_back = _rms(hidden[-1], tensors["norm.weight"], config.rms_norm_eps) if config.norm_output else hidden[-1]
+        rows.append((token, fed_back))
+    return np.stack(found)
 
 
 def draft_ids(
@@ -45,17 +58,32 @@ def draft_ids(
     return best + tensors["d2t"][best] if "d2t" in tensors else best
 
 
-def row_logits(
+def _causal(
+    tensors: Tensors, config: DrafterConfig, rows: Sequence[tuple[int, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray]:
+    visible = [list(range(row + 1)) for row in range(len(rows))]
+    return row_outputs(tensors, config, rows, list(range(len(rows))), visible)
+
+
+def projected(tensors: Tensors, config: DrafterConfig, aux_hidden: np.ndarray) -> np.ndarray:
+    """fc of one row's taps."""
+    weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items() if "norm" in name}
+    out: np.ndarray = tensors["fc.weight"].astype(np.float64) @ _normed_taps(weights, config, aux_hidden)
+    return out
+
+
+def row_outputs(
     tensors: Tensors,
     config: DrafterConfig,
     rows: Sequence[tuple[int, np.ndarray]],
     positions: Sequence[int],
     visible: Sequence[Sequence[int]],
-) -> np.ndarray:
-    """Logits [T, U] of rows (token, aux hidden) at RoPE positions, each seeing the listed rows."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """(logits [T, U], residual stream behind the last layer [T, D]) of rows (token, hidden state that layer 0 reads) at
+    RoPE positions, each seeing the listed rows."""
     weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items() if name != "t2d"}
     eps = config.rms_norm_eps
-    hidden = np.stack([weights["fc.weight"] @ _normed_taps(weights, config, aux) for _, aux in rows])
+    hidden = np.stack([np.asarray(state, np.float64) for _, state in rows])
     for layer in range(config.num_layers):
         name = "midlayer" if f"layers.{layer}.input_layernorm.weight" not in weights else f"layers.{layer}"
         if layer == 0:
@@ -71,7 +99,7 @@ def row_logits(
         gate = _apply(weights, f"{name}.mlp.gate_proj", read)
         up = _apply(weights, f"{name}.mlp.up_proj", read)
         hidden = attended + _apply(weights, f"{name}.mlp.down_proj", gate / (1 + np.exp(-gate)) * up)
-    return _apply(weights, "lm_head", _rms(hidden, weights["norm.weight"], eps))
+    return _apply(weights, "lm_head", _rms(hidden, weights["norm.weight"], eps)), hidden
 
 
 def _normed_taps(weights: Tensors, config: DrafterConfig, aux: np.ndarray) -> np.ndarray:

@@ -31,7 +31,7 @@ class NGram:
         self,
         state: History,
         token_ids: Int[Array, "B T"],
-        lengths: Int[Array, "B"],
+        lengths: Int[Array, " B"],
         aux_hidden: Float[Array, "B T A"],  # noqa: ARG002
     ) -> History:
         index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]

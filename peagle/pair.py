@@ -284,7 +284,7 @@ def load(
     """
     from drafter.load import load_drafter
     from drafter.load import weight_bytes as drafter_bytes
-    from drafter.propose import PEagle
+    from drafter.propose import drafter_of
     from drafter.vocabulary import choose, narrow
     from target.load import inspect_target, load_target
     from target.load import weight_bytes as target_bytes
@@ -319,7 +319,7 @@ def load(
         )
         if vocab is not None:
             params, config = narrow(params, config, vocab)
-        drafting = PEagle(params, config)
+        drafting = drafter_of(params, config)
     return Pair(
         target=GptOss(loaded.params, loaded.config, aux_layer_ids=taps),
         plain_target=plain,

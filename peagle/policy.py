@@ -111,7 +111,7 @@ def width(
     ladder: Ladder,
     drafted: int,
     confidence: Float[Array, "B K"],
-    active: Bool[Array, "B"],
+    active: Bool[Array, " B"],
 ) -> Int[Array, ""]:
     """The rung of how many of ladder[drafted] drafts to verify: at most `drafted`, perhaps 0 unless it is a probe.
 
@@ -160,8 +160,8 @@ def learn(
     drafted: Int[Array, ""],
     verified: Int[Array, ""],
     confidence: Float[Array, "B K"],
-    num_accepted: Int[Array, "B"],
-    active: Bool[Array, "B"],
+    num_accepted: Int[Array, " B"],
+    active: Bool[Array, " B"],
 ) -> Outlook:
     """The outlook after a step that drafted ladder[drafted] tokens and verified ladder[verified] of them."""
     index = jnp.arange(ladder[-1], dtype=jnp.int32)[None, :]
@@ -210,7 +210,7 @@ def _probes(outlook: Outlook) -> Bool[Array, ""]:
     return outlook.pause > FIRST_PAUSE
 
 
-def _conditional(outlook: Outlook) -> Float[Array, "K"]:
+def _conditional(outlook: Outlook) -> Float[Array, " K"]:
     """The estimated share of right drafts among those whose predecessors are right."""
     before = jnp.concatenate([jnp.ones((1,), jnp.float32), outlook.survival[:-1]])
     return outlook.survival / jnp.maximum(before, 1e-6)
@@ -226,19 +226,19 @@ def _chain(chance: Float[Array, "B K"]) -> Float[Array, "B K"]:
     return jnp.prod(jnp.where(before, chance[:, None, :], 1.0), axis=-1)
 
 
-def _up_to(ladder: Ladder, share: Float[Array, "K"]) -> Float[Array, "C"]:
+def _up_to(ladder: Ladder, share: Float[Array, " K"]) -> Float[Array, " C"]:
     """Per rung, the sum of the first ladder[rung] places."""
     within = np.arange(ladder[-1])[None, :] < np.asarray(ladder)[:, None]
     return jnp.sum(jnp.where(within, share[None, :], 0.0), axis=-1)
 
 
-def _mean(values: Float[Array, "B N"], active: Bool[Array, "B"]) -> Float[Array, "N"]:
+def _mean(values: Float[Array, "B N"], active: Bool[Array, " B"]) -> Float[Array, " N"]:
     """The mean over active rows; zeros where there are none."""
     mask = active.astype(jnp.float32)
     return jnp.sum(values * mask[:, None], axis=0) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
-def _best(value: Float[Array, "C"], among: int) -> tuple[Int[Array, ""], Float[Array, ""]]:
+def _best(value: Float[Array, " C"], among: int) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """(the index of the highest value among the first, the first such; the value)."""
     highest = jnp.max(value[:among])
     return jnp.min(jnp.where(value[:among] == highest, jnp.arange(among, dtype=jnp.int32), among - 1)), highest

@@ -52,13 +52,13 @@ class Target(Protocol):
         ...
 
     def prefill(
-        self, token_ids: Int[Array, "B T"], lengths: Int[Array, "B"], cache: PyTree
+        self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: PyTree
     ) -> tuple[TargetOutput, PyTree]:
         """Runs token_ids[:, :length] into empty caches; logits are those after each row's last token."""
         ...
 
     def verify(
-        self, token_ids: Int[Array, "B T"], lengths: Int[Array, "B"], cache: PyTree
+        self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: PyTree
     ) -> tuple[TargetOutput, PyTree]:
         """Runs T rows at positions length.. and writes them to the caches; a row of negative length does nothing."""
         ...
@@ -73,7 +73,7 @@ class Drafter(Protocol):
         ...
 
     def prefill(
-        self, state: PyTree, token_ids: Int[Array, "B T"], lengths: Int[Array, "B"], aux_hidden: Float[Array, "B T A"]
+        self, state: PyTree, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], aux_hidden: Float[Array, "B T A"]
     ) -> PyTree:
         """Takes in a prompt: all that is known before its first new token, so drafter rows 0..length-2."""
         ...

@@ -56,7 +56,7 @@ def choose(
 TARGET, ACCEPT, DRAFT = 0, 1, 2
 
 
-def row_keys(seed: Int[Array, "B"], request: Int[Array, "B"]) -> jax.Array:
+def row_keys(seed: Int[Array, " B"], request: Int[Array, " B"]) -> jax.Array:
     """One PRNG key a row, [B], from its seed and the place of its request in the input."""
     return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(seed, request)
 

@@ -108,16 +108,16 @@ def empty_outputs(count: int, batch: int, num_drafts: int) -> Int[Array, "count 
 
 
 def init_state(
-    first_token: Int[Array, "B"],
-    lengths: Int[Array, "B"],
+    first_token: Int[Array, " B"],
+    lengths: Int[Array, " B"],
     last_aux_hidden: Float[Array, "B A"],
     ladder: Ladder,
     outlook: Outlook | None,
     target_cache: PyTree,
     drafter_state: PyTree,
-    budgets: Int[Array, "B"],
+    budgets: Int[Array, " B"],
     key: jax.Array,
-    stop_token_ids: Int[Array, "S"],
+    stop_token_ids: Int[Array, " S"],
 ) -> DecodeState:
     """The state after prefill and the first token, which counts as emitted. A row of budget 0 is done from the start.
 
@@ -246,6 +246,6 @@ def in_order(waiting: Fresh) -> Fresh:
     )
 
 
-def _is_stop(token_ids: Int[Array, "..."], stop_token_ids: Int[Array, "S"]) -> Bool[Array, "..."]:
+def _is_stop(token_ids: Int[Array, "..."], stop_token_ids: Int[Array, " S"]) -> Bool[Array, "..."]:
     stops = stop_token_ids.reshape((1,) * token_ids.ndim + (-1,))
     return jnp.any(token_ids[..., None] == stops, axis=-1)

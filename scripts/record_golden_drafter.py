@@ -1,13 +1,14 @@
-"""Records what the public `speculators` package computes with its own P-EAGLE model: tests/golden/drafter_speculators.
+"""Records what the public `speculators` package computes with its own models: tests/golden/drafter_speculators.
 
 Run it in an environment of its own, since the package pins an older transformers:
 
     python3.11 -m venv recorder && recorder/bin/pip install speculators==0.9.0
     recorder/bin/python scripts/record_golden_drafter.py tests/golden/drafter_speculators
 
-For each of two tiny random models it leaves the checkpoint as the package saves it, and golden.npz: inputs, and logits
-of every (anchor, depth) row of two passes: `train_*`, rows drawn by the package's own COD sampling over two documents;
-`step_*`, the rows of one inference step: a context and K-1 mask slots on its last row.
+For each tiny random model it leaves the checkpoint as the package saves it, and golden.npz. P-EAGLE (`plain`,
+`variant`): inputs, and logits of every (anchor, depth) row of two passes: `train_*`, rows drawn by the package's own
+COD sampling over two documents; `step_*`, the rows of one inference step: a context and K-1 mask slots on its last row.
+EAGLE-3 (`eagle3`, `eagle3_variant`): inputs, and logits [depth, row] of its training-time test over two documents.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.peagle import core
 from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
@@ -48,20 +50,40 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def build(geometry: dict[str, Any], settings: dict[str, Any]) -> core.PEagleDraftModel:
+EAGLE3_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle3": (
+        {"hidden_size": 30, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8, "num_hidden_layers": 1}
+        | {"intermediate_size": 34, "vocab_size": 59, "rope_parameters": LLAMA3},
+        {"draft_vocab_size": 41, "eagle_aux_hidden_state_layer_ids": [2, 4, 7]},
+    ),
+    "eagle3_variant": (
+        {"hidden_size": 20, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 6, "num_hidden_layers": 2}
+        | {"intermediate_size": 26, "vocab_size": 47},
+        {"draft_vocab_size": 47, "eagle_aux_hidden_state_layer_ids": [1, 3]}
+        | {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
+    ),
+}
+
+
+def build(geometry: dict[str, Any], settings: dict[str, Any], algorithm: str) -> Any:
     """A random model; every parameter is far from its neutral value, so that none can be left out unnoticed."""
     layer_config = LlamaConfig(max_position_embeddings=128, pad_token_id=None, **geometry)
     layer_config._attn_implementation = "eager"
     proposal = GreedyTokenProposalConfig(speculative_tokens=NUM_DEPTHS)
     verifier = VerifierConfig(name_or_path=None, architectures=["GptOssForCausalLM"])
-    config = PEagleSpeculatorConfig(
+    kinds = {
+        "peagle": (PEagleSpeculatorConfig, core.PEagleDraftModel),
+        "eagle3": (Eagle3SpeculatorConfig, Eagle3DraftModel),
+    }
+    config_class, model_class = kinds[algorithm]
+    config = config_class(
         transformer_layer_config=layer_config,
         speculators_config=SpeculatorsConfig(
-            algorithm="peagle", proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier
+            algorithm=algorithm, proposal_methods=[proposal], default_proposal_method="greedy", verifier=verifier
         ),
         **settings,
     )
-    model = core.PEagleDraftModel(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 and "embed" not in name else 1.0
@@ -115,26 +137,48 @@ def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor]
     }
 
 
+def record_in_turn(model: Eagle3DraftModel) -> dict[str, np.ndarray]:
+    """Inputs, and logits of each of NUM_DEPTHS passes, over the tokens that truly follow."""
+    geometry = model.config.transformer_layer_config
+    taps = len(model.config.eagle_aux_hidden_state_layer_ids)
+    token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))
+    aux_hidden = 1.5 * torch.randn(1, NUM_ROWS, taps * geometry.hidden_size)
+    documents = torch.tensor([[0] * 13 + [1] * (NUM_ROWS - 13)])
+    logits: list[torch.Tensor] = []
+    hook = model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
+    with torch.no_grad():
+        model(hidden_states=aux_hidden, input_ids=token_ids, document_ids=documents, ttt_steps=NUM_DEPTHS)
+    hook.remove()
+    arrays = {"token_ids": token_ids[0], "aux_hidden": aux_hidden[0], "documents": documents[0]}
+    return {name: value.numpy() for name, value in (arrays | {"logits": torch.stack(logits)}).items()}
+
+
+def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> None:
+    """What a drafter is, weights and config, with golden.npz beside it; nothing else."""
+    arrays = {key: value.astype(np.float32 if value.dtype.kind == "f" else np.int32) for key, value in arrays.items()}
+    np.savez_compressed(folder / "golden.npz", **arrays)
+    for extra in folder.iterdir():
+        if extra.name not in ("config.json", "model.safetensors", "golden.npz"):
+            extra.unlink()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory
     versions = {name: importlib.metadata.version(name) for name in ("speculators", "transformers", "torch")}
-    for seed, (name, (geometry, settings)) in enumerate(MODELS.items()):
+    for seed, (name, (geometry, settings)) in enumerate((MODELS | EAGLE3_MODELS).items()):
         torch.manual_seed(seed)
-        model = build(geometry, settings)
+        model = build(geometry, settings, "peagle" if name in MODELS else "eagle3")
         model.save_pretrained(directory / name)
+        if name in EAGLE3_MODELS:
+            _keep(directory / name, record_in_turn(model))
+            continue
         anchor = torch.cat([torch.arange(CONTEXT), torch.full((NUM_DRAFTS - 1,), CONTEXT - 1)])
         depth = torch.cat([torch.zeros(CONTEXT).long(), torch.arange(1, NUM_DRAFTS)])
         passes = {"train": record(model, None), "step": record(model, (anchor, depth))}
         arrays = {f"{key}_{name}": value for key, arrays in passes.items() for name, value in arrays.items()}
-        arrays = {
-            key: value.astype(np.float32 if value.dtype.kind == "f" else np.int32) for key, value in arrays.items()
-        }
-        np.savez_compressed(directory / name / "golden.npz", **arrays)
-        for extra in (directory / name).iterdir():  # keep what a drafter is: weights, config, golden
-            if extra.name not in ("config.json", "model.safetensors", "golden.npz"):
-                extra.unlink()
+        _keep(directory / name, arrays)
     (directory / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 

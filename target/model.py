@@ -72,7 +72,7 @@ def prefill(
     params: TargetParams,
     config: TargetConfig,
     token_ids: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    lengths: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     aux_layer_ids: Sequence[int] = (),
 ) -> tuple[Float[Array, "B V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
@@ -103,7 +103,7 @@ def verify(
     params: TargetParams,
     config: TargetConfig,
     token_ids: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    lengths: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     aux_layer_ids: Sequence[int] = (),
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
@@ -221,14 +221,14 @@ class GptOss:
         )
 
     def prefill(
-        self, token_ids: Int[Array, "B T"], lengths: Int[Array, "B"], cache: tuple[KVCache, ...]
+        self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: tuple[KVCache, ...]
     ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
         """See `prefill`."""
         logits, aux, cache = prefill(self.params, self.config, token_ids, lengths, cache, self.aux_layer_ids)
         return TargetOutput(logits, aux), cache
 
     def verify(
-        self, token_ids: Int[Array, "B T"], lengths: Int[Array, "B"], cache: tuple[KVCache, ...]
+        self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: tuple[KVCache, ...]
     ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
         """See `verify`."""
         logits, aux, cache = verify(self.params, self.config, token_ids, lengths, cache, self.aux_layer_ids)

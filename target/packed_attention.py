@@ -31,7 +31,7 @@ def packed_attention(
     key: Float[Array, "B T G H"],
     value: Float[Array, "B T G H"],
     segment_ids: Int[Array, "B T"],
-    sinks: Float[Array, "N"],
+    sinks: Float[Array, " N"],
     window: int | None,
 ) -> Float[Array, "B T N H"]:
     """Causal attention by index within each segment, `window` keys back where there is one, with sinks."""

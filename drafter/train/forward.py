@@ -1,18 +1,18 @@
 """The drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
-The group-causal mask (peagle.ops.mask.group_causal_mask) lets a row see two things only: the context, rows of depth 0
-up to its anchor, and its own chain. So attention is two pieces under one softmax: every row against the T context
-keys, and row (chain, d) against the d keys of its own chain, which, with chains longest first (drafter/train/cod.py),
-are the same places of the depth 1..d blocks:
+A row sees two things only (peagle.ops.mask.group_causal_mask): the context, rows of depth 0 up to its anchor, and its
+own chain. A P-EAGLE drafter runs all rows in one pass, an EAGLE-3 drafter those of one depth after the other. So
+attention is two pieces under one softmax: every row against the T context keys, and row (chain, d) against the d keys
+of its own chain, which, with chains longest first (drafter/train/cod.py), are the same places of the depth 1..d blocks:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
 
-Scores are rows * (T + D) instead of rows^2, and of long sequences only a block's are there at once; the same function
-as drafter.model.forward (a test holds it).
+Scores are rows * (T + D) instead of rows^2, and of long sequences only a block's are there at once; for P-EAGLE the
+same function as drafter.model.forward, for EAGLE-3 as the float64 reference (tests hold it).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> 
 def forward_chains(
     params: DrafterParams,
     config: DrafterConfig,
-    token_ids: Int[Array, "B T"],
+    token_ids: Int[Array, "B N"],
     aux_hidden: Float[Array, "B T A"],
     segment_ids: Int[Array, "B T"],
     positions: Int[Array, "B T"],
@@ -55,119 +55,169 @@ def forward_chains(
 ) -> Float[Array, "B R D"]:
     """Residual stream of every row, R = T + sum(counts), before the final norm and head.
 
-    token_ids are shifted: row p carries token[p+1] and aux_hidden[p]. anchors are places in the row of T; positions are
-    RoPE positions and may restart in each segment.
+    token_ids are shifted: row p carries token[p+1] and aux_hidden[p]; N >= T, since an EAGLE-3 chain reads what lies
+    behind its anchor. anchors are places in the row of T; positions are RoPE positions and may restart in each segment.
     """
-    width = token_ids.shape[1]
-    anchor, depth = rows_of(anchors, counts, width)
+    anchor, depth = rows_of(anchors, counts, segment_ids.shape[1])
+    row_positions = jnp.take_along_axis(positions, anchor, axis=1) + depth
+    run = _at_once if config.parallel else _in_turn
+    return run(params, config, token_ids, aux_hidden, segment_ids, row_positions, anchor, counts)
+
+
+def _at_once(
+    params: DrafterParams,
+    config: DrafterConfig,
+    token_ids: Int[Array, "B N"],
+    aux_hidden: Float[Array, "B T A"],
+    segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B R"],
+    anchor: Int[Array, "B R"],
+    counts: tuple[int, ...],
+) -> Float[Array, "B R D"]:
+    """P-EAGLE: all rows in one pass, those of the chains as mask slots."""
+    batch, width = segment_ids.shape
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # noqa: ARG001
-        return _attention(query, key, value, anchor, segment_ids, counts)
+        context = (key[:, :width], value[:, :width])
+        blocks = _depths(width, counts)
+        found = [_attention(query[:, :width], *context, anchor[:, :width], segment_ids, [])]
+        for depth, here in enumerate(blocks, 1):
+            length = here.stop - here.start
+            own = [(key[:, b.start : b.start + length], value[:, b.start : b.start + length]) for b in blocks[:depth]]
+            found.append(_attention(query[:, here], *context, anchor[:, here], segment_ids, own))
+        return jnp.concatenate(found, axis=1)
 
+    slots = model.mask_slots(params, config)
+    of_depth = [jnp.minimum(depth, config.num_mask_hiddens - 1) for depth in range(len(counts))]
+    hidden = [model.project_taps(params, config, aux_hidden)]
+    hidden += [
+        jnp.broadcast_to(slots[at], (batch, count, slots.shape[1])) for at, count in zip(of_depth, counts, strict=True)
+    ]
+    masks = jnp.full((batch, sum(counts)), model.mask_token_of(config), jnp.int32)
+    tokens = jnp.concatenate([token_ids[:, :width], masks], axis=1)
+    projected = model.rotated(config, attend)
+    return model.run_layers(params, config, tokens, jnp.concatenate(hidden, axis=1), positions, projected)
+
+
+def _in_turn(
+    params: DrafterParams,
+    config: DrafterConfig,
+    token_ids: Int[Array, "B N"],
+    aux_hidden: Float[Array, "B T A"],
+    segment_ids: Int[Array, "B T"],
+    positions: Int[Array, "B R"],
+    anchor: Int[Array, "B R"],
+    counts: tuple[int, ...],
+) -> Float[Array, "B R D"]:
+    """EAGLE-3: a pass per depth, over what the pass before made of each chain and the token that truly follows
+    (training-time test, arXiv 2503.01840)."""
+    width = segment_ids.shape[1]
+    seen: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_layers)]
+
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        seen[layer].append((key, value))
+        (keys, values), *earlier = seen[layer]
+        count = query.shape[1]
+        own = [(k[:, :count], v[:, :count]) for k, v in earlier]
+        return _attention(query, keys, values, anchor[:, here], segment_ids, own)
+
+    here = slice(0, width)
+    projected = model.rotated(config, attend)
     hidden = model.project_taps(params, config, aux_hidden)
-    mask_hidden = model.project_taps(params, config, params.mask_hidden[None, None, :])
-    chain_rows = sum(counts)
-    batch = token_ids.shape[0]
-    hidden = jnp.concatenate([hidden, jnp.broadcast_to(mask_hidden, (batch, chain_rows, hidden.shape[-1]))], axis=1)
-    tokens = jnp.concatenate([token_ids, jnp.full((batch, chain_rows), config.mask_token_id, jnp.int32)], axis=1)
-    row_positions = jnp.take_along_axis(positions, anchor, axis=1) + depth
-    return model.run_layers(params, config, tokens, hidden, row_positions, model.rotated(config, attend))
+    found = [model.run_layers(params, config, token_ids[:, :width], hidden, positions[:, here], projected)]
+    for depth, here in enumerate(_depths(width, counts), 1):
+        last = found[-1]
+        before = jnp.take_along_axis(last, anchor[:, here, None], axis=1) if depth == 1 else last
+        hidden = model.fed_back(params, config, before[:, : here.stop - here.start])
+        place = jnp.minimum(anchor[:, here] + depth, token_ids.shape[1] - 1)
+        tokens = jnp.take_along_axis(token_ids, place, axis=1)
+        found.append(model.run_layers(params, config, tokens, hidden, positions[:, here], projected))
+    return jnp.concatenate(found, axis=1)
+
+
+def _depths(width: int, counts: tuple[int, ...]) -> list[slice]:
+    """Where the rows of each depth from 1 on are."""
+    starts = [width + sum(counts[:i]) for i in range(len(counts))]
+    return [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
 
 def _attention(
-    query: Float[Array, "B R N H"],
-    key: Float[Array, "B R G H"],
-    value: Float[Array, "B R G H"],
-    anchor: Int[Array, "B R"],
+    query: Float[Array, "B n N H"],
+    key: Float[Array, "B T G H"],
+    value: Float[Array, "B T G H"],
+    anchor: Int[Array, "B n"],
     segment_ids: Int[Array, "B T"],
-    counts: tuple[int, ...],
-) -> Float[Array, "B R N H"]:
-    """Block by block: runs of context rows see the context up to their end, rows of depth d also their own chain.
+    chain: list[tuple[jax.Array, jax.Array]],
+) -> Float[Array, "B n N H"]:
+    """Attention of the rows of one depth: to the context up to their anchors, and to the rows of their own chain, whose
+    keys and values [B, n, G, H] are given by depth. Without a chain these are the context rows themselves.
 
     Plain matrix products and elementwise sums, one sequence and kv head at a time: on a CPU several times faster than
     batched products of such small matrices.
     """
     batch, rows, heads, head_dim = query.shape
+    if not rows:
+        return query
     groups, width = key.shape[2], segment_ids.shape[1]
     grouped = query.reshape(batch, rows, groups, heads // groups, head_dim) * head_dim**-0.5
     long = width >= LONG
     one = _one_long if long else _one
     over = jax.lax.map if long else _unrolled
 
-    def of_sequence(each: tuple[jax.Array, ...]) -> jax.Array:
-        *qkv, anchors, segments = each
-        by_group = tuple(part.swapaxes(0, 1) for part in qkv)
-        columns = over(lambda own: one(own[0], own[1], own[2], anchors, segments, counts), by_group)
-        return columns.swapaxes(0, 1)
+    def of_sequence(each: tuple[Any, ...]) -> jax.Array:
+        parts, anchors, segments = each
+        by_group = jax.tree.map(lambda part: part.swapaxes(0, 1), parts)
+        return over(lambda own: one(own[0], own[1], own[2], own[3], anchors, segments), by_group).swapaxes(0, 1)
 
-    return over(of_sequence, (grouped, key, value, anchor, segment_ids)).reshape(query.shape)
+    return over(of_sequence, ((grouped, key, value, chain), anchor, segment_ids)).reshape(query.shape)
 
 
-def _unrolled(function: Callable[[tuple[jax.Array, ...]], jax.Array], parts: tuple[jax.Array, ...]) -> jax.Array:
+def _unrolled(function: Callable[[Any], jax.Array], parts: Any) -> jax.Array:
     """jax.lax.map without a loop."""
-    return jnp.stack([function(tuple(part[index] for part in parts)) for index in range(parts[0].shape[0])])
+    count = jax.tree.leaves(parts)[0].shape[0]
+    return jnp.stack([function(jax.tree.map(lambda part, at=at: part[at], parts)) for at in range(count)])
 
 
 def _one(
-    q: Float[Array, "R M H"],
-    k: Float[Array, "R H"],
-    v: Float[Array, "R H"],
-    anchors: Int[Array, "R"],
-    segment_ids: Int[Array, "T"],
-    counts: tuple[int, ...],
-) -> Float[Array, "R M H"]:
+    q: Float[Array, "n M H"],
+    k: Float[Array, "T H"],
+    v: Float[Array, "T H"],
+    chain: list[tuple[jax.Array, jax.Array]],
+    anchors: Int[Array, " n"],
+    segment_ids: Int[Array, " T"],
+) -> Float[Array, "n M H"]:
     """One sequence and kv head."""
-    width, parts = segment_ids.shape[0], []
-    for start in range(0, width, CONTEXT_BLOCK):
-        end = min(start + CONTEXT_BLOCK, width)
-        parts.append(_block(q[start:end], k[:end], v[:end], anchors[start:end], segment_ids, []))
-    for here, own_rows in _depths(k, v, width, counts):
-        parts.append(_block(q[here], k[:width], v[:width], anchors[here], segment_ids, own_rows))
+    if chain:
+        return _block(q, k, v, anchors, segment_ids, chain)
+    cuts = [slice(start, start + CONTEXT_BLOCK) for start in range(0, q.shape[0], CONTEXT_BLOCK)]
+    parts = [_block(q[cut], k[: cut.stop], v[: cut.stop], anchors[cut], segment_ids, []) for cut in cuts]
     return jnp.concatenate(parts, axis=0)
 
 
 def _one_long(
-    q: Float[Array, "R M H"],
-    k: Float[Array, "R H"],
-    v: Float[Array, "R H"],
-    anchors: Int[Array, "R"],
-    segment_ids: Int[Array, "T"],
-    counts: tuple[int, ...],
-) -> Float[Array, "R M H"]:
+    q: Float[Array, "n M H"],
+    k: Float[Array, "T H"],
+    v: Float[Array, "T H"],
+    chain: list[tuple[jax.Array, jax.Array]],
+    anchors: Int[Array, " n"],
+    segment_ids: Int[Array, " T"],
+) -> Float[Array, "n M H"]:
     """The same, block after block, each against all of the context."""
-    width = segment_ids.shape[0]
-
-    fixed = (k[:width], v[:width], segment_ids)
 
     def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         keys, values, segments = fixed
-        queries, own_anchors, own_rows = rows
-        return _block(queries, keys, values, own_anchors, segments, own_rows)
+        queries, own_anchors, own_chain = rows
+        return _block(queries, keys, values, own_anchors, segments, own_chain)
 
-    pieces = [(slice(0, width), []), *_depths(k, v, width, counts)]
-    parts = [
-        in_blocks(attend, fixed, (q[here], anchors[here], own_rows), LONG_BLOCK)
-        for here, own_rows in pieces
-        if here.stop > here.start
-    ]
-    return jnp.concatenate(parts, axis=0)
-
-
-def _depths(
-    k: jax.Array, v: jax.Array, width: int, counts: tuple[int, ...]
-) -> Iterator[tuple[slice, list[tuple[jax.Array, jax.Array]]]]:
-    """Of each depth from 1 on: where its rows are, and for them the keys and values of their own chain, by depth."""
-    starts = [width + sum(counts[:i]) for i in range(len(counts))]
-    for depth, (start, count) in enumerate(zip(starts, counts, strict=True), 1):
-        yield slice(start, start + count), [(k[own : own + count], v[own : own + count]) for own in starts[:depth]]
+    return in_blocks(attend, (k, v, segment_ids), (q, anchors, chain), LONG_BLOCK)
 
 
 def _block(
     query: Float[Array, "n M H"],
     key: Float[Array, "S H"],
     value: Float[Array, "S H"],
-    anchors: Int[Array, "n"],
-    segment_ids: Int[Array, "T"],
+    anchors: Int[Array, " n"],
+    segment_ids: Int[Array, " T"],
     chain: list[tuple[jax.Array, jax.Array]],
 ) -> Float[Array, "n M H"]:
     """Attention of n rows (M query heads, scaled) to the first S context keys, up to their anchors in their segments,

@@ -49,7 +49,7 @@ class Sums:
     rows: jax.Array  # [D]
 
 
-def labels_of_logits(logits: Float[Array, "B T V"], draft_to_target: Int[Array, "U"] | None) -> Labels:
+def labels_of_logits(logits: Float[Array, "B T V"], draft_to_target: Int[Array, " U"] | None) -> Labels:
     """Labels from the target's logits."""
     logits = logits.astype(jnp.float32)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -63,7 +63,7 @@ def labels_of_best(
     ids: Int[Array, "B T n"],
     logits: Float[Array, "B T n"],
     log_total: Float[Array, "B T"],
-    draft_to_target: Int[Array, "U"] | None,
+    draft_to_target: Int[Array, " U"] | None,
     vocab_size: int,
 ) -> Labels:
     """Labels from the target's n best tokens, best first; what the others would have is shared out among these."""
@@ -104,8 +104,8 @@ def chain_loss(
     width = token_ids.shape[1]
     first, last = (0, width) if part is None else part
     shifted = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
-    context = (shifted[:, :last], aux_hidden[:, :last], segment_ids[:, :last], positions[:, :last])
-    x = forward_chains(params, config, *context, anchors, counts)
+    context = (aux_hidden[:, :last], segment_ids[:, :last], positions[:, :last])
+    x = forward_chains(params, config, shifted, *context, anchors, counts)
     anchor, depth = rows_of(anchors, counts, last)
     batch = token_ids.shape[0]
     reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
@@ -150,11 +150,11 @@ def _of_rows(
 def _losses(
     loss: str,
     log_probs: Float[Array, "n U"],
-    best: Int[Array, "n"],
+    best: Int[Array, " n"],
     probs: Float[Array, "n m"],
     ids: Int[Array, "n m"] | None,
-    token: Int[Array, "n"],
-) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
+    token: Int[Array, " n"],
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
     """(the loss of each row, 1 where the row can be labelled and else 0)."""
 
     def hard(label: jax.Array) -> tuple[jax.Array, jax.Array]:

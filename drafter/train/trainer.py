@@ -137,7 +137,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def _by_muon(params: DrafterParams) -> DrafterParams:
     spec = optax.contrib.MuonDimensionNumbers()
     marks = jax.tree.map(lambda leaf: spec if leaf.ndim == 2 else None, params)
-    result: DrafterParams = marks.replace(embedding=None, lm_head=None)
+    result: DrafterParams = marks.replace(embedding=None, lm_head=None, mask_hidden=None)
     return result
 
 

@@ -47,7 +47,12 @@ def show(names: Sequence[str]) -> int:
         if is_drafter_config(read_json(path, CONFIG)):
             checkpoint = read_checkpoint(path)
             drafters.append((name, parse_drafter(checkpoint)))
-            _print(console, name, "P-EAGLE drafter", drafter_rows(checkpoint, drafters[-1][1], path))
+            _print(
+                console,
+                name,
+                "P-EAGLE drafter" if drafters[-1][1].parallel else "EAGLE-3 drafter",
+                drafter_rows(checkpoint, drafters[-1][1], path),
+            )
         else:
             targets.append((name, inspect_target(path)))
             _print(console, name, "GPT-OSS target", target_rows(targets[-1][1], path))
@@ -111,7 +116,7 @@ def drafter_rows(checkpoint: Checkpoint, config: DrafterConfig, path: Path) -> R
         ("attention", f"{c.num_heads} query heads, {c.num_kv_heads} key/value heads, {c.head_dim} wide"),
         ("MLP", f"{c.mlp_width:,} wide"),
         ("proposes", proposes if c.draft_vocab_size < c.vocab_size else f"all of the target's {c.vocab_size:,} tokens"),
-        ("mask token", f"{c.mask_token_id}"),
+        ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
         ("taps", f"{c.num_taps}: " + ("the target's default" if c.aux_layer_ids is None else _list(c.aux_layer_ids))),
         ("parameters", f"{parameters:,}"),
         ("on disk", _bytes(_disk_bytes(path))),

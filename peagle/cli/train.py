@@ -15,7 +15,7 @@ import numpy as np
 from drafter.config import DrafterConfig
 from drafter.load import load_drafter, parse_config, save_drafter
 from drafter.params import DrafterParams, init_params
-from drafter.propose import PEagle
+from drafter.propose import drafter_of
 from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
 from drafter.train.shards import Document, read_manifest, read_shards
@@ -384,7 +384,7 @@ class _Acceptance:
 
     def of(self, params: DrafterParams) -> dict[str, Any]:
         """Figures of the drafter."""
-        drafter = PEagle(params, self._config)
+        drafter = drafter_of(params, self._config)
         engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids, self._pair.steps_per_dispatch)
         engine.warm_up(self._requests)
         results = [result for request in self._requests for result in decode(engine, [request], None)]

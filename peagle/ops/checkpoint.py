@@ -341,3 +341,12 @@ def _replace_files(directory: Path, new: Path) -> None:
 
 def _json_bytes(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _some(names: Iterable[str], most: int = 4) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

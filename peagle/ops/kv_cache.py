@@ -61,7 +61,7 @@ def write_kv(
     )
 
 
-def slot_positions(cache: KVCache, newest: Int[Array, "B"]) -> Int[Array, "B C"]:
+def slot_positions(cache: KVCache, newest: Int[Array, " B"]) -> Int[Array, "B C"]:
     """The position each slot holds when `newest` is the highest position written; negative where none was.
 
     Example: capacity 8, newest 9: slots 0..7 hold 8, 9, 2, 3, 4, 5, 6, 7. In a full cache slot = position, whatever

@@ -14,7 +14,7 @@ class Norm(NamedTuple):
     epsilon: float
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
     """x scaled to unit mean square over its last axis, times weight.
 
     Everything, the multiplication by the weight included, is float32; the cast to x's dtype comes last

@@ -11,7 +11,7 @@ import numpy as np
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
-from drafter.propose import PEagle
+from drafter.propose import Eagle3, PEagle, State
 from peagle.ops.messages import Draft, Fresh
 from peagle.ops.rope import Llama3, RopeConfig
 
@@ -67,7 +67,52 @@ CONFIGS = {
         rms_norm_eps=1e-5,
         max_positions=128,
     ),
+    "two layers, a mask hidden for each depth": DrafterConfig(
+        hidden_size=14,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        mlp_width=30,
+        target_hidden_size=10,
+        vocab_size=43,
+        draft_vocab_size=43,
+        mask_token_id=2,
+        rope=RopeConfig(4, 10000.0),
+        num_mask_hiddens=3,
+    ),
+    "EAGLE-3, one layer": DrafterConfig(
+        hidden_size=16,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        mlp_width=22,
+        target_hidden_size=12,
+        vocab_size=59,
+        draft_vocab_size=31,
+        mask_token_id=None,
+        rope=RopeConfig(6, 10000.0, LLAMA3),
+        aux_layer_ids=(2, 3, 5),
+    ),
+    "EAGLE-3, two layers, norm of the output": DrafterConfig(
+        hidden_size=18,
+        num_layers=2,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_width=20,
+        target_hidden_size=14,
+        vocab_size=41,
+        draft_vocab_size=41,
+        mask_token_id=None,
+        rope=RopeConfig(8, 10000.0),
+        aux_norm="per_tap",
+        norm_before_residual=True,
+        norm_output=True,
+    ),
 }
+ONE, TWO, FOUR, MASKS, EAGLE, EAGLE_NORMED = CONFIGS
 
 
 @functools.cache
@@ -80,10 +125,10 @@ def random_params(config: DrafterConfig, seed: int = 0) -> DrafterParams:
 
     def draw(path: tuple[jax.tree_util.GetAttrKey, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path[-1:])
-        if leaf.ndim == 2:
-            values = rng.standard_normal(leaf.shape) * leaf.shape[0] ** -0.5
-        elif "mask_hidden" in name:
+        if "mask_hidden" in name:
             values = rng.standard_normal(leaf.shape)
+        elif leaf.ndim == 2:
+            values = rng.standard_normal(leaf.shape) * leaf.shape[0] ** -0.5
         else:
             values = (1.0 if "norm" in name else 0.0) + 0.2 * rng.standard_normal(leaf.shape)
         return jnp.asarray(values, leaf.dtype)
@@ -97,6 +142,10 @@ def random_params(config: DrafterConfig, seed: int = 0) -> DrafterParams:
 
 def drafter(name: str, deterministic: bool = True) -> PEagle:
     return PEagle(random_params(CONFIGS[name]), CONFIGS[name], deterministic)
+
+
+def eagle3(name: str) -> Eagle3:
+    return Eagle3(random_params(CONFIGS[name]), CONFIGS[name])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +182,11 @@ def stack_fresh(texts: Sequence[Text], firsts: Sequence[int], nums: Sequence[int
 
 
 def prompt_state(
-    peagle: PEagle, texts: Sequence[Text], lengths: Sequence[int], num_drafts: int, capacity: int | None = None
+    drafter: PEagle | Eagle3,
+    texts: Sequence[Text],
+    lengths: Sequence[int],
+    num_drafts: int,
+    capacity: int | None = None,
 ):
     """The state after prefill of each text's first `length` tokens, in one padded batch of one width; the caches are
     80 entries wide unless a capacity is given (the fewer shapes, the fewer compilations)."""
@@ -143,13 +196,17 @@ def prompt_state(
         [np.where(np.arange(width) < n, t.token_ids[:width], 5) for t, n in zip(texts, lengths, strict=True)]
     )
     aux = np.stack([t.aux_hidden[:width] for t in texts])
-    state = peagle.init_state(len(texts), capacity, num_drafts)
-    return prefill(peagle, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), jnp.asarray(aux))
+    state = drafter.init_state(len(texts), capacity, num_drafts)
+    return prefill(drafter, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), jnp.asarray(aux))
 
 
 forward = jax.jit(model.forward, static_argnames="config")
 prefill = jax.jit(PEagle.prefill)
-propose = jax.jit(PEagle.propose, static_argnames="num_drafts")
+
+
+@functools.partial(jax.jit, static_argnames="num_drafts")
+def propose(drafter: PEagle | Eagle3, state: State, fresh: Fresh, *, num_drafts: int) -> tuple[Draft, State]:
+    return drafter.propose(state, fresh, num_drafts)
 
 
 def logits_of(draft: Draft) -> np.ndarray:

@@ -3,19 +3,25 @@ that nobody here wrote."""
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from drafter import reference
+from drafter import model, reference
 from drafter.load import load_drafter, to_tensors
-from drafter.propose import PEagle
+from drafter.propose import Eagle3, PEagle
+from drafter.train.forward import forward_chains
 from peagle.ops.messages import Fresh
 from tests.drafter.cases import forward, logits_of, prefill, propose
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "drafter_speculators"
 MODELS = ("plain", "variant")
+EAGLE3_MODELS = ("eagle3", "eagle3_variant")
+
+chains = jax.jit(forward_chains, static_argnames=("config", "counts"))
+logits_of_rows = jax.jit(model._logits, static_argnames="config")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,7 +69,55 @@ def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
     np.testing.assert_allclose(theirs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EAGLE3_MODELS)
+def test_training_in_turn_gives_their_logits(name: str) -> None:
+    """Their training-time test: every row is an anchor, at every depth. Rows of which they pad the token are left
+    out."""
+    params, config = load_drafter(GOLDEN / name)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    depths, rows = golden["logits"].shape[:2]
+    anchors = np.arange(rows, dtype=np.int32)
+    given = (golden["token_ids"], golden["aux_hidden"], golden["documents"] + 1, anchors, anchors)
+    x = chains(params, config, *(jnp.asarray(array[None]) for array in given), counts=(rows,) * (depths - 1))
+    logits = np.asarray(logits_of_rows(params, config, x))[0].reshape(depths, rows, -1)
+    for depth in range(depths):
+        np.testing.assert_allclose(logits[depth, : rows - depth], golden["logits"][depth, : rows - depth], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EAGLE3_MODELS)
+def test_a_cached_step_in_turn_is_what_training_makes_of_its_drafts(name: str) -> None:
+    """The text goes on with the drafts: then training's chain of the last row has them for its best tokens."""
+    params, config = load_drafter(GOLDEN / name)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    known, num_drafts = 9, 5
+    token_ids = np.concatenate([[0], golden["token_ids"][:known]]).astype(np.int32)
+    aux_hidden = golden["aux_hidden"][:known]
+    drafter = Eagle3(params, config)
+    state = drafter.init_state(1, 32, num_drafts)
+    state = prefill(
+        drafter, state, jnp.asarray(token_ids[None, :known]), jnp.asarray([known]), jnp.asarray(aux_hidden[None])
+    )
+    fresh = Fresh(
+        token_ids=jnp.asarray(np.pad(token_ids[None, known:], ((0, 0), (0, num_drafts)))),
+        aux_hidden=jnp.asarray(np.pad(aux_hidden[None, known - 1 :], ((0, 0), (0, num_drafts), (0, 0)))),
+        num=jnp.asarray([1]),
+        first_position=jnp.asarray([known - 1]),
+    )
+    draft, _ = propose(drafter, state, fresh, num_drafts=num_drafts)
+
+    following = np.concatenate([token_ids[1:], draft.token_ids[0]])
+    positions = np.arange(known, dtype=np.int32)
+    given = (following, aux_hidden, np.ones_like(positions), positions, np.array([known - 1], np.int32))
+    x = chains(params, config, *(jnp.asarray(array[None]) for array in given), counts=(1,) * (num_drafts - 1))
+    logits = np.asarray(logits_of_rows(params, config, x))[0, known - 1 :]
+    target_ids = np.arange(config.vocab_size) if params.draft_to_target is None else np.asarray(params.draft_to_target)
+    assert draft.token_ids[0].tolist() == target_ids[logits.argmax(-1)].tolist()
+    tensors = load_file(GOLDEN / name / "model.safetensors")
+    expected = reference.draft_logits(tensors, config, token_ids.tolist(), aux_hidden, num_drafts)
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *EAGLE3_MODELS])
 def test_their_checkpoint_saves_to_the_same_tensors(name: str) -> None:
     params, config = load_drafter(GOLDEN / name)
     theirs, ours = load_file(GOLDEN / name / "model.safetensors"), to_tensors(params, config, "speculators")

@@ -27,9 +27,8 @@ from drafter.params import DrafterParams, init_params
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig, Yarn
-from tests.drafter.cases import CONFIGS, random_params
+from tests.drafter.cases import CONFIGS, FOUR, ONE, TWO, random_params
 
-ONE, TWO, FOUR = CONFIGS
 Tensors = dict[str, np.ndarray]
 Edit = Callable[[dict[str, Any], Tensors], None]
 
@@ -73,7 +72,7 @@ def cast(params: DrafterParams, dtype: Any) -> DrafterParams:
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
-@pytest.mark.parametrize("name", [ONE, TWO, FOUR])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_drafter_comes_back_bit_for_bit(tmp_path: Path, name: str, dialect: Dialect) -> None:
     config = CONFIGS[name]
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -221,7 +220,10 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"ptd_token_id": None}, r"no mask token; expected one of mask_token_id, pard_token, ptd_token_id"),
+        (
+            {"ptd_token_id": None},
+            r"no mask token, in one of mask_token_id, pard_token, ptd_token_id, beside mask_hidden",
+        ),
         ({"mask_token_id": 4}, r"different mask tokens.*'mask_token_id': 4.*'ptd_token_id': 60"),
         ({"ptd_token_id": 61}, r"mask token 61 lies outside 0\.\.60"),
         ({"ptd_token_id": "sixty"}, r"wrong kind.*sixty"),
@@ -253,7 +255,7 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"model_type": "qwen3"}, r"'qwen3'; expected 'llama'"),
         ({"transformer_layer_config": 3}, r"transformer_layer_config is a int"),
         ({"transformer_layer_config": {}}, r"speculators_model_type None; expected 'peagle'"),
-        ({"speculators_model_type": "eagle3", "transformer_layer_config": {}}, r"'eagle3'; expected 'peagle'"),
+        ({"speculators_model_type": "eagle3", "transformer_layer_config": {}}, r"'eagle3'; expected 'peagle', since"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"'dynamic' is not supported"),
     ],
 )

@@ -10,7 +10,9 @@ from drafter.propose import PEagle
 from peagle.ops.attention import MASKED
 from peagle.ops.messages import Fresh
 from tests.drafter.cases import (
-    CONFIGS,
+    FOUR,
+    ONE,
+    TWO,
     Text,
     drafter,
     forward,
@@ -22,7 +24,6 @@ from tests.drafter.cases import (
     stack_fresh,
 )
 
-ONE, TWO, FOUR = CONFIGS
 K = 3
 
 

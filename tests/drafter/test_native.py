@@ -15,12 +15,22 @@ from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.linear import Panels, arrange, arrange_embedding
 from peagle.ops.messages import Draft
-from tests.drafter.cases import CONFIGS, logits_of, prompt_state, propose, random_params, random_text, stack_fresh
+from tests.drafter.cases import (
+    CONFIGS,
+    FOUR,
+    ONE,
+    TWO,
+    logits_of,
+    prompt_state,
+    propose,
+    random_params,
+    random_text,
+    stack_fresh,
+)
 from tests.drafter.test_load import Tensors, cast, write
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 
-ONE, TWO, FOUR = CONFIGS
 LENGTHS = (5, 9)
 NUM_DRAFTS = {ONE: 8, TWO: 5}  # the same ones throughout: every other one is compiled anew
 

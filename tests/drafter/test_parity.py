@@ -6,13 +6,26 @@ import pytest
 from drafter import reference
 from drafter.load import to_tensors
 from peagle.ops.attention import MASKED
-from tests.drafter.cases import CONFIGS, drafter, logits_of, prompt_state, propose, random_text, stack_fresh
-
-ONE, TWO, FOUR = CONFIGS
+from tests.drafter.cases import (
+    EAGLE,
+    EAGLE_NORMED,
+    FOUR,
+    MASKS,
+    ONE,
+    TWO,
+    drafter,
+    eagle3,
+    logits_of,
+    prompt_state,
+    propose,
+    random_text,
+    stack_fresh,
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "num_drafts"), [(ONE, 1), (ONE, 3), (ONE, 8), (TWO, 2), (TWO, 5), (FOUR, 3), (FOUR, 7)]
+    ("name", "num_drafts"),
+    [(ONE, 1), (ONE, 3), (ONE, 8), (TWO, 2), (TWO, 5), (FOUR, 3), (FOUR, 7), (MASKS, 3), (MASKS, 6)],
 )
 def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) -> None:
     """Two rows of different length; per step none, some and all of K drafts are accepted."""
@@ -41,6 +54,38 @@ def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) 
             assert draft.token_ids[row].tolist() == ids.tolist()
         firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
         nums = [count + 1 for count in step]
+
+
+@pytest.mark.parametrize(("name", "num_drafts"), [(EAGLE, 1), (EAGLE, 4), (EAGLE_NORMED, 3), (EAGLE_NORMED, 6)])
+def test_a_run_of_passes_in_turn_gives_the_references_drafts(name: str, num_drafts: int) -> None:
+    """The same for EAGLE-3, whose drafts follow from one another; a third row is inactive from the second step on."""
+    drafter = eagle3(name)
+    config, tensors = drafter.config, to_tensors(drafter.params, drafter.config)
+    some = num_drafts // 2
+    accepted = [(0, num_drafts, 0), (num_drafts, some, 0), (some, 0, 0), (0, 0, 0)]
+    lengths = [5, 9, 7]
+    texts = [random_text(config, seed) for seed in (1, 2, 3)]
+    state = prompt_state(drafter, texts, lengths, num_drafts)
+
+    firsts, nums = [n - 1 for n in lengths], [1, 1, 1]
+    for step in accepted:
+        draft, state = propose(drafter, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)
+        assert draft.logits is None
+        assert draft.confidence is not None
+        for row, text in enumerate(texts):
+            if firsts[row] < 0:
+                continue
+            known = firsts[row] + nums[row]
+            told = (text.token_ids[: known + 1].tolist(), text.aux_hidden[:known])
+            expected = reference.draft_logits(tensors, config, *told, num_drafts)
+            ids = reference.draft_ids(tensors, config, *told, num_drafts)
+            assert draft.token_ids[row].tolist() == ids.tolist()
+            probs = np.exp(expected - expected.max(-1, keepdims=True))
+            np.testing.assert_allclose(draft.confidence[row], 1 / probs.sum(-1), atol=1e-5)
+        firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
+        firsts[2] = -1
+        nums = [count + 1 for count in step]
+    assert state.num_held[2] == lengths[2]  # 6 rows by prefill, one by the only step it was active in
 
 
 def test_the_reference_sees_everything_it_is_told() -> None:

@@ -19,6 +19,8 @@ from peagle.ops.linear.panels import pack_floats, panels, unpack_floats
 from scripts import frequent_tokens
 from tests.drafter.cases import (
     CONFIGS,
+    ONE,
+    TWO,
     drafter,
     logits_of,
     prompt_state,
@@ -28,7 +30,6 @@ from tests.drafter.cases import (
     stack_fresh,
 )
 
-ONE, TWO, _ = CONFIGS
 K = 3
 
 

@@ -36,7 +36,7 @@ def decode_attention(
     positions: Int[Array, "B T"],
     num_heads: int,
     window: int | None = None,
-    sinks: Float[Array, "N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
     *,
     native: bool = False,
 ) -> tuple[Float[Array, "B T out"], KVCache]:
@@ -77,7 +77,7 @@ def attend_rows(
     value: Float[Array, "B T G H"],
     positions: Int[Array, "B T"],
     window: int | None = None,
-    sinks: Float[Array, "N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
     *,
     native: bool = False,
 ) -> Float[Array, "B T N H"]:

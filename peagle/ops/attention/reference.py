@@ -11,7 +11,7 @@ def attention(
     key: Float[Array, "B S G H"],
     value: Float[Array, "B S G H"],
     mask: Bool[Array, "B T S"],
-    sinks: Float[Array, "N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Softmax attention scaled by 1/sqrt(head_dim); query head n reads kv head n // (N / G).
 

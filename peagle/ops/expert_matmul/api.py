@@ -13,7 +13,7 @@ def expert_block(
     x: Float[Array, "*rows D"],
     norm: Norm,
     router: jax.Array | Panels,
-    router_bias: Float[Array, "E"],
+    router_bias: Float[Array, " E"],
     experts: Experts,
     top_k: int,
     swiglu_limit: float,

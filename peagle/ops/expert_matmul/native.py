@@ -15,7 +15,7 @@ def routed(
     x: Float[Array, "T D"],
     norm: Norm,
     router: Panels,
-    router_bias: Float[Array, "E"],
+    router_bias: Float[Array, " E"],
     experts: PanelExperts,
     top_k: int,
     limit: float,

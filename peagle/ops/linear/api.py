@@ -14,7 +14,7 @@ from peagle.ops.norm import Norm, rms_norm
 def linear(
     x: Float[Array, "... inputs"],
     weight: jax.Array | Panels,
-    bias: Float[Array, "outputs"] | None = None,
+    bias: Float[Array, " outputs"] | None = None,
     *,
     norm: Norm | None = None,
     residual: Float[Array, "... outputs"] | None = None,
