@@ -98,7 +98,8 @@ class TrainSettings:
     steps: int | None
     minutes: float | None
     init: str | None
-    layers: int
+    autoregressive: bool
+    layers: int | None
     hidden_size: int | None
     heads: int | None
     kv_heads: int | None
@@ -106,6 +107,7 @@ class TrainSettings:
     mlp_width: int | None
     taps: tuple[int, ...] | None
     mask_token: int | None
+    mask_hiddens: int
     draft_vocab: str | None
     rows: int
     width: int

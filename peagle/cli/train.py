@@ -42,6 +42,7 @@ from target.params import TargetParams
 from target.teacher import Teacher
 
 ROOM_QUANTILE = 0.75  # of the rows, as many as have no more trained tokens than the program's shapes have room for
+PEAGLE_LAYERS, EAGLE3_LAYERS = 4, 1  # as their authors'
 MEASURED_STEPS = 6  # to find how many fit into --minutes
 EVALUATION_TOKENS = 256
 
@@ -178,10 +179,14 @@ def _drafter_config(
     taps = chosen_taps(settings.taps, target.num_layers)
     hidden = settings.hidden_size or target.hidden_size
     head_dim = settings.head_dim or target.head_dim
-    mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
+    if settings.autoregressive and (settings.mask_token is not None or settings.mask_hiddens > 1):
+        raise InputError("an EAGLE-3 drafter has no mask slots; leave out --mask-token and --mask-hiddens")
+    mask_token = settings.mask_token
+    if mask_token is None and not settings.autoregressive:
+        mask_token = _free_token(documents, target.vocab_size, stop_token_ids)
     config = DrafterConfig(
         hidden_size=hidden,
-        num_layers=settings.layers,
+        num_layers=settings.layers or (EAGLE3_LAYERS if settings.autoregressive else PEAGLE_LAYERS),
         num_heads=settings.heads or target.num_heads,
         num_kv_heads=settings.kv_heads or target.num_kv_heads,
         head_dim=head_dim,
@@ -189,7 +194,8 @@ def _drafter_config(
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size if vocab is None else len(vocab.token_ids),
-        mask_token_id=mask_token if settings.mask_token is None else settings.mask_token,
+        mask_token_id=mask_token,
+        num_mask_hiddens=settings.mask_hiddens,
         rope=RopeConfig(head_dim, 10000.0),
         num_taps=len(taps),
         aux_layer_ids=taps,
@@ -229,7 +235,7 @@ def _check_tokens(documents: Sequence[Document], config: DrafterConfig) -> None:
                 f"the data holds token id {each.token_ids.max()}, the target's vocabulary has {config.vocab_size}; "
                 "expected data of this target"
             )
-        if np.any(each.token_ids == config.mask_token_id):
+        if config.parallel and np.any(each.token_ids == config.mask_token_id):
             raise InputError(
                 f"the mask token {config.mask_token_id} is in use: the data holds it; give another with --mask-token"
             )

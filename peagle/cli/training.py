@@ -44,7 +44,7 @@ The folder is made of shards, each whole or absent: the same command goes on whe
   with what it thought   [cyan]peagle data --prompt-file IN.jsonl --out DIR --hidden --top 32[/cyan]
 """
 TRAIN_HELP = """
-Train a P-EAGLE drafter for a target on data it wrote.
+Train a drafter for a target on data it wrote: P-EAGLE, or EAGLE-3.
 
 The folder holds recipe, log, checkpoints and the curve, and at the end the drafter;
 the same command goes on where it was cut off.
@@ -54,6 +54,7 @@ the same command goes on where it was cut off.
   an hour             [cyan]peagle train --data DIR --out RUN --minutes 60[/cyan]
   your own target     [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
   watch acceptance    [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
+  the baseline        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
 """
 
 DRAFTER, LEARNING, DATA = "Drafter", "Learning", "Data"
@@ -207,7 +208,15 @@ def train(
         str | None,
         typer.Option("--init", metavar="DIR", rich_help_panel=DRAFTER, help="Begin with this drafter, its shape too."),
     ] = None,
-    layers: Annotated[int, typer.Option("--layers", min=1, rich_help_panel=DRAFTER, help="Of the drafter.")] = 2,
+    autoregressive: Annotated[
+        bool,
+        typer.Option(
+            "--autoregressive", rich_help_panel=DRAFTER, help="An EAGLE-3 drafter: a pass per draft. The baseline."
+        ),
+    ] = False,
+    layers: Annotated[
+        int | None, typer.Option("--layers", min=1, rich_help_panel=DRAFTER, help="Default: 4; of EAGLE-3, 1.")
+    ] = None,
     hidden_size: Annotated[
         int | None, typer.Option("--hidden-size", min=1, rich_help_panel=DRAFTER, help="Default: the target's.")
     ] = None,
@@ -230,6 +239,12 @@ def train(
             "--mask-token", metavar="ID", rich_help_panel=DRAFTER, help="Default: the highest id the data never uses."
         ),
     ] = None,
+    mask_hiddens: Annotated[
+        int,
+        typer.Option(
+            "--mask-hiddens", min=1, metavar="N", rich_help_panel=DRAFTER, help="1: all mask slots share one."
+        ),
+    ] = 1,
     draft_vocab: Annotated[
         str | None,
         typer.Option(
@@ -309,6 +324,7 @@ def train(
             steps=steps,
             minutes=minutes,
             init=init,
+            autoregressive=autoregressive,
             layers=layers,
             hidden_size=hidden_size,
             heads=heads,
@@ -317,6 +333,7 @@ def train(
             mlp_width=mlp_width,
             taps=_taps(taps),
             mask_token=mask_token,
+            mask_hiddens=mask_hiddens,
             draft_vocab=draft_vocab,
             rows=rows,
             width=width,

@@ -28,8 +28,9 @@ DEMO = Path(__file__).parents[2] / "peagle" / "demo"
 # What the drafter learns from and how: shares of a step's rows (the target's own answers, the corpus' chat, raw text),
 # conditional-on-depth sampling, and rates that suit so small a model.
 DRAFTER_RECIPE = (
-    "--rows", "8", "--width", "512", "--depth", "6", "--ratio", "0.75", "--loss", "half", "--optimizer", "muon",
-    "--learning-rate", "0.008", "--other-rate", "0.003", "--weight-decay", "0.02", "--warmup", "0.02", "--decay", "0.6",
+    "--layers", "2", "--rows", "8", "--width", "512", "--depth", "6", "--ratio", "0.75", "--loss", "half",
+    "--optimizer", "muon", "--learning-rate", "0.008", "--other-rate", "0.003", "--weight-decay", "0.02",
+    "--warmup", "0.02", "--decay", "0.6",
 )  # fmt: skip
 TAPS = "1,4,7"
 

@@ -10,8 +10,13 @@ import pytest
 
 import peagle.pair
 from drafter.load import load_drafter
+from drafter.propose import Eagle3
 from drafter.train.shards import read_shards
 from peagle.cli import main
+from peagle.config import SpeculationConfig
+from peagle.generate import Request
+from peagle.metrics import decode
+from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from tests.peagle.conftest import STOP, VOCAB_SIZE, Directories
 
@@ -120,6 +125,35 @@ def test_from_data_to_a_drafter_that_runs(
     assert run(*train(directories, data, out, *evaluation))[0] == 0
 
 
+def test_the_baseline_proposes_in_turn_and_changes_no_token(
+    directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run
+) -> None:
+    """An EAGLE-3 drafter, by the same command, in the engine: greedy, in a batch, adaptive, sampled."""
+    out = tmp_path / "run"
+    more = ("--autoregressive", "--evaluate", prompts, "-k", 3, "--learning-rate", 1e-2)
+    code, said = run(*train(directories, made, out, *more))
+    assert code == 0, said
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["evaluation"]["acceptance_length"] >= 1
+    params, config = load_drafter(out / "drafter", np.dtype(np.float32))
+    assert params.mask_hidden is None
+    assert not config.parallel
+    speculative = peagle.pair.load(directories.target, out / "drafter")
+    assert isinstance(speculative.drafter, Eagle3)
+    plain = [speculative.generate(ids, num_speculative_tokens=0, max_new_tokens=24) for ids in PROMPTS]
+    for k in (1, 5, "auto"):
+        for ids, expected in zip(PROMPTS[:2], plain, strict=False):
+            found = speculative.generate(ids, num_speculative_tokens=k, max_new_tokens=24)
+            assert found.output_ids == expected.output_ids
+    requests = [Request(index, tuple(ids), 24) for index, ids in enumerate(PROMPTS)]
+    engine = speculative.engine(SpeculationConfig(4, 3, 128))
+    assert [result.output_ids for result in decode(engine, requests, None)] == [each.output_ids for each in plain]
+    with pytest.raises(InputError, match="no probabilities to be sampled from"):
+        speculative.generate(PROMPTS[0], num_speculative_tokens=2, temperature=1.0, draft_sampling=True)
+    code, said = run("info", directories.target, out / "drafter")
+    assert code == 0, said
+
+
 def test_a_smaller_draft_vocabulary_and_the_other_dialect(
     directories: Directories, made: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -159,6 +193,7 @@ def test_training_goes_on_from_a_drafter(directories: Directories, made: Path, t
         (("--taps", "0,1,9"), "--taps names the output of layer 9; expected 0..2"),
         (("--taps", "a,b"), "--taps is 'a,b'; expected layers"),
         (("--depth", 0), "expected a depth of 1 or more"),
+        (("--autoregressive", "--mask-token", 4), "an EAGLE-3 drafter has no mask slots"),
         (("--parts", 99), "99 parts of a sequence of 32"),
         (("--learning-rate", -1), "expected numbers above 0"),
         (("--heads", 5), "5 query heads do not divide"),
