@@ -38,6 +38,7 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of both kinds
 _EMBEDDING, _LM_HEAD, _FC, _MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
 
 SPECULATORS = {"peagle": "PEagleSpeculator", "eagle3": "Eagle3Speculator"}  # speculators_model_type: architecture
+DRAFTS_ELSEWHERE = {"peagle": 7, "eagle3": 3}  # the K that other servers take from a speculators config by default
 
 # settings that change the result and have one supported value: (key, supported, what that value says)
 _FIXED: tuple[tuple[str, Any, str], ...] = (
@@ -123,10 +124,19 @@ def parse_config(checkpoint: Checkpoint) -> DrafterConfig:
         ) from None
 
 
-def save_drafter(directory: Path, params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> None:
-    """The directory holds the drafter in that dialect; load_drafter gives the same bits and the same config back."""
+def save_drafter(
+    directory: Path,
+    params: DrafterParams,
+    config: DrafterConfig,
+    dialect: Dialect = "vllm",
+    verifier: str | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
+) -> None:
+    """The directory holds the drafter in that dialect; load_drafter gives the same bits and the same config back.
+    verifier: how the speculators package finds the target (it will not load a drafter without)."""
     tensors = to_tensors(params, config, dialect)
-    write_checkpoint(directory, render_config(config, dialect, str(params.dtype)), tensors)
+    rendered = render_config(config, dialect, str(params.dtype), verifier)
+    write_checkpoint(directory, rendered, tensors, extra_files=extra_files)
 
 
 def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> dict[str, np.ndarray]:
@@ -176,7 +186,7 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
     return tensors
 
 
-def render_config(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[str, Any]:
+def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier: str | None = None) -> dict[str, Any]:
     """The config.json of a drafter in that dialect."""
     geometry: dict[str, Any] = {
         "model_type": "llama",
@@ -214,7 +224,13 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str) -> dict[s
         taps = {"num_aux_hidden_states": config.num_taps}
         return {"architectures": [ARCHITECTURE], "dtype": dtype, **geometry, **common, **taps}
     named = {"architectures": [SPECULATORS[kind]], "speculators_model_type": kind, "dtype": dtype}
-    return {**named, NESTED: geometry, **common}
+    used = {
+        "algorithm": kind,
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": DRAFTS_ELSEWHERE[kind]}],
+        "default_proposal_method": "greedy",
+        "verifier": {"name_or_path": verifier, "architectures": ["GptOssForCausalLM"]},
+    }
+    return {**named, "speculators_config": used, NESTED: geometry, **common}
 
 
 class _Reader:

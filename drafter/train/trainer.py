@@ -1,4 +1,4 @@
-"""Training a P-EAGLE drafter: one step as one program over all devices, checkpoints, and the loop.
+"""Training a drafter: one step as one program over all devices, checkpoints, and the loop.
 
     rows of a step ──► every device takes its share, one row (and part of it) after the other
                        ──► gradients are added up over parts, rows and devices ──► one update
@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
@@ -28,13 +28,13 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.batches import Batch, Batches
 from drafter.train.cod import Cod, Segments
+from drafter.train.folder import CHECKPOINTS, LOG, read_log
 from drafter.train.loss import LOSSES, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
 from peagle.ops.files import write_whole
 
 ROWS = "rows"  # the mesh axis
 OptimizerName = Literal["adamw", "muon"]
-RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
 
 
 @runtime_checkable
@@ -378,12 +378,3 @@ class Trainer:
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-
-def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The log's lines; one that was cut off by a kill is left out."""
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            continue

@@ -133,3 +133,14 @@ class TrainSettings:
     num_speculative_tokens: int
     dialect: str
     quiet: bool
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """The arguments of `export`."""
+
+    drafter: str
+    out: str
+    dialect: str
+    verifier: str | None
+    quiet: bool

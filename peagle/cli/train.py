@@ -13,17 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.load import load_drafter, parse_config, save_drafter
+from drafter.load import load_drafter, parse_config
 from drafter.params import DrafterParams, init_params
 from drafter.propose import drafter_of
 from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
+from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.train.shards import Document, read_manifest, read_shards
-from drafter.train.trainer import LOG, RECIPE, Recipe, Trainer, TrainingStopped, read_log
+from drafter.train.trainer import Recipe, Trainer, TrainingStopped
 from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
 from peagle.cli.curve import draw
 from peagle.cli.data import chosen_taps
 from peagle.cli.display import Display
+from peagle.cli.export import write_with_card
 from peagle.cli.settings import TrainSettings
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine
@@ -105,12 +107,8 @@ def train_command(settings: TrainSettings) -> int:
             raise InputError(str(error)) from None
     trained = dataclasses.replace(params, draft_to_target=None)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
-    save_drafter(
-        out / "drafter",
-        dataclasses.replace(shipped, draft_to_target=params.draft_to_target),
-        config,
-        cast(Any, settings.dialect),
-    )
+    shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
+    write_with_card(out / "drafter", shipped, config, cast(Any, settings.dialect), None, out)
     lines = [f"drafter      {out / 'drafter'} | {recipe.steps} steps | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
     display.summary(lines)

@@ -1,4 +1,4 @@
-"""The commands that make drafters: `peagle data` and `peagle train`."""
+"""The commands that make drafters: `peagle data`, `peagle train` and `peagle export`."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +29,7 @@ from peagle.cli.app import (
     app,
     guarded,
 )
-from peagle.cli.settings import DataSettings, TrainSettings
+from peagle.cli.settings import DataSettings, ExportSettings, TrainSettings
 from peagle.ops.errors import InputError
 
 DATA_HELP = """
@@ -55,6 +55,15 @@ the same command goes on where it was cut off.
   your own target     [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
   watch acceptance    [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
   the baseline        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
+"""
+
+EXPORT_HELP = """
+Write a drafter in the layout of vLLM or of the speculators package, with a model card.
+
+[bold]Examples[/bold]
+
+  for speculators   [cyan]peagle export RUN/drafter --out DIR --dialect speculators --verifier openai/gpt-oss-20b[/cyan]
+  for vLLM          [cyan]peagle export DIR --out OTHER --verifier openai/gpt-oss-20b[/cyan]
 """
 
 DRAFTER, LEARNING, DATA = "Drafter", "Learning", "Data"
@@ -367,6 +376,32 @@ def train(
                 f"training needs {error.name}, which is not installed; pip install 'peagle[train]'"
             ) from None
         return train_command(settings)
+
+    return guarded(run)
+
+
+@app.command(help=EXPORT_HELP)
+def export(
+    drafter: Annotated[str, typer.Argument(metavar="DRAFTER", help="Directory, of any dialect; or demo.")],
+    out: Annotated[str, typer.Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="New folder to write.")],
+    dialect: Annotated[
+        Dialect, typer.Option("--dialect", rich_help_panel=OUTPUT, help="Whose layout to write.")
+    ] = Dialect.vllm,
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            "--verifier",
+            metavar="NAME",
+            rich_help_panel=OUTPUT,
+            help="The target, as others are to find it. speculators needs it.",
+        ),
+    ] = None,
+    quiet: Quiet = False,
+) -> int:
+    def run() -> int:
+        from peagle.cli.export import export_command
+
+        return export_command(ExportSettings(drafter, out, dialect.value, verifier, quiet))
 
     return guarded(run)
 

@@ -125,6 +125,29 @@ def test_from_data_to_a_drafter_that_runs(
     assert run(*train(directories, data, out, *evaluation))[0] == 0
 
 
+@pytest.mark.parametrize("kind", [("--layers", 2), ("--layers", 1, "--autoregressive")], ids=["P-EAGLE", "EAGLE-3"])
+def test_what_was_learnt_by_heart_is_drafted_right(
+    directories: Directories, tmp_path: Path, run: Run, kind: tuple[object, ...]
+) -> None:
+    """Trained on one answer alone, a drafter has every draft of it accepted, but for those of the final step."""
+    k, tokens = 4, 41
+    prompt = tmp_path / "prompt.jsonl"
+    prompt.write_text(json.dumps({"prompt_ids": PROMPTS[0]}) + "\n")
+    asked = ("--prompt-file", prompt, "--out", tmp_path / "data", "-n", tokens)
+    assert run("data", "--target", directories.target, *asked)[0] == 0
+    recipe = ("--width", 64, "--depth", k, "--ratio", 1, "--rows", 1, "--taps", "0,1,2", "--steps", 150)
+    rates = ("--optimizer", "muon", "--learning-rate", 0.02, "--other-rate", 0.01, "--decay", 0.5)
+    given = ("--target", directories.target, "--data", tmp_path / "data", "--out", tmp_path / "run")
+    code, said = run("train", *given, *recipe, *rates, *kind)
+    assert code == 0, said
+    speculative = peagle.pair.load(directories.target, tmp_path / "run" / "drafter")
+    engine = speculative.engine(SpeculationConfig(k, 1, 128))
+    emissions = list(engine.generate([Request(0, tuple(PROMPTS[0]), tokens)]))
+    accepted = [each.decision.num_accepted for each in emissions if each.decision is not None]
+    assert len(accepted) > 3
+    assert accepted[:-1] == [k] * (len(accepted) - 1)
+
+
 def test_the_baseline_proposes_in_turn_and_changes_no_token(
     directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run
 ) -> None:

@@ -21,8 +21,9 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
+from drafter.train.folder import CHECKPOINTS, LOG, read_log
 from drafter.train.shards import Document
-from drafter.train.trainer import CHECKPOINTS, LOG, Recipe, Trainer, TrainingStopped, read_log
+from drafter.train.trainer import Recipe, Trainer, TrainingStopped
 from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig
 
