@@ -257,23 +257,36 @@ class Trainer:
         step = self.compiled()
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         with ocp.CheckpointManager((self.out / CHECKPOINTS).absolute(), options=options) as checkpoints:
-            state, first = self._restored(checkpoints, self.begin(initial))
-            self._keep_log_until(first)
-            started, records = time.monotonic(), []
-            for number in range(first, self.recipe.steps):
-                state, record = step(state, self.batches.at(number))
-                records.append(record)
-                done = number + 1
-                last = done == self.recipe.steps
-                saves, evaluates = done % self.save_every == 0, self.evaluate_every and done % self.evaluate_every == 0
-                if done % self.log_every == 0 or saves or evaluates or last:
-                    elapsed = time.monotonic() - started
-                    self._log_records(checkpoints, done, records, elapsed, elapsed / (done - first))
-                    records = []
-                if (saves or last) and checkpoints.latest_step() != done:
-                    self._save(checkpoints, done, state)
-                if self.evaluate is not None and (evaluates or last):
-                    self._log({"step": done, "evaluation": dict(self.evaluate(self._whole(state.params)))})
+            try:
+                return self._go_on(checkpoints, step, initial)
+            except OSError as error:
+                raise TrainingStopped(
+                    f"{self.out} cannot be written: {error.strerror}; {self._last_good(checkpoints)}"
+                ) from None
+
+    def _go_on(
+        self,
+        checkpoints: ocp.CheckpointManager,
+        step: Callable[[State, Batch], tuple[State, Record]],
+        initial: DrafterParams,
+    ) -> DrafterParams:
+        state, first = self._restored(checkpoints, self.begin(initial))
+        self._keep_log_until(first)
+        started, records = time.monotonic(), []
+        for number in range(first, self.recipe.steps):
+            state, record = step(state, self.batches.at(number))
+            records.append(record)
+            done = number + 1
+            last = done == self.recipe.steps
+            saves, evaluates = done % self.save_every == 0, self.evaluate_every and done % self.evaluate_every == 0
+            if done % self.log_every == 0 or saves or evaluates or last:
+                elapsed = time.monotonic() - started
+                self._log_records(checkpoints, done, records, elapsed, elapsed / (done - first))
+                records = []
+            if (saves or last) and checkpoints.latest_step() != done:
+                self._save(checkpoints, done, state)
+            if self.evaluate is not None and (evaluates or last):
+                self._log({"step": done, "evaluation": dict(self.evaluate(self._whole(state.params)))})
         return self._whole(state.params)
 
     def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
@@ -323,9 +336,10 @@ class Trainer:
     def _save(self, checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
         try:
             checkpoints.save(step, args=ocp.args.StandardSave(state))
-        except OSError as error:
+        except (OSError, ValueError, RuntimeError) as error:  # the library passes on what its storage says as it is
+            why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
             raise TrainingStopped(
-                f"the checkpoint of step {step} cannot be written to {self.out / CHECKPOINTS}: {error.strerror}; "
+                f"the checkpoint of step {step} cannot be written to {self.out / CHECKPOINTS}: {why}; "
                 f"{self._last_good(checkpoints)}"
             ) from None
 

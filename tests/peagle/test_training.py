@@ -125,7 +125,11 @@ def test_from_data_to_a_drafter_that_runs(
     assert run(*train(directories, data, out, *evaluation))[0] == 0
 
 
-@pytest.mark.parametrize("kind", [("--layers", 2), ("--layers", 1, "--autoregressive")], ids=["P-EAGLE", "EAGLE-3"])
+@pytest.mark.parametrize(
+    "kind",
+    [("--layers", 2), pytest.param(("--layers", 1, "--autoregressive"), marks=pytest.mark.slow)],
+    ids=["P-EAGLE", "EAGLE-3"],
+)
 def test_what_was_learnt_by_heart_is_drafted_right(
     directories: Directories, tmp_path: Path, run: Run, kind: tuple[object, ...]
 ) -> None:

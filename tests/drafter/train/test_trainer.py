@@ -177,6 +177,45 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
         second.run(init_params(other, jax.random.key(0)))
 
 
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from drafter.train.trainer import TrainingStopped
+from tests.drafter.train.test_trainer import initial, trainer
+
+def fill(line):
+    if line["step"] == 6:  # no file can grow beyond this from here on: what a full disk does to a write
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+
+try:
+    trainer(Path(sys.argv[1]), watch=fill).run(initial())
+except TrainingStopped as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (3000, "the checkpoint of step 8 cannot be written"),
+        pytest.param(600, "cannot be written: File too large", marks=pytest.mark.slow),
+    ],
+)
+def test_a_full_disk_stops_it_with_the_last_good_step_and_it_goes_on_from_there(
+    tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]], room: int, said: str
+) -> None:
+    out = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(out), str(room)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert f"the last good step is 4, in {out / CHECKPOINTS}" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert same(trainer(out).run(initial()), straight[0])
+    assert curve(out) == straight[1]
+
+
 def test_what_it_evaluates_is_in_the_log(tmp_path: Path) -> None:
     seen: list[DrafterParams] = []
 
