@@ -82,6 +82,9 @@ SIZES = {
     "20b": geometry(
         hidden=2880, layers=24, heads=(64, 8), head_dim=64, vocab=201088, experts=(32, 4), expert_width=2880
     ),
+    "120b": geometry(
+        hidden=2880, layers=36, heads=(64, 8), head_dim=64, vocab=201088, experts=(128, 4), expert_width=2880
+    ),
 }
 
 

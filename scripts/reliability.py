@@ -13,8 +13,6 @@ and how many drafts were right, of each step), README.md and reliability.png.
 
 import argparse
 import functools
-import json
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,8 +31,7 @@ from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.policy import Costs, Outlook
 from peagle.prompts import Rendering, read_prompt_file
-from peagle.provenance import provenance
-from scripts.results import expect_new
+from scripts.results import expect_new, origin, write_run
 from scripts.sweep_acceptance import HELD_OUT
 
 KINDS = ("confidence", "corrected")
@@ -174,35 +171,27 @@ def measure(arguments: argparse.Namespace) -> int:
     rows = [{"position": position + 1, **figures(drafts.of(drafts.position == position))} for position in range(k)]
     record = {
         "schema": 1,
-        "provenance": provenance() | {"command": shlex.join(["python", "-m", "scripts.reliability", *sys.argv[1:]])},
+        "provenance": origin("scripts.reliability"),
         "config": {"target": arguments.target, "drafter": arguments.drafter, "prompts": arguments.prompts.name}
         | {"num_prompts": len(requests), "num_speculative_tokens": k, "max_new_tokens": arguments.max_new_tokens},
         "rows": [{"position": None, **figures(drafts)}, *rows],
     }
-    arguments.out.mkdir(parents=True)
-    write = {
-        "run.json": json.dumps(record, indent=1) + "\n",
-        "raw.jsonl": "".join(json.dumps(line) + "\n" for line in raw),
-        "README.md": page(record),
-    }
-    for name, text in write.items():
-        (arguments.out / name).write_text(text, encoding="utf-8")
+    write_run(arguments.out, record, raw, page(record))
     draw(drafts, arguments.out / "reliability.png")
-    print(write["README.md"])
     return 0
 
 
 def page(record: dict[str, Any]) -> str:
     """README.md of the run."""
-    config, origin = record["config"], record["provenance"]
+    config, source = record["config"], record["provenance"]
     lines = [
         "# Can the confidences be believed?",
         "",
-        f"`{origin['command']}`",
+        f"`{source['command']}`",
         "",
         f"Target {config['target']}, drafter {config['drafter']}; {config['num_prompts']} prompts of "
         f"{config['prompts']}, greedy, K = {config['num_speculative_tokens']}, at most {config['max_new_tokens']} new "
-        f"tokens; jaxlib {origin['packages']['jaxlib']}; {origin['time']}. Only drafts with all before them right. "
+        f"tokens; jaxlib {source['packages']['jaxlib']}; {source['time']}. Only drafts with all before them right. "
         "ECE: expected calibration error, bins of a tenth; both it and the Brier score are better when smaller.",
         "",
         "| draft | how many | right | mean confidence | ECE | Brier | corrected: mean | ECE | Brier |",

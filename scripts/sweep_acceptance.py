@@ -2,9 +2,11 @@
 
     python scripts/sweep_acceptance.py --out results/2026-11-21_cpu_demo_sweep -k 1,2,3,5,7,auto
     python scripts/sweep_acceptance.py --out results/2026-11-21_cpu_draft_vocab -k 3 --draft-vocab full,1024,512
+    python scripts/sweep_acceptance.py --out results/2026-11-21_cpu_drafters -k 3,5 --drafter demo,runs/eagle3,ngram
 
-Every prompt is decoded with every K (and every draft vocabulary) in turn, plain decoding (K = 0) always among them, in
-an order that rotates from prompt to prompt and repeat to repeat, so that a drift of the machine falls on all alike.
+Every prompt is decoded with every K (and every drafter and draft vocabulary) in turn, plain decoding (K = 0) always
+among them, in an order that rotates from prompt to prompt and repeat to repeat, so that a drift of the machine falls on
+all alike.
 Compilation, and measuring the costs that `auto` goes by, are outside of every time.
 
 Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per K, and in it the
@@ -47,13 +49,20 @@ class Arm:
 
     k: int | Literal["auto"]
     draft_vocab: str | None = None  # None: full
+    drafter: str | None = None  # None: the first
 
     @property
     def label(self) -> str:
-        return str(self.k) if self.draft_vocab is None else f"{self.k}, {Path(self.draft_vocab).name} tokens"
+        parts = [str(self.k)]
+        if self.drafter is not None:
+            parts.append(Path(self.drafter).name)
+        if self.draft_vocab is not None:
+            parts.append(f"{Path(self.draft_vocab).name} tokens")
+        return ", ".join(parts)
 
 
 PLAIN = Arm(0)
+Loaded = tuple[str | None, str | None]  # (drafter, draft vocabulary) of an arm
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Sweep:
     """What is swept; written to run.json before anything runs."""
 
     target: str
-    drafter: str
+    drafters: tuple[str, ...]
     prompts: str
     num_prompts: int
     arms: tuple[Arm, ...]
@@ -73,9 +82,9 @@ class Sweep:
     kernels: str  # what computed: the native kernels, or XLA and why
 
 
-def run(pairs: dict[str | None, Pair], sweep: Sweep) -> dict[Arm, list[list[Result]]]:
-    """results[arm][repeat][prompt], decoded in rotating order. pairs: by draft vocabulary."""
-    pair = pairs[None]
+def run(pairs: dict[Loaded, Pair], sweep: Sweep) -> dict[Arm, list[list[Result]]]:
+    """results[arm][repeat][prompt], decoded in rotating order."""
+    pair = pairs[None, None]
     conversations = read_prompt_file(Path(sweep.prompts))[: sweep.num_prompts]
     rendering = Rendering(raw=sweep.raw_prompts)
     requests = [
@@ -86,7 +95,7 @@ def run(pairs: dict[str | None, Pair], sweep: Sweep) -> dict[Arm, list[list[Resu
     engines: dict[Arm, Engine] = {}
     for arm in sweep.arms:
         k, adaptive = pair.num_drafts(arm.k)
-        engine = pairs[arm.draft_vocab].engine(SpeculationConfig(k, 1, capacity, sampling, adaptive))
+        engine = pairs[arm.drafter, arm.draft_vocab].engine(SpeculationConfig(k, 1, capacity, sampling, adaptive))
         engine.warm_up(requests)
         engines[arm] = engine
     results: dict[Arm, list[list[Result]]] = {arm: [[] for _ in range(sweep.repeats)] for arm in sweep.arms}
@@ -122,6 +131,7 @@ def row(arm: Arm, fast: list[list[Result]], plain: list[list[Result]]) -> dict[s
     return {
         "k": arm.k,
         "draft_vocab": arm.draft_vocab,
+        "drafter": arm.drafter,
         "acceptance_length": counters and counters.acceptance_length,
         "acceptance_length_interval": _interval(first) if arm.k else None,
         "acceptance_length_without_loops": quiet_counters and quiet_counters.acceptance_length,
@@ -189,6 +199,7 @@ def raw_line(arm: Arm, result: Result, repeat: int) -> str:
         {
             "k": arm.k,
             "draft_vocab": arm.draft_vocab,
+            "drafter": arm.drafter,
             "repeat": repeat,
             "request": result.request.index,
             "prompt_tokens": len(result.request.prompt_ids),
@@ -326,7 +337,11 @@ def main() -> int:
         "%(default)s)",
     )
     parser.add_argument("--target", default="demo", help="a target's directory (default: the demo's)")
-    parser.add_argument("--drafter", default="demo", help="a drafter's directory, or ngram (default: the demo's)")
+    parser.add_argument(
+        "--drafter",
+        default="demo",
+        help="drafters' directories, or ngram, with commas between (default: the demo's)",
+    )
     parser.add_argument(
         "--prompts", type=Path, default=HELD_OUT, help="JSON lines with a prompt each (default: held out)"
     )
@@ -347,18 +362,21 @@ def main() -> int:
 
 def sweep(arguments: argparse.Namespace) -> int:
     """Everything is checked and the configuration written before anything runs."""
-    arms = parse_arms(arguments.k, arguments.draft_vocab)
+    drafters = tuple(dict.fromkeys(arguments.drafter.split(",")))
+    arms = parse_arms(arguments.k, arguments.draft_vocab, drafters)
     if arguments.repeats < 1 or arguments.num_prompts < 1:
         raise InputError("--repeats and --num-prompts must be 1 or more")
     expect_new(arguments.out)
     pairs = {
-        vocab: peagle.load(arguments.target, arguments.drafter, kernels=arguments.kernels, draft_vocab=vocab)
-        for vocab in dict.fromkeys(arm.draft_vocab for arm in (PLAIN, *arms))
+        (drafter, vocab): peagle.load(
+            arguments.target, drafter or drafters[0], kernels=arguments.kernels, draft_vocab=vocab
+        )
+        for drafter, vocab in dict.fromkeys((arm.drafter, arm.draft_vocab) for arm in (PLAIN, *arms))
     }
-    pair = pairs[None]
+    pair = pairs[None, None]
     settings = Sweep(
         arguments.target,
-        arguments.drafter,
+        drafters,
         str(arguments.prompts),
         min(arguments.num_prompts, len(read_prompt_file(arguments.prompts))),
         arms,
@@ -388,8 +406,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arms(ks: str, vocabs: str) -> tuple[Arm, ...]:
-    """Plain decoding, then every K with every draft vocabulary, numbers ascending and auto last."""
+def parse_arms(ks: str, vocabs: str, drafters: Sequence[str] = ("demo",)) -> tuple[Arm, ...]:
+    """Plain decoding, then every K with every drafter and draft vocabulary, numbers ascending and auto last."""
     asked = ks.split(",")
     try:
         numbers = {int(k) for k in asked if k != AUTO} | {0}
@@ -399,7 +417,8 @@ def parse_arms(ks: str, vocabs: str) -> tuple[Arm, ...]:
         raise InputError(f"-k is {ks!r}; expected numbers of 1 or more, or auto")
     choices: list[int | Literal["auto"]] = [*sorted(numbers - {0}), *([AUTO] if AUTO in asked else [])]
     chosen = [None if vocab == FULL else vocab for vocab in dict.fromkeys(vocabs.split(","))]
-    return (PLAIN, *(Arm(k, vocab) for k in choices for vocab in chosen))
+    named = [None] if len(drafters) == 1 else list(drafters)
+    return (PLAIN, *(Arm(k, vocab, drafter) for k in choices for drafter in named for vocab in chosen))
 
 
 def _write(path: Path, text: str) -> None:

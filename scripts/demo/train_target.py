@@ -1,6 +1,9 @@
 """Train the demo target, a small GPT-OSS model, on a CPU.
 
     python -m scripts.demo.train_target --data DIR --out DIR (--minutes M | --tokens N)
+    python -m scripts.demo.train_target --data DIR --out DIR --tokens N --practise RUN
+
+The second goes on from the parameters of another run at a lower rate, on chat alone (scripts.demo.practice).
 
 Afterwards `--out` holds config.json and params.npz (`scripts.demo.checkpoint.load_target` reads them), state.npz
 (what a later call goes on from), run.json (the recipe, with the number of steps: --minutes is turned into steps once,
@@ -14,6 +17,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import shutil
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -32,7 +36,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scripts.demo import muon
-from scripts.demo.checkpoint import load_tree, read_config, save_tree
+from scripts.demo.checkpoint import load_target, load_tree, read_config, save_tree
 from scripts.demo.dataset import PROMPT, TEXT, WIDTH
 from target import model
 from target.config import TargetConfig
@@ -42,7 +46,8 @@ from target.params import TargetParams, init_params
 PROMPT_WEIGHT = 0.25
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.004, 0.002, 0.1
 WARMUP_FRAC, DECAY_FRAC = 0.01, 0.6
-CHAT_FRAC = ((0.0, 0.15), (0.25, 0.15), (0.6, 0.8), (1.0, 0.9))  # (progress, share of chat rows), linear between
+ChatFrac = tuple[tuple[float, float], ...]  # (progress, share of chat rows), linear between
+CHAT_FRAC: ChatFrac = ((0.0, 0.15), (0.25, 0.15), (0.6, 0.8), (1.0, 0.9))
 ROWS = "rows"  # the name of the axis of devices
 LOG_EVERY = 10
 SAVE_SECONDS, EVALUATE_SECONDS = 180.0, 480.0
@@ -59,6 +64,36 @@ class Batch(NamedTuple):
     positions: jax.Array
     segment_ids: jax.Array
     weights: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What changes from step to step."""
+
+    steps: int
+    peak: float = 1.0  # of the learning rates
+    chat_frac: ChatFrac = CHAT_FRAC
+
+    def rate_at(self, step: int) -> float:
+        """The learning rates' share: a linear warm-up, a plateau, a linear decay to zero at the end."""
+        progress = (step + 0.5) / self.steps
+        return self.peak * min(1.0, progress / WARMUP_FRAC, (1.0 - progress) / DECAY_FRAC)
+
+    def chat_rows_until(self, step: int) -> int:
+        """How many chat rows the first `step` steps hold, all rows beside them being raw ones."""
+        progress = (np.arange(step) + 0.5) / self.steps
+        shares = np.interp(progress, *zip(*self.chat_frac, strict=True))
+        return round(float(shares.sum()) * BATCH_ROWS)
+
+    def batch_at(self, step: int, raw: "Rows", chat: "Rows") -> "Batch":
+        """The batch of a step: a function of the arguments alone."""
+        chat_start, chat_end = self.chat_rows_until(step), self.chat_rows_until(step + 1)
+        raw_start, raw_end = step * BATCH_ROWS - chat_start, (step + 1) * BATCH_ROWS - chat_end
+        parts = [(raw, raw.at(raw_start, raw_end - raw_start)), (chat, chat.at(chat_start, chat_end - chat_start))]
+        return make_batch([part for part in parts if len(part[1])])
+
+
+PRACTICE = {"peak": 0.25, "chat_frac": ((0.0, 0.9), (1.0, 0.9))}
 
 
 class State(NamedTuple):
@@ -140,27 +175,6 @@ def make_batch(parts: list[tuple[Rows, np.ndarray]], prompt_weight: float = PROM
     positions = positions_of(segment_ids)
     weights = np.where(positions == 0, 0.0, weights).astype(np.float32)
     return Batch(token_ids.astype(np.int32), positions, segment_ids.astype(np.int32), weights)
-
-
-def chat_rows_until(step: int, steps: int) -> int:
-    """How many chat rows the first `step` of `steps` steps hold, all rows beside them being raw ones."""
-    progress = (np.arange(step) + 0.5) / steps
-    shares = np.interp(progress, *zip(*CHAT_FRAC, strict=True))
-    return round(float(shares.sum()) * BATCH_ROWS)
-
-
-def batch_at(step: int, steps: int, raw: Rows, chat: Rows) -> Batch:
-    """The batch of a step: a function of the arguments alone."""
-    chat_start, chat_end = chat_rows_until(step, steps), chat_rows_until(step + 1, steps)
-    raw_start, raw_end = step * BATCH_ROWS - chat_start, (step + 1) * BATCH_ROWS - chat_end
-    parts = [(raw, raw.at(raw_start, raw_end - raw_start)), (chat, chat.at(chat_start, chat_end - chat_start))]
-    return make_batch([part for part in parts if len(part[1])])
-
-
-def rate_at(step: int, steps: int) -> float:
-    """The learning rate's share of its peak: a linear warm-up, a plateau, a linear decay to zero at the end."""
-    progress = (step + 0.5) / steps
-    return min(1.0, progress / WARMUP_FRAC, (1.0 - progress) / DECAY_FRAC)
 
 
 def log_likelihoods(params: TargetParams, config: TargetConfig, batch: Batch) -> jax.Array:
@@ -259,18 +273,20 @@ def seconds_per_step(config: TargetConfig, raw: Rows, chat: Rows, measured: int 
     state, times = replicated(init_state(config)), []
     for step in range(measured + 2):
         start = time.perf_counter()
-        state, loss = compiled_step(config)(state, batch_at(step, 1000, raw, chat), np.float32(1.0))
+        state, loss = compiled_step(config)(state, Schedule(1000).batch_at(step, raw, chat), np.float32(1.0))
         loss.block_until_ready()
         times.append(time.perf_counter() - start)
     return float(np.median(times[2:]))
 
 
-def recipe(steps: int) -> dict:
+def recipe(schedule: Schedule, practises: str | None) -> dict:
     """What decides the result, as run.json records it."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
     return {
-        "steps": steps,
-        "tokens": steps * BATCH_ROWS * WIDTH,
+        "steps": schedule.steps,
+        "tokens": schedule.steps * BATCH_ROWS * WIDTH,
+        "practises": practises,
+        "peak": schedule.peak,
         "batch_rows": BATCH_ROWS,
         "width": WIDTH,
         "muon_rate": MUON_RATE,
@@ -278,7 +294,7 @@ def recipe(steps: int) -> dict:
         "weight_decay": WEIGHT_DECAY,
         "warmup_frac": WARMUP_FRAC,
         "decay_frac": DECAY_FRAC,
-        "chat_frac": CHAT_FRAC,
+        "chat_frac": schedule.chat_frac,
         "prompt_weight": PROMPT_WEIGHT,
         "embedding_scale": EMBEDDING_SCALE,
         "head_scale": HEAD_SCALE,
@@ -289,29 +305,35 @@ def recipe(steps: int) -> dict:
 
 
 def settle_config(out: Path, arguments: argparse.Namespace) -> TargetConfig:
-    """The target of out/config.json, written there from the command line in a new run."""
+    """The target of out/config.json, written there in a new run: that of the run it goes on from, or of the command
+    line."""
     path = out / "config.json"
-    if not path.exists():
+    if not path.exists() and arguments.practise:
+        shutil.copy(arguments.practise / "config.json", path)
+    elif not path.exists():
         names = ("hidden", "layers", "heads", "kv_heads", "experts", "expert_width", "vocab")
         config = hf_config(**{name: getattr(arguments, name) for name in names})
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return read_config(out)
 
 
-def settle_steps(out: Path, config: TargetConfig, arguments: argparse.Namespace) -> int:
-    """The number of steps: what the command line asks for, now in out/run.json, or else what is there."""
+def settle_schedule(out: Path, config: TargetConfig, arguments: argparse.Namespace) -> Schedule:
+    """The schedule: with the number of steps that the command line asks for, now in out/run.json, or that is there."""
     path = out / "run.json"
+    options: dict[str, Any] = PRACTICE if arguments.practise else {}
     if arguments.minutes:
         raw, chat = (Rows(arguments.data / f"{name}.npz", SEED) for name in ("raw_train", "chat_train"))
         steps = max(1, int(arguments.minutes * 60 / seconds_per_step(config, raw, chat)))
     elif arguments.tokens:
         steps = max(1, arguments.tokens // (BATCH_ROWS * WIDTH))
     elif path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))["steps"]
+        return Schedule(json.loads(path.read_text(encoding="utf-8"))["steps"], **options)
     else:
         raise SystemExit("train_target: a new run needs --minutes or --tokens")
-    path.write_text(json.dumps(recipe(steps), indent=1) + "\n", encoding="utf-8")
-    return steps
+    schedule = Schedule(steps, **options)
+    practises = arguments.practise.name if arguments.practise else None
+    path.write_text(json.dumps(recipe(schedule, practises), indent=1) + "\n", encoding="utf-8")
+    return schedule
 
 
 def save(out: Path, state: State, step: int) -> None:
@@ -319,10 +341,11 @@ def save(out: Path, state: State, step: int) -> None:
     save_tree(out / "state.npz", {"state": state, "step": np.int64(step)})
 
 
-def restore(out: Path, config: TargetConfig) -> tuple[State, int]:
-    """The last checkpoint, or a fresh state at step 0."""
+def restore(out: Path, config: TargetConfig, practises: Path | None) -> tuple[State, int]:
+    """The last checkpoint, or a fresh state at step 0, with the parameters of another run where one is given."""
     if not (out / "state.npz").exists():
-        return init_state(config), 0
+        fresh = init_state(config)
+        return fresh if practises is None else fresh._replace(params=load_target(practises)[1]), 0
     like = {"state": jax.eval_shape(lambda: init_state(config)), "step": np.zeros((), np.int64)}
     with jax.enable_x64(True):
         stored = load_tree(out / "state.npz", like)
@@ -352,17 +375,20 @@ class Every:
         return True
 
 
-def train(out: Path, config: TargetConfig, steps: int, data: Path) -> TargetParams:
+def train(
+    out: Path, config: TargetConfig, schedule: Schedule, data: Path, practises: Path | None = None
+) -> TargetParams:
     """Go on from the last checkpoint to the last step; the parameters are in out/params.npz afterwards."""
     raw, chat = (Rows(data / f"{name}.npz", SEED) for name in ("raw_train", "chat_train"))
     held_out = {name: Rows(data / f"{name}.npz", SEED) for name in ("raw_heldout", "chat_heldout")}
-    state, first = restore(out, config)
+    state, first = restore(out, config, practises)
+    steps = schedule.steps
     state, step_of = replicated(state), compiled_step(config)
     saving, evaluating = Every(SAVE_SECONDS), Every(EVALUATE_SECONDS)
     losses: list[jax.Array] = []
     start = mark = time.monotonic()
     for step in range(first, steps):
-        state, loss = step_of(state, batch_at(step, steps, raw, chat), np.float32(rate_at(step, steps)))
+        state, loss = step_of(state, schedule.batch_at(step, raw, chat), np.float32(schedule.rate_at(step)))
         losses.append(loss)
         if (step + 1) % LOG_EVERY == 0 or step + 1 == steps:
             mean, now = float(jnp.mean(jnp.stack(losses))), time.monotonic()
@@ -393,12 +419,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run goes on")
     parser.add_argument("--minutes", type=float, help="train about as long; measured once, then fixed as steps")
     parser.add_argument("--tokens", type=int, help="train on so many tokens")
+    parser.add_argument("--practise", type=Path, help="go on from this run's parameters, at a lower rate, on chat")
     add_shape_arguments(parser)
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     config = settle_config(out, arguments)
-    train(out, config, settle_steps(out, config, arguments), arguments.data)
+    train(out, config, settle_schedule(out, config, arguments), arguments.data, arguments.practise)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from scripts.demo import muon
 from scripts.demo.checkpoint import load_tree, save_tree
-from scripts.demo.train_target import Rows, batch_at, chat_rows_until, positions_of, rate_at
+from scripts.demo.train_target import Rows, Schedule, positions_of
 from target import model
 from target.packed_attention import attend_packed
 from tests.peagle.toys import CONFIG, tiny_target
@@ -52,17 +52,17 @@ def test_orthogonalised_matrices_have_singular_values_near_one() -> None:
 
 def test_a_batch_depends_on_its_step_alone_and_takes_every_row_in_turn(tmp_path: Path) -> None:
     raw, chat = packed_rows(tmp_path / "raw.npz", 0), packed_rows(tmp_path / "chat.npz", 1)
-    first, again = (batch_at(9, 40, raw, chat) for _ in range(2))
+    first, again = (Schedule(40).batch_at(9, raw, chat) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert (first.positions.max(axis=1) == 5).all()
     assert (np.asarray(first.weights)[np.asarray(first.positions) == 0] == 0).all()
     assert sorted(raw.at(0, 7)) == list(range(7))
-    steps = [chat_rows_until(step, 40) for step in range(41)]
+    steps = [Schedule(40).chat_rows_until(step) for step in range(41)]
     assert steps == sorted(steps)
 
 
 def test_the_rate_warms_up_and_ends_at_zero() -> None:
-    rates = [rate_at(step, 1000) for step in range(1000)]
+    rates = [Schedule(1000).rate_at(step) for step in range(1000)]
     assert max(rates) == 1
     assert rates[0] < 0.1
     assert rates[-1] < 0.001

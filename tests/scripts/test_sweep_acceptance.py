@@ -48,6 +48,17 @@ def test_a_sweep_writes_rows_that_follow_from_its_raw_lines(
     assert "| 3 |" in (out / "README.md").read_text()
 
 
+def test_drafters_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: Path) -> None:
+    out = tmp_path / "run"
+    options = ["--num-prompts", 1, "--repeats", 1, "-n", 12, "--raw-prompts", "--drafter", "runs/one,runs/two"]
+    assert call(monkeypatch, "--out", out, "-k", "3", "--prompts", prompts, *options) == 0
+    run = json.loads((out / "run.json").read_text())
+    assert [(row["k"], row["drafter"]) for row in run["rows"]] == [(0, None), (3, "runs/one"), (3, "runs/two")]
+    page = (out / "README.md").read_text()
+    assert "| 3, one |" in page
+    assert "| 3, two |" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
