@@ -35,6 +35,7 @@ def test_by_bytes_one_draft_is_cheapest_in_one_layer_and_many_in_one_pass() -> N
     assert all(cost[name, 7, whole] > cost[name, 7, crossover.NARROW_VOCAB] for name in names)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
