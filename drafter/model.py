@@ -202,18 +202,16 @@ def propose_in_turn(
     rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, 1, 0)
     wanted = jnp.where(rows.committed, 0, -1)
     hidden = project_taps(params, config, fresh_aux_hidden.astype(params.dtype), wanted)
-    gap = num_held - first_position
-    x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, gap, caches, rows.draft_rows)
-    drafts, confidence = [], []
-    while True:
+    gap, drafts, confidence = num_held - first_position, [], []
+    token_ids, positions, of_rows = rows.token_ids, rows.positions, rows.draft_rows
+    for number in range(num_drafts):
+        x, caches = _cached_pass(params, config, token_ids, hidden, positions, gap, caches, of_rows)
         ids, probability = likeliest(_logits(params, config, x))
         drafts.append(to_target_ids(params, ids))
         confidence.append(probability)
-        if len(drafts) == num_drafts:
-            return jnp.concatenate(drafts, axis=1), jnp.concatenate(confidence, axis=1), caches
-        behind = (first_position + num_fresh - 1 + len(drafts))[:, None]
-        positions = jnp.where(first_position[:, None] < 0, -1, behind)
-        x, caches = _cached_pass(params, config, drafts[-1], fed_back(params, config, x), positions, gap, caches)
+        token_ids, hidden, of_rows = drafts[-1], fed_back(params, config, x), None
+        positions = jnp.where(first_position < 0, -1, first_position + num_fresh + number)[:, None]
+    return jnp.concatenate(drafts, axis=1), jnp.concatenate(confidence, axis=1), caches
 
 
 def fed_back(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

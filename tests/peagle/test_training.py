@@ -134,12 +134,12 @@ def test_what_was_learnt_by_heart_is_drafted_right(
     directories: Directories, tmp_path: Path, run: Run, kind: tuple[object, ...]
 ) -> None:
     """Trained on one answer alone, a drafter has every draft of it accepted, but for those of the final step."""
-    k, tokens = 4, 41
+    k, tokens = 3, 29
     prompt = tmp_path / "prompt.jsonl"
     prompt.write_text(json.dumps({"prompt_ids": PROMPTS[0]}) + "\n")
     asked = ("--prompt-file", prompt, "--out", tmp_path / "data", "-n", tokens)
     assert run("data", "--target", directories.target, *asked)[0] == 0
-    recipe = ("--width", 64, "--depth", k, "--ratio", 1, "--rows", 1, "--taps", "0,1,2", "--steps", 150)
+    recipe = ("--width", 40, "--depth", k, "--ratio", 1, "--rows", 1, "--taps", "0,1,2", "--steps", 120)
     rates = ("--optimizer", "muon", "--learning-rate", 0.02, "--other-rate", 0.01, "--decay", 0.5)
     given = ("--target", directories.target, "--data", tmp_path / "data", "--out", tmp_path / "run")
     code, said = run("train", *given, *recipe, *rates, *kind)
@@ -153,28 +153,24 @@ def test_what_was_learnt_by_heart_is_drafted_right(
 
 
 def test_the_baseline_proposes_in_turn_and_changes_no_token(
-    directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run
+    directories: Directories, made: Path, tmp_path: Path, run: Run
 ) -> None:
-    """An EAGLE-3 drafter, by the same command, in the engine: greedy, in a batch, adaptive, sampled."""
+    """An EAGLE-3 drafter, by the same command, in the engine: in a batch, adaptive, never sampled."""
     out = tmp_path / "run"
-    more = ("--autoregressive", "--evaluate", prompts, "-k", 3, "--learning-rate", 1e-2)
-    code, said = run(*train(directories, made, out, *more))
+    code, said = run(*train(directories, made, out, "--autoregressive", "--learning-rate", 1e-2))
     assert code == 0, said
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["evaluation"]["acceptance_length"] >= 1
     params, config = load_drafter(out / "drafter", np.dtype(np.float32))
     assert params.mask_hidden is None
     assert not config.parallel
     speculative = peagle.pair.load(directories.target, out / "drafter")
     assert isinstance(speculative.drafter, Eagle3)
-    plain = [speculative.generate(ids, num_speculative_tokens=0, max_new_tokens=24) for ids in PROMPTS]
-    for k in (1, 5, "auto"):
-        for ids, expected in zip(PROMPTS[:2], plain, strict=False):
-            found = speculative.generate(ids, num_speculative_tokens=k, max_new_tokens=24)
-            assert found.output_ids == expected.output_ids
     requests = [Request(index, tuple(ids), 24) for index, ids in enumerate(PROMPTS)]
-    engine = speculative.engine(SpeculationConfig(4, 3, 128))
-    assert [result.output_ids for result in decode(engine, requests, None)] == [each.output_ids for each in plain]
+    shapes = (SpeculationConfig(0, 3, 128), SpeculationConfig(4, 3, 128), SpeculationConfig(3, 1, 128, adaptive=True))
+    plain, fast, adaptive = (
+        [result.output_ids for result in decode(speculative.engine(shape), requests, None)] for shape in shapes
+    )
+    assert fast == plain
+    assert adaptive == plain
     with pytest.raises(InputError, match="no probabilities to be sampled from"):
         speculative.generate(PROMPTS[0], num_speculative_tokens=2, temperature=1.0, draft_sampling=True)
     code, said = run("info", directories.target, out / "drafter")
