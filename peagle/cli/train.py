@@ -171,6 +171,8 @@ def _drafter_config(
         config = parse_config(read_checkpoint(Path(settings.init)))
         if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
             raise InputError(f"--init {settings.init} does not fit the target; use a drafter of this target")
+        if settings.autoregressive and config.parallel:
+            raise InputError(f"--init {settings.init} is a P-EAGLE drafter; leave out --autoregressive, or --init")
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
         return config, None

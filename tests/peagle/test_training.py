@@ -232,6 +232,13 @@ def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_drafter_to_begin_with_keeps_its_kind(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
+    more = ("--init", directories.drafter, "--autoregressive")
+    code, said = run(*train(directories, made, tmp_path / "run", *more))
+    assert code == 2
+    assert "is a P-EAGLE drafter; leave out --autoregressive" in said
+
+
 def test_a_run_is_not_mixed_with_another(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "run"
     assert run(*train(directories, made, out))[0] == 0
