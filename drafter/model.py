@@ -200,16 +200,17 @@ def propose_in_turn(
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
     # without mask slots: a layout of one draft
     rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, 1, 0)
-    wanted = jnp.where(rows.committed, 0, -1)
-    hidden = project_taps(params, config, fresh_aux_hidden.astype(params.dtype), wanted)
+    real = jnp.where(rows.committed, 0, -1)
+    hidden = project_taps(params, config, fresh_aux_hidden.astype(params.dtype), real)
     gap, drafts, confidence = num_held - first_position, [], []
-    token_ids, positions, of_rows = rows.token_ids, rows.positions, rows.draft_rows
+    token_ids, positions = rows.token_ids, rows.positions
+    wanted: jax.Array | None = rows.draft_rows
     for number in range(num_drafts):
-        x, caches = _cached_pass(params, config, token_ids, hidden, positions, gap, caches, of_rows)
+        x, caches = _cached_pass(params, config, token_ids, hidden, positions, gap, caches, wanted)
         ids, probability = likeliest(_logits(params, config, x))
         drafts.append(to_target_ids(params, ids))
         confidence.append(probability)
-        token_ids, hidden, of_rows = drafts[-1], fed_back(params, config, x), None
+        token_ids, hidden, wanted = drafts[-1], fed_back(params, config, x), None
         positions = jnp.where(first_position < 0, -1, first_position + num_fresh + number)[:, None]
     return jnp.concatenate(drafts, axis=1), jnp.concatenate(confidence, axis=1), caches
 

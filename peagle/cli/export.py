@@ -19,7 +19,7 @@ from peagle.ops.errors import InputError
 from peagle.pair import resolve
 
 CARD = """\
-# A {kind} drafter for {target}
+# {kind} drafter for {target}
 
 It proposes what {target} says next, reading {taps} hidden states of it; the target checks every proposal, so its
 output stays its own.
