@@ -235,7 +235,7 @@ def page(record: Json) -> str:
         f"`{source['command']}`",
         "",
         f"Random drafters, greedy, batch 1, prompt {PROMPT_TOKENS}, {config['rounds']} rounds in turn; "
-        f" {source['cpu']}, {source['num_threads']} threads, {source['device']['platform']}; jaxlib "
+        f"{source['cpu']}, {source['num_threads']} threads, {source['device']['platform']}; jaxlib "
         f"{source['packages']['jaxlib']}; {source['time']}.",
         "",
         "A step that drafts K tokens costs c(K) plain steps; at acceptance length a it is worth a / c(K). An EAGLE-3 "
