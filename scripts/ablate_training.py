@@ -29,9 +29,10 @@ from drafter.train.folder import LOG, read_log
 from peagle.config import SpeculationConfig
 from peagle.metrics import LOOPING_ABOVE, decode
 from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
 from peagle.prompts import Rendering, read_prompt_file
 from scripts.demo.tuned import TUNED
-from scripts.results import expect_new, origin, write_run
+from scripts.results import origin, write_run
 from scripts.sweep_acceptance import BOOTSTRAP, HELD_OUT
 
 Json = dict[str, Any]

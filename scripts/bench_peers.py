@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
 from peagle.provenance import provenance
 from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, NAMES, OURS, unavailable
-from scripts.results import expect_new
 from target.load import inspect_target
 
 

@@ -34,11 +34,12 @@ from drafter.params import init_params
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
 from peagle.ops.rope import RopeConfig
 from peagle.pair import DEMO, Pair, resolve
 from scripts.make_random_checkpoint import SIZES
 from scripts.peers.cost import MXFP4_BYTES, Storage, stored_weights
-from scripts.results import expect_new, origin, write_run
+from scripts.results import origin, write_run
 from target.config import TargetConfig
 from target.load import inspect_target
 

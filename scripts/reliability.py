@@ -29,9 +29,10 @@ from peagle import policy
 from peagle.config import SpeculationConfig
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
 from peagle.policy import Costs, Outlook
 from peagle.prompts import Rendering, read_prompt_file
-from scripts.results import expect_new, origin, write_run
+from scripts.results import origin, write_run
 from scripts.sweep_acceptance import HELD_OUT
 
 KINDS = ("confidence", "corrected")

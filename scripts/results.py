@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.errors import InputError
 from peagle.provenance import provenance
-
-
-def expect_new(out: Path) -> None:
-    """Raises InputError where there is something already: no result is overwritten."""
-    if out.exists():
-        raise InputError(f"{out} exists; expected a new folder, so that no result is overwritten")
 
 
 def origin(module: str) -> dict[str, Any]:

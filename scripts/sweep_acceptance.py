@@ -31,10 +31,10 @@ from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine
 from peagle.metrics import LOOPING_ABOVE, Result, decode, pooled_counters, pooled_tok_per_s
 from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
 from peagle.pair import AUTO, DEMO_DIRECTORY, Pair
 from peagle.prompts import Rendering, read_prompt_file
 from peagle.provenance import provenance
-from scripts.results import expect_new
 
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"
 BOOTSTRAP = 2000

@@ -124,3 +124,14 @@ def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
 )
 def test_what_keeps_it_is_not(path: str, source: str) -> None:
     assert not violations(Path(path), source)
+
+
+def test_a_script_that_is_run_as_a_file_needs_nothing_but_the_packages() -> None:
+    """`python scripts/NAME.py` finds what is installed; the repository's root, and so `scripts`, is not on its path."""
+    as_files = [
+        path for path in (ROOT / "scripts").glob("*.py") if f"python scripts/{path.name}" in path.read_text("utf-8")
+    ]
+    assert ROOT / "scripts" / "sweep_acceptance.py" in as_files
+    for path in as_files:
+        names = imported(path.read_text("utf-8"), f"scripts.{path.stem}", is_package=False)
+        assert not [name for name in names if name.split(".")[0] in ("scripts", "tests")], path.name

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from peagle.ops.errors import InputError
+
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """What `write` makes at the path it is given is at `path`, with the permissions of any new file. Where it cannot be
@@ -22,3 +24,9 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def expect_new(out: Path) -> None:
+    """Raises InputError where there is something already: no result is overwritten."""
+    if out.exists():
+        raise InputError(f"{out} exists; expected a new folder, so that no result is overwritten")
