@@ -26,6 +26,7 @@ from peagle.ops.kv_cache import KVCache, init_kv_cache, write_kv
 from peagle.ops.likeliest import likeliest
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
+from peagle.ops.messages import Fresh
 from peagle.ops.norm import Norm, rms_norm
 from peagle.ops.rope import rope_tables
 
@@ -153,28 +154,23 @@ def lay_out_rows(
 def propose(
     params: DrafterParams,
     config: DrafterConfig,
-    fresh_token_ids: Int[Array, "B F"],
-    fresh_aux_hidden: Float[Array, "B F A"],
-    num_fresh: Int[Array, " B"],
-    first_position: Int[Array, " B"],
+    fresh: Fresh,
     num_held: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
 ) -> tuple[Float[Array, "B K U"], tuple[KVCache, ...]]:
     """(logits of the K drafts over the draft vocabulary, caches), in one pass of F+K-1 rows.
 
-    Fresh rows are F wide, of which the first num_fresh (1..F) count: row j is (token[first_position + j + 1],
-    aux_hidden[first_position + j]). The caches hold num_held rows, in their first slots: rows 0..first_position-1, or
-    fewer where some in the middle were never given. Afterwards they hold those and the fresh rows, and what lies behind
-    is dead (`lay_out_rows`): nothing has to be taken back when drafts are rejected. Draft i predicts
-    token[first_position + num_fresh + 1 + i]. A sequence of negative first_position is inactive: it writes nothing and
-    its logits mean nothing.
+    The caches hold num_held rows, in their first slots: rows 0..first_position-1, or fewer where some in the middle
+    were never given. Afterwards they hold those and the fresh rows, and what lies behind is dead (`lay_out_rows`):
+    nothing has to be taken back when drafts are rejected. Draft i predicts token[first_position + num + 1 + i]. A
+    sequence of negative first_position is inactive: it writes nothing and its logits mean nothing.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
-    rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, num_drafts, mask_token_of(config))
-    hidden = _slot_hidden(params, config, fresh_aux_hidden, num_fresh, rows)
-    gap = num_held - first_position
+    rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, num_drafts, mask_token_of(config))
+    hidden = _slot_hidden(params, config, fresh, rows)
+    gap = num_held - fresh.first_position
     x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, gap, caches, rows.draft_rows)
     return _logits(params, config, x), caches
 
@@ -182,10 +178,7 @@ def propose(
 def propose_in_turn(
     params: DrafterParams,
     config: DrafterConfig,
-    fresh_token_ids: Int[Array, "B F"],
-    fresh_aux_hidden: Float[Array, "B F A"],
-    num_fresh: Int[Array, " B"],
-    first_position: Int[Array, " B"],
+    fresh: Fresh,
     num_held: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
@@ -193,16 +186,16 @@ def propose_in_turn(
     """(drafts, ids of the target's vocabulary; the drafter's probability of each; caches): a pass over the fresh rows,
     then one over each draft but the last. Everything else is as `propose` says.
 
-    Row first_position + num_fresh - 1 + i, i >= 1, is (embedding of draft i-1, what came out of the row before) and
+    Row first_position + num - 1 + i, i >= 1, is (embedding of draft i-1, what came out of the row before) and
     gives draft i.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
     # without mask slots: a layout of one draft
-    rows = lay_out_rows(fresh_token_ids, num_fresh, first_position, 1, 0)
+    rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, 1, 0)
     real = jnp.where(rows.committed, 0, -1)
-    hidden = project_taps(params, config, fresh_aux_hidden.astype(params.dtype), real)
-    gap, drafts, confidence = num_held - first_position, [], []
+    hidden = project_taps(params, config, fresh.aux_hidden.astype(params.dtype), real)
+    gap, drafts, confidence = num_held - fresh.first_position, [], []
     token_ids, positions = rows.token_ids, rows.positions
     wanted: jax.Array | None = rows.draft_rows
     for number in range(num_drafts):
@@ -211,7 +204,7 @@ def propose_in_turn(
         drafts.append(to_target_ids(params, ids))
         confidence.append(probability)
         token_ids, hidden, wanted = drafts[-1], fed_back(params, config, x), None
-        positions = jnp.where(first_position < 0, -1, first_position + num_fresh + number)[:, None]
+        positions = jnp.where(fresh.first_position < 0, -1, fresh.first_position + fresh.num + number)[:, None]
     return jnp.concatenate(drafts, axis=1), jnp.concatenate(confidence, axis=1), caches
 
 
@@ -263,20 +256,18 @@ def _cached_pass(
     return x, tuple(written)
 
 
-def _slot_hidden(
-    params: DrafterParams, config: DrafterConfig, fresh_aux_hidden: jax.Array, num_fresh: jax.Array, rows: Rows
-) -> jax.Array:
+def _slot_hidden(params: DrafterParams, config: DrafterConfig, fresh: Fresh, rows: Rows) -> jax.Array:
     """fc of the true aux hiddens in committed rows and of mask_hidden elsewhere [B, T, D], reading fc once."""
     assert params.mask_hidden is not None
-    batch, fresh, aux_width = fresh_aux_hidden.shape
+    batch, width, aux_width = fresh.aux_hidden.shape
     masks = params.mask_hidden.shape[0]
     mask_hidden = jnp.broadcast_to(params.mask_hidden[None], (batch, masks, aux_width))
-    aux_hidden = jnp.concatenate([fresh_aux_hidden.astype(params.dtype), mask_hidden], axis=1)
-    wanted = jnp.pad(jnp.where(rows.committed[:, :fresh], 0, -1), ((0, 0), (0, masks)))
+    aux_hidden = jnp.concatenate([fresh.aux_hidden.astype(params.dtype), mask_hidden], axis=1)
+    wanted = jnp.pad(jnp.where(rows.committed[:, :width], 0, -1), ((0, 0), (0, masks)))
     hidden = project_taps(params, config, aux_hidden, wanted)
     # row r reads fresh row r; the mask slots those behind them, one after the other as far as there are different ones
     row = jnp.arange(rows.committed.shape[1], dtype=jnp.int32)[None, :]
-    source = jnp.where(rows.committed, row, fresh + jnp.clip(row - num_fresh[:, None], 0, masks - 1))
+    source = jnp.where(rows.committed, row, width + jnp.clip(row - fresh.num[:, None], 0, masks - 1))
     return jnp.take_along_axis(hidden, source[:, :, None], axis=1)
 
 

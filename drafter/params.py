@@ -84,18 +84,14 @@ def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.fl
         )
 
     embed_key, fc_key, mask_key, head_key, *layer_keys = jax.random.split(key, c.num_layers + 4)
-    reduced = c.draft_vocab_size < c.vocab_size
+    reduced, masks = c.draft_vocab_size < c.vocab_size, (c.num_mask_hiddens, c.aux_width)
     return DrafterParams(
         embedding=(jax.random.normal(embed_key, (c.vocab_size, c.hidden_size), jnp.float32) * 0.02).astype(dtype),
         aux_norm=jnp.ones((c.aux_width,), dtype) if c.aux_norm else None,
         fc=matrix(fc_key, (c.aux_width, c.hidden_size)),
-        mask_hidden=_mask_hidden(c, mask_key).astype(dtype) if c.parallel else None,
+        mask_hidden=jax.random.normal(mask_key, masks, jnp.float32).astype(dtype) if c.parallel else None,
         layers=tuple(layer(index, key) for index, key in enumerate(layer_keys)),
         norm=jnp.ones((c.hidden_size,), dtype),
         lm_head=matrix(head_key, (c.hidden_size, c.draft_vocab_size)),
         draft_to_target=jnp.arange(c.draft_vocab_size, dtype=jnp.int32) if reduced else None,
     )
-
-
-def _mask_hidden(config: DrafterConfig, key: jax.Array) -> jax.Array:
-    return jax.random.normal(key, (config.num_mask_hiddens, config.aux_width), jnp.float32)

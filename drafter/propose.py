@@ -70,17 +70,7 @@ class PEagle(_Cached):
     def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
         """(the drafts, the state holding the fresh rows, too). Draft i stands for
         token[first_position + num + 1 + i]."""
-        logits, caches = model.propose(
-            self.params,
-            self.config,
-            fresh.token_ids,
-            fresh.aux_hidden,
-            fresh.num,
-            fresh.first_position,
-            state.num_held,
-            state.caches,
-            num_drafts,
-        )
+        logits, caches = model.propose(self.params, self.config, fresh, state.num_held, state.caches, num_drafts)
         draft_ids, confidence = likeliest(logits)
         full = None if self.deterministic else to_target_logits(self.params, self.config, logits)
         draft = Draft(model.to_target_ids(self.params, draft_ids), full, confidence)
@@ -95,15 +85,7 @@ class Eagle3(_Cached):
     def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
         """As PEagle.propose."""
         token_ids, confidence, caches = model.propose_in_turn(
-            self.params,
-            self.config,
-            fresh.token_ids,
-            fresh.aux_hidden,
-            fresh.num,
-            fresh.first_position,
-            state.num_held,
-            state.caches,
-            num_drafts,
+            self.params, self.config, fresh, state.num_held, state.caches, num_drafts
         )
         return Draft(token_ids, None, confidence), State(caches, _held(state, fresh))
 

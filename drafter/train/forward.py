@@ -88,10 +88,10 @@ def _at_once(
         return jnp.concatenate(found, axis=1)
 
     slots = model.mask_slots(params, config)
-    of_depth = [jnp.minimum(depth, config.num_mask_hiddens - 1) for depth in range(len(counts))]
     hidden = [model.project_taps(params, config, aux_hidden)]
     hidden += [
-        jnp.broadcast_to(slots[at], (batch, count, slots.shape[1])) for at, count in zip(of_depth, counts, strict=True)
+        jnp.broadcast_to(slots[min(slot, config.num_mask_hiddens - 1)], (batch, count, slots.shape[1]))
+        for slot, count in enumerate(counts)
     ]
     masks = jnp.full((batch, sum(counts)), model.mask_token_of(config), jnp.int32)
     tokens = jnp.concatenate([token_ids[:, :width], masks], axis=1)

@@ -107,7 +107,7 @@ class Record:
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on: a loss that is no number. The message names the last good step."""
+    """Training cannot go on: a loss that is no number, a disk that is full. The message names the last good step."""
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
@@ -252,7 +252,8 @@ class Trainer:
         """The trained parameters, draft_to_target among them; a training that is under way goes on instead of
         beginning at `initial`.
 
-        Raises TrainingStopped where the loss is no number, InputError for checkpoints that do not fit.
+        Raises TrainingStopped where the loss is no number or nothing can be written, InputError for checkpoints that do
+        not fit.
         """
         step = self.compiled()
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)

@@ -272,15 +272,7 @@ def test_a_reduced_vocabulary_reaches_the_targets_ids() -> None:
     assert full.dtype == np.float32
     assert (ids != np.arange(len(ids))).any()
     raw, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
-        peagle.params,
-        peagle.config,
-        fresh.token_ids,
-        fresh.aux_hidden,
-        fresh.num,
-        fresh.first_position,
-        state.num_held,
-        state.caches,
-        K,
+        peagle.params, peagle.config, fresh, state.num_held, state.caches, K
     )
     np.testing.assert_allclose(full[0][:, ids], raw[0], atol=1e-5)
     assert (np.delete(full, ids, axis=-1) == MASKED).all()

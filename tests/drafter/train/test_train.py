@@ -17,6 +17,7 @@ from drafter.train.cod import Cod, Segments, sample_chains
 from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import LOSSES, Labels, chain_loss, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
+from peagle.ops.messages import Fresh
 from peagle.ops.rope import RopeConfig
 
 CONFIG = DrafterConfig(
@@ -201,8 +202,10 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
     prefill = jax.jit(model.prefill, static_argnames="config")
     caches = prefill(small, SMALL, shifted, aux, jnp.full((1,), anchor, jnp.int32), caches)
     one = jnp.full((1,), anchor, jnp.int32)
-    fresh = (shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one, one)
-    drafted, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(small, SMALL, *fresh, caches, depth)
+    fresh = Fresh(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
+    drafted, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
+        small, SMALL, fresh, one, caches, depth
+    )
     np.testing.assert_allclose(trained, drafted[0], atol=2e-5)
 
 
