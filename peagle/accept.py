@@ -16,6 +16,8 @@ max(p - q, 0) / P(reject) = p. u < ratio, never <=: u may be exactly 0 and p_i(d
 Either way position i + 1 is looked at only when position i was accepted, and its logits saw exactly the tokens emitted.
 """
 
+import itertools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -33,8 +35,11 @@ def accept(
 ) -> Acceptance:
     """num_accepted in 0..K and the token that follows; T = K + 1, row i's logits decide the token draft i stands for.
 
-    draft_probs None means one-hot drafts. uniforms may be None when greedy.
+    draft_probs None means one-hot drafts. uniforms may be None when greedy, unless acceptance is synthetic.
     """
+    if sampling.synthetic_acceptance is not None:
+        assert uniforms is not None
+        return _synthetic(draft_token_ids, logits, sampling, uniforms)
     if draft_probs is None:
         uniform = None if uniforms is None else uniforms[..., TARGET]
         chosen = choose(logits, sampling, uniform)
@@ -54,6 +59,23 @@ def accept(
     fallback = jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1)[:, 0]
     rejected = jnp.where(jnp.sum(rejected, axis=-1, keepdims=True) > 0, rejected, fallback)
     return Acceptance(num_accepted, draw(rejected, _row(uniforms[..., TARGET], num_accepted)))
+
+
+def _synthetic(
+    draft_token_ids: Int[Array, "B K"],
+    logits: Float[Array, "B T V"],
+    sampling: SamplingConfig,
+    uniforms: Float[Array, "B T 3"],
+) -> Acceptance:
+    """Draft i is kept with the conditional rate v_i / v_(i-1) of the unconditional rates v, v_(-1) = 1. The logits are
+    computed and read as ever; only the judgement is another."""
+    num_drafts = draft_token_ids.shape[1]
+    rates = (1.0, *(sampling.synthetic_acceptance or ()))
+    conditional = [after / before if before else 0.0 for before, after in itertools.pairwise(rates)][:num_drafts]
+    kept = uniforms[:, :-1, ACCEPT] < jnp.asarray(conditional, uniforms.dtype)[None, :]
+    num_accepted = _leading(kept)
+    chosen = choose(logits, sampling, None if sampling.greedy else uniforms[..., TARGET])
+    return Acceptance(num_accepted, _row(chosen, num_accepted))
 
 
 def _leading(hit: Array) -> Array:

@@ -1,6 +1,7 @@
 """What is asked for, frozen and checked at construction."""
 
 import dataclasses
+import itertools
 
 from peagle.ops.errors import InputError
 
@@ -12,12 +13,16 @@ class SamplingConfig:
     Order: temperature, then top-k, then top-p, on the target's side, before anything is compared with a draft.
     With draft_sampling the drafts are drawn from the drafter's distribution (same temperature, no truncation); without,
     they are its most likely tokens, a one-hot q.
+
+    synthetic_acceptance replaces the judgement of drafts by a draw, to time what models of random weights cost: draft i
+    is kept with this unconditional rate, whatever the target says. What comes out then means nothing.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     draft_sampling: bool = False
+    synthetic_acceptance: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -28,6 +33,14 @@ class SamplingConfig:
             raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)")
         if self.draft_sampling and self.greedy:
             raise InputError("draft sampling needs a temperature above 0; give --temperature or leave it out")
+        rates = (1.0, *(self.synthetic_acceptance or ()))
+        if any(not 0 <= after <= before for before, after in itertools.pairwise(rates)):
+            raise InputError(
+                f"synthetic acceptance is {list(rates[1:])}; expected rates between 0 and 1 that never rise: each is "
+                "of all steps, not of those that accepted the draft before"
+            )
+        if self.synthetic_acceptance is not None and self.draft_sampling:
+            raise InputError("synthetic acceptance takes no account of the drafts; leave out --draft-sampling")
 
     @property
     def greedy(self) -> bool:
@@ -35,6 +48,7 @@ class SamplingConfig:
 
 
 Ladder = tuple[int, ...]  # the numbers of drafts a step may choose from, ascending
+MAX_NUM_DRAFTS = 128  # a pass over more rows is a prefill: no acceptance pays for it
 RUNGS = (0, 1, 2, 3, 5)  # of which each is a program of its own; the last rung is K itself
 
 
@@ -58,10 +72,18 @@ class SpeculationConfig:
             raise InputError(
                 f"K is {self.num_speculative_tokens}; expected 1 or more drafted tokens (0: plain decoding)"
             )
+        if self.num_speculative_tokens > MAX_NUM_DRAFTS:
+            raise InputError(f"K is {self.num_speculative_tokens}; expected at most {MAX_NUM_DRAFTS} drafted tokens")
         if self.adaptive and self.num_speculative_tokens < 1:
             raise InputError("K = 0 leaves nothing to choose from; expected 1 or more, the most tokens to draft a step")
         if self.batch_size < 1:
             raise InputError(f"batch is {self.batch_size}; expected 1 or more")
+        rates = self.sampling.synthetic_acceptance
+        if rates is not None and len(rates) < self.num_speculative_tokens:
+            raise InputError(
+                f"synthetic acceptance has {len(rates)} rates for K = {self.num_speculative_tokens}; expected one "
+                "for each draft"
+            )
         if self.capacity < 2:
             raise InputError(
                 f"context is {self.capacity} positions; expected room for a prompt token and an output token"

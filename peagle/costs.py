@@ -1,5 +1,8 @@
 """What drafting and verifying cost on this machine with this pair: measured with the very program that will run, kept
 in a file beside the user's other caches, and measured again wherever anything they depend on is another.
+
+A machine that is busy for a moment gives costs that are wrong for a long time, so the first runs measure each once
+more, and what counts is the median of what they found.
 """
 
 import dataclasses
@@ -9,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,10 @@ from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import DecodeState, StepOutput
 
-SCHEMA = 1
+SCHEMA = 2
 ENOUGH_S = 1.0  # rounds go on until they took this long together
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25  # the first does not count
+MEASUREMENTS = 5  # of as many runs
 TOGETHER = 2  # dispatches that are timed as one, so that the next is on its way while one runs, as in the loop
 
 Start = Callable[[], DecodeState]
@@ -89,6 +93,7 @@ def identity(target: Any, drafter: Any, config: SpeculationConfig, steps_per_dis
         "batch_size": config.batch_size,
         "capacity": 1 << (config.capacity - 1).bit_length(),  # about
         "sampling": "greedy" if config.sampling.greedy else "drafts" if config.sampling.draft_sampling else "target",
+        **({} if config.sampling.synthetic_acceptance is None else {"synthetic": True}),
         "steps_per_dispatch": steps_per_dispatch,
         "kernels": native.status()[1],
         "device": device(),
@@ -103,25 +108,39 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / "costs"
 
 
-def load(known: dict[str, Any]) -> Costs | None:
-    """The costs kept for exactly this; None where there are none, or a file that is not as it should be."""
+def typical(measured: Sequence[Costs]) -> Costs:
+    """The median of each cost."""
+    return jax.tree.map(lambda *each: jnp.median(jnp.stack(each), axis=0), *measured)
+
+
+def load(known: dict[str, Any]) -> list[Costs]:
+    """The costs that earlier runs measured for exactly this, MEASUREMENTS at most; none where there are none, or a file
+    that is not as it should be."""
     try:
         kept = json.loads(_path(known).read_text(encoding="utf-8"))
-        draft, verify = (np.asarray(kept[name], np.float32) for name in ("draft_ms", "verify_ms"))
+        pairs = [
+            (np.asarray(each["draft_ms"], np.float32), np.asarray(each["verify_ms"], np.float32))
+            for each in kept["measured"]
+        ]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    whole = all(part.shape == (len(known["ladder"]),) and np.isfinite(part).all() for part in (draft, verify))
-    if not whole or kept.get("identity") != known or verify.min() <= 0 or draft.min() < 0:
-        return None
-    return Costs(jnp.asarray(draft), jnp.asarray(verify))
+        return []
+    whole = all(part.shape == (len(known["ladder"]),) and np.isfinite(part).all() for pair in pairs for part in pair)
+    if not whole or kept.get("identity") != known or any(v.min() <= 0 or d.min() < 0 for d, v in pairs):
+        return []
+    return [Costs(jnp.asarray(draft), jnp.asarray(verify)) for draft, verify in pairs[:MEASUREMENTS]]
 
 
-def save(known: dict[str, Any], costs: Costs) -> bool:
+def save(known: dict[str, Any], measured: Sequence[Costs]) -> bool:
     """Whether the costs could be kept for the next run."""
     kept = {
         "identity": known,
-        "draft_ms": [round(float(ms), 6) for ms in costs.draft_ms],
-        "verify_ms": [round(float(ms), 6) for ms in costs.verify_ms],
+        "measured": [
+            {
+                "draft_ms": [round(float(ms), 6) for ms in each.draft_ms],
+                "verify_ms": [round(float(ms), 6) for ms in each.verify_ms],
+            }
+            for each in measured
+        ],
     }
     path = _path(known)
     try:

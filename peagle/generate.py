@@ -178,10 +178,12 @@ class Engine:
             self._find_costs()
 
     def _find_costs(self) -> None:
-        """The costs are there: kept from another run, or measured now with the programs that are warm."""
+        """The costs are there: kept from other runs, or, as long as those were few, measured once more now, with the
+        programs that are warm."""
         known = costs.identity(self.target, self.drafter, self.config, self.steps_per_dispatch)
-        self.costs, self.costs_found, self._outlooks = costs.load(known), "kept from an earlier run", None
-        if self.costs is not None:
+        measured, self._outlooks = costs.load(known), None
+        if len(measured) == costs.MEASUREMENTS:
+            self.costs, self.costs_found = costs.typical(measured), "kept from earlier runs"
             return
         started = time.perf_counter()
         bucket, capacity, batch = max(self._warm), self.config.capacity, self.config.batch_size
@@ -189,8 +191,11 @@ class Engine:
         prompt = np.random.default_rng(0).integers(0, self.target.vocab_size, length).tolist()
         requests = [Request(0, tuple(prompt), capacity - length)] * batch
         unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))
-        self.costs = costs.measure(self.config.ladder, lambda: unending._start(requests, bucket)[0], unending._dispatch)
-        kept = "kept for later" if costs.save(known, self.costs) else f"not kept, {costs.directory()} cannot be written"
+        measured += [
+            costs.measure(self.config.ladder, lambda: unending._start(requests, bucket)[0], unending._dispatch)
+        ]
+        self.costs = costs.typical(measured)
+        kept = "kept for later" if costs.save(known, measured) else f"not kept, {costs.directory()} cannot be written"
         self.costs_found = f"measured in {time.perf_counter() - started:.1f} s, {kept}"
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Emission]:

@@ -4,6 +4,7 @@ What cannot be said (a rate over no steps, a speed from one token) is None, neve
 Times are readings of time.perf_counter() in seconds; compilation is in none of them (the engine is warm before).
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -28,10 +29,12 @@ class Counters:
     histogram: tuple[int, ...]  # K + 1 places: how many steps accepted a drafts
     verified: tuple[int, ...]  # K places: how many steps verified the draft at this place
     num_plain_steps: int = 0
+    tried: tuple[int, ...] = ()  # K places: how many of those had accepted every draft before it
 
     @classmethod
     def of(cls, decisions: Iterable[Decision], num_spec_tokens: int) -> "Counters":
-        histogram, verified, plain = [0] * (num_spec_tokens + 1), [0] * num_spec_tokens, 0
+        histogram, plain = [0] * (num_spec_tokens + 1), 0
+        verified, tried = [0] * num_spec_tokens, [0] * num_spec_tokens
         for decision in decisions:
             width = len(decision.draft_token_ids)
             if width == 0:
@@ -40,7 +43,8 @@ class Counters:
             histogram[decision.num_accepted] += 1
             for place in range(width):
                 verified[place] += 1
-        return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain)
+                tried[place] += place <= decision.num_accepted
+        return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried))
 
     def __add__(self, other: "Counters") -> "Counters":
         """Pooled: counts add up. Both must have the same K."""
@@ -51,6 +55,7 @@ class Counters:
             tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True)),
             tuple(a + b for a, b in zip(self.verified, other.verified, strict=True)),
             self.num_plain_steps + other.num_plain_steps,
+            tuple(a + b for a, b in zip(self.tried, other.tried, strict=True)),
         )
 
     @property
@@ -80,7 +85,17 @@ class Counters:
     @property
     def acceptance_rate_per_position(self) -> tuple[float | None, ...]:
         """Place i: steps that accepted draft i / all steps. Unconditional, so it never rises with i."""
-        return tuple(_ratio(sum(self.histogram[i + 1 :]), self.num_steps) for i in range(self.num_spec_tokens))
+        return tuple(_ratio(accepted, self.num_steps) for accepted in self.accepted_per_position)
+
+    @property
+    def conditional_rate_per_position(self) -> tuple[float | None, ...]:
+        """Place i: steps that accepted draft i / those that verified it and accepted all before it."""
+        return tuple(_ratio(a, t) for a, t in zip(self.accepted_per_position, self.tried, strict=True))
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """Place i: steps that accepted draft i."""
+        return tuple(sum(self.histogram[i + 1 :]) for i in range(self.num_spec_tokens))
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,7 @@ class Result:
     first_s: float | None  # time of the first token
     last_s: float | None
     decisions: tuple[Decision, ...] = ()  # one per step
+    times_s: tuple[float, ...] = ()  # at which tokens came, each once: those of a dispatch come together
 
     @property
     def counters(self) -> Counters:
@@ -127,6 +143,16 @@ class Result:
     def tok_per_s(self) -> float | None:
         """(emitted - 1) / (time of the last token - time of the first)"""
         return _ratio(max(len(self.output_ids) - 1, 0), self.decode_s or 0.0) if len(self.output_ids) > 1 else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(time of the last token - time of the first) / (emitted - 1): seconds per token behind the first."""
+        return None if not (rate := self.tok_per_s) else 1 / rate
+
+    @property
+    def itl_s(self) -> tuple[float, ...]:
+        """Seconds between one arrival of tokens and the next, however many come together: what a reader waits."""
+        return tuple(after - before for before, after in itertools.pairwise(self.times_s))
 
     @property
     def loop_share(self) -> float | None:
@@ -161,6 +187,7 @@ class Recorder:
         self._ids: list[int] = []
         self._pieces: list[str] = []
         self._decisions: list[Decision] = []
+        self._times: list[float] = []
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -175,6 +202,8 @@ class Recorder:
             self._first_s = emission.time_s
         if emission.token_ids:
             self._last_s = emission.time_s
+            if not self._times or self._times[-1] != emission.time_s:
+                self._times.append(emission.time_s)
         if emission.decision is not None:
             self._decisions.append(emission.decision)
         self._ids += emission.token_ids
@@ -196,6 +225,7 @@ class Recorder:
             first_s=self._first_s,
             last_s=self._last_s,
             decisions=tuple(self._decisions),
+            times_s=tuple(self._times),
         )
 
     def _show(self, token_ids: Sequence[int], last: bool) -> str:
@@ -229,7 +259,12 @@ def decode(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | N
 def pooled_counters(results: Sequence[Result]) -> Counters | None:
     """All steps of results with the same K > 0; None where there are none."""
     speculative = [result.counters for result in results if result.num_speculative_tokens]
-    return sum(speculative[1:], start=speculative[0]) if speculative else None
+    return total(speculative) if speculative else None
+
+
+def total(counters: Sequence[Counters]) -> Counters:
+    """All of them together: at least one, of one K."""
+    return sum(counters[1:], start=counters[0])
 
 
 def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
@@ -304,6 +339,7 @@ def summarize(
         "acceptance_length": None if counters is None else counters.acceptance_length,
         "acceptance_length_without_loops": None if quiet is None else quiet.acceptance_length,
         "acceptance_rate_per_position": None if counters is None else list(counters.acceptance_rate_per_position),
+        "conditional_rate_per_position": None if counters is None else list(counters.conditional_rate_per_position),
         "loop_share": pooled_loop_share(results),
         "looping_requests_frac": _ratio(sum(result.loops for result in results), len(results)),
         "tok_per_s": pooled_tok_per_s(results),

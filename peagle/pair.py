@@ -13,6 +13,7 @@ This and `peagle info` are the only places in peagle/ that name target/ and draf
 The first stream of a shape compiles; whatever is measured leaves that out.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,11 +40,13 @@ from peagle.text import DEFAULT_DATE, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from drafter.config import DrafterConfig
+    from drafter.vocabulary import DraftVocab
     from target.config import TargetConfig
 
-DEMO, NGRAM = "demo", "ngram"
+DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
 AUTO: Literal["auto"] = "auto"  # as K: what pays
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
+HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # prompts the demo pair was not trained on
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_STEPS_PER_DISPATCH = 32
@@ -272,33 +275,28 @@ def load(
 ) -> Pair:
     """The pair of two checkpoint directories, or the demo pair, which comes with the package.
 
-    drafter "ngram" needs no weights; None leaves plain decoding only. A directory that is called like one of these
-    words is given as "./demo". dtype: float32 on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4
-    in memory, "expanded" dequantises at load, "auto" takes what is fastest and fits. kernels: "native" runs the
-    compiled CPU kernels or refuses, "xla" does without them, "auto" takes them where they run (`peagle info` says).
-    draft_vocab: the drafter proposes so many of the most frequent tokens alone, or those listed in a file
-    (drafter.vocabulary). progress is told (bytes of the target read, bytes in all) while it is read.
+    drafter "demo-eagle3" is the demo target's autoregressive one, to compare with; "ngram" needs no weights; None
+    leaves plain decoding only. A directory that is called like one of these words is given as "./demo". dtype: float32
+    on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load,
+    "auto" takes what is fastest and fits. kernels: "native" runs the compiled CPU kernels or refuses, "xla" does
+    without them, "auto" takes them where they run (`peagle info` says). draft_vocab: the drafter proposes so many of
+    the most frequent tokens alone, or those listed in a file (drafter.vocabulary). progress is told (bytes of the
+    target read, bytes in all) while it is read.
 
     Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
     read; weights that take more memory than there is are among that.
     """
-    from drafter.load import load_drafter
     from drafter.load import weight_bytes as drafter_bytes
-    from drafter.propose import drafter_of
-    from drafter.vocabulary import choose, narrow
-    from target.load import inspect_target, load_target
+    from target.load import load_target
     from target.load import weight_bytes as target_bytes
     from target.model import GptOss
 
     target_directory = resolve(target, "target")
     drafter_directory = drafter_path(target, drafter)
-    files = inspect_target(target_directory)
-    taps = () if drafter_directory is None else check_fit(target_directory, drafter_directory)
-    vocab = None
+    if drafter_directory is not None:
+        check_fit(target_directory, drafter_directory)
     if draft_vocab is not None:
-        if drafter_directory is None:
-            raise InputError("a draft vocabulary is given, but there is no drafter with weights whose head it narrows")
-        vocab = choose(str(draft_vocab), drafter_directory, files.config.vocab_size, files.stop_token_ids)
+        _vocabulary(target_directory, drafter_directory, draft_vocab)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     native = _native(kernels)
@@ -308,37 +306,73 @@ def load(
     refuse_too_large(needed, "try --experts packed or --dtype bfloat16, or a smaller model")
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
     plain = GptOss(loaded.params, loaded.config)
-    drafting: Drafter | None = NGram() if drafter == NGRAM else None
-    if drafter_directory is not None:
-        params, config = load_drafter(
-            drafter_directory,
-            jnp.dtype(dtype),
-            native=native,
-            target_embedding=loaded.params.embedding,
-            target_lm_head=loaded.params.lm_head,
-        )
-        if vocab is not None:
-            params, config = narrow(params, config, vocab)
-        drafting = drafter_of(params, config)
-    return Pair(
-        target=GptOss(loaded.params, loaded.config, aux_layer_ids=taps),
+    pair = Pair(
+        target=plain,
         plain_target=plain,
-        drafter=drafting,
+        drafter=None,
         tokenizer=tokenizer,
         stop_token_ids=loaded.stop_token_ids,
         dtype=dtype,
         experts=loaded.experts,
         kernels=native_status()[1] if kernels != "xla" else "XLA",
-        draft_vocab=None if vocab is None else f"{config.draft_vocab_size} tokens, by {vocab.source}",
         steps_per_dispatch=_steps_per_dispatch(loaded.params) if native else 1,
     )
+    return with_drafter(pair, target, drafter, draft_vocab=draft_vocab)
+
+
+def with_drafter(
+    pair: Pair, target: str | Path, drafter: str | Path | None, *, draft_vocab: int | str | None = None
+) -> Pair:
+    """The pair with another drafter, as `load` would give it; the target's weights are the pair's own. `target` is what
+    the pair was loaded from. Raises InputError as `load` does."""
+    from drafter.load import load_drafter
+    from drafter.propose import drafter_of
+    from drafter.vocabulary import narrow
+    from target.model import GptOss
+
+    target_directory, drafter_directory = resolve(target, "target"), drafter_path(target, drafter)
+    plain = pair.plain_target
+    assert isinstance(plain, GptOss)
+    drafting: Drafter | None = NGram() if drafter == NGRAM else None
+    taps: tuple[int, ...] = ()
+    said = None
+    vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
+    if drafter_directory is not None:
+        taps = check_fit(target_directory, drafter_directory)
+        params, config = load_drafter(
+            drafter_directory,
+            jnp.dtype(pair.dtype),
+            native=plain.params.native,
+            target_embedding=plain.params.embedding,
+            target_lm_head=plain.params.lm_head,
+        )
+        if vocab is not None:
+            params, config = narrow(params, config, vocab)
+            said = f"{config.draft_vocab_size} tokens, by {vocab.source}"
+        drafting = drafter_of(params, config)
+    tapped = GptOss(plain.params, plain.config, aux_layer_ids=taps)
+    return dataclasses.replace(pair, target=tapped, drafter=drafting, draft_vocab=said, _engines={})
+
+
+def _vocabulary(target_directory: Path, drafter_directory: Path | None, asked: int | str) -> "DraftVocab":
+    """The draft vocabulary asked for. Raises InputError for one that cannot be, and without a drafter to narrow."""
+    from drafter.vocabulary import choose
+    from target.load import inspect_target
+
+    if drafter_directory is None:
+        raise InputError("a draft vocabulary is given, but there is no drafter with weights whose head it narrows")
+    files = inspect_target(target_directory)
+    return choose(str(asked), drafter_directory, files.config.vocab_size, files.stop_token_ids)
 
 
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
-    """The directory a name stands for: the demo's, or itself. Raises InputError where there is no demo."""
-    if name != DEMO:
+    """The directory a name stands for: one of the demo's, or itself. Raises InputError where there is no demo."""
+    if name == DEMO_EAGLE3 and part == "drafter":
+        directory = DEMO_DIRECTORY / "drafter_eagle3"
+    elif name == DEMO:
+        directory = DEMO_DIRECTORY / part
+    else:
         return Path(name)
-    directory = DEMO_DIRECTORY / part
     if not (directory / "config.json").is_file():
         raise InputError(
             f"this installation of peagle comes without the demo {part}; give checkpoint directories with --target and "
@@ -351,9 +385,9 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     """The drafter's directory; None for one without weights. Raises InputError for the demo's beside another target."""
     if drafter is None or drafter == NGRAM:
         return None
-    if drafter == DEMO and target != DEMO:
+    if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
         raise InputError(
-            f"the target {target} needs a drafter of its own (the demo drafter fits the demo target only); give "
+            f"the target {target} needs a drafter of its own (the demo's drafters fit the demo target only); give "
             "--drafter DIR, or --drafter ngram, which needs no weights"
         )
     return resolve(drafter, "drafter")

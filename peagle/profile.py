@@ -56,6 +56,12 @@ class Breakdown:
     def step_ms(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Fractions of a step: drafting, verifying, and all the rest, which is the host's and the runtime's."""
+        draft, verify = self.draft_ms / self.step_ms, self.verify_ms / self.step_ms
+        return {"draft_frac": draft, "verify_frac": verify, "host_frac": 1 - draft - verify}
+
 
 @dataclass(frozen=True)
 class Span:
@@ -90,16 +96,21 @@ def profile(engine: Engine, requests: Sequence[Request], directory: Path) -> Bre
     part_of = parts_by_operation(engine.compiled(batch).as_text() or "")
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # which costs more than the steps
-    known = set(directory.glob("**/*.xplane.pb"))
+    known = _traces(directory)
     with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=True):
         decisions = [e.decision for e in engine.generate(batch) if e.decision is not None and e.request is batch[0]]
-    written = set(directory.glob("**/*.xplane.pb")) - known
+    written = dict(_traces(directory).items() - known.items())
     if len(written) != 1:
         raise InputError(f"{directory} has {len(written)} new traces; expected one: is another run writing there?")
-    operations, others = _read(written.pop(), part_of)
+    operations, others = _read(next(iter(written)), part_of)
     if not operations or not decisions:
         raise InputError(f"the profiler gave no operations of the steps on {jax.default_backend()}; see {directory}")
     return breakdown(str(directory), len(decisions), operations, others)
+
+
+def _traces(directory: Path) -> dict[Path, int]:
+    """Every trace there, and when it was written: names tell seconds apart, no less."""
+    return {path: path.stat().st_mtime_ns for path in directory.glob("**/*.xplane.pb")}
 
 
 def parts_by_operation(program: str) -> dict[str, str]:

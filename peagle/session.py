@@ -237,7 +237,7 @@ class _Session:
     def _engine(self, num_speculative_tokens: int) -> Engine:
         sampling, adaptive = self.config.sampling, self.config.adaptive
         if num_speculative_tokens == 0:  # no drafts: nothing to sample them from, and nothing to choose
-            sampling, adaptive = dataclasses.replace(sampling, draft_sampling=False), False
+            sampling, adaptive = dataclasses.replace(sampling, draft_sampling=False, synthetic_acceptance=None), False
         shape = SpeculationConfig(num_speculative_tokens, self.batch_size, self.capacity, sampling, adaptive)
         return self.pair.engine(shape, ignore_eos=self.config.ignore_eos)
 
@@ -296,7 +296,7 @@ class _Session:
         outcome.baseline = plain
         result = outcome.result
         index = first_difference(result.output_ids, plain.output_ids)
-        if index is not None:
+        if index is not None and self.config.sampling.synthetic_acceptance is None:
             longer = max(result.output_ids, plain.output_ids, key=len)
             margin = top_2_margin(self.pair.plain_target, result.request.prompt_ids, longer[: index + 1], self.capacity)
             outcome.first_divergence = Divergence(index, margin)

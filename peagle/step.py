@@ -45,7 +45,7 @@ def step(
     peagle.protocols for the indices.
     """
     random = None
-    if not sampling.greedy:
+    if not sampling.greedy or sampling.synthetic_acceptance is not None:
         index = state.length[:, None] + 1 + jnp.arange(ladder[-1] + 1, dtype=jnp.int32)[None, :]
         random = uniforms(state.key, index)
     drafted = policy.drafts(state.outlook)

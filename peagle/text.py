@@ -6,6 +6,7 @@ Through transformers, whose import is heavy and therefore inside the functions. 
 
 import codecs
 import datetime
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -67,6 +68,15 @@ def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """The text of whole ids, special tokens spelled out."""
     detokenizer = Detokenizer(tokenizer)
     return detokenizer.add(token_ids) + detokenizer.flush()
+
+
+def template_fingerprint(directory: Path) -> str:
+    """A hash of what turns text into ids in a directory: tokenizer, its settings, chat template."""
+    found = hashlib.sha256()
+    for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja"):
+        path = Path(directory) / name
+        found.update(path.read_bytes() if path.is_file() else b"")
+    return found.hexdigest()
 
 
 def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":

@@ -30,10 +30,12 @@ from peagle.config import SpeculationConfig
 from peagle.metrics import LOOPING_ABOVE, decode
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.prompts import Rendering, read_prompt_file
+from peagle.pair import HELD_OUT
+from peagle.prompt_files import read_prompt_file
+from peagle.prompts import Rendering
+from peagle.sweep.figures import estimate, one_more_than_ratio
 from scripts.demo.tuned import TUNED
-from scripts.results import origin, write_run
-from scripts.sweep_acceptance import BOOTSTRAP, HELD_OUT
+from scripts.results import in_one_line, origin, write_run
 
 Json = dict[str, Any]
 Options = Mapping[str, str | None]  # of peagle train; None: a flag
@@ -92,11 +94,7 @@ def main() -> int:
     parser.add_argument("--mask-token", help="as of peagle train")
     parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines (default: the demo's held-out ones)")
     arguments = parser.parse_args()
-    try:
-        return ablate(arguments)
-    except (InputError, OSError) as error:
-        print(f"ablate_training: error: {error}", file=sys.stderr)
-        return 2
+    return in_one_line("ablate_training", lambda: ablate(arguments))
 
 
 def ablate(arguments: argparse.Namespace) -> int:
@@ -203,7 +201,7 @@ def evaluated(arguments: argparse.Namespace, variant: Variant, seed: int, folder
     if kept.exists():
         return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
     pair = peagle.load(arguments.target, folder / "drafter")
-    conversations = read_prompt_file(arguments.prompts)[:PROMPTS]
+    conversations = read_prompt_file(arguments.prompts).conversations[:PROMPTS]
     requests = [
         pair.request(each, [], Rendering(), max_new_tokens=NEW_TOKENS, index=index)
         for index, each in enumerate(conversations)
@@ -249,17 +247,16 @@ def length(lines: Sequence[Json]) -> float:
     return 1 + sum(sum(line["num_accepted"]) for line in lines) / sum(len(line["num_accepted"]) for line in lines)
 
 
-def interval(lines: Sequence[Json]) -> list[float]:
-    """95 %, resampling prompts, each with all its seeds."""
+def interval(lines: Sequence[Json]) -> list[float] | None:
+    """95 %, resampling prompts, each with all its seeds; None of too few prompts."""
     counts: dict[int, list[int]] = {}
     for line in lines:
         count = counts.setdefault(line["request"], [0, 0])
         count[0] += sum(line["num_accepted"])
         count[1] += len(line["num_accepted"])
-    sums = np.array(list(counts.values()))
-    picks = np.random.default_rng(0).integers(0, len(sums), (BOOTSTRAP, len(sums)))
-    drawn = sums[picks].sum(axis=1)
-    return [float(x) for x in np.quantile(1 + drawn[:, 0] / drawn[:, 1], (0.025, 0.975))]
+    found = estimate(np.array(list(counts.values())), one_more_than_ratio)
+    assert found is not None
+    return None if found.low is None or found.high is None else [found.low, found.high]
 
 
 def page(record: Json) -> str:
@@ -303,8 +300,10 @@ def page(record: Json) -> str:
 
 
 def _with_interval(each: Json, key: str) -> str:
+    if each[key] is None:
+        return "-"
     ends = each[f"{key}_interval"]
-    return "-" if each[key] is None else f"{each[key]:.2f} ({ends[0]:.2f}..{ends[1]:.2f})"
+    return f"{each[key]:.2f}" + ("" if ends is None else f" ({ends[0]:.2f}..{ends[1]:.2f})")
 
 
 def draw(record: Json, path: Path) -> None:
@@ -324,7 +323,7 @@ def draw(record: Json, path: Path) -> None:
         for at, each in enumerate(rows):
             if each[key] is None:
                 continue
-            ends = each[f"{key}_interval"]
+            ends = each[f"{key}_interval"] or [each[key]] * 2
             axis.plot(ends, [at + shift] * 2, color=color, linewidth=1.5)
             axis.plot(each[key], at + shift, "o", color=color, markersize=5, label=label if at == 0 else None)
         axis.axvline(record["rows"][0][key] or np.nan, color=color, linewidth=0.7, linestyle=":")

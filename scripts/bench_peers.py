@@ -30,6 +30,7 @@ from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, NAMES, OURS, unavailable
+from scripts.results import in_one_line
 from target.load import inspect_target
 
 
@@ -51,11 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check-tokens", type=int, default=64, help="whose logits are compared (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all tokens (default %(default)s)")
-    try:
-        return bench(parser.parse_intermixed_args(arguments), sys.argv[1:] if arguments is None else arguments)
-    except (InputError, OSError) as error:
-        print(f"bench_peers: error: {error}", file=sys.stderr)
-        return 2
+    given = sys.argv[1:] if arguments is None else arguments
+    return in_one_line("bench_peers", lambda: bench(parser.parse_intermixed_args(arguments), given))
 
 
 def bench(arguments: argparse.Namespace, typed: list[str]) -> int:

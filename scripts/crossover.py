@@ -39,7 +39,7 @@ from peagle.ops.rope import RopeConfig
 from peagle.pair import DEMO, Pair, resolve
 from scripts.make_random_checkpoint import SIZES
 from scripts.peers.cost import MXFP4_BYTES, Storage, stored_weights
-from scripts.results import origin, write_run
+from scripts.results import in_one_line, origin, write_run
 from target.config import TargetConfig
 from target.load import inspect_target
 
@@ -100,11 +100,7 @@ def main() -> int:
         "--seconds", type=float, default=0.3, help="that so many plain steps take (default %(default)s)"
     )
     arguments = parser.parse_args()
-    try:
-        return measure(arguments)
-    except (InputError, OSError) as error:
-        print(f"crossover: error: {error}", file=sys.stderr)
-        return 2
+    return in_one_line("crossover", lambda: measure(arguments))
 
 
 def measure(arguments: argparse.Namespace) -> int:

@@ -1,9 +1,10 @@
-"""The README's tables, made from the runs they show.
+"""The tables of README.md and results/README.md, made from the runs they show.
 
     python -m scripts.readme_tables            # rewrites what stands between the marks
     python -m scripts.readme_tables --check    # only says whether that would change anything (exit code 1)
 
-A table stands between two comments, the first of which names its kind and its run:
+A table stands between two comments, the first of which names its kind and its run, or for the list of all runs their
+folder:
 
     <!-- peers results/2026-11-21_cpu_bench_peers -->
     ...
@@ -19,17 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from peagle.ops.errors import InputError
+from peagle.sweep.page import acceptance_text, estimate_text
 from scripts.peers.roster import OURS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-MARKED = re.compile(r"<!-- (?P<kind>\w+) (?P<run>results/\S+) -->\n.*?<!-- end of (?P=kind) -->", re.DOTALL)
+PAGES = (README, ROOT / "results" / "README.md")
+MARKED = re.compile(r"<!-- (?P<kind>\w+) (?P<run>results(?:/\S+)?) -->\n.*?<!-- end of (?P=kind) -->", re.DOTALL)
 
 Json = dict[str, Any]
 
 
-def peers(run: Json) -> list[str]:
+def peers(folder: Path) -> list[str]:
     """Plain decoding of each checkpoint over its peers', and what verifying costs (scripts.bench_peers)."""
+    run = _record(folder)
     widths = [str(width) for width in run["config"]["widths"] if width > 1]
     lines = [
         f"| model | plain decoding | over llama.cpp | over transformers | cost of verifying {', '.join(widths)} rows |",
@@ -50,30 +54,50 @@ def peers(run: Json) -> list[str]:
     return lines
 
 
-def speedup(run: Json) -> list[str]:
-    """Speculation with each K over plain decoding (scripts/sweep_acceptance.py)."""
+def speedup(folder: Path) -> list[str]:
+    """Speculation with each K over plain decoding, in the first setting of a sweep (peagle sweep)."""
+    rows = _record(folder)["rows"]
+    setting = [rows[0][key] for key in SETTING]
     lines = [
-        "| K | against own plain decoding, pooled | median of prompts (95 %) | prompts slower for sure "
-        "| acceptance length (without loops) |",
-        "|---|---|---|---|---|",
+        "| K | against own plain decoding, pooled (95 %) | median of prompts (95 %) | prompts slower for sure "
+        "| acceptance length | without loops |",
+        "|---|---|---|---|---|---|",
     ]
-    for row in run["rows"]:
-        if row["k"] == 0:
+    for row in rows:
+        if row["k"] == 0 or [row[key] for key in SETTING] != setting:
             continue
-        low, high = row["speedup_median_interval"]
-        quiet = row["acceptance_length_without_loops"]
+        slower = [each["slower"] for each in row["per_request"]]
         lines.append(
-            f"| {row['k']} | {row['speedup_pooled']:.2f} | {row['speedup_median']:.2f} ({low:.2f}..{high:.2f}) "
-            f"| {row['slower_prompts']} of {row['num_outputs']} "
-            f"| {row['acceptance_length']:.2f} ({'-' if quiet is None else format(quiet, '.2f')}) |"
+            f"| {row['label']} | {estimate_text(row['speedup'])} | {estimate_text(row['speedup_median'])} "
+            f"| {sum(map(bool, slower))} of {len(slower)} | {acceptance_text(row)} "
+            f"| {estimate_text(row['without_loops']['acceptance_length'])} |"
         )
     return lines
 
 
-KINDS: dict[str, Callable[[Json], list[str]]] = {"peers": peers, "speedup": speedup}
+def runs(folder: Path) -> list[str]:
+    """Every run of a folder: what it shows, when, where, and the command that makes it again."""
+    lines = ["| run | when | where | command |", "|---|---|---|---|"]
+    for path in sorted(folder.glob("*/run.json")):
+        run = _record(path.parent)
+        origin = run["sittings"][0] if "sittings" in run else run["provenance"]
+        title = (path.parent / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        device = origin["device"]
+        where = f"{origin['cpu']}, {origin['num_threads']} threads" if device["platform"] == "cpu" else device["kind"]
+        command = origin["command"] if isinstance(origin["command"], str) else " ".join(origin["command"])
+        name = path.parent.name.split("_", 2)[-1].replace("_", " ")
+        lines.append(
+            f"| [{title}: {name}]({path.parent.name}/README.md) | {origin['time'][:10]} | {where}; jaxlib "
+            f"{origin['packages']['jaxlib']} | `{command}` |"
+        )
+    return lines
 
 
-def rendered(readme: str, root: Path = ROOT) -> str:
+SETTING = ("prompts", "raw", "temperature")
+KINDS: dict[str, Callable[[Path], list[str]]] = {"peers": peers, "speedup": speedup, "runs": runs}
+
+
+def rendered(text: str, root: Path = ROOT) -> str:
     """The text with every marked table made anew. Raises InputError for an unknown kind and for a run that is not
     there."""
 
@@ -82,12 +106,17 @@ def rendered(readme: str, root: Path = ROOT) -> str:
         if kind not in KINDS:
             raise InputError(f"a table of kind {kind!r}; expected one of {', '.join(KINDS)}")
         try:
-            record = json.loads((root / run / "run.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"the table {kind} of {run}: its run.json cannot be read: {error}") from None
-        return "\n".join([f"<!-- {kind} {run} -->", *KINDS[kind](record), f"<!-- end of {kind} -->"])
+            lines = KINDS[kind](root / run)
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"the table {kind} of {run}: its run.json cannot be read: {error!r}") from None
+        return "\n".join([f"<!-- {kind} {run} -->", *lines, f"<!-- end of {kind} -->"])
 
-    return MARKED.sub(table, readme)
+    return MARKED.sub(table, text)
+
+
+def _record(folder: Path) -> Json:
+    found: Json = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    return found
 
 
 def _count(parameters: int) -> str:
@@ -109,18 +138,20 @@ def _ahead(row: Json | None) -> str:
 
 
 def main() -> int:
+    """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 where the tables are stale")
     check = parser.parse_args().check
-    readme = README.read_text(encoding="utf-8")
+    written = {page: page.read_text(encoding="utf-8") for page in PAGES}
     try:
-        made = rendered(readme)
+        made = {page: rendered(text) for page, text in written.items()}
     except InputError as error:
         print(f"readme_tables: error: {error}", file=sys.stderr)
         return 2
     if check:
-        return 0 if made == readme else 1
-    README.write_text(made, encoding="utf-8")
+        return 0 if made == written else 1
+    for page, text in made.items():
+        page.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -30,10 +30,11 @@ from peagle.config import SpeculationConfig
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.pair import HELD_OUT
 from peagle.policy import Costs, Outlook
-from peagle.prompts import Rendering, read_prompt_file
-from scripts.results import origin, write_run
-from scripts.sweep_acceptance import HELD_OUT
+from peagle.prompt_files import read_prompt_file
+from peagle.prompts import Rendering
+from scripts.results import in_one_line, origin, write_run
 
 KINDS = ("confidence", "corrected")
 EDGES = np.linspace(0, 1, 11)  # of the bins of the figure
@@ -132,11 +133,7 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=60, help="how many of them (default %(default)s)")
     parser.add_argument("-n", "--max-new-tokens", type=int, default=256, help="per prompt (default %(default)s)")
     arguments = parser.parse_args()
-    try:
-        return measure(arguments)
-    except (InputError, OSError) as error:
-        print(f"reliability: error: {error}", file=sys.stderr)
-        return 2
+    return in_one_line("reliability", lambda: measure(arguments))
 
 
 def measure(arguments: argparse.Namespace) -> int:
@@ -144,7 +141,7 @@ def measure(arguments: argparse.Namespace) -> int:
     if arguments.num_prompts < 1:
         raise InputError("--num-prompts must be 1 or more")
     expect_new(arguments.out)
-    conversations = read_prompt_file(arguments.prompts)[: arguments.num_prompts]
+    conversations = read_prompt_file(arguments.prompts).conversations[: arguments.num_prompts]
     pair = peagle.load(arguments.target, arguments.drafter)
     requests = [
         pair.request(each, [], Rendering(), max_new_tokens=arguments.max_new_tokens, seed=0, index=index)

@@ -3,11 +3,21 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle.ops.errors import InputError
 from peagle.provenance import provenance
+
+
+def in_one_line(name: str, run: Callable[[], int]) -> int:
+    """The exit code of what a script does; of bad input and of files that cannot be used 2, and a line that says so."""
+    try:
+        return run()
+    except (InputError, OSError) as error:
+        print(f"{name}: error: {error}", file=sys.stderr)
+        return 2
 
 
 def origin(module: str) -> dict[str, Any]:
@@ -18,11 +28,12 @@ def origin(module: str) -> dict[str, Any]:
 def write_run(out: Path, record: dict[str, Any], raw: Sequence[dict[str, Any]], page: str) -> None:
     """The new folder holds run.json, raw.jsonl (a line each) and README.md, which is shown, too."""
     out.mkdir(parents=True)
-    files = {
-        "run.json": json.dumps(record, indent=1) + "\n",
-        "raw.jsonl": "".join(json.dumps(line) + "\n" for line in raw),
-        "README.md": page,
-    }
-    for name, text in files.items():
-        (out / name).write_text(text, encoding="utf-8")
+    (out / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw), encoding="utf-8")
+    write_page(out, record, page)
     print(page)
+
+
+def write_page(out: Path, record: dict[str, Any], page: str) -> None:
+    """The folder, whose raw lines are there, holds run.json and README.md."""
+    (out / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / "README.md").write_text(page, encoding="utf-8")

@@ -128,7 +128,9 @@ class Batches:
             sample_chains(self.cod, row["trained"] > 0, row["segment_ids"], self.segments, self.counts, rng)
             for row in rows
         ]
-        stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        # what the target said is of use where all rows have it: the target runs for all of a batch, or for none
+        shared = [name for name in rows[0] if all(name in row for row in rows)]
+        stacked = {name: np.stack([row[name] for row in rows]) for name in shared}
         parts = range(len(self.counts))
         return Batch(
             token_ids=stacked["token_ids"],

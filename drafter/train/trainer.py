@@ -257,7 +257,9 @@ class Trainer:
         """
         step = self.compiled()
         options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        with ocp.CheckpointManager((self.out / CHECKPOINTS).absolute(), options=options) as checkpoints:
+        handler = ocp.StandardCheckpointHandler()
+        folder = (self.out / CHECKPOINTS).absolute()
+        with ocp.CheckpointManager(folder, options=options, item_handlers=handler) as checkpoints:
             try:
                 return self._go_on(checkpoints, step, initial)
             except OSError as error:
@@ -326,6 +328,8 @@ class Trainer:
             return fresh, 0
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
         try:
+            # asked first: a restore that fails half way leaves reads behind that complain when they are collected
+            _same_shapes(checkpoints.item_metadata(latest), shapes)
             return cast(State, checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))), latest
         except (ValueError, KeyError, TypeError, OSError) as error:
             why = str(error).partition("\n")[0]
@@ -393,3 +397,18 @@ class Trainer:
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _same_shapes(kept: Any, wanted: Any) -> None:
+    """Both trees have the same arrays by name, of the same shapes; ValueError names the first that differs."""
+    found, expected = _shapes_by_name(kept), _shapes_by_name(wanted)
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise ValueError(
+                f"{name} is {found.get(name, 'not there')} in it and {expected.get(name, 'not there')} in this training"
+            )
+
+
+def _shapes_by_name(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): tuple(leaf.shape) for path, leaf in leaves}

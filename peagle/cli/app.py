@@ -114,9 +114,10 @@ PromptFile = Annotated[
     Path | None,
     typer.Option(
         "--prompt-file",
-        metavar="FILE.jsonl",
+        metavar="FILE",
         rich_help_panel=PROMPT,
-        help='One JSON object a line: {"prompt": TEXT}, {"turns": [TEXT, ...]} or {"prompt_ids": [ID, ...]}.',
+        help='JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]} or {"prompt_ids": [ID, ...]}; MT-Bench, '
+        "HumanEval, GSM8K, ShareGPT, OpenAI messages; or .txt, a prompt a line.",
     ),
 ]
 PromptIds = Annotated[
@@ -153,7 +154,8 @@ Drafter = Annotated[
         "--drafter",
         metavar="DIR|ngram",
         rich_help_panel=MODEL,
-        help="P-EAGLE checkpoint, or ngram: looks back in the text, needs no weights. Default: the demo's.",
+        help="P-EAGLE or EAGLE-3 checkpoint, or ngram: looks back in the text, needs no weights. Default: the demo's; "
+        "demo-eagle3 is its autoregressive one.",
     ),
 ]
 DtypeOption = Annotated[
@@ -201,6 +203,16 @@ DraftSampling = Annotated[
         "--draft-sampling",
         rich_help_panel=SPECULATION,
         help="With a temperature: sample the drafts instead of taking the drafter's most likely tokens.",
+    ),
+]
+SyntheticAcceptance = Annotated[
+    str | None,
+    typer.Option(
+        "--synthetic-acceptance",
+        metavar="P|P,P",
+        rich_help_panel=SPECULATION,
+        help="To time random weights: keep draft i with this rate of all steps (one P: P to the power of i), whatever "
+        "the target says. The output means nothing, and says so.",
     ),
 ]
 DraftVocab = Annotated[
@@ -317,6 +329,7 @@ def speculate(
     context: Context = None,
     num_speculative_tokens: NumSpeculative = None,
     draft_sampling: DraftSampling = False,
+    synthetic_acceptance: SyntheticAcceptance = None,
     draft_vocab: DraftVocab = None,
     no_baseline: NoBaseline = False,
     temperature: Temperature = 0.0,
@@ -348,6 +361,7 @@ def speculate(
         context=context,
         num_speculative_tokens=num_speculative_tokens,
         draft_sampling=draft_sampling,
+        synthetic_acceptance=synthetic_acceptance,
         draft_vocab=draft_vocab,
         baseline=not no_baseline,
         temperature=temperature,
@@ -410,6 +424,7 @@ def generate(
         context=context,
         num_speculative_tokens="0",
         draft_sampling=False,
+        synthetic_acceptance=None,
         draft_vocab=None,
         baseline=False,
         temperature=temperature,

@@ -21,7 +21,8 @@ from peagle.cli.settings import DataSettings
 from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, load, resolve
-from peagle.prompts import Rendering, read_prompt_file
+from peagle.prompt_files import read_prompt_file
+from peagle.prompts import Rendering
 from target.config import default_aux_layer_ids
 from target.load import inspect_target, load_target
 from target.teacher import Teacher
@@ -36,7 +37,9 @@ def data_command(settings: DataSettings) -> int:
     """
     name = DEMO if settings.target is None else settings.target
     directory = resolve(name, "target")
-    conversations = [each for path in settings.prompt_files for each in read_prompt_file(path)]
+    sets = [read_prompt_file(path) for path in settings.prompt_files]
+    conversations = [each for one in sets for each in one.conversations]
+    left_out = [line for one in sets for line in one.skipped]
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
     if settings.shard_prompts < 1 or settings.batch < 1 or settings.top < 0:
@@ -91,6 +94,8 @@ def data_command(settings: DataSettings) -> int:
         f"made now     {counts[0]} documents, {counts[1]:,} tokens, {counts[2]:,} of them the target's, "
         f"{counts[2] / seconds:,.0f} tok/s",
     ]
+    if left_out:
+        lines.append(f"left out     {len(left_out)} rows that hold no prompt, the first: {left_out[0]}")
     if skipped:
         lines.append(f"skipped      {len(skipped)} prompts that cannot be answered, the first: {skipped[0]}")
     display.summary(lines)

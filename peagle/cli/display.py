@@ -13,6 +13,8 @@ from peagle.metrics import Result
 from peagle.pair import show_ids
 from peagle.session import Observer
 
+LINE_SECONDS = 60  # between two lines about progress, where there is no terminal
+
 # control characters but tab, line feed and carriage return: a model's output must not drive the terminal
 _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "�")
 
@@ -37,12 +39,27 @@ class Display(Observer):
     @contextmanager
     def stage(self, what: str, animated: bool = True) -> Iterator[Callable[[int, int], None]]:
         """Shows what takes seconds now, with the time it took if animated; what it gives is to be told (done, all) for
-        the time left."""
+        the time left. Where there is no terminal, a line once in a while says the same."""
         self._show(what, animated)
+        began = said = time.monotonic()
+
+        def advance(done: int, total: int) -> None:
+            nonlocal said
+            now = time.monotonic()
+            self._advance(done, total)
+            if not self._live and now - said >= LINE_SECONDS and total:
+                said = now
+                self.note(f"{what}: {_progress(done, total, now - began)}")
+
         try:
-            yield self._advance
+            yield advance
         finally:
             self.clear()
+
+    @property
+    def talks(self) -> bool:
+        """Whether anything but the text is shown."""
+        return not self._quiet
 
     def compiling(self) -> None:
         self._show("compiling")
@@ -142,9 +159,12 @@ class Display(Observer):
     def _advance(self, done: int, total: int) -> None:
         if self._progress is not None and total:
             task = self._progress.tasks[0]
-            left = (task.elapsed or 0.0) * (total - done) / max(done, 1)
-            text = f"{done / total:.0%}, about {_duration(left)} left"
+            text = _progress(done, total, task.elapsed or 0.0)
             self._progress.update(task.id, left=text, refresh=not self._progress.live.auto_refresh)
+
+
+def _progress(done: int, total: int, elapsed_s: float) -> str:
+    return f"{done / total:.0%}, about {_duration(elapsed_s * (total - done) / max(done, 1))} left"
 
 
 def _duration(seconds: float) -> str:

@@ -56,6 +56,10 @@ def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) ->
     speculative = config.num_speculative_tokens > 0
     lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
     if speculative:
+        if config.sampling.synthetic_acceptance is not None:
+            lines.append(
+                ("SYNTHETIC", "acceptance was drawn, not judged: the text and it mean nothing, speeds are real")
+            )
         lines.append(("acceptance", _acceptance(summary, config)))
         lines.append(("plain", _comparison(run, summary, config)))
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
@@ -106,6 +110,7 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "num_truncated_tokens": result.num_truncated,
         "ttft_s": result.ttft_s,
         "tok_per_s": result.tok_per_s,
+        "tpot_s": result.tpot_s,
         "loop_share": result.loop_share,
         "speculative_decoding": speculative_decoding_block(result.counters) if speculative else None,
         "baseline": _baseline_block(outcome),
@@ -163,6 +168,8 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     if len(compared) > 1:
         text += f" (median {_number(summary['speedup_median'], '.2f')})"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
+    if config.sampling.synthetic_acceptance is not None:
+        return text + " | other tokens (synthetic acceptance)"
     if not differing:
         return text + " | the same tokens"
     if config.sampling.draft_sampling:

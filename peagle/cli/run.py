@@ -1,6 +1,7 @@
 """`peagle speculate` and `peagle generate`: everything is checked, then loaded, then run, then written."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -12,7 +13,8 @@ from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
 from peagle.profile import writable
-from peagle.prompts import Conversation, Rendering, from_text, parse_ids, read_prompt_file
+from peagle.prompt_files import read_prompt_file
+from peagle.prompts import Conversation, Rendering, from_text, parse_ids
 from peagle.provenance import peak_memory_bytes, provenance
 from peagle.session import RunConfig, run
 from peagle.text import DEFAULT_DATE
@@ -31,7 +33,7 @@ def run_command(settings: Settings) -> int:
     drafter_path(target, drafter)
     rendering = rendering_of(settings)
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
-    conversations = _conversations(settings)
+    conversations, left_out = _conversations(settings)
     if settings.profile is not None:
         writable(Path(settings.profile))
 
@@ -41,6 +43,8 @@ def run_command(settings: Settings) -> int:
         total=sum(conversation.num_requests for conversation in conversations),
         streaming=min(settings.batch, len(conversations)) == 1,
     )
+    if left_out:
+        display.note(f"{len(left_out)} rows are left out, the first: {left_out[0]}")
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
@@ -93,7 +97,9 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         num_speculative_tokens=k,
         adaptive=adaptive,
         max_new_tokens=settings.max_new_tokens,
-        sampling=SamplingConfig(settings.temperature, settings.top_k, settings.top_p, settings.draft_sampling),
+        sampling=SamplingConfig(
+            settings.temperature, settings.top_k, settings.top_p, settings.draft_sampling, _synthetic(settings, k)
+        ),
         seed=settings.seed,
         batch_size=settings.batch,
         context=settings.context,
@@ -103,6 +109,18 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         profile=None if settings.profile is None else Path(settings.profile),
         rendering=rendering,
     )
+
+
+def _synthetic(settings: Settings, num_drafts: int) -> tuple[float, ...] | None:
+    """Unconditional rates, as typed, or the powers of one."""
+    typed = settings.synthetic_acceptance
+    if typed is None:
+        return None
+    try:
+        rates = tuple(float(part) for part in typed.split(","))
+    except ValueError:
+        raise InputError(f"--synthetic-acceptance is {typed!r}; expected rates with commas between, or one") from None
+    return tuple(rates[0] ** (i + 1) for i in range(num_drafts)) if len(rates) == 1 else rates
 
 
 def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
@@ -119,7 +137,8 @@ def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
     return k
 
 
-def _conversations(settings: Settings) -> list[Conversation]:
+def _conversations(settings: Settings) -> tuple[Sequence[Conversation], Sequence[str]]:
+    """(what is asked, a line for each row of a file that asks nothing)."""
     given = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
@@ -130,12 +149,13 @@ def _conversations(settings: Settings) -> list[Conversation]:
                 "--prompt-ids are taken as they are, without the chat template; leave out --system and "
                 "--reasoning-effort"
             )
-        return [parse_ids(settings.prompt_ids)]
+        return [parse_ids(settings.prompt_ids)], ()
     if settings.prompt_file is not None:
-        return read_prompt_file(settings.prompt_file)
+        read = read_prompt_file(settings.prompt_file)
+        return read.conversations, read.skipped
     if settings.prompt == "-":
-        return [from_text(_read_standard_input(), "standard input")]
-    return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)]
+        return [from_text(_read_standard_input(), "standard input")], ()
+    return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)], ()
 
 
 def _is_example(settings: Settings) -> bool:

@@ -25,6 +25,7 @@ class Settings:
     context: int | None
     num_speculative_tokens: str | None  # a number, or auto
     draft_sampling: bool
+    synthetic_acceptance: str | None
     draft_vocab: str | None
     baseline: bool
     temperature: float
@@ -143,4 +144,51 @@ class ExportSettings:
     out: str
     dialect: str
     verifier: str | None
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """The arguments of `sweep`; None: the default, which the run chooses."""
+
+    out: str
+    resume: bool
+    dry_run: bool
+    continue_on_error: bool
+    num_speculative_tokens: str
+    target: str | None
+    drafters: str | None
+    draft_vocab: str
+    prompt_files: tuple[Path, ...]
+    num_prompts: int | None
+    turns: int | None
+    render: Literal["chat", "raw", "both"]
+    temperature: str
+    max_prompt_tokens: int | None
+    too_long: Literal["skip", "error"]
+    buckets: str
+    repeats: int
+    max_new_tokens: int
+    seed: int
+    dtype: str | None
+    experts: str
+    kernels: str
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class ParitySettings:
+    """The arguments of `parity`; None: the default, which the run chooses."""
+
+    target: str | None
+    drafter: str | None
+    prompts: Path | None
+    num_prompts: int
+    render: Literal["chat", "raw"]
+    num_speculative_tokens: int
+    max_new_tokens: int
+    reference_steps: int
+    dtype: str | None
+    kernels: str
+    json: str | None
     quiet: bool

@@ -35,7 +35,8 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import write_whole
 from peagle.ops.rope import RopeConfig
 from peagle.pair import DEMO, Pair, default_dtype, load, resolve
-from peagle.prompts import Rendering, read_prompt_file
+from peagle.prompt_files import read_prompt_file
+from peagle.prompts import Rendering
 from peagle.provenance import provenance
 from target.config import TargetConfig
 from target.load import LoadedTarget, inspect_target, load_target
@@ -378,7 +379,7 @@ class _Acceptance:
     """What the real engine accepts of a drafter's drafts on held-out prompts, greedy."""
 
     def __init__(self, pair: Pair, config: DrafterConfig, prompts: Path, settings: TrainSettings) -> None:
-        conversations = read_prompt_file(prompts)[: settings.evaluate_prompts]
+        conversations = read_prompt_file(prompts).conversations[: settings.evaluate_prompts]
         assert isinstance(pair.plain_target, GptOss)
         self._target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
         self._pair, self._config = pair, config

@@ -1,12 +1,13 @@
 """Build the demo pair from nothing, in one command; resumable.
 
-    python -m scripts.demo.build --work DIR [--target-tokens 8400000] [--drafter-steps 900]
+    python -m scripts.demo.build --work DIR [--target-tokens 8400000]
 
 Stages, each a folder of `--work`: corpus, tokenizer, dataset, target (training), pair/target (the checkpoint),
-written (the target's own answers: `peagle data`), drafter (`peagle train`), pair/drafter (with the answers' tokens by
-frequency). A stage that is done is not done again, a training that was cut off goes on. With --install the pair, its
-held-out prompts and its card replace those in peagle/demo. About two hours on two cores; the result is the same within
-noise.
+written (the target's own answers with its taps and best tokens: `peagle data`), drafter_begun, drafter and
+drafter_eagle3 (`peagle train`: a P-EAGLE on answers and corpus, the same going on with answers alone, an EAGLE-3), and
+those two in pair/ (with the answers' tokens by frequency). A stage that is done is not done again, a training that was
+cut off goes on. With --install the pair, its held-out prompts and its card replace those in peagle/demo. About three
+hours on two cores, and 4 GB; the result is the same within noise.
 """
 
 from __future__ import annotations
@@ -25,13 +26,24 @@ from scripts.demo.tuned import TUNED
 
 DEMO = Path(__file__).parents[2] / "peagle" / "demo"
 
-# What the drafter learns from and how: shares of a step's rows (the target's own answers, the corpus' chat, raw text),
-# conditional-on-depth sampling, and rates that suit so small a model.
-DRAFTER_RECIPE = (
-    "--layers", "2", "--rows", "8", "--width", "512", "--depth", "6", "--ratio", "0.75", "--loss", "half",
-    "--optimizer", "muon", "--learning-rate", "0.008", "--other-rate", "0.003", "--weight-decay", "0.02",
-    "--warmup", "0.02", "--decay", "0.6",
+# Rows of a step and the rule of its update: rates that suit so small a model.
+RECIPE = (
+    "--rows", "8", "--width", "512", "--loss", "half", "--optimizer", "muon", "--weight-decay", "0.02",
+    "--warmup", "0.02",
 )  # fmt: skip
+BEGUN = (
+    "--layers", "2", "--depth", "6", "--ratio", "0.75", "--steps", "900",
+    "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6",
+)  # fmt: skip
+GOING_ON = (
+    "--depth", "8", "--ratio", "0.7", "--steps", "1000",
+    "--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8",
+)  # fmt: skip
+EAGLE3 = (
+    "--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7", "--steps", "700",
+    "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6",
+)  # fmt: skip
+DRAFTERS = ("drafter", "drafter_eagle3")
 TAPS = "1,4,7"
 
 
@@ -54,10 +66,10 @@ def _run(name: str, done: Path, module: list[str], environment: dict[str, str]) 
         raise SystemExit(f"build: {name} failed; the same command goes on from here")
 
 
-def build(work: Path, target_tokens: int, drafter_steps: int) -> None:
+def build(work: Path, target_tokens: int) -> None:
     """Everything up to work/pair."""
-    corpus, tokenizer, dataset, target, written, drafter, pair = (
-        work / name for name in ("corpus", "tokenizer", "dataset", "target", "written", "drafter", "pair")
+    corpus, tokenizer, dataset, target, written, pair = (
+        work / name for name in ("corpus", "tokenizer", "dataset", "target", "written", "pair")
     )
     stage("corpus", corpus / "manifest.json", "--out", corpus)
     stage("tokenizer", tokenizer / "chat_template.jinja", "--corpus", corpus, "--out", tokenizer)
@@ -71,26 +83,33 @@ def build(work: Path, target_tokens: int, drafter_steps: int) -> None:
     )  # fmt: skip
     command(
         "data", work / "written.finished", "--target", pair / "target", "--prompt-file", corpus / "chat_train.jsonl",
-        "-n", "144", "--context", "400", "--batch", "64", "--out", written,
+        "-n", "192", "--context", "480", "--batch", "64", "--hidden", "--taps", TAPS, "--top", "32", "--out", written,
     )  # fmt: skip
     (work / "written.finished").touch()
-    command(
-        "train", drafter / "drafter" / "config.json", "--target", pair / "target", "--taps", TAPS,
-        "--mask-token", str(SPECIAL_TOKENS.index(MASK)),
-        "--data", f"{written}:5", "--data", f"{dataset}/shards/chat:2", "--data", f"{dataset}/shards/raw:1",
-        *DRAFTER_RECIPE, "--steps", str(drafter_steps), "--out", drafter,
-        "--evaluate", corpus / "heldout_prompts.jsonl", "--evaluate-prompts", "60", "--evaluate-every", "300",
-        environment=TUNED,
-    )  # fmt: skip
-    if not (pair / "drafter").exists():
-        shutil.copytree(drafter / "drafter", pair / "drafter")
-    if not (known := pair / "drafter" / FREQUENT_TOKENS).exists():
-        frequent_tokens.main([*map(str, sorted(written.glob("*.safetensors"))), "--out", str(known)])
+
+    def train(name: str, *arguments: str | Path) -> None:
+        command(
+            "train", work / name / "drafter" / "config.json", "--target", pair / "target", "--out", work / name,
+            *RECIPE, *arguments,
+            "--evaluate", corpus / "heldout_prompts.jsonl", "--evaluate-prompts", "60", "--evaluate-every", "300",
+            environment=TUNED,
+        )  # fmt: skip
+
+    mixture = [f"{written}:5", f"{dataset}/shards/chat:2", f"{dataset}/shards/raw:1"]
+    mask = ("--mask-token", str(SPECIAL_TOKENS.index(MASK)))
+    train("drafter_begun", "--taps", TAPS, *mask, *BEGUN, *(part for data in mixture for part in ("--data", data)))
+    train("drafter", "--init", work / "drafter_begun" / "drafter", *GOING_ON, "--data", written)
+    train("drafter_eagle3", "--taps", TAPS, *EAGLE3, "--data", written)
+    for name in DRAFTERS:
+        if not (pair / name).exists():
+            shutil.copytree(work / name / "drafter", pair / name, ignore=shutil.ignore_patterns("README.md"))
+        if not (known := pair / name / FREQUENT_TOKENS).exists():
+            frequent_tokens.main([*map(str, sorted(written.glob("*.safetensors"))), "--out", str(known)])
 
 
 def install(work: Path) -> None:
     """peagle/demo holds the pair, the held-out prompts and the card of this build."""
-    for part in ("target", "drafter"):
+    for part in ("target", *DRAFTERS):
         shutil.rmtree(DEMO / part, ignore_errors=True)
         shutil.copytree(work / "pair" / part, DEMO / part)
     shutil.copy(work / "corpus" / "heldout_prompts.jsonl", DEMO / "heldout_prompts.jsonl")
@@ -102,11 +121,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
     parser.add_argument("--target-tokens", type=int, default=8_400_000, help="tokens the target is trained on")
-    parser.add_argument("--drafter-steps", type=int, default=900, help="steps the drafter is trained")
     parser.add_argument("--install", action="store_true", help="put the result into peagle/demo")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
-    build(arguments.work, arguments.target_tokens, arguments.drafter_steps)
+    build(arguments.work, arguments.target_tokens)
     if arguments.install:
         install(arguments.work)
 

@@ -13,22 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import peagle  # noqa: F401  (before anything starts JAX)
-from drafter.train.shards import read_shards, total_tokens
-from scripts.demo.build import DEMO
+from peagle.sweep import page as sweep_page
+from peagle.sweep.folder import open_run
+from peagle.sweep.plan import Setting
+from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.train_target import SEED, Rows, evaluate
+from scripts.readme_tables import SETTING
 from target.load import LoadedTarget, inspect_target, load_target
 
 CARD = """\
 # The demo pair
 
-A GPT-OSS-architecture target and its P-EAGLE drafter, small enough to ship ({megabytes:.1f} MB) and to train on two
-CPU cores. The task: the user gives a Python signature with its docstring, the assistant writes the body. Raw
-continuation of Python source works, too. It is a demonstration of the toolkit, not a useful programmer.
+A GPT-OSS-architecture target, its P-EAGLE drafter and an autoregressive EAGLE-3 to compare with, small enough to ship
+({megabytes:.1f} MB) and to train on two CPU cores. The task: the user gives a Python signature with its docstring, the
+assistant writes the body. Raw continuation of Python source works, too. It is a demonstration of the toolkit, not a
+useful programmer.
 
 - Target: {target_parameters:.2f} M parameters; hidden {hidden}, {layers} layers (sliding window {window} / full),
   {heads} query and {kv_heads} key/value heads of {head_dim}, {experts} experts top-{top_k} of width {expert_width},
   vocabulary {vocab}. Experts MXFP4, the rest bfloat16.
-- Drafter: P-EAGLE, {drafter_layers} layers of the same width, taps at the outputs of layers {taps}; bfloat16.
+- Drafter (`demo`): P-EAGLE, {drafter_layers} layers of the same width, taps at the outputs of layers {taps}; bfloat16.
+- Drafter to compare with (`demo-eagle3`): autoregressive EAGLE-3, 1 layer, the same taps.
 - Tokenizer: byte-level BPE with a harmony-style chat template.
 - Licence of the text: the Python Software Foundation License and those of the packages below.
 
@@ -47,13 +52,18 @@ Target: {target_tokens:.2f} M tokens in rows of {width}, {target_minutes:.0f} mi
 token, of the checkpoint that ships (in brackets float32, before rounding to MXFP4): raw {raw_loss:.3f}
 ({raw_loss_before:.3f}), chat {chat_loss:.3f} ({chat_loss_before:.3f}).
 
-Drafter: {drafter_steps} steps of {rows_per_step} rows: {written_share:.0%} the target's own greedy answers
-({written_tokens:.2f} M tokens), the rest the corpus' chat and raw text; {drafter_minutes:.0f} minutes.
-Conditional-on-depth sampling with K_train = {k_train}, r = {cod_ratio}; labels half the target's distribution, half its
-argmax. Agreement with the target's argmax by depth, teacher-forced, at the end: {hits}.
+Drafters, in rows of {width}; labels half the target's distribution, half its argmax; agreement with the target's argmax
+by depth is teacher-forced, on what they learn from, at the end:
 
-Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about two hours on
-two cores; resumable).
+| training | steps | rows a step, by source | tokens | minutes | K_train, r | agreement by depth |
+|---|---|---|---|---|---|---|
+{trainings}
+
+Of the sources, `written` are the target's own greedy answers, `chat` and `raw` the corpus. `drafter` goes on from
+`drafter_begun`.
+
+Train it again: `pip install '.[test]'`, then `python -m scripts.demo.build --work DIR --install` (about three hours
+on two cores; resumable).
 
 ## Acceptance
 
@@ -81,24 +91,44 @@ def minutes(records: list[dict[str, Any]]) -> float:
     return (total + last) / 60
 
 
+def training_text(run: Path) -> str:
+    """A training as a row of the card's table."""
+    record = json.loads((run / "recipe.json").read_text(encoding="utf-8"))
+    recipe, log = record["recipe"], log_records(run / "log.jsonl")
+    given = [data.partition(":")[::2] for data in record["data"]["given"]]
+    whole = sum(int(share or 1) for _, share in given)
+    rows = [f"{Path(data).name} {record['rows_per_step'] * int(share or 1) // whole}" for data, share in given]
+    hits = " ".join(f"{rate:.2f}" for rate in [line for line in log if "loss" in line][-1]["hits_by_depth"])
+    cells = (
+        f"`{run.name}`",
+        recipe["steps"],
+        ", ".join(rows),
+        f"{record['data']['tokens'] / 1e6:.2f} M",
+        f"{minutes(log):.0f}",
+        f"{recipe['cod']['depth']}, {recipe['cod']['ratio']}",
+        hits,
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def acceptance_text(sweep: Path | None) -> str:
     """The sweep's table in a few lines, or that there is none."""
     if sweep is None:
-        return "Not measured yet: `python scripts/sweep_acceptance.py --out DIR`."
-    run = json.loads((sweep / "run.json").read_text(encoding="utf-8"))
-    rows = [row for row in run["rows"] if row["k"]]
+        return "Not measured yet: `peagle sweep --out DIR`."
+    rows = open_run(sweep).record["rows"]
     lines = [
-        f"Greedy, {rows[0]['num_outputs']} held-out prompts, chat template; {rows[0]['num_outputs_without_loops']} "
-        f"outputs do not loop. Everything: results/{sweep.name}.",
+        f"{rows[0]['num_requests']} held-out prompts; {Setting(*(rows[0][key] for key in SETTING)).label}: "
+        f"{rows[0]['looping_frac']:.0%} of the outputs loop. Intervals: 95 %. Everything: results/{sweep.name}.",
         "",
-        "| K | acceptance length | without loops | speed-up over plain (CPU, median of prompts) |",
-        "|---|---|---|---|",
+        "| prompts | temperature | K | acceptance length | without loops | speed-up over plain (CPU, pooled) |",
+        "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        lines.append(
-            f"| {row['k']} | {row['acceptance_length']:.2f} | {row['acceptance_length_without_loops']:.2f} | "
-            f"{row['speedup_median']:.2f} |"
-        )
+        if row["k"]:
+            figures = (row["without_loops"]["acceptance_length"], row["speedup"])
+            kind = "raw" if row["raw"] else "chat"
+            shown = " | ".join([sweep_page.acceptance_text(row), *map(sweep_page.estimate_text, figures)])
+            lines.append(f"| {kind} | {row['temperature']:g} | {row['label']} | {shown} |")
     return "\n".join(lines)
 
 
@@ -114,11 +144,8 @@ def card(work: Path, sweep: Path | None) -> str:
     """The text of the card."""
     manifest = json.loads((work / "dataset" / "manifest.json").read_text(encoding="utf-8"))
     target_run = json.loads((work / "target" / "run.json").read_text(encoding="utf-8"))
-    drafter_run = json.loads((work / "drafter" / "recipe.json").read_text(encoding="utf-8"))
-    recipe, shape = drafter_run["recipe"], drafter_run["drafter"]
-    target_log, drafter_log = (log_records(work / name / "log.jsonl") for name in ("target", "drafter"))
-    _, written_tokens = total_tokens(read_shards(work / "written"))
-    shares = [int(given.rpartition(":")[2]) for given in drafter_run["data"]["given"]]
+    shape = json.loads((work / "drafter" / "recipe.json").read_text(encoding="utf-8"))["drafter"]
+    target_log = log_records(work / "target" / "log.jsonl")
     before = [record for record in target_log if "raw_heldout" in record][-1]
     loaded = load_target(DEMO / "target")
     loss = held_out_loss(loaded, work / "dataset")
@@ -153,14 +180,7 @@ def card(work: Path, sweep: Path | None) -> str:
         raw_loss_before=before["raw_heldout"],
         chat_loss=loss["chat"],
         chat_loss_before=before["chat_heldout"],
-        drafter_steps=recipe["steps"],
-        rows_per_step=drafter_run["rows_per_step"],
-        written_share=shares[0] / sum(shares),
-        written_tokens=written_tokens / 1e6,
-        drafter_minutes=minutes(drafter_log),
-        k_train=recipe["cod"]["depth"],
-        cod_ratio=recipe["cod"]["ratio"],
-        hits=" ".join(f"{rate:.2f}" for rate in [line for line in drafter_log if "loss" in line][-1]["hits_by_depth"]),
+        trainings="\n".join(training_text(work / name) for name in ("drafter_begun", *DRAFTERS)),
         acceptance=acceptance_text(sweep),
     )
 
@@ -169,7 +189,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="the folder of scripts.demo.build")
-    parser.add_argument("--sweep", type=Path, help="a run of scripts/sweep_acceptance.py with this pair")
+    parser.add_argument("--sweep", type=Path, help="a run of peagle sweep with this pair")
     arguments = parser.parse_args()
     (DEMO / "README.md").write_text(card(arguments.work, arguments.sweep), encoding="utf-8")
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from peagle.ops import checkpoint
-from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, read_checkpoint, write_checkpoint
+from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, fingerprint, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError
 
 CONFIG_VALUE = {"model_type": "example", "width": 3}
@@ -292,6 +292,20 @@ def test_tensors_are_read_in_pieces_and_whole(single: Path, monkeypatch: pytest.
     assert told[-1] == (total, total)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     opened.finish()
+
+
+def test_a_fingerprint_tells_checkpoints_apart(single: Path, sharded: Path) -> None:
+    first = fingerprint(single)
+    assert first == fingerprint(single) != fingerprint(sharded)
+    config = (single / CONFIG).read_text()
+    (single / CONFIG).write_text(config + " ")
+    assert fingerprint(single) != first
+    (single / CONFIG).write_text(config)
+    assert fingerprint(single) == first
+    weights = bytearray((single / WEIGHTS).read_bytes())
+    weights[-1] ^= 1
+    (single / WEIGHTS).write_bytes(bytes(weights))
+    assert fingerprint(single) != first
 
 
 def test_parts_are_read_when_they_are_asked_for(sharded: Path) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, expert_mlp
+from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, expert_mlp, reference
 from peagle.ops.expert_matmul.routing import route_dense, route_top_k
 from peagle.ops.mxfp4 import dequantize, quantize
 
@@ -101,6 +101,15 @@ def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
     weights = random_weights()
     x, logits = rows_and_logits(rows)
     np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_the_accelerators_form_is_the_definition(rows: int) -> None:
+    """Run here on whatever there is: on a GPU `expert_mlp` takes it by itself."""
+    weights = random_weights()
+    x, logits = rows_and_logits(rows)
+    out = jax.jit(reference.all_pairs, static_argnums=(3, 4))(x, logits, packed(weights), K, LIMIT)
+    np.testing.assert_allclose(out, by_definition(weights, x, logits), atol=2e-5)
 
 
 def test_the_clamp_is_felt() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from peagle.ops.mxfp4 import BLOCK, CODES, NAN_SCALE, dequantize, dequantize_on_device, quantize
+from peagle.ops.mxfp4 import BLOCK, CODES, NAN_SCALE, dequantize, dequantize_on_device, products_on_device, quantize
 
 
 def every_byte_and_scale(scales: range) -> tuple[np.ndarray, np.ndarray]:
@@ -90,6 +90,26 @@ def test_a_block_of_zeros_is_zeros() -> None:
     blocks, scales = quantize(np.zeros((1, BLOCK), np.float32))
     assert scales.tolist() == [[127]]
     assert not dequantize(blocks, scales).any()
+
+
+def test_products_are_those_of_the_dequantised_matrix() -> None:
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (3, 5, 2, 16), np.uint8), rng.integers(118, 132, (3, 5, 2), np.uint8)
+    x = rng.standard_normal((3, 64), np.float32)
+    expected = np.einsum("poc,pc->po", dequantize(blocks, scales).astype(np.float64), x)
+    found = products_on_device(*map(jnp.asarray, (blocks, scales, x)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("column", [0, 1, 31])
+def test_every_code_by_arithmetic(column: int) -> None:
+    """A one in a single column gives that column's code."""
+    byte = np.arange(256, dtype=np.uint8)
+    blocks, x = np.zeros((256, 1, 1, 16), np.uint8), np.zeros((256, 32), np.float32)
+    blocks[:, 0, 0, column // 2], x[:, column] = byte, 1
+    scales = np.full((256, 1, 1), 127, np.uint8)
+    found = np.asarray(products_on_device(*map(jnp.asarray, (blocks, scales, x))))[:, 0]
+    np.testing.assert_array_equal(found, CODES[byte >> 4 if column % 2 else byte & 15])
 
 
 def test_columns_must_fill_their_blocks() -> None:

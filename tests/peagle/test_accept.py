@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from peagle.accept import accept
-from peagle.config import SamplingConfig
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.ops.errors import InputError
 from peagle.sampling import ACCEPT, TARGET, probabilities
 
 V, K = 3, 2
@@ -168,3 +169,25 @@ def test_greedy_accepts_the_longest_agreeing_prefix() -> None:
     result = accept(drafts, None, logits, SamplingConfig(), None)
     assert result.num_accepted.tolist() == [2, 1, 0]
     assert result.next_token.tolist() == [2, 0, 1]
+
+
+def test_synthetic_acceptance_has_the_rates_asked_for_whatever_the_drafts_are() -> None:
+    """Unconditional rates, over many draws; the token behind what is kept is still the target's own."""
+    rates, rows = (0.8, 0.5, 0.5, 0.0), 20_000
+    sampling = SamplingConfig(synthetic_acceptance=rates)
+    logits = jax.random.normal(jax.random.key(0), (rows, 5, 7))
+    drafts = jnp.full((rows, 4), 6, jnp.int32)
+    numbers = jax.random.uniform(jax.random.key(1), (rows, 5, 3))
+    found = accept(drafts, None, logits, sampling, numbers)
+    kept = np.asarray(found.num_accepted)
+    np.testing.assert_allclose([(kept > i).mean() for i in range(4)], rates, atol=0.02)
+    best = np.asarray(logits.argmax(-1))
+    np.testing.assert_array_equal(found.next_token, best[np.arange(rows), kept])
+
+
+@pytest.mark.parametrize("rates", [(0.5, 0.6), (1.2,), (-0.1,)])
+def test_synthetic_rates_never_rise(rates: tuple[float, ...]) -> None:
+    with pytest.raises(InputError, match="never rise"):
+        SamplingConfig(synthetic_acceptance=rates)
+    with pytest.raises(InputError, match="one for each draft"):
+        SpeculationConfig(3, sampling=SamplingConfig(synthetic_acceptance=(0.5, 0.4)))

@@ -221,7 +221,7 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
     [
         (["-k", "0", "Hi"], ["K is 0", "1 or more"]),
         (["-k", "-3", "Hi"], ["K is -3"]),
-        (["-k", "1000", "Hi"], ["K is 1000", "382"]),
+        (["-k", "1000", "Hi"], ["K is 1000", "at most 128"]),
         (["-k", "x", "Hi"], ["K is 'x'", "or auto"]),
         (["-n", "0", "Hi"], ["0 new tokens"]),
         (["--batch", "0", "Hi"], ["batch is 0"]),
@@ -521,3 +521,19 @@ def test_ctrl_c_in_a_process_leaves_130() -> None:
     assert running.returncode == 130
     assert b"Traceback" not in err
     assert b"finish: interrupted" in err
+
+
+def test_synthetic_acceptance_is_marked_wherever_it_shows(cli: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    given = ("speculate", "--drafter", "ngram", "a", "-k", "3", "--synthetic-acceptance")
+    code, _, error = cli(*given, "0.9", "-n", "64", "--json", str(out))
+    assert code == 0
+    assert "SYNTHETIC" in error
+    found = json.loads(out.read_text())
+    assert found["config"]["synthetic_acceptance"] == pytest.approx([0.9, 0.81, 0.729])
+    assert found["requests"][0]["baseline"]["first_divergence"] is None
+    assert found["summary"]["acceptance_length"] > 2  # drawn: an n-gram drafter starts slower
+    code, _, error = cli(*given, "much")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "expected rates" in error
+    assert cli(*given, "0.5,0.4")[0] == 2

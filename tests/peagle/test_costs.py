@@ -35,7 +35,7 @@ def engine(target) -> Engine:
 
 
 @pytest.mark.usefixtures("cache")
-def test_they_are_measured_once_and_kept(target) -> None:
+def test_the_first_runs_measure_them_and_the_next_take_the_median(target, monkeypatch: pytest.MonkeyPatch) -> None:
     first = engine(target)
     first.warm_up([REQUEST])
     assert first.costs is not None
@@ -47,36 +47,47 @@ def test_they_are_measured_once_and_kept(target) -> None:
     assert list(draft) == sorted(draft)
     assert list(verify) == sorted(verify)
 
-    second = engine(target)
-    second.warm_up([REQUEST])
-    assert second.costs_found == "kept from an earlier run"
-    assert second.costs is not None
-    np.testing.assert_allclose(second.costs.verify_ms, verify, atol=1e-6)
-    assert [e.token_ids for e in second.generate([REQUEST])]
+    busy = [9.0, 2.0, 1.0, 3.0]  # what the other runs measure of a plain step
+    monkeypatch.setattr(costs, "measure", lambda *_: Costs(jnp.zeros((3,)), jnp.full((3,), busy.pop())))
+    known = costs.identity(target, NGram(), CONFIGURATION, 2)
+    costs.save(known, [Costs(jnp.zeros((3,)), jnp.full((3,), 0.5))])
+    for seen in (1.75, 1.0, 1.5, 2.0):
+        asked = engine(target)
+        asked.warm_up([REQUEST])
+        assert asked.costs is not None
+        assert asked.costs.verify_ms[0] == seen
+    last = engine(target)
+    last.warm_up([REQUEST])
+    assert not busy
+    assert last.costs_found == "kept from earlier runs"
+    assert last.costs is not None
+    np.testing.assert_allclose(last.costs.verify_ms, 2.0)
+    assert [e.token_ids for e in last.generate([REQUEST])]
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
         lambda kept: kept["identity"].update(cpu="another machine"),
-        lambda kept: kept.update(draft_ms=[0, 1]),
-        lambda kept: kept.update(verify_ms=[1, 2, float("nan"), 3]),
-        lambda kept: kept.update(verify_ms=[0, 0, 0, 0]),
-        lambda kept: kept.pop("verify_ms"),
+        lambda kept: kept["measured"][0].update(draft_ms=[0, 1]),
+        lambda kept: kept["measured"][0].update(verify_ms=[1, float("nan"), 3]),
+        lambda kept: kept["measured"][0].update(verify_ms=[0, 0, 0]),
+        lambda kept: kept["measured"][0].pop("verify_ms"),
+        lambda kept: kept.pop("measured"),
     ],
 )
 def test_what_is_not_as_it_should_be_is_not_used(target, cache: Path, spoil) -> None:
     known = costs.identity(target, NGram(), CONFIGURATION, 1)
-    assert costs.load(known) is None
-    assert costs.save(known, Costs.even(CONFIGURATION.ladder))
-    assert costs.load(known) is not None
+    assert not costs.load(known)
+    assert costs.save(known, [Costs.even(CONFIGURATION.ladder)])
+    assert costs.load(known)
     (file,) = cache.iterdir()
     kept = json.loads(file.read_text())
     spoil(kept)
     file.write_text(json.dumps(kept))
-    assert costs.load(known) is None
+    assert not costs.load(known)
     file.write_text("{")
-    assert costs.load(known) is None
+    assert not costs.load(known)
 
 
 def test_another_pair_shape_or_run_has_other_costs(target) -> None:

@@ -7,12 +7,14 @@ import jax
 import pytest
 
 import peagle.pair
+from drafter.propose import Eagle3, PEagle
 from peagle.config import SpeculationConfig
 from peagle.generate import Request
 from peagle.ops import native
-from peagle.pair import DEMO_DIRECTORY, Pair
-from peagle.prompts import read_prompt_file
+from peagle.pair import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, Pair, with_drafter
+from peagle.prompt_files import read_prompt_file
 from peagle.session import Run, RunConfig, run
+from scripts import record_acceptance
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +22,13 @@ def demo() -> Pair:
     return peagle.pair.load()
 
 
-@pytest.fixture(scope="module")
-def answers(demo: Pair) -> Run:
-    conversations = read_prompt_file(DEMO_DIRECTORY / "heldout_prompts.jsonl")[:6]
+@pytest.fixture(scope="module", params=[(DEMO, PEagle), (DEMO_EAGLE3, Eagle3)], ids=[DEMO, DEMO_EAGLE3])
+def answers(demo: Pair, request: pytest.FixtureRequest) -> Run:
+    """By each of its drafters."""
+    name, kind = request.param
+    demo = with_drafter(demo, DEMO, name)
+    assert isinstance(demo.drafter, kind)
+    conversations = read_prompt_file(DEMO_DIRECTORY / "heldout_prompts.jsonl").conversations[:6]
     return run(demo, conversations, RunConfig(num_speculative_tokens=3, max_new_tokens=48))
 
 
@@ -39,6 +45,24 @@ def test_held_out_prompts_are_many_and_of_whole_modules() -> None:
     assert len(records) >= 100
     card = (DEMO_DIRECTORY / "README.md").read_text(encoding="utf-8")
     assert all(record["module"] in card for record in records)
+
+
+def test_it_accepts_what_it_did(demo: Pair) -> None:
+    """The regression gate: 95 % of what is recorded (python -m scripts.record_acceptance)."""
+    known, counters = record_acceptance.recorded(), record_acceptance.measure(demo)
+    assert (counters.acceptance_length or 0) >= 0.95 * known["acceptance_length"]
+    rates = [rate or 0.0 for rate in counters.acceptance_rate_per_position]
+    assert all(now >= 0.95 * then for now, then in zip(rates, known["rate_per_position"], strict=True)), rates
+
+
+def test_the_gate_notices_a_worse_drafter(demo: Pair) -> None:
+    """One whose head reads two thirds of what it did."""
+    assert isinstance(demo.drafter, PEagle)
+    params = demo.drafter.params
+    worse = dataclasses.replace(params, norm=params.norm.at[::3].set(0))
+    drafter = dataclasses.replace(demo.drafter, params=worse)
+    counters = record_acceptance.measure(dataclasses.replace(demo, drafter=drafter, _engines={}))
+    assert (counters.acceptance_length or 0) < 0.95 * record_acceptance.recorded()["acceptance_length"]
 
 
 def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:

@@ -18,13 +18,14 @@ TOP = {"schema", "provenance", "config", "profile", "requests", "summary"}
 PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu", "num_threads", "device"}
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
-    "top_k", "top_p", "draft_sampling", "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels",
+    "top_k", "top_p", "draft_sampling", "synthetic_acceptance",
+    "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels",
     "draft_vocab", "baseline", "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date",
     "stop_token_ids", "interrupted", "cut_short",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "finish_reason", "num_truncated_tokens", "ttft_s",
-    "tok_per_s", "loop_share", "speculative_decoding", "baseline", "logprobs",
+    "tok_per_s", "tpot_s", "loop_share", "speculative_decoding", "baseline", "logprobs",
 }  # fmt: skip
 SPECULATIVE = {
     "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps", "num_plain_steps",
@@ -36,7 +37,8 @@ SUMMARY = {
     "num_plain_steps",
     "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram", "acceptance_length",
     "acceptance_length_without_loops",
-    "acceptance_rate_per_position", "loop_share", "looping_requests_frac", "tok_per_s", "baseline_tok_per_s", "speedup",
+    "acceptance_rate_per_position", "conditional_rate_per_position", "loop_share", "looping_requests_frac", "tok_per_s",
+    "baseline_tok_per_s", "speedup",
     "speedup_median", "num_diverged_requests", "ttft_s", "compile_s", "peak_memory_bytes",
 }  # fmt: skip
 NAMES: dict[str, str | None] = {"command": "speculate", "target": "demo", "drafter": "ngram"}

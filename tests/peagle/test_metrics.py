@@ -46,6 +46,9 @@ def test_counters_by_hand() -> None:
     assert counters.acceptance_rate == pytest.approx(9 / 15)
     # draft 0 was accepted in 4 steps of 5, draft 1 in 3, draft 2 in 2
     assert counters.acceptance_rate_per_position == pytest.approx((0.8, 0.6, 0.4))
+    # of the 4 steps that had draft 0 right, 3 had draft 1 right, too; of those 3, 2 draft 2
+    assert counters.tried == (5, 4, 3)
+    assert counters.conditional_rate_per_position == pytest.approx((4 / 5, 3 / 4, 2 / 3))
 
 
 def test_steps_of_chosen_widths_by_hand() -> None:
@@ -56,6 +59,9 @@ def test_steps_of_chosen_widths_by_hand() -> None:
     assert (counters.num_drafted, counters.num_accepted) == (7, 5)
     assert counters.acceptance_length == pytest.approx(1 + 5 / 3)
     assert counters.acceptance_rate_per_position == pytest.approx((1, 1 / 3, 1 / 3))
+    # the step that verified 1 draft and accepted it has not tried draft 1
+    assert counters.tried == (3, 2, 1)
+    assert counters.conditional_rate_per_position == pytest.approx((1, 1 / 2, 1))
     assert counters + counters == Counters.of(decisions * 2, 3)
     assert speculative_decoding_block(counters)["num_plain_steps"] == 2
 
@@ -136,6 +142,18 @@ def test_times_by_hand() -> None:
     assert result([1]).tok_per_s is None
     assert result([1, 2], first=3.0, last=3.0).tok_per_s is None  # no time, no speed
     assert (result([]).ttft_s, result([]).tok_per_s, result([]).loop_share) == (None, None, None)
+
+
+def test_waits_are_between_arrivals_and_those_of_a_dispatch_are_one() -> None:
+    recorder = Recorder(REQUEST, 0, (), None, started_s=1.0)
+    for time_s, ids in ((2.0, (5,)), (2.5, (6,)), (2.5, (7, 8)), (2.5, ()), (4.0, (9,))):
+        recorder.add(Emission(REQUEST, ids, time_s))
+    found = recorder.result()
+    assert found.times_s == (2.0, 2.5, 4.0)
+    assert found.itl_s == (0.5, 1.5)
+    assert found.tpot_s == pytest.approx(2.0 / 4)
+    assert result([1]).tpot_s is None
+    assert result([]).itl_s == ()
 
 
 def test_pooled_speed_counts_shared_time_once() -> None:

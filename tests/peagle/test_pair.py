@@ -102,10 +102,15 @@ def test_equal_shapes_share_an_engine(toy: Pair) -> None:
     assert toy.engine(config, ignore_eos=True).stop_token_ids == ()
 
 
-@pytest.mark.parametrize("k", [MAX_POSITIONS - 1, MAX_POSITIONS + 5])
-def test_a_k_beyond_the_positions_is_refused(toy: Pair, k: int) -> None:
-    with pytest.raises(InputError, match=f"K is {k}; expected at most {MAX_POSITIONS - 2}"):
-        toy.stream([50], num_speculative_tokens=k)
+def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "max_positions", 64)
+    with pytest.raises(InputError, match="K is 63; expected at most 62"):
+        toy.stream([50], num_speculative_tokens=63)
+
+
+def test_a_k_beyond_reason_is_refused(toy: Pair) -> None:
+    with pytest.raises(InputError, match="K is 129; expected at most 128"):
+        toy.stream([50], num_speculative_tokens=129)
 
 
 def test_drafts_without_probabilities_are_not_sampled(toy: Pair) -> None:
@@ -142,8 +147,10 @@ def test_names_stand_for_the_demo_and_for_directories(directories: Directories) 
     assert resolve(str(directories.target), "target") == directories.target
     assert drafter_path("anything", None) is None
     assert drafter_path("anything", "ngram") is None
-    with pytest.raises(InputError, match="give --drafter DIR, or --drafter ngram"):
-        drafter_path(directories.target, "demo")
+    for name in ("demo", "demo-eagle3"):
+        assert drafter_path("demo", name) != drafter_path("demo", {"demo": "demo-eagle3"}.get(name, "demo"))
+        with pytest.raises(InputError, match="give --drafter DIR, or --drafter ngram"):
+            drafter_path(directories.target, name)
 
 
 def test_a_pair_that_fits_has_the_drafters_taps(directories: Directories) -> None:

@@ -179,7 +179,6 @@ def test_a_stop_token_ends_it_and_is_no_text(toy: Pair) -> None:
         (from_ids([5] * MAX_POSITIONS), CONFIG, f"{MAX_POSITIONS} positions"),
         (from_ids([5] * 10), dataclasses.replace(CONFIG, context=10), "10 positions"),
         (from_ids([5]), dataclasses.replace(CONFIG, context=MAX_POSITIONS + 1), f"2..{MAX_POSITIONS}"),
-        (from_ids([5]), dataclasses.replace(CONFIG, num_speculative_tokens=MAX_POSITIONS), "K is"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_runs(

@@ -6,13 +6,22 @@ from pathlib import Path
 import pytest
 
 from peagle.ops.errors import InputError
-from scripts.readme_tables import KINDS, MARKED, README, rendered
+from scripts.readme_tables import KINDS, MARKED, PAGES, ROOT, rendered
 
 
-def test_the_readmes_tables_are_those_of_their_runs() -> None:
-    readme = README.read_text(encoding="utf-8")
-    assert {found["kind"] for found in MARKED.finditer(readme)} == set(KINDS)
-    assert rendered(readme) == readme, "run python -m scripts.readme_tables"
+def test_the_pages_tables_are_those_of_their_runs() -> None:
+    pages = [page.read_text(encoding="utf-8") for page in PAGES]
+    assert {found["kind"] for page in pages for found in MARKED.finditer(page)} == set(KINDS)
+    assert [rendered(page) for page in pages] == pages, "run python -m scripts.readme_tables"
+
+
+def test_every_run_is_in_the_list() -> None:
+    """One folder, one line; a folder of results without its page or its record is none."""
+    folders = [path for path in (ROOT / "results").iterdir() if path.is_dir()]
+    assert folders
+    assert all((folder / name).is_file() for folder in folders for name in ("README.md", "run.json"))
+    listed = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    assert all(f"]({folder.name}/README.md)" in listed for folder in folders)
 
 
 def spread(median: float) -> dict[str, float]:

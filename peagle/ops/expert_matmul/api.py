@@ -1,12 +1,16 @@
 """The public entry: picks the form that suits the layout and the number of rows."""
 
+import functools
+
 import jax
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.expert_matmul import native, reference
-from peagle.ops.expert_matmul.weights import Experts, FusedExperts, PanelExperts
+from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
 from peagle.ops.linear import Panels, linear
 from peagle.ops.norm import Norm, rms_norm
+
+DECODE_ROWS = 16  # verify passes have no more rows: one sequence with K = 15, or a batch of small ones
 
 
 def expert_block(
@@ -42,7 +46,25 @@ def expert_mlp(
         raise TypeError("experts in panels are computed with their norm and router: see expert_block")
     if isinstance(experts, FusedExperts):
         return reference.fused(x, router_logits, experts, top_k, swiglu_limit)
+    if isinstance(experts, PackedExperts) and x.shape[0] <= DECODE_ROWS:
+        return jax.lax.platform_dependent(
+            x,
+            router_logits,
+            experts,
+            cuda=functools.partial(reference.all_pairs, top_k=top_k, limit=swiglu_limit),
+            default=functools.partial(_visit, top_k=top_k, limit=swiglu_limit),
+        )
+    return _visit(x, router_logits, experts, top_k, swiglu_limit)
+
+
+def _visit(
+    x: Float[Array, "T D"],
+    router_logits: Float[Array, "T E"],
+    experts: PackedExperts | ExpandedExperts,
+    top_k: int,
+    limit: float,
+) -> Float[Array, "T D"]:
     # Few rows touch few experts: read just those. Many rows touch all: read each expert once for all rows.
     if x.shape[0] * top_k < experts.num_experts:
-        return reference.selected(x, router_logits, experts, top_k, swiglu_limit)
-    return reference.each_expert_once(x, router_logits, experts, top_k, swiglu_limit)
+        return reference.selected(x, router_logits, experts, top_k, limit)
+    return reference.each_expert_once(x, router_logits, experts, top_k, limit)

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from peagle.ops.expert_matmul.routing import route_dense, route_top_k
 from peagle.ops.expert_matmul.weights import ExpandedExperts, FusedExperts, PackedExperts
-from peagle.ops.mxfp4 import dequantize_on_device
+from peagle.ops.mxfp4 import dequantize_on_device, products_on_device
 
 ALPHA = 1.702  # openai/gpt-oss: the sigmoid's slope
 
@@ -52,6 +52,20 @@ def selected(
     rows = jnp.repeat(jnp.arange(x.shape[0], dtype=jnp.int32), top_k)
     out = jax.lax.map(one_pair, (ids.reshape(-1), rows)).reshape(x.shape[0], top_k, -1)
     return jnp.sum(out * weights[:, :, None].astype(out.dtype), axis=1).astype(x.dtype)
+
+
+def all_pairs(
+    x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: PackedExperts, top_k: int, limit: float
+) -> Float[Array, "T D"]:
+    """Every (row, selected expert) at once, two fused sums and no loop: for accelerators, on which a loop over pairs
+    is a launch each. An expert that several rows selected is read for each of them."""
+    ids, weights = route_top_k(router_logits, top_k)
+    e = jax.tree.map(lambda leaf: leaf[ids.reshape(-1)], experts)
+    rows = jnp.repeat(x, top_k, axis=0)
+    hidden = products_on_device(e.gate_up_blocks, e.gate_up_scales, rows).astype(x.dtype) + e.gate_up_bias
+    active = swiglu(hidden[:, 0::2], hidden[:, 1::2], limit)
+    out = products_on_device(e.down_blocks, e.down_scales, active) + e.down_bias.astype(jnp.float32)
+    return jnp.sum(out.reshape(x.shape[0], top_k, -1) * weights[:, :, None], axis=1).astype(x.dtype)
 
 
 def each_expert_once(

@@ -173,7 +173,8 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     first.run(initial())
     other = dataclasses.replace(CONFIG, mlp_width=16)
     second = dataclasses.replace(trainer(tmp_path / "run"), config=other)
-    with pytest.raises(InputError, match="step 4 cannot be gone on from"):
+    why = r"step 4 cannot be gone on from: .*down is \(14, 12\) in it and \(16, 12\) in this"
+    with pytest.raises(InputError, match=why):
         second.run(init_params(other, jax.random.key(0)))
 
 
@@ -260,3 +261,18 @@ def test_killed_at_any_moment_it_goes_on(
     assert same(params, straight[0])
     lines = [json.loads(text) for text in (out / LOG).read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
+
+
+def test_data_with_and_without_what_the_target_said_are_trained_on_together() -> None:
+    """Then the target runs for all: a batch has what all of its rows have."""
+    said = {"aux_hidden": np.zeros((7, CONFIG.aux_width), np.float32)}
+    with_taps = Source(pack([dataclasses.replace(document(0, 7), teacher=said)], RECIPE.width), 1)
+    without = Source(pack([document(1, 7)], RECIPE.width), 1)
+    counts = RECIPE.segments.counts(RECIPE.cod, RECIPE.width)
+
+    def teacher(*sources: Source) -> set[str]:
+        batches = Batches(sources, RECIPE.width, RECIPE.cod, RECIPE.segments, counts, 0)
+        return set(batches.at(0).teacher)
+
+    assert teacher(with_taps) == {"aux_hidden"}
+    assert teacher(with_taps, without) == teacher(without, with_taps) == set()

@@ -1,0 +1,90 @@
+"""The target against transformers' own GPT-OSS, where torch is installed. The only file in the packages that may import
+torch: nothing that is run depends on it."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peagle.ops.memory import available_memory_bytes
+from target.load import inspect_target
+
+CLOSE = {"float32": 2e-2, "bfloat16": 0.5}  # of the spread of a layer's output, by our arithmetic; theirs is float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """How far our hidden states are from the reference's, layer by layer, in standard deviations of the layer's
+    output."""
+
+    reference: str | None  # None: not compared
+    why_not: str | None
+    max_difference: tuple[float, ...] = ()
+    cosine: tuple[float, ...] = ()  # the least over tokens
+    close: float = 0.0  # what counts as the same
+
+    @property
+    def first_wrong(self) -> int | None:
+        """The first layer whose output is not the reference's."""
+        return next((layer for layer, far in enumerate(self.max_difference) if far > self.close), None)
+
+    @property
+    def fine(self) -> bool:
+        return self.first_wrong is None
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person reads."""
+        if self.reference is None:
+            return [f"target       not compared: {self.why_not}"]
+        if self.fine:
+            return [
+                f"target       the same as {self.reference} in {len(self.max_difference)} layers: largest difference "
+                f"{max(self.max_difference):.1e} of a layer's spread, cosine {min(self.cosine):.6f}"
+            ]
+        layer = self.first_wrong or 0
+        return [
+            f"target       DIFFERENT from {self.reference} from layer {layer} on: {self.max_difference[layer]:.1e} of "
+            f"the layer's spread, cosine {self.cosine[layer]:.6f}"
+        ]
+
+
+def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, dtype: str) -> Layers:
+    """Our outputs of all layers [n, L, D] for one text against those of transformers' model of the same directory. Its
+    last layer's output is told behind the final norm only, so that layer is left out."""
+    if importlib.util.find_spec("torch") is None:
+        return Layers(None, "transformers' model needs torch, which is not installed")
+    needed = 4 * inspect_target(directory).num_parameters
+    if needed > available_memory_bytes():
+        return Layers(None, f"transformers' model takes {needed / 1e9:.1f} GB in float32, more than is available")
+    import torch
+    import transformers
+    from transformers.utils import logging
+
+    hf: Any = transformers  # resolved at run time
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    eager: Any = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    try:
+        quantised = (
+            hf.Mxfp4Config(dequantize=True)
+            if "quantization_config" in (directory / "config.json").read_text()
+            else None
+        )
+        model = hf.GptOssForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, quantization_config=quantised, local_files_only=True, **eager
+        ).eval()
+    except Exception as error:  # whatever it does not like of these files
+        return Layers(None, f"transformers cannot read it: {' '.join(str(error).split())[:200]}")
+    with torch.no_grad():
+        out = model(torch.from_numpy(token_ids[None].astype(np.int64)), output_hidden_states=True, use_cache=False)
+    theirs = [state[0].float().numpy() for state in out.hidden_states[1:-1]]
+    far, near = [], []
+    for layer, expected in enumerate(theirs):
+        ours = hidden[:, layer]
+        far.append(float(np.abs(ours - expected).max() / expected.std()))
+        dots = (ours * expected).sum(-1) / np.linalg.norm(ours, axis=-1) / np.linalg.norm(expected, axis=-1)
+        near.append(float(dots.min()))
+    return Layers("transformers", None, tuple(far), tuple(near), CLOSE[dtype])

@@ -1,0 +1,395 @@
+"""`peagle parity`: a user's own pair against references, and why its acceptance is what it is."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from drafter import reference
+from drafter.config import DrafterConfig
+from drafter.params import DrafterParams
+from drafter.propose import Eagle3, PEagle
+from peagle.cli.display import Display
+from peagle.cli.oracle import layer_by_layer
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile
+from peagle.cli.report import SCHEMA, dumps
+from peagle.cli.settings import ParitySettings
+from peagle.config import SpeculationConfig
+from peagle.metrics import decode
+from peagle.ops.checkpoint import Checkpoint, read_checkpoint
+from peagle.ops.errors import InputError
+from peagle.pair import DEMO, HELD_OUT, NGRAM, Pair, check_fit, drafter_path, load, resolve
+from peagle.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
+from peagle.prompt_files import read_prompt_file
+from peagle.prompts import Conversation, Rendering
+from peagle.provenance import provenance
+from peagle.sweep.figures import estimate, json_ready, ratio
+from target.model import GptOss
+
+MOST_MASK_TOKENS = 24  # other ids that are tried in the mask slots
+# of the spread of the reference's logits, by our arithmetic; and the steps whose drafts rounding may turn over
+CLOSE, TURNED_FRAC = {"float32": 1e-3, "bfloat16": 0.2}, {"float32": 0.02, "bfloat16": 0.15}
+
+SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of tokens that stand for no text
+
+Tensors = dict[str, np.ndarray]
+Model = PEagle | Eagle3
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the pair was given, in one rendering."""
+
+    texts: tuple[Text, ...]  # aux_hidden: the taps that the config names
+    hiddens: tuple[np.ndarray, ...]  # [n, L, D] of each text: the output of every layer
+    rows: tuple[int, ...]  # of each text: its conversation
+
+    @property
+    def num_accepted(self) -> np.ndarray:
+        """[S]: what of the engine's drafts the texts went on with, in each step."""
+        return np.concatenate([accepted(np.array(text.drafts), text) for text in self.texts])
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """The drafter's arithmetic against the float64 reference's."""
+
+    num_steps: int
+    cosine: float  # the least
+    max_difference: float  # of the spread (standard deviation) of the reference's logits
+    same_drafts_frac: float
+    close: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """What was found. `expected`: accepted at the engine's places by the drafter led along the text by itself."""
+
+    logits: Logits | None  # None: an EAGLE-3 drafter, whose drafts alone are compared
+    same_drafts_frac: float | None
+    difference: Difference | None
+    seen: float  # acceptance length
+    expected: float
+    other_rendering: float | None
+    readings: dict[str, float]  # acceptance length of each
+    causes: tuple[Cause, ...]
+    allowed_frac: float  # of steps that may differ by rounding
+
+    @property
+    def drafts_fine(self) -> bool:
+        return self.difference is None or self.difference.frac <= self.allowed_frac
+
+    @property
+    def fine(self) -> bool:
+        return self.drafts_fine and not self.causes and (self.logits is None or self.logits.close)
+
+
+def parity_command(settings: ParitySettings) -> int:
+    """What was found is on standard output and in --json. Returns the exit code: 0, or 1 where a difference or a likely
+    cause of low acceptance was found. Raises InputError for whatever cannot be run."""
+    json_file = None if settings.json is None else OutputFile(settings.json, "--json")
+    target = DEMO if settings.target is None else settings.target
+    drafter = DEMO if settings.drafter is None else settings.drafter
+    if drafter == NGRAM:
+        raise InputError("ngram has no weights to be compared; give a drafter's directory")
+    path = drafter_path(target, drafter)
+    assert path is not None
+    check_fit(resolve(target, "target"), path)
+    conversations = _conversations(settings, target)
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    with display.stage("loading") as progress:
+        kinds: Any = {"dtype": settings.dtype, "kernels": settings.kernels}
+        pair = load(target, drafter, progress=progress, **kinds)
+    model = cast(Model, pair.drafter)
+    with display.stage("asking", animated=False):
+        asked = ask(pair, conversations, settings, raw=settings.render == "raw")
+    with display.stage("the target, layer by layer"):
+        text = asked.texts[0].token_ids
+        layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.dtype)
+    with display.stage("the drafter", animated=False) as progress:
+        found = examine(pair, model, read_checkpoint(path), asked, conversations, settings, progress)
+    lines = [*layers.lines, *report_lines(found, settings)]
+    if json_file is not None:
+        whole = {
+            "schema": SCHEMA,
+            "provenance": provenance(),
+            "config": json_ready(
+                dataclasses.asdict(settings) | {"prompts": settings.prompts and settings.prompts.name}
+            ),
+            "target": dataclasses.asdict(layers),
+            "drafter": json_ready(dataclasses.asdict(found)),
+        }
+        json_file.write(dumps(whole))
+    if settings.json != STANDARD_OUTPUT:
+        Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False)
+    return 0 if found.fine and layers.fine else 1
+
+
+def ask(pair: Pair, conversations: Sequence[Conversation], settings: ParitySettings, *, raw: bool) -> Asked:
+    """Each prompt answered greedily by the engine, with every hidden state of the target."""
+    requests = [
+        pair.request(each, [], Rendering(raw=raw), max_new_tokens=settings.max_new_tokens, index=index)
+        for index, each in enumerate(conversations)
+    ]
+    capacity = pair.capacity(requests)
+    engine = pair.engine(SpeculationConfig(settings.num_speculative_tokens, 1, capacity))
+    target = cast(GptOss, pair.target)
+    every = tuple(range(target.config.num_layers))
+    whole = jax.jit(
+        lambda model, ids, length: model.prefill(ids, length, model.init_cache(1, capacity, 1))[0].aux_hidden
+    )
+    texts, hiddens, rows = [], [], []
+    for request in requests:
+        result = decode(engine, [request], None)[0]
+        decisions = [each for each in result.decisions if each.draft_token_ids]
+        if not decisions:
+            continue
+        ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
+        padded = jnp.asarray(np.pad(ids, (0, capacity - len(ids)))[None])
+        seen = whole(dataclasses.replace(target, aux_layer_ids=every), padded, jnp.array([len(ids)], jnp.int32))
+        hidden = np.asarray(seen[0, : len(ids)].astype(jnp.float32)).reshape(len(ids), len(every), -1)
+        hiddens.append(hidden)
+        rows.append(request.index)
+        texts.append(
+            Text(
+                ids,
+                _tapped(hidden, target.aux_layer_ids),
+                tuple(each.length for each in decisions),
+                tuple(each.draft_token_ids for each in decisions),
+                tuple(each.num_accepted for each in decisions),
+            )
+        )
+    if not texts:
+        raise InputError("no answer is longer than its first token, so nothing was drafted; give other prompts")
+    return Asked(tuple(texts), tuple(hiddens), tuple(rows))
+
+
+def examine(
+    pair: Pair,
+    model: Model,
+    checkpoint: Checkpoint,
+    asked: Asked,
+    conversations: Sequence[Conversation],
+    settings: ParitySettings,
+    progress: Any,
+) -> Parity:
+    """The engine's drafts against the model's (`model`: the drafter as it is loaded; the pair's own may be another),
+    the model's against the float64 reference's, and other readings of the checkpoint."""
+    k = settings.num_speculative_tokens
+    led = [replay(model, text, k).token_ids for text in asked.texts]
+    blind = [replay(model, text, k, blind=True).token_ids for text in asked.texts]
+    logits, same = against_reference(pair, model, checkpoint, asked.texts, settings)
+    given = np.concatenate([accepted(drafts, text) for drafts, text in zip(led, asked.texts, strict=True)])
+    tried = list(readings(pair, model, checkpoint, asked))
+    found = []
+    for number, (name, other, texts) in enumerate(tried):
+        steps = [accepted(replay(other, text, k).token_ids, text) for text in texts]
+        found.append(Reading(name, np.concatenate(steps)))
+        progress(number + 1, len(tried))
+    likely = causes(given, found)
+    other_rendering = None
+    if pair.tokenizer is not None and all(each.turns for each in conversations):
+        try:
+            answered = ask(pair, conversations, settings, raw=settings.render == "chat")
+        except InputError:  # no chat template, or prompts that only a template can put together
+            pass
+        else:
+            other_rendering = 1 + float(answered.num_accepted.mean())
+            if settings.render == "raw":
+                likely = [*_template(asked, answered), *likely]
+    return Parity(
+        logits=logits,
+        same_drafts_frac=same,
+        difference=compare(asked.texts, led, blind),
+        seen=1 + float(asked.num_accepted.mean()),
+        expected=1 + float(given.mean()),
+        other_rendering=other_rendering,
+        readings={each.name: 1 + float(each.accepted.mean()) for each in found},
+        causes=tuple(likely),
+        allowed_frac=TURNED_FRAC[pair.dtype],
+    )
+
+
+def against_reference(
+    pair: Pair, model: Model, checkpoint: Checkpoint, texts: Sequence[Text], settings: ParitySettings
+) -> tuple[Logits | None, float | None]:
+    """(the logits of the first steps of the first text against drafter/reference.py, how many of its drafts agree):
+    of a drafter that shares the target's head, neither."""
+    config, k = model.config, settings.num_speculative_tokens
+    tensors = _tensors(checkpoint, pair)
+    if "lm_head.weight" not in tensors:  # the target's: the reference cannot do without
+        return None, None
+    text = dataclasses.replace(
+        texts[0],
+        **{name: getattr(texts[0], name)[: settings.reference_steps] for name in ("places", "drafts", "num_accepted")},
+    )
+    loud = dataclasses.replace(model, deterministic=False) if isinstance(model, PEagle) else model
+    ours = replay(loud, text, k)
+    same, cosine, largest = [], 1.0, 0.0
+    for step, place in enumerate(text.places):
+        known = text.token_ids[: place + 1].tolist(), text.aux_hidden[:place]
+        theirs = reference.draft_logits(tensors, config, *known, k)
+        ids = theirs.argmax(-1)
+        same.append((_to_target(tensors, ids) == ours.token_ids[step]).mean())
+        if ours.logits is not None:
+            mine = ours.logits[step]
+            mine = mine if model.params.draft_to_target is None else mine[:, np.asarray(model.params.draft_to_target)]
+            dots = (mine * theirs).sum(-1) / np.linalg.norm(mine, axis=-1) / np.linalg.norm(theirs, axis=-1)
+            cosine = min(cosine, float(dots.min()))
+            largest = max(largest, float(np.abs(mine - theirs).max() / theirs.std()))
+    found = (
+        None
+        if ours.logits is None
+        else Logits(len(text.places), cosine, largest, float(np.mean(same)), largest < CLOSE[pair.dtype])
+    )
+    return found, float(np.mean(same))
+
+
+def readings(
+    pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked
+) -> Iterator[tuple[str, Model, Sequence[Text]]]:
+    """Other ways to read this checkpoint, each the cause of a low acceptance that somebody had: (what it is, the model,
+    the texts with the hidden states it reads)."""
+    params, config = model.params, model.config
+    texts, taps = asked.texts, cast(GptOss, pair.target).aux_layer_ids
+    num_layers = asked.hiddens[0].shape[1]
+    for shift in (-1, 1):
+        moved = tuple(tap + shift for tap in taps)
+        if all(0 <= tap < num_layers for tap in moved):
+            shifted = [t.with_aux(_tapped(h, moved)) for t, h in zip(texts, asked.hiddens, strict=True)]
+            yield f"taps: {list(moved)} instead of {list(taps)}: every tap is off by {-shift:+d}", model, shifted
+    flipped = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
+    said = str(flipped.norm_before_residual).lower()
+    yield f"norm_before_residual: {said}", dataclasses.replace(model, config=flipped), texts
+    if config.parallel:
+        for token in mask_tokens(pair, config):
+            embedding = params.embedding.at[config.mask_token_id].set(params.embedding[token])
+            other = dataclasses.replace(model, params=dataclasses.replace(params, embedding=embedding))
+            yield f"mask token: {token} instead of {config.mask_token_id}", other, texts
+    else:
+        flipped = dataclasses.replace(config, norm_output=not config.norm_output)
+        yield f"norm_output: {str(flipped.norm_output).lower()}", dataclasses.replace(model, config=flipped), texts
+    for name, ids in vocabularies(checkpoint, params, config):
+        mapped = jnp.asarray(ids, jnp.int32)
+        yield (
+            f"vocabulary map: {name}",
+            dataclasses.replace(model, params=dataclasses.replace(params, draft_to_target=mapped)),
+            texts,
+        )
+
+
+def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
+    """Ids that a drafter may have been trained with in its mask slots: the tokens that spell no text (special and
+    unknown ones), the last of the vocabulary first."""
+    tokenizer = pair.tokenizer
+    special = [
+        token
+        for token in range(config.vocab_size)
+        if tokenizer is None or not (spelled := tokenizer.token_bytes(token)) or SPECIAL.fullmatch(spelled)
+    ]
+    ordered = dict.fromkeys(
+        [*special[-MOST_MASK_TOKENS // 2 :], *special[: MOST_MASK_TOKENS // 2], config.vocab_size - 1]
+    )
+    return [token for token in ordered if token != config.mask_token_id][:MOST_MASK_TOKENS]
+
+
+def vocabularies(
+    checkpoint: Checkpoint, params: DrafterParams, config: DrafterConfig
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Other maps from draft ids to the target's that the files may mean."""
+    if params.draft_to_target is None:
+        return
+    used = np.asarray(params.draft_to_target)
+    found = {"d2t holds ids, not offsets": checkpoint.take("d2t").astype(np.int64), "none": np.arange(len(used))}
+    if checkpoint.has("t2d"):
+        found["that of t2d"] = np.flatnonzero(checkpoint.take("t2d"))
+    for name, ids in found.items():
+        fits = len(ids) == len(used) and ids.min() >= 0 and ids.max() < config.vocab_size
+        if fits and (ids != used).any():
+            yield name, ids
+
+
+def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
+    """What a person reads."""
+    if found.logits is not None:
+        verdict = "the same" if found.logits.close else "DIFFERENT"
+        yield (
+            f"drafter      {verdict} as the float64 reference in {found.logits.num_steps} steps: cosine "
+            f"{found.logits.cosine:.6f}, largest difference {found.logits.max_difference:.1e} of the logits' spread, "
+            f"{found.same_drafts_frac:.0%} of the drafts equal"
+        )
+    elif found.same_drafts_frac is not None:
+        yield f"drafter      {found.same_drafts_frac:.0%} of the drafts are the float64 reference's"
+    else:
+        yield "drafter      not compared with the float64 reference: it shares the target's head"
+    if found.difference is None:
+        yield "engine       drafts what the drafter led along the text by itself drafts, in every step"
+    elif found.drafts_fine:
+        yield f"engine       drafts the same but in {found.difference.frac:.1%} of the steps, which rounding explains"
+    else:
+        each = found.difference
+        yield (
+            f"engine       DIFFERENT in {each.frac:.0%} of the steps, first in text {each.text}, step {each.step}, "
+            f"draft {each.draft}: token {each.engine}, the drafter by itself {each.reference}"
+        )
+        yield f"             {each.explanation or 'no fault that is known here explains it'}"
+    yield (
+        f"acceptance   {found.seen:.2f} tokens a step at K = {settings.num_speculative_tokens}, {settings.render}; "
+        f"expected of this checkpoint {found.expected:.2f}"
+    )
+    if found.other_rendering is not None:
+        other = "raw" if settings.render == "chat" else "chat"
+        yield f"             the same prompts {other}: {found.other_rendering:.2f}"
+    for cause in found.causes:
+        yield (
+            f"LIKELY CAUSE {cause.name}: {cause.acceptance_length:.2f} tokens a step, {cause.gain.value:+.2f} "
+            f"({cause.gain.low or 0:+.2f}..{cause.gain.high or 0:+.2f})"
+        )
+    if not found.causes:
+        kinds = collections.Counter(name.partition(":")[0] for name in found.readings)
+        tried = ", ".join(f"{name} ({count})" for name, count in kinds.items())
+        yield f"             no other reading of the checkpoint is accepted more often; tried: {tried}"
+
+
+def _template(raw: Asked, chat: Asked) -> list[Cause]:
+    """That the drafter was trained with the chat template, where it is accepted more often with it for sure."""
+    theirs = dict(zip(chat.rows, chat.texts, strict=True))
+    both = [(text, theirs[row]) for row, text in zip(raw.rows, raw.texts, strict=True) if row in theirs]
+    counts = [[n for text in each for n in (sum(text.num_accepted), len(text.num_accepted))] for each in both]
+    table = np.array(counts, np.float64).reshape(-1, 4)
+    gain = estimate(table, lambda tables: ratio(tables[..., 2:]) - ratio(tables[..., :2]))
+    if gain is None or (gain.low or 0.0) <= 0:
+        return []
+    return [Cause("the prompts are raw: put them into the chat template", 1 + float(chat.num_accepted.mean()), gain)]
+
+
+def _tapped(hidden: np.ndarray, taps: Sequence[int]) -> np.ndarray:
+    """[n, A]: the outputs of these layers side by side."""
+    return hidden[:, list(taps)].reshape(len(hidden), -1)
+
+
+def _to_target(tensors: Tensors, ids: np.ndarray) -> np.ndarray:
+    return ids + tensors["d2t"][ids] if "d2t" in tensors else ids
+
+
+def _tensors(checkpoint: Checkpoint, pair: Pair) -> Tensors:
+    """A drafter's tensors as they are stored; what it shares with the target is the target's."""
+    tensors = {name: checkpoint.take(name) for name in checkpoint.names}
+    target = cast(GptOss, pair.plain_target).params
+    if "embed_tokens.weight" not in tensors:
+        bits = np.asarray(target.embedding)
+        tensors["embed_tokens.weight"] = bits.view(jnp.bfloat16) if bits.dtype == np.uint16 else bits
+    return tensors
+
+
+def _conversations(settings: ParitySettings, target: str) -> tuple[Conversation, ...]:
+    if settings.prompts is None and target != DEMO:
+        raise InputError("a target of your own is asked your own prompts; give --prompts FILE")
+    found = read_prompt_file(HELD_OUT if settings.prompts is None else settings.prompts)
+    return found.conversations[: settings.num_prompts]

@@ -1,0 +1,287 @@
+"""`peagle sweep` and `peagle report`: everything is checked, the plan is written, then all runs, then the pages."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from peagle.cli.display import Display
+from peagle.cli.settings import SweepSettings
+from peagle.ops.checkpoint import fingerprint
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
+from peagle.pair import DEMO, HELD_OUT, Pair, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.prompt_files import PromptSet, read_prompt_file
+from peagle.prompts import Conversation
+from peagle.provenance import provenance
+from peagle.sweep import page
+from peagle.sweep.compare import differences
+from peagle.sweep.figures import rows
+from peagle.sweep.folder import RAW, Folder, begin, open_run
+from peagle.sweep.measure import Loaded, Pairs, Sitting, ask, loaded, turns_asked
+from peagle.sweep.plan import FULL, Plan, Source, numbers, parse_ks, short_names
+from peagle.text import template_fingerprint
+
+RAN = ("dtype", "experts", "kernels")  # of a pair: what `auto` came to
+DEMO_PROMPTS = 60  # of the held-out ones, by default
+
+
+def sweep_command(settings: SweepSettings) -> int:
+    """The folder holds every decoded request of the plan, its figures and pages. Returns the exit code: 0, 1 where some
+    arms failed and the others went on, 130 after Ctrl-C (then --resume goes on).
+
+    Raises InputError, before anything is written, for whatever can be told then.
+    """
+    out, display = Path(settings.out), Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    folder = open_run(out) if settings.resume else None
+    if folder is None:
+        expect_new(out)
+        plan, sets = _plan(settings)
+    else:
+        plan = folder.plan
+        sets = _read_again(plan) if folder.asked() is None else {}
+        _same_files(plan)
+    _check_models(plan)
+    if settings.dry_run:
+        _say(plan, sets, folder)
+        return 0
+    try:
+        pairs = _load(plan, settings.continue_on_error, display)
+        pair = pairs[None, None]
+        assert isinstance(pair, Pair)
+        origin = provenance() | {"ran": {name: getattr(pair, name) for name in RAN}}
+        if folder is None:
+            folder = begin(out, plan, origin)
+        else:
+            _runs_alike(folder, origin["ran"])
+        with folder.appending() as appender:
+            if settings.resume:
+                folder.save(sittings=[*folder.record["sittings"], origin], rows=None)
+            if folder.asked() is None:
+                with display.stage("reading the prompts", animated=False) as progress:
+                    conversations = {one: found[: _used(plan, one)] for one, found in sets.items()}
+                    try:
+                        ask(folder, pair, conversations, progress)
+                    except InputError:
+                        if not settings.resume:
+                            folder.discard()  # what is wrong is the plan itself
+                        raise
+            sitting = Sitting(folder, pairs, settings.continue_on_error)
+            with display.stage("compiling", animated=False) as progress:
+                sitting.warm_up(appender, progress)
+            with display.stage("decoding", animated=False) as progress:
+                sitting.decode(appender, progress)
+            with display.stage("looking at some steps", animated=False) as progress:
+                sitting.profile(progress)
+    except KeyboardInterrupt:
+        display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
+        return 130
+    finally:
+        display.clear()
+    _finish(folder, display)
+    for (setting, arm), why in sitting.failed.items():
+        display.note(f"failed: {setting.label}, K = {plan.label(arm)}: {why}")
+    return 1 if sitting.failed else 0
+
+
+def report_command(runs: Sequence[Path], out: Path | None, quiet: bool) -> int:
+    """The pages of one run in its folder, or those of one or several in a new one. Raises InputError for what is no
+    run, for runs that cannot be compared, and for several runs without a folder."""
+    folders = [open_run(path) for path in dict.fromkeys(runs)]
+    if len(folders) > 1 and out is None:
+        raise InputError("several runs are compared in a folder of their own; give --out DIR")
+    if out is not None:
+        expect_new(out)
+    display = Display(text=False, quiet=quiet, total=1, streaming=False)
+    with display.stage("figures"):
+        found = {folder: rows(folder) for folder in folders}  # of what is there, finished or not
+        if empty := [folder.path for folder, some in found.items() if not some]:
+            raise InputError(f"{empty[0]} holds no request whose repeats are all there; resume it first")
+        if len(folders) == 1:
+            blocks = page.run_blocks(folders[0], found[folders[0]])
+        else:
+            blocks = page.comparison_blocks(found, [differences(folders[0], each) for each in folders[1:]])
+        where = out or folders[0].path
+        page.write(where, blocks)
+    _show(blocks, where, quiet)
+    return 0
+
+
+def _finish(folder: Folder, display: Display) -> None:
+    """The figures are in run.json, the pages beside it."""
+    with display.stage("figures"):
+        folder.save(rows=rows(folder))
+    try:
+        with display.stage("drawing"):
+            blocks = page.run_blocks(folder, folder.record["rows"])
+            page.write(folder.path, blocks)
+    except InputError as error:  # no matplotlib: the figures are there, and the pages can be made elsewhere
+        display.note(f"no pages: {error}; then: peagle report {folder.path}")
+        return
+    _show(blocks, folder.path, quiet=not display.talks)
+
+
+def _show(blocks: Sequence[page.Block], where: Path, quiet: bool) -> None:
+    """The first table, or of a comparison the first run's, and where the rest is."""
+    if quiet:
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    tables = [block for block in blocks if isinstance(block, page.Table)]
+    console.print(page.markdown(tables[:1]), markup=False)
+    console.print(f"{where / 'report.html'}", markup=False)
+
+
+def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, Sequence[Conversation]]]:
+    target = DEMO if settings.target is None else settings.target
+    drafters = tuple(dict.fromkeys((DEMO if settings.drafters is None else settings.drafters).split(",")))
+    paths = list(dict.fromkeys(settings.prompt_files))
+    names = short_names([path.with_suffix("") for path in paths])
+    files = {
+        str(path): dataclasses.replace(read_prompt_file(path), name=name)
+        for path, name in zip(paths, names, strict=True)
+    }
+    if not files:
+        files = {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
+    raw = {"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render]
+    plan = Plan(
+        target=target,
+        drafters=drafters,
+        draft_vocabs=tuple(
+            None if vocab == FULL else vocab for vocab in dict.fromkeys(settings.draft_vocab.split(","))
+        ),
+        ks=parse_ks(settings.num_speculative_tokens),
+        sources=tuple(_source(name, found, settings) for name, found in files.items()),
+        raw=raw,
+        temperatures=numbers("--temperature", settings.temperature, float),
+        repeats=settings.repeats,
+        max_new_tokens=settings.max_new_tokens,
+        max_prompt_tokens=settings.max_prompt_tokens,
+        too_long=settings.too_long,
+        buckets=numbers("--buckets", settings.buckets, int),
+        seed=settings.seed,
+        dtype=settings.dtype,
+        experts=settings.experts,
+        kernels=settings.kernels,
+        template=template_fingerprint(resolve(target, "target")),
+        fingerprints=_fingerprints(target, drafters),
+    )
+    return plan, {found.name: found.conversations for found in files.values()}
+
+
+def _source(file: str, found: PromptSet, settings: SweepSettings) -> Source:
+    return Source(
+        name=found.name,
+        file=file,
+        layout=found.layout,
+        sha256=found.sha256,
+        num_rows=found.num_rows,
+        num_skipped=len(found.skipped),
+        num_used=min(_num_prompts(settings, file) or len(found.conversations), len(found.conversations)),
+        max_turns=settings.turns,
+    )
+
+
+def _num_prompts(settings: SweepSettings, file: str) -> int:
+    """Of the demo's many some, of a file all: sets are often sorted by category."""
+    if settings.num_prompts is not None:
+        return settings.num_prompts
+    return DEMO_PROMPTS if file == DEMO else 0
+
+
+def _used(plan: Plan, name: str) -> int:
+    return next(source.num_used for source in plan.sources if source.name == name)
+
+
+def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
+    paths = {"target": resolve(target, "target")}
+    paths |= {f"drafter {name}": path for name in drafters if (path := drafter_path(target, name)) is not None}
+    return {name: fingerprint(path) for name, path in paths.items()}
+
+
+def _check_models(plan: Plan) -> None:
+    """Raises InputError, without reading weights, for a target and drafter that do not fit."""
+    for drafter in plan.drafters:
+        if (path := drafter_path(plan.target, drafter)) is not None:
+            check_fit(resolve(plan.target, "target"), path)
+
+
+def _same_files(plan: Plan) -> None:
+    """Raises InputError where a checkpoint is another than when the run began."""
+    for name, found in _fingerprints(plan.target, plan.drafters).items():
+        if plan.fingerprints.get(name) != found:
+            raise InputError(f"the {name} is another than when this run began; begin a new run with another --out")
+
+
+def _runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
+    """Raises InputError where the models would run in another way than before: times, and tokens, would be mixed."""
+    before = folder.record["sittings"][-1].get("ran", ran)
+    if before != ran:
+        how = [", ".join(f"{name} {value}" for name, value in each.items()) for each in (before, ran)]
+        raise InputError(f"{folder.path} ran with {how[0]}; now it is {how[1]}: begin a new run with another --out")
+
+
+def _read_again(plan: Plan) -> dict[str, Sequence[Conversation]]:
+    """The conversations of a run that goes on; needed only where it had not got as far as to write its prompts down."""
+    found: dict[str, Sequence[Conversation]] = {}
+    for source in plan.sources:
+        read = read_prompt_file(HELD_OUT if source.file == DEMO else Path(source.file))
+        if read.sha256 != source.sha256:
+            raise InputError(
+                f"{source.file} is another than when this run began, and it had not read its prompts yet; begin a new "
+                "run with another --out"
+            )
+        found[source.name] = read.conversations
+    return found
+
+
+def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
+    """A pair for each drafter and draft vocabulary, all with the weights of one target; plain decoding runs on the
+    first. Raises InputError for a drafter that cannot be loaded, unless the others are to go on without it."""
+    kinds: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
+    with display.stage(f"loading {plan.target}") as progress:
+        plain = load(plan.target, None, progress=progress, **kinds)
+    pairs: dict[Loaded, Pair | InputError] = {(None, None): plain}
+    for arm in plan.arms[1:]:
+        if loaded(arm) in pairs:
+            continue
+        try:
+            with display.stage(f"loading {arm.drafter}"):
+                pairs[loaded(arm)] = with_drafter(plain, plan.target, arm.drafter, draft_vocab=arm.draft_vocab)
+        except InputError as error:
+            if not continue_on_error:
+                raise
+            pairs[loaded(arm)] = error
+    return pairs
+
+
+def _say(plan: Plan, sets: dict[str, Sequence[Conversation]], folder: Folder | None) -> None:
+    """What would run."""
+
+    def turns(source: Source, raw: bool) -> int:
+        asked = sets.get(source.name, ())[: source.num_used]
+        return sum(turns_asked(source, raw, each) for each in asked)
+
+    known = None if folder is None else folder.asked()
+    requests = {(source.name, raw): turns(source, raw) for source in plan.sources for raw in plan.raw}
+    if known is None:
+        each = sum(requests[setting.prompts, setting.raw] for setting in plan.settings)
+    else:
+        each = sum((one.prompts, one.raw) == (s.prompts, s.raw) for s in plan.settings for one in known[0])
+    decodes = plan.repeats * len(plan.arms) * each
+    lines = [
+        f"target       {plan.target}; drafters {', '.join(plan.drafters)}",
+        f"settings     {'; '.join(setting.label for setting in plan.settings)}",
+        f"arms         K = {'; '.join(plan.label(arm) for arm in plan.arms)}",
+        *(
+            f"prompts      {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
+            f"{f', {source.num_skipped} ask nothing' if source.num_skipped else ''}, "
+            f"{' and '.join(f'{requests[source.name, raw]} turns' + ' raw' * raw for raw in plan.raw)}"
+            for source in plan.sources
+        ),
+        f"to decode    {decodes} requests ({plan.repeats} repeats), up to {plan.max_new_tokens} tokens",
+    ]
+    if folder is not None:
+        lines.append(f"decoded      {len(folder.samples())} of them ({folder.path / RAW})")
+    Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False)

@@ -1,0 +1,376 @@
+"""From raw lines to figures. Counters and their ratios are peagle.metrics'; here is what is said of many requests.
+
+Every figure is an Estimate: its value, and a 95 % interval by bootstrap over conversations (the turns of one and their
+repeats stay together); of fewer than FEWEST conversations there is no interval. With n over requests:
+
+    acceptance_length        1 + sum accepted_n / sum steps_n           (pooled; steps that verified drafts)
+    acceptance_length_mean   mean of 1 + accepted_n / steps_n           (per request)
+    rate_per_position[i]     sum steps accepting draft i / sum steps    (unconditional)
+    conditional_rate[i]      the same / steps that verified draft i and accepted all before it
+    tok_per_s                sum (tokens_n - 1) / sum decode_s_n
+    speedup                  tok_per_s / plain decoding's of the same requests and repeats
+    speedup_median           median of each request's (median seconds a token of plain decoding / of the arm)
+    ttft_s, tpot_s           median over requests of the median over repeats
+    itl_s                    quantiles .5, .9, .99 of a request's waits, the median of each over requests
+    step_s                   sum decode_s / sum passes of the target
+    tokens_per_step          sum (tokens_n - 1) / sum passes of the target: what a pass gave, plain ones of `auto` and
+                             what the end of an output cut off counted
+    cycle_cost, c(K)         step_s / plain decoding's step_s: passes a step costs; speedup = tokens_per_step / c(K)
+    draft_s, verify_s        step_s times the part's share of a step under the profiler (peagle.profile);
+                             host_s is all the rest: accepting, committing, the runtime between operations, the host
+    verify_cost, v(T)        verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
+
+A request loops where the loop share of any of the arm's repeats is above 0.3; `without_loops` are the same figures of
+the others.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from peagle.metrics import LOOPING_ABOVE, Counters, total
+from peagle.sweep.folder import ITL_QUANTILES, Asked, Folder, Json, Sample, arm_of
+from peagle.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
+
+RESAMPLES, RESAMPLED_AT_ONCE = 2000, 4_000_000
+FEWEST = 8  # conversations of which a bootstrap says anything
+SLOWER = 0.97  # a request whose interval lies wholly below is slower with speculation
+
+Row = Mapping[str, Any]  # the figures of one arm in one setting, as JSON
+Statistic = Callable[[np.ndarray], np.ndarray]  # tables [R, n, c] -> [R]
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A figure with its 95 % interval; none where there were too few conversations for one."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
+    """The statistic of a table [n, c], a row per request, and its bootstrap interval over groups of rows (each row its
+    own where none are given); None where it is not a number."""
+    if not len(table):
+        return None
+    names = np.arange(len(table)) if groups is None else np.asarray(groups)
+    members = [np.flatnonzero(names == name) for name in np.unique(names)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value = float(statistic(table[None])[0])
+        if not np.isfinite(value):
+            return None
+        if len(members) < FEWEST:
+            return Estimate(value, None, None)
+        low, high = np.nanquantile(resampled(table, statistic, members), (0.025, 0.975))
+    return Estimate(value, float(low), float(high))
+
+
+def resampled(table: np.ndarray, statistic: Statistic, members: Sequence[np.ndarray]) -> np.ndarray:
+    """[RESAMPLES]: the statistic of as many draws, with replacement, of as many groups of rows as there are; the same
+    draws for the same number of groups."""
+    rng = np.random.default_rng(0)
+    picks = rng.integers(0, len(members), (RESAMPLES, len(members)))
+    if len(members) < len(table):  # groups of several rows: draws differ in length
+        return np.concatenate([statistic(table[None, np.concatenate([members[g] for g in pick])]) for pick in picks])
+    size = max(1, min(RESAMPLES, RESAMPLED_AT_ONCE // table.size))
+    return np.concatenate([statistic(table[picks[start : start + size]]) for start in range(0, RESAMPLES, size)])
+
+
+def ratio(tables: np.ndarray) -> np.ndarray:
+    """sum of column 0 / sum of column 1."""
+    return tables[..., 0].sum(axis=1) / tables[..., 1].sum(axis=1)
+
+
+def one_more_than_ratio(tables: np.ndarray) -> np.ndarray:
+    return 1 + ratio(tables)
+
+
+def ratio_of_ratios(tables: np.ndarray) -> np.ndarray:
+    """(sum 0 / sum 1) / (sum 2 / sum 3)."""
+    return ratio(tables[..., :2]) / ratio(tables[..., 2:])
+
+
+def median(tables: np.ndarray) -> np.ndarray:
+    return np.median(tables[..., 0], axis=1)
+
+
+def mean(tables: np.ndarray) -> np.ndarray:
+    return tables[..., 0].mean(axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairing:
+    """All repeats of one request by one arm, and plain decoding's."""
+
+    asked: Asked
+    fast: tuple[Sample, ...]
+    plain: tuple[Sample, ...]
+
+    @property
+    def loops(self) -> bool:
+        """Whether the arm's output loops, in any repeat."""
+        return any((sample.loop_share or 0.0) > LOOPING_ABOVE for sample in self.fast)
+
+    @property
+    def counters(self) -> Counters:
+        return total([sample.counters for sample in self.fast])
+
+    @property
+    def timed(self) -> tuple[tuple[Sample, Sample], ...]:
+        """Repeats in which both have a speed."""
+        pairs = zip(self.fast, self.plain, strict=True)
+        return tuple((f, p) for f, p in pairs if all(s.output_tokens > 1 and s.decode_s for s in (f, p)))
+
+
+def pairings(folder: Folder) -> dict[tuple[Setting, Arm], list[Pairing]]:
+    """By setting and arm, in order: the requests whose repeats are all there, plain decoding's too."""
+    plan, known = folder.plan, folder.asked()
+    if known is None:
+        return {}
+    by_key: dict[tuple[Setting, Arm], dict[int, dict[int, Sample]]] = {}
+    for sample in folder.samples():
+        by_key.setdefault((sample.setting, sample.arm), {}).setdefault(sample.request, {})[sample.repeat] = sample
+    found = {}
+    for setting, arm in itertools.product(plan.settings, plan.arms):
+        fast, plain = by_key.get((setting, arm), {}), by_key.get((setting, PLAIN), {})
+        asked = [each for each in known[0] if (each.prompts, each.raw) == (setting.prompts, setting.raw)]
+        found[setting, arm] = [
+            Pairing(each, *(tuple(of[each.request][r] for r in range(plan.repeats)) for of in (fast, plain)))
+            for each in asked
+            if all(len(of.get(each.request, {})) == plan.repeats for of in (fast, plain))
+        ]
+    return found
+
+
+def rows(folder: Folder) -> list[dict[str, Any]]:
+    """The figures of every setting and arm for which there are any."""
+    plan = folder.plan
+    return [
+        _row(plan, setting, arm, some, folder.record["shares"])
+        for (setting, arm), some in pairings(folder).items()
+        if some
+    ]
+
+
+def _row(plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing], shares: Sequence[Json]) -> dict[str, Any]:
+    quiet = [each for each in some if not each.loops]
+    whole = {
+        **dataclasses.asdict(setting),
+        **dataclasses.asdict(arm),
+        "label": plan.label(arm),
+        **_counts(some),
+        **_figures(some),
+        "without_loops": {"num_requests": len(quiet), **_figures(quiet)},
+        "by_category": _parts(some, lambda each: each.asked.category),
+        "by_bucket": _parts(some, lambda each: plan.bucket(len(each.asked.prompt_ids))),
+        "per_request": [_per_request(each) for each in some],
+    }
+    whole |= _split(setting.temperature, arm, whole["step_s"], whole["plain_step_s"], shares)
+    return json_ready(whole)
+
+
+def _counts(some: Sequence[Pairing]) -> dict[str, Any]:
+    counters = total([each.counters for each in some])
+    outputs = [each.fast[0] for each in some]
+    equal = [f.output_sha256 == p.output_sha256 for each in some for f, p in zip(each.fast, each.plain, strict=True)]
+    return {
+        "num_requests": len(some),
+        "looping_frac": sum(each.loops for each in some) / len(some),
+        "finished_frac": sum(output.finish_reason == "stop" for output in outputs) / len(some),
+        "output_tokens": sum(sample.output_tokens for each in some for sample in each.fast),
+        "num_spec_steps": counters.num_steps,
+        "num_plain_steps": counters.num_plain_steps,
+        "num_draft_tokens": counters.num_drafted,
+        "num_accepted_draft_tokens": counters.num_accepted,
+        "histogram": list(counters.histogram),
+        "accepted_per_position": list(counters.accepted_per_position),
+        "equal_to_plain_frac": sum(equal) / len(equal),
+    }
+
+
+def _figures(some: Sequence[Pairing]) -> dict[str, Estimate | list[Estimate | None] | None]:
+    drafted = [(each, counters) for each in some if (counters := each.counters).num_steps]
+    timed = [each for each in some if each.timed]
+    positions = range(len(drafted[0][1].tried) if drafted else 0)
+
+    def of_drafted(row: Callable[[Counters], Sequence[float]], statistic: Statistic) -> Estimate | None:
+        return estimate(_table(row(c) for _, c in drafted), statistic, [each.asked.row for each, _ in drafted])
+
+    def of_timed(row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Estimate | None:
+        return estimate(_table(map(row, timed)), statistic, [each.asked.row for each in timed])
+
+    def of_all(value: Callable[[Pairing], float | None]) -> Estimate | None:
+        known = [(found, each.asked.row) for each in some if (found := value(each)) is not None]
+        return estimate(_table([found] for found, _ in known), median, [row for _, row in known])
+
+    return {
+        "acceptance_length": of_drafted(lambda c: (float(c.num_accepted), float(c.num_steps)), one_more_than_ratio),
+        "acceptance_length_mean": of_drafted(lambda c: (1 + c.num_accepted / c.num_steps,), mean),
+        "rate_per_position": [of_drafted(functools.partial(_accepted, i, tried=False), ratio) for i in positions],
+        "conditional_rate": [of_drafted(functools.partial(_accepted, i, tried=True), ratio) for i in positions],
+        "tokens_per_step": of_timed(lambda each: (timed_sums(each)[0], _passes(each)[0]), ratio),
+        "tok_per_s": of_timed(lambda each: timed_sums(each)[:2], ratio),
+        "speedup": of_timed(timed_sums, ratio_of_ratios),
+        "speedup_median": of_timed(lambda each: (_speedup(each),), median),
+        "ttft_s": of_all(lambda each: _median(s.ttft_s for s in each.fast)),
+        "tpot_s": of_timed(lambda each: (_seconds_per_token(each.timed)[0],), median),
+        "itl_s": [of_all(functools.partial(_wait, i)) for i in range(len(ITL_QUANTILES))],
+        "step_s": of_timed(lambda each: (timed_sums(each)[1], _passes(each)[0]), ratio),
+        "plain_step_s": of_timed(lambda each: (timed_sums(each)[3], _passes(each)[1]), ratio),
+        "cycle_cost": of_timed(
+            lambda each: (timed_sums(each)[1], _passes(each)[0], timed_sums(each)[3], _passes(each)[1]),
+            ratio_of_ratios,
+        ),
+    }
+
+
+def _accepted(position: int, counters: Counters, *, tried: bool) -> tuple[float, float]:
+    """Steps that accepted the draft at a position; all steps, or those that came to it."""
+    below = counters.tried[position] if tried else counters.num_steps
+    return float(counters.accepted_per_position[position]), float(below)
+
+
+def _wait(quantile: int, each: Pairing) -> float | None:
+    return _median(sample.itl_s[quantile] if sample.itl_s else None for sample in each.fast)
+
+
+def _passes(each: Pairing) -> tuple[float, float]:
+    """Passes of the target in the timed repeats, of the arm and of plain decoding."""
+    fast, plain = (float(sum(pair[side].num_steps for pair in each.timed)) for side in (0, 1))
+    return fast, plain
+
+
+def _speedup(each: Pairing) -> float:
+    """Plain decoding's seconds a token over the arm's, medians over repeats."""
+    fast, plain = _seconds_per_token(each.timed)
+    return plain / fast
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+def _table(rows: Iterable[Sequence[float]]) -> np.ndarray:
+    return np.array(list(rows), np.float64)
+
+
+def timed_sums(each: Pairing) -> tuple[float, float, float, float]:
+    """Tokens behind the first and seconds, of the arm and of plain decoding."""
+    fast, plain = (_sums([pair[side] for pair in each.timed]) for side in (0, 1))
+    return *fast, *plain
+
+
+def _sums(samples: Sequence[Sample]) -> tuple[float, float]:
+    return float(sum(s.output_tokens - 1 for s in samples)), sum((s.decode_s or 0.0 for s in samples), start=0.0)
+
+
+def _seconds_per_token(timed: Sequence[tuple[Sample, Sample]]) -> list[float]:
+    """The arm's and plain decoding's, medians over repeats: one noisy moment weighs little."""
+    return [float(np.median([s.seconds_per_token for s in samples])) for samples in zip(*timed, strict=True)]
+
+
+def _per_request(each: Pairing) -> dict[str, Any]:
+    """One request's acceptance and speed-up; of three repeats or more as pairs, a 95 % t-interval of the mean logarithm
+    of their ratio."""
+    counters, speedup = each.counters, None
+    if each.timed:
+        logs = np.log([plain.seconds_per_token / fast.seconds_per_token for fast, plain in each.timed])
+        low = high = None
+        if len(logs) > 2:
+            half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)) if logs.std() > 0 else 0.0
+            low, high = (float(np.exp(logs.mean() + side * half)) for side in (-1, 1))
+        speedup = Estimate(_speedup(each), low, high)
+    return {
+        "request": each.asked.request,
+        "prompt_tokens": len(each.asked.prompt_ids),
+        "output_tokens": each.fast[0].output_tokens,
+        "loop_share": each.fast[0].loop_share,
+        "acceptance_length": counters.acceptance_length,
+        "num_spec_steps": counters.num_steps,
+        "speedup": speedup,
+        "slower": None if speedup is None or speedup.high is None else speedup.high < SLOWER,
+    }
+
+
+def _parts(some: Sequence[Pairing], part: Callable[[Pairing], str | None]) -> list[dict[str, Any]]:
+    """The first figures of each part; none where all is one part."""
+    names = sorted({part(each) or "" for each in some}, key=_natural)
+    if len(names) < 2:
+        return []
+    found = []
+    for name in names:
+        inside = [each for each in some if (part(each) or "") == name]
+        figures = _figures(inside)
+        quiet = _figures([each for each in inside if not each.loops])
+        found.append(
+            {
+                "part": name,
+                "num_requests": len(inside),
+                "looping_frac": sum(each.loops for each in inside) / len(inside),
+                "acceptance_length": figures["acceptance_length"],
+                "acceptance_length_without_loops": quiet["acceptance_length"],
+                "speedup": figures["speedup"],
+            }
+        )
+    return found
+
+
+def _natural(name: str) -> tuple[int, str]:
+    head = name.partition(".")[0]
+    return (int(head), name) if head.isdecimal() else (-1, name)
+
+
+def _split(
+    temperature: float, arm: Arm, step: Estimate | None, plain: Estimate | None, shares: Sequence[Json]
+) -> dict[str, float | None]:
+    """The parts of a step's time, and the cost of verifying in plain decoding's; null where no profile says so."""
+
+    def of(which: Arm) -> Json:
+        found = (s for s in shares if s["temperature"] == temperature and arm_of(s) == which and "draft_frac" in s)
+        return next(found, {})
+
+    mine, plains = of(arm), of(PLAIN)
+    parts = {
+        f"{name}_s": step.value * mine[f"{name}_frac"] if step is not None and mine else None
+        for name in ("draft", "verify", "host")
+    }
+    verify, one = parts["verify_s"], plain.value * plains["verify_frac"] if plain is not None and plains else None
+    cost = verify / one if verify is not None and one and arm.k != AUTO else None
+    return {**parts, "verify_cost": cost}
+
+
+def best(rows: Sequence[Row]) -> Row | None:
+    """Of one setting's rows the one with the highest pooled speed-up, plain decoding among them, of those that decoded
+    every request that plain decoding did."""
+    most = max((row["num_requests"] for row in rows), default=0)
+    known = [
+        row
+        for row in rows
+        if row["speedup"] is not None
+        and row["num_requests"] == most
+        and (row["k"] == 0 or row["num_spec_steps"])  # an `auto` that never drafted is plain decoding
+    ]
+    return max(known, key=lambda row: row["speedup"]["value"], default=None)
+
+
+def sure(row: Row) -> bool:
+    """Whether a row is ahead of plain decoding by more than chance."""
+    return (row["speedup"]["low"] or 0.0) > 1
+
+
+def json_ready(value: Any) -> Any:
+    """Estimates as objects."""
+    if isinstance(value, Estimate):
+        return dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {name: json_ready(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    return value

@@ -1,0 +1,226 @@
+"""A plan decoded: every prompt in every way, taking turns, a line as soon as it is there.
+
+For each repeat and setting every prompt is decoded by every arm in turn, in an order that rotates from prompt to prompt
+and repeat to repeat, so that a drift of the machine falls on all alike. Compilation, and the costs that `auto` goes by,
+are outside of every time. With a temperature each repeat has a seed of its own. At the end each arm runs once more
+under the profiler, which says into what parts a step's time goes.
+
+Later turns of a conversation are asked with plain decoding's greedy answers to those before, so that all arms are asked
+the same.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.generate import Engine, Request
+from peagle.metrics import decode
+from peagle.ops.errors import InputError
+from peagle.pair import Pair
+from peagle.profile import profile
+from peagle.prompts import Conversation, Rendering
+from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Posed, arm_of, key, sample_of
+from peagle.sweep.plan import PLAIN, Arm, Plan, Setting, Source
+
+Loaded = tuple[str | None, str | None]  # drafter, draft vocabulary
+Pairs = Mapping[Loaded, Pair | InputError]  # why a pair could not be loaded, where the others are to go on
+Progress = Callable[[int, int], None]
+
+
+def loaded(arm: Arm) -> Loaded:
+    """Which pair an arm needs; plain decoding any."""
+    return arm.drafter, arm.draft_vocab
+
+
+def ask(folder: Folder, pair: Pair, conversations: Mapping[str, Sequence[Conversation]], progress: Progress) -> None:
+    """The folder knows every request of every source and rendering, numbered, and what is left out; what it knew
+    before is not asked again. `conversations` by a source's name.
+
+    Raises InputError for what cannot be asked; for a prompt that is too long only where the plan says so.
+    """
+    plan = folder.plan
+    known = {(each.prompts, each.raw, each.row): each for each in folder.posed()}
+    total = sum(source.num_used for source in plan.sources) * len(plan.raw)
+    done: list[Posed] = []
+    with folder.appending(ASKING) as out:
+        for source, raw in itertools.product(plan.sources, plan.raw):
+            first = 0
+            for row, conversation in enumerate(conversations[source.name]):
+                posed = known.get((source.name, raw, row))
+                if posed is None:
+                    posed = _ask_one(plan, pair, source, raw, row, conversation, first)
+                    out.posed(posed)
+                first += len(posed.asked)
+                done.append(posed)
+                progress(len(done), total)
+    for source in plan.sources:
+        own = [posed for posed in done if posed.prompts == source.name]
+        if not any(posed.asked for posed in own):
+            last = f"; the last: {own[-1].why}" if own else ""
+            raise InputError(f"nothing of {source.name} can be asked{last}")
+    folder.save_asked(done)
+
+
+def turns_asked(source: Source, raw: bool, conversation: Conversation) -> int:
+    """How many turns of a conversation are asked, if its prompts are not too long. Raw text has one."""
+    turns = min(source.max_turns or conversation.num_requests, conversation.num_requests)
+    return min(turns, 1) if raw and conversation.turns else turns
+
+
+def _ask_one(
+    plan: Plan, pair: Pair, source: Source, raw: bool, row: int, conversation: Conversation, first: int
+) -> Posed:
+    """A conversation's requests, the first of this number."""
+    found: list[Asked] = []
+    answers: list[str] = []
+    given, why = len(conversation.given), None
+    turns = turns_asked(source, raw, conversation)
+    if turns < turns_asked(source, False, conversation):
+        why = f"{conversation.name}: raw text has one turn; the {conversation.num_requests - 1} behind it"
+    asked = dataclasses.replace(conversation, turns=conversation.turns[: given + turns])
+    longest = min(plan.max_prompt_tokens or pair.max_positions, pair.max_positions - 1)
+    for turn in range(turns):
+        try:
+            prompt_ids = asked.encode(answers, pair.tokenizer, Rendering(raw=raw))
+        except InputError as error:
+            if not raw:
+                raise
+            why = str(error).partition(";")[0]  # what only a chat template can put together
+            break
+        if len(prompt_ids) > longest:
+            why = f"{conversation.name}, turn {turn + 1}, has {len(prompt_ids)} tokens; expected at most {longest}"
+            if plan.too_long == "error":
+                raise InputError(f"{why}: leave it out with --too-long skip")
+            break
+        request = pair.request(asked, answers, Rendering(raw=raw), max_new_tokens=plan.max_new_tokens)
+        found.append(Asked(source.name, raw, first + turn, row, turn, conversation.category, request.prompt_ids))
+        if turn + 1 < turns:
+            engine = pair.engine(SpeculationConfig(0, 1, pair.capacity([request])))
+            engine.warm_up([request])
+            answers.append(decode(engine, [request], pair.tokenizer)[0].text or "")
+    return Posed(source.name, raw, row, tuple(found), why)
+
+
+class Sitting:
+    """One process' part of a run whose prompts are known. `failed`: why arms could not go on, where the others are to
+    go on without them."""
+
+    def __init__(self, folder: Folder, pairs: Pairs, continue_on_error: bool) -> None:
+        known = folder.asked()
+        assert known is not None
+        asked, _ = known
+        self.folder, self.plan, self.pairs, self.continue_on_error = folder, folder.plan, pairs, continue_on_error
+        pair = pairs[loaded(PLAIN)]
+        assert isinstance(pair, Pair)
+        self.pair = pair
+        self.requests = {
+            (prompts, raw): [each for each in asked if (each.prompts, each.raw) == (prompts, raw)]
+            for prompts, raw in dict.fromkeys((each.prompts, each.raw) for each in asked)
+        }
+        self.settings = [each for each in self.plan.settings if (each.prompts, each.raw) in self.requests]
+        self.capacity = self.pair.capacity([self._request(each, 0) for each in asked])
+        self.done = {key(sample) for sample in folder.samples()}
+        self.failed: dict[tuple[Setting, Arm], str] = {}
+
+    def warm_up(self, out: Appender, progress: Progress) -> None:
+        """What still has to decode is compiled, and the costs that `auto` goes by are known.
+
+        Raises InputError for an arm that cannot go on, unless the others are to go on without it.
+        """
+        left = [
+            (setting, arm)
+            for setting, arm in itertools.product(self.settings, self.plan.arms)
+            if any(
+                (setting, arm, repeat, each.request) not in self.done
+                for repeat in range(self.plan.repeats)
+                for each in self._asked(setting)
+            )
+        ]
+        for number, (setting, arm) in enumerate(left):
+            progress(number, len(left))
+            with self._failing(out, setting, arm):
+                self._engine(setting, arm).warm_up([self._request(each, 0) for each in self._asked(setting)])
+
+    def decode(self, out: Appender, progress: Progress) -> None:
+        """Everything of the plan is in the folder's raw lines (`out` appends to them) that was not there yet.
+
+        Raises InputError as `warm_up` does.
+        """
+        done = self.done
+        arms = self.plan.arms
+        sizes = {setting: len(self._asked(setting)) for setting in self.settings}
+        total, before = self.plan.repeats * sum(sizes.values()) * len(arms), len(done)
+        for repeat in range(self.plan.repeats):
+            for setting in self.settings:
+                for number, each in enumerate(self._asked(setting)):
+                    turn = (repeat + number) % len(arms)
+                    for arm in arms[turn:] + arms[:turn]:
+                        if (setting, arm, repeat, each.request) not in done:
+                            self._decode(out, setting, arm, repeat, each)
+                            done.add((setting, arm, repeat, each.request))
+                    progress(len(done) - before, total - before)
+
+    def _decode(self, out: Appender, setting: Setting, arm: Arm, repeat: int, each: Asked) -> None:
+        if (setting, arm) in self.failed:
+            return
+        with self._failing(out, setting, arm):
+            seed = self.plan.seed + (repeat if setting.temperature else 0)
+            result = decode(self._engine(setting, arm), [self._request(each, seed)], self.pair.tokenizer)[0]
+            out.sample(sample_of(setting, arm, repeat, result))
+
+    @contextlib.contextmanager
+    def _failing(self, out: Appender, setting: Setting, arm: Arm) -> Iterator[None]:
+        """Why the arm cannot go on is written down; it is an InputError, or, where the others are to go on, kept."""
+        try:
+            yield
+        except (InputError, MemoryError, RuntimeError) as error:  # JAX's own are RuntimeErrors
+            why = " ".join(str(error).split()) or type(error).__name__
+            out.error(setting, arm, why)
+            if not self.continue_on_error:
+                raise InputError(
+                    f"{setting.label}, K = {self.plan.label(arm)}: {why}; what was decoded is kept: go on with "
+                    "--resume, without this arm with --continue-on-error"
+                ) from error
+            self.failed[setting, arm] = why
+
+    def _asked(self, setting: Setting) -> Sequence[Asked]:
+        return self.requests[setting.prompts, setting.raw]
+
+    def _request(self, each: Asked, seed: int) -> Request:
+        room = self.pair.max_positions - len(each.prompt_ids)
+        return Request(each.request, each.prompt_ids, min(self.plan.max_new_tokens, room), seed)
+
+    def _engine(self, setting: Setting, arm: Arm) -> Engine:
+        pair = self.pairs[loaded(arm)]
+        if isinstance(pair, InputError):
+            raise pair
+        k, adaptive = pair.num_drafts(arm.k)
+        return pair.engine(SpeculationConfig(k, 1, self.capacity, SamplingConfig(setting.temperature), adaptive))
+
+    def profile(self, progress: Progress) -> None:
+        """Where a step's time goes, of every temperature and arm that is not known yet: run.json holds it."""
+        folder = self.folder
+        known = {(each["temperature"], arm_of(each)) for each in folder.record["shares"]}
+        outputs = {(s.setting, s.request): s.output_tokens for s in folder.samples() if s.arm == PLAIN}
+        for number, temperature in enumerate(self.plan.temperatures):
+            setting = next(each for each in self.settings if each.temperature == temperature)
+            longest = max(self._asked(setting), key=lambda each: outputs.get((setting, each.request), 0))
+            for place, arm in enumerate(self.plan.arms):
+                progress(number * len(self.plan.arms) + place, len(self.plan.temperatures) * len(self.plan.arms))
+                if (temperature, arm) in known or (setting, arm) in self.failed:
+                    continue
+                found: dict[str, Any] = {"temperature": temperature, **dataclasses.asdict(arm)}
+                try:
+                    request = self._request(longest, self.plan.seed)
+                    engine = self._engine(setting, arm)
+                    engine.warm_up([request])
+                    with tempfile.TemporaryDirectory() as directory:
+                        found |= profile(engine, [request], Path(directory)).shares
+                except (InputError, OSError, RuntimeError) as error:
+                    found["why_not"] = str(error).partition("\n")[0]
+                folder.save(shares=[*folder.record["shares"], found])

@@ -1,0 +1,181 @@
+"""What a sweep decodes: frozen, checked, and the same after a way through JSON."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from peagle.config import SpeculationConfig
+from peagle.ops.errors import InputError
+
+AUTO: Literal["auto"] = "auto"  # as K: each step drafts what pays
+FULL = "full"  # the drafter's whole vocabulary
+BUCKETS = (128, 512, 2048)  # prompt tokens at which a new bucket begins
+
+K = int | Literal["auto"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to decode; k 0 is plain decoding, and has no drafter."""
+
+    k: K
+    drafter: str | None = None
+    draft_vocab: str | None = None  # None: full
+
+    @property
+    def speculates(self) -> bool:
+        return self.k != 0
+
+
+PLAIN = Arm(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One kind of question; arms are compared within it."""
+
+    prompts: str  # a source's name
+    raw: bool  # without the chat template
+    temperature: float
+
+    @property
+    def label(self) -> str:
+        kind = "raw" if self.raw else "chat"
+        return f"{self.prompts}, {kind}, {'greedy' if self.temperature == 0 else f'temperature {self.temperature:g}'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file of prompts as it was read (published copies of a set differ)."""
+
+    name: str
+    file: str  # as it was typed, or demo
+    layout: str
+    sha256: str
+    num_rows: int
+    num_skipped: int  # rows that hold nothing to ask
+    num_used: int  # conversations
+    max_turns: int | None  # asked of each; None: all
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A whole sweep. `fingerprints`: of the files of "target" and of each "drafter NAME"."""
+
+    target: str
+    drafters: tuple[str, ...]
+    draft_vocabs: tuple[str | None, ...]
+    ks: tuple[K, ...]
+    sources: tuple[Source, ...]
+    raw: tuple[bool, ...]
+    temperatures: tuple[float, ...]
+    repeats: int
+    max_new_tokens: int
+    max_prompt_tokens: int | None  # longer prompts are left out, or refused
+    too_long: Literal["skip", "error"]
+    buckets: tuple[int, ...]
+    seed: int
+    dtype: str | None
+    experts: str
+    kernels: str
+    template: str = ""  # sha256 of the target's chat template and tokenizer
+    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.max_new_tokens < 2:
+            raise InputError("--repeats must be 1 or more, and -n 2 or more: a speed needs two tokens")
+        if any(not 0 <= t < float("inf") for t in self.temperatures):
+            raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
+        if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
+            raise InputError("--buckets must be numbers of tokens that rise, such as 128,512")
+        for k in self.ks:
+            SpeculationConfig(k if isinstance(k, int) else 1)  # refuses what no engine takes
+        names = [source.name for source in self.sources]
+        if len(set(names)) < len(names):
+            raise InputError(f"two files of prompts are called {_twice(names)}; give them different names")
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """Plain decoding first, then by K."""
+        ks: list[K] = [*sorted(k for k in self.ks if isinstance(k, int)), *([AUTO] if AUTO in self.ks else [])]
+        return (PLAIN, *(Arm(k, d, v) for k in ks for d, v in itertools.product(self.drafters, self.draft_vocabs)))
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(
+            Setting(source.name, raw, temperature)
+            for source, raw, temperature in itertools.product(self.sources, self.raw, self.temperatures)
+        )
+
+    def label(self, arm: Arm) -> str:
+        """An arm's name among the others: what they all share goes without saying."""
+        parts = [str(arm.k)]
+        if arm.drafter is not None and len(self.drafters) > 1:
+            parts.append(short_names(self.drafters)[self.drafters.index(arm.drafter)])
+        if arm.draft_vocab is not None:
+            parts.append(f"{Path(arm.draft_vocab).name} tokens")
+        return ", ".join(parts)
+
+    def bucket(self, prompt_tokens: int) -> str:
+        """The bucket of a prompt, such as 128..511."""
+        edges = (0, *self.buckets)
+        place = sum(prompt_tokens >= edge for edge in self.buckets)
+        return f"{edges[place]}.." + (str(edges[place + 1] - 1) if place < len(self.buckets) else "")
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "Plan":
+        """Raises KeyError or TypeError for what `to_json` never gives."""
+        lists = {
+            name: tuple(value[name]) for name in ("drafters", "draft_vocabs", "ks", "raw", "temperatures", "buckets")
+        }
+        if any(k != AUTO and not isinstance(k, int) for k in lists["ks"]):
+            raise TypeError(f"ks is {value['ks']}")
+        return cls(**{**value, **lists, "sources": tuple(Source(**source) for source in value["sources"])})
+
+
+def short_names(paths: Sequence[str | Path]) -> list[str]:
+    """As much of the end of each path as tells it from the others. Example: runs/a/drafter and runs/b/drafter are
+    a/drafter and b/drafter."""
+    parts = [Path(path).parts or ("",) for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(each[-length:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def parse_ks(text: str) -> tuple[K, ...]:
+    """Numbers of drafted tokens, ranges of them and auto: "1-3,5,auto". 0 may be named, and is there in any case."""
+    found: list[K] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if part.strip() == AUTO:
+            found.append(AUTO)
+        elif low.isdecimal() and (high.isdecimal() or not dash):
+            between = range(int(low), int(high or low) + 1)
+            if not between:
+                raise InputError(f"-k is {text!r}: {part.strip()} is no range; expected the smaller number first")
+            found += between
+        else:
+            raise InputError(f"-k is {text!r}; expected numbers, ranges or auto with commas between, as 1-3,5,auto")
+    unique = tuple(dict.fromkeys(k for k in found if k != 0))
+    if not unique:
+        raise InputError(f"-k is {text!r}; expected at least one K of 1 or more, or auto, beside plain decoding")
+    return unique
+
+
+def numbers(flag: str, text: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
+    """Numbers with commas between."""
+    try:
+        return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
+    except ValueError:
+        raise InputError(f"{flag} is {text!r}; expected numbers with commas between") from None
+
+
+def _twice(names: Sequence[str]) -> str:
+    return next(name for name in names if names.count(name) > 1)

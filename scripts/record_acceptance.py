@@ -1,0 +1,61 @@
+"""What the demo pair accepts on a fixed set, recorded: the gate that a change of the engine must not fall through.
+
+    python -m scripts.record_acceptance     # after the pair itself has changed, never to make a test pass
+
+Afterwards tests/golden/demo_acceptance.json holds the counters. tests/peagle/test_demo.py fails where acceptance length
+or the rate at any position is below 95 % of them.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import peagle
+from peagle.config import SpeculationConfig
+from peagle.metrics import Counters, decode, pooled_counters
+from peagle.pair import HELD_OUT, Pair
+from peagle.prompt_files import read_prompt_file
+from peagle.prompts import Rendering
+from peagle.provenance import provenance
+
+GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "demo_acceptance.json"
+NUM_PROMPTS, NEW_TOKENS, NUM_DRAFTS = 24, 96, 5
+
+
+def measure(pair: Pair) -> Counters:
+    """The counters of the first held-out prompts, greedy, chat template."""
+    requests = [
+        pair.request(each, [], Rendering(), max_new_tokens=NEW_TOKENS, index=index)
+        for index, each in enumerate(read_prompt_file(HELD_OUT).conversations[:NUM_PROMPTS])
+    ]
+    engine = pair.engine(SpeculationConfig(NUM_DRAFTS, 1, pair.capacity(requests)))
+    counters = pooled_counters(decode(engine, requests, None))
+    assert counters is not None
+    return counters
+
+
+def recorded() -> dict[str, Any]:
+    """What was recorded."""
+    found: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    return found
+
+
+def main() -> int:
+    """The command."""
+    counters = measure(peagle.load())
+    origin = provenance()
+    record = {
+        "what": f"{NUM_PROMPTS} held-out prompts, chat, greedy, {NEW_TOKENS} new tokens, K = {NUM_DRAFTS}",
+        "recorded": {"time": origin["time"], "packages": origin["packages"], "cpu": origin["cpu"]},
+        "num_steps": counters.num_steps,
+        "acceptance_length": counters.acceptance_length,
+        "rate_per_position": list(counters.acceptance_rate_per_position),
+    }
+    GOLDEN.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(record, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""A GPT-OSS model of random weights, made where it is used: in the device's memory, without a file. For timing full
+geometries, not for sense.
+
+Experts are MXFP4 as checkpoints have them, the rest is in the dtype of the arithmetic. Scales are those of a fresh
+initialisation: activations stay finite, and routing is spread over the experts.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from peagle.ops.expert_matmul import PackedExperts
+from peagle.ops.mxfp4 import BLOCK
+from target.config import TargetConfig
+from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
+
+CODE_SPREAD = 2.93  # root mean square of four-bit codes drawn evenly
+
+
+def random_params(config: TargetConfig, seed: int, dtype: DTypeLike = jnp.bfloat16) -> TargetParams:
+    """Parameters drawn on JAX's default device, one layer after the other: no more memory than they take, and a
+    layer's."""
+    # not threefry: drawing 65 GB has to take seconds
+    keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), config.num_layers + 2)
+    hidden, vocab = config.hidden_size, config.vocab_size
+    layer = jax.jit(functools.partial(_layer, config=config, dtype=dtype))
+    matrix = jax.jit(_matrix, static_argnums=(1, 2, 3))
+    return TargetParams(
+        embedding=matrix(keys[0], (vocab, hidden), 1, dtype),
+        layers=tuple(layer(key) for key in keys[2:]),
+        norm=jnp.ones((hidden,), dtype),
+        lm_head=matrix(keys[1], (hidden, vocab), hidden, dtype),
+    )
+
+
+def random_bytes(config: TargetConfig, dtype: DTypeLike = jnp.bfloat16) -> int:
+    """What `random_params` takes; nothing is allocated."""
+    shapes = jax.eval_shape(lambda: random_params(config, 0, dtype))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _layer(key: jax.Array, config: TargetConfig, dtype: DTypeLike) -> LayerParams:
+    c = config
+    keys = jax.random.split(key, 9)
+    heads, qkv = c.num_heads * c.head_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+    gate_up_blocks, gate_up_scales = _packed(keys[3], c.num_experts, 2 * c.expert_width, c.hidden_size)
+    down_blocks, down_scales = _packed(keys[4], c.num_experts, c.hidden_size, c.expert_width)
+    return LayerParams(
+        attention=AttentionParams(
+            norm=jnp.ones((c.hidden_size,), dtype),
+            qkv=_matrix(keys[0], (c.hidden_size, qkv), c.hidden_size, dtype),
+            qkv_bias=_small(keys[5], (qkv,), dtype),
+            out=_matrix(keys[1], (heads, c.hidden_size), heads, dtype),
+            out_bias=_small(keys[6], (c.hidden_size,), dtype),
+            sinks=jnp.zeros((c.num_heads,), dtype),
+        ),
+        moe=MoeParams(
+            norm=jnp.ones((c.hidden_size,), dtype),
+            router=_matrix(keys[2], (c.hidden_size, c.num_experts), c.hidden_size, dtype),
+            router_bias=jnp.zeros((c.num_experts,), dtype),
+            experts=PackedExperts(
+                gate_up_blocks,
+                gate_up_scales,
+                _small(keys[7], (c.num_experts, 2 * c.expert_width), dtype),
+                down_blocks,
+                down_scales,
+                _small(keys[8], (c.num_experts, c.hidden_size), dtype),
+            ),
+        ),
+    )
+
+
+def _packed(key: jax.Array, experts: int, outputs: int, inputs: int) -> tuple[jax.Array, jax.Array]:
+    blocks = jax.random.bits(key, (experts, outputs, inputs // BLOCK, BLOCK // 2), jnp.uint8)
+    scale = 127 - round(math.log2(CODE_SPREAD * math.sqrt(inputs)))
+    return blocks, jnp.full((experts, outputs, inputs // BLOCK), scale, jnp.uint8)
+
+
+def _matrix(key: jax.Array, shape: tuple[int, int], inputs: int, dtype: DTypeLike) -> jax.Array:
+    return (jax.random.normal(key, shape, jnp.float32) * inputs**-0.5).astype(dtype)
+
+
+def _small(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    return (0.1 * jax.random.normal(key, shape, jnp.float32)).astype(dtype)

@@ -1,0 +1,178 @@
+"""Reports: of a run, of an unfinished one, of two that are compared; what cannot be compared is said."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peagle.cli import main
+from peagle.sweep.compare import differences
+from peagle.sweep.figures import Estimate, estimate, mean, median, ratio
+from peagle.sweep.folder import RAW, RUN, Folder
+from peagle.sweep.page import Heading, Picture, Table, Text, markdown, page
+from tests.peagle.sweep.runs import swept
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Folder, Folder]:
+    return tuple(swept(monkeypatch, tmp_path / name) for name in ("one", "two"))  # type: ignore[return-value]
+
+
+def change(folder: Folder, **plan: object) -> None:
+    record = json.loads((folder.path / RUN).read_text())
+    (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | plan}))
+
+
+def rewrite(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
+    """Each generation with a made-up time, so that nothing here rests on how busy the machine was; then `change`."""
+    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+    for line in lines:
+        line["decode_s"] = (2.0 if line["k"] == 0 else 1.0) + 0.01 * line["repeat"]
+        change(line)
+    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def now_and_then_slower(line: dict[str, Any]) -> None:
+    if line["k"] == 3:
+        line["decode_s"] *= 1.2 if line["request"] % 2 else 0.8
+
+
+def one_more_step_accepts_nothing(line: dict[str, Any]) -> None:
+    if line["k"] == 3:
+        line["histogram"][0] += 3
+        line["decode_s"] *= 2
+
+
+def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
+    runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs[0]
+    whole = (folder.path / "README.md").read_text()
+    (folder.path / "README.md").unlink()
+    assert main(["report", str(folder.path)]) == 0
+    assert (folder.path / "README.md").read_text() == whole
+    assert "report.html" in capsys.readouterr().out
+    lines = (folder.path / RAW).read_text().splitlines(keepends=True)
+    (folder.path / RAW).write_text("".join(lines[:-2]))
+    folder.save(rows=None)
+    assert main(["report", str(folder.path)]) == 0
+    assert "not finished" in (folder.path / "README.md").read_text()
+    (folder.path / RAW).write_text("")
+    assert main(["report", str(folder.path)]) == 2
+    assert "resume it first" in capsys.readouterr().err
+
+
+def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -> None:
+    rewrite(runs[0], lambda _: None)
+    rewrite(runs[1], now_and_then_slower)
+    found = differences(*runs)
+    assert [(each.figure, each.label) for each in found] == [
+        (figure, label) for label in ("1", "3") for figure in ("acceptance length", "speed-up")
+    ]
+    assert not any(each.real for each in found)
+    assert all(each.num_requests == 8 for each in found)
+    assert [each.equal for each in found] == [True, True, True, False]
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 0
+    text = (tmp_path / "both" / "README.md").read_text()
+    assert "two against one" in text
+    assert [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| prompts")][-4:] == [
+        *["equal |"] * 3,
+        "cannot be told |",
+    ]
+
+
+def test_a_difference_of_every_request_is_real(runs: tuple[Folder, Folder]) -> None:
+    rewrite(runs[0], lambda _: None)
+    rewrite(runs[1], one_more_step_accepts_nothing)
+    worse = [each for each in differences(*runs) if each.label == "3"]
+    assert all(each.real and (each.difference.high or 0) < 0 for each in worse)
+    assert {each.figure for each in worse} == {"acceptance length", "speed-up"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"fingerprints": {"target": "another"}}, "another target"),
+        ({"max_new_tokens": 99}, "another cap of new tokens (24 and 99)"),
+        ({"temperatures": [0.7]}, "no setting and K in common"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused_in_a_line(
+    runs: tuple[Folder, Folder],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    plan: dict[str, object],
+    message: str,
+) -> None:
+    if "temperatures" in plan:  # lines of a setting that the other run has not
+        raw = runs[1].path / RAW
+        raw.write_text(raw.read_text().replace('"temperature": 0.0', '"temperature": 0.7'))
+    change(runs[1], **plan)
+    capsys.readouterr()
+    out = tmp_path / "both"
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_other_prompts_cannot_be_compared(
+    runs: tuple[Folder, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((runs[1].path / RUN).read_text())
+    change(runs[1], sources=[record["plan"]["sources"][0] | {"sha256": "0"}])
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 2
+    assert "other prompts" in capsys.readouterr().err
+
+
+def test_several_runs_need_a_folder(runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["report", *(str(run.path) for run in runs)]) == 2
+    assert "give --out DIR" in capsys.readouterr().err
+
+
+def test_intervals_cover_what_they_should() -> None:
+    """Of 200 samples from a known distribution, about 95 % have the truth in their interval."""
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(200):
+        steps = rng.integers(5, 50, 40)
+        found = estimate(np.stack([rng.binomial(steps, 0.6), steps], axis=1), ratio)
+        assert found is not None
+        inside += (found.low or 1) <= 0.6 <= (found.high or 0)
+    assert 180 <= inside <= 199
+    assert estimate(np.zeros((0, 2)), ratio) is None
+    assert estimate(np.zeros((3, 2)), ratio) is None  # 0 / 0
+    found = estimate(np.array([[1.0], [2.0], [9.0]]), median)
+    assert found == Estimate(2.0, None, None)  # too few for an interval
+
+
+def test_rows_of_a_group_stay_together() -> None:
+    """Ten groups of five equal rows say as much as ten rows."""
+    values = np.random.default_rng(0).normal(0, 1, (10, 1))
+    alone = estimate(values, mean)
+    grouped = estimate(np.repeat(values, 5, axis=0), mean, [i // 5 for i in range(50)])
+    apart = estimate(np.repeat(values, 5, axis=0), mean)
+    assert alone is not None
+    assert grouped is not None
+    assert apart is not None
+    assert (grouped.low, grouped.high) == pytest.approx((alone.low, alone.high))
+    assert (apart.high or 0) - (apart.low or 0) < 0.6 * ((alone.high or 0) - (alone.low or 0))
+
+
+def test_pages_escape_what_a_name_may_hold() -> None:
+    blocks = [
+        Heading("a < b", 1),
+        Text("`x<y>` **b**"),
+        Table(("h|1",), (("<script>",),)),
+        Picture("p", "<svg/>", 'a"b'),
+    ]
+    assert "| h\\|1 |" in markdown(blocks)
+    text = page(blocks)
+    assert "<script>" not in text
+    assert "<code>x&lt;y&gt;</code> <b>b</b>" in text
+    assert 'alt="a&quot;b"' in text

@@ -1,0 +1,452 @@
+"""The sweep: figures follow from raw lines, plain decoding is in it, nothing is overwritten, done twice or lost."""
+
+import dataclasses
+import json
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import peagle.cli.sweep
+import peagle.sweep.measure
+from peagle.cli import main
+from peagle.generate import Engine, Request
+from peagle.metrics import Result, decode
+from peagle.ops.errors import InputError
+from peagle.pair import Pair
+from peagle.sweep.figures import best, rows
+from peagle.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
+from peagle.sweep.plan import short_names
+from peagle.text import Tokenizer
+from tests.peagle.conftest import toy_pair
+from tests.peagle.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Folder:
+    return swept(monkeypatch, tmp_path / "run")
+
+
+def counts(folder: Folder) -> dict[Any, Any]:
+    """What was decoded, without times."""
+    return {
+        key(sample): (sample.output_sha256, sample.histogram, sample.verified, sample.num_plain_steps)
+        for sample in folder.samples()
+    }
+
+
+def test_figures_follow_from_raw_lines(finished: Folder) -> None:
+    raw = [json.loads(line) for line in (finished.path / RAW).read_text().splitlines()]
+    assert len(raw) == 3 * 2 * 8
+    found = finished.record["rows"]
+    assert [row["k"] for row in found] == [0, 1, 3]
+    plain = {(line["repeat"], line["request"]): line for line in raw if line["k"] == 0}
+    for row in found[1:]:
+        mine = [line for line in raw if line["k"] == row["k"]]
+        histogram = np.sum([line["histogram"] for line in mine], axis=0)
+        steps, accepted = histogram.sum(), histogram @ np.arange(row["k"] + 1)
+        assert (row["num_spec_steps"], row["num_accepted_draft_tokens"]) == (steps, accepted)
+        assert row["num_draft_tokens"] == steps * row["k"]
+        assert row["acceptance_length"]["value"] == pytest.approx(1 + accepted / steps)
+        assert row["acceptance_length"]["value"] > 1  # the toy walks in circles, which an n-gram drafter learns
+        for place, rate in enumerate(row["rate_per_position"]):
+            at_least, tried = histogram[place + 1 :].sum(), histogram[place:].sum()
+            assert rate["value"] == pytest.approx(at_least / steps)
+            assert row["conditional_rate"][place]["value"] == pytest.approx(at_least / tried)
+        tokens = sum(line["output_tokens"] - 1 for line in mine)
+        seconds, plain_seconds = (sum(line["decode_s"] for line in some) for some in (mine, plain.values()))
+        assert row["tok_per_s"]["value"] == pytest.approx(tokens / seconds)
+        assert row["speedup"]["value"] == pytest.approx(plain_seconds / seconds)  # as many tokens, greedy
+        assert row["step_s"]["value"] == pytest.approx(seconds / steps)
+        assert row["tokens_per_step"]["value"] == pytest.approx(tokens / steps)
+        assert row["speedup"]["value"] == pytest.approx(tokens / steps / row["cycle_cost"]["value"])
+        assert row["equal_to_plain_frac"] == 1
+        for figure in ("acceptance_length", "speedup", "speedup_median", "ttft_s", "tpot_s"):
+            assert row[figure]["low"] <= row[figure]["value"] <= row[figure]["high"]
+        parts = [row[f"{part}_s"] for part in ("draft", "verify", "host")]
+        assert sum(parts) == pytest.approx(row["step_s"]["value"])
+        assert min(parts) >= 0
+        assert row["verify_cost"] > 0
+    assert found[0]["speedup"]["value"] == 1
+    assert found == json.loads(json.dumps(rows(finished)))
+
+
+def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
+    asked, left_out = finished.asked() or ([], [])
+    assert [bytes(each.prompt_ids).decode() for each in asked] == list(TEXTS[:8])
+    assert left_out == []
+    page, html = ((finished.path / name).read_text() for name in ("README.md", "report.html"))
+    assert "| 3 |" in page
+    for name in re.findall(r"\((\w+\.svg)\)", page):
+        assert (finished.path / name).read_text().startswith("<?xml")
+    assert html.count('<img src="data:image/svg+xml;base64,') >= 4
+    assert not re.search(r"(src|href)=.(?!data:)", html)  # asks nothing of a network
+
+
+def test_drafters_settings_and_vocabularies_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("peagle.cli.sweep.check_fit", lambda *_: ())
+    out = tmp_path / "run"
+    options = ["--num-prompts", 1, "--repeats", 1, "-n", 12, "--render", "both", "--temperature", "0,0.5", "-k", "2"]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    drafters = f"{tmp_path / 'one'},{tmp_path / 'two'}"
+    assert sweep(monkeypatch, "--out", out, "--prompts", prompt_file(tmp_path), *options, "--drafter", drafters) == 0
+    found = open_run(out).record["rows"]
+    settings = dict.fromkeys((row["raw"], row["temperature"]) for row in found)
+    assert list(settings) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
+    assert [row["label"] for row in found[:3]] == ["0", "2, one", "2, two"]
+    assert "| 2, two |" in (out / "README.md").read_text()
+
+
+def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = swept(monkeypatch, tmp_path / "run", "--temperature", "0,1.5")
+    outputs: dict[float, set[str]] = {0.0: set(), 1.5: set()}
+    for sample in folder.samples():
+        if sample.k == 0 and sample.request == 0:
+            outputs[sample.temperature].add(sample.output_sha256)
+    assert [len(found) for found in outputs.values()] == [1, 2]
+
+
+def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts = prompt_file(tmp_path, {"turns": ["a", "b", "c"], "category": "x"}, {"prompt": "d", "category": "y"})
+    options = ["--prompts", prompts, "-k", "2", "--repeats", 1, "-n", 9, "--turns", 2]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
+    folder = open_run(tmp_path / "run")
+    asked, _ = folder.asked() or ([], [])
+    assert [(each.row, each.turn, each.category) for each in asked] == [(0, 0, "x"), (0, 1, "x"), (1, 0, "y")]
+    answer = next(sample.output_ids for sample in folder.samples() if sample.k == 0 and sample.request == 0)
+    assert answer is not None
+    assert repr(bytes(answer).decode(errors="replace"))[1:-1] in bytes(asked[1].prompt_ids).decode()
+    parts = folder.record["rows"][1]["by_category"]
+    assert [(part["part"], part["num_requests"]) for part in parts] == [("x", 2), ("y", 1)]
+    assert sweep(monkeypatch, "--out", tmp_path / "raw", *options, "--render", "raw") == 0
+    _, left_out = open_run(tmp_path / "raw").asked() or ([], [])
+    assert "raw text has one turn" in left_out[0].why
+
+
+class Killed(BaseException):
+    """What no handler stops: as if the process had been killed."""
+
+
+def dying(after: int) -> Any:
+    """decode, which so many requests outlive."""
+    decoded: list[int] = []
+
+    def decode_some(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
+        if len(decoded) == after:
+            raise Killed
+        decoded.append(requests[0].index)
+        return decode(engine, requests, tokenizer)
+
+    return decode_some
+
+
+@pytest.mark.parametrize("torn", ["", '{"prompts": "prom'])
+def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Folder, torn: str
+) -> None:
+    options = ["-k", "3,1", "--prompts", prompt_file(tmp_path), "--num-prompts", 8, "--repeats", 2, "-n", 24]
+    options += ["--render", "raw"]
+    out = tmp_path / "killed"
+    for number, after in enumerate((1, 0, 4, 2, 1)):
+        monkeypatch.setattr(peagle.sweep.measure, "decode", dying(after))
+        with pytest.raises(Killed):
+            sweep(monkeypatch, "--out", out, *(["--resume"] if number else options))
+        with (out / RAW).open("a") as file:
+            file.write(torn)  # a line that was being written
+        assert len(open_run(out).samples()) == sum((1, 0, 4, 2, 1)[: number + 1])
+    monkeypatch.setattr(peagle.sweep.measure, "decode", decode)
+    assert sweep(monkeypatch, "--out", out, "--resume") == 0
+    resumed = open_run(out)
+    assert counts(resumed) == counts(finished)
+    assert len((out / RAW).read_text().splitlines()) == len(finished.samples())
+    assert len(resumed.record["sittings"]) == 6
+    for one, two in zip(resumed.record["rows"], finished.record["rows"], strict=True):
+        assert one["acceptance_length"] == two["acceptance_length"]
+
+
+def test_a_run_that_had_not_read_its_prompts_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("peagle.cli.sweep.ask", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            swept(patched, tmp_path / "run")
+    assert not (tmp_path / "run" / PROMPTS).exists()
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
+    assert open_run(tmp_path / "run").finished
+
+
+def test_answers_to_earlier_turns_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts = prompt_file(tmp_path, {"turns": ["a", "b"]}, {"turns": ["c", "d", "e"]}, {"prompt": "f"})
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9]
+    assert sweep(monkeypatch, "--out", tmp_path / "whole", *options) == 0
+    out = tmp_path / "run"
+    monkeypatch.setattr(peagle.sweep.measure, "decode", dying(after=2))
+    with pytest.raises(Killed):
+        sweep(monkeypatch, "--out", out, *options)
+    assert len((out / ASKING).read_text().splitlines()) == 1  # the second conversation lacked an answer
+    with (out / ASKING).open("a") as file:
+        file.write('{"prompts": ')  # a line that was being written
+    monkeypatch.setattr(peagle.sweep.measure, "decode", dying(after=2 + 6 * 2))  # its two answers, then everything
+    assert sweep(monkeypatch, "--out", out, "--resume") == 0
+    assert (out / PROMPTS).read_text() == (tmp_path / "whole" / PROMPTS).read_text()
+    assert not (out / ASKING).exists()
+
+
+def test_a_refusal_costs_no_answer_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = prompt_file(tmp_path, {"turns": ["a", "b"]}, {"prompt": "f" * 400})
+    options = ["--prompts", prompts, "-k", "1", "--max-prompt-tokens", 300, "--too-long", "error", "-n", 9]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
+    assert "expected at most 300" in capsys.readouterr().err
+    assert [len(each.asked) for each in open_run(tmp_path / "run").posed()] == [2]
+
+
+def failing(on: int) -> Any:
+    def decode_some(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
+        if engine.config.num_speculative_tokens == on:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of\nmemory")
+        return decode(engine, requests, tokenizer)
+
+    return decode_some
+
+
+def test_an_arm_that_fails_stops_the_run_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
+    monkeypatch.setattr(peagle.sweep.measure, "decode", failing(on=2))
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
+    error = capsys.readouterr().err
+    assert "K = 2: RESOURCE_EXHAUSTED: out of memory" in error
+    assert error.count("\n") == 1
+    kept = len(open_run(tmp_path / "run").samples())
+    assert kept == 2
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume", "--continue-on-error") == 1
+    folder = open_run(tmp_path / "run")
+    assert [row["k"] for row in folder.record["rows"]] == [0, 1]
+    assert "**Failed:**" in (tmp_path / "run" / "README.md").read_text()
+    monkeypatch.setattr(peagle.sweep.measure, "decode", decode)
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
+    assert [row["k"] for row in open_run(tmp_path / "run").record["rows"]] == [0, 1, 2]
+    assert open_run(tmp_path / "run").errors() == {}
+
+
+def test_a_dry_run_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = prompt_file(tmp_path)
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompts, "-k", "0-2", "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "K = 0; 1; 2" in said
+    assert "81 requests" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompts", prompt_file(tmp_path), "-k", "1", "--repeats", 1, "-n", 4, "--render", "raw"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options, "--max-prompt-tokens", 5) == 0
+    asked, left_out = open_run(tmp_path / "run").asked() or ([], [])
+    assert (len(asked), len(left_out)) == (8, 1)
+    assert "has 15 tokens; expected at most 5" in (tmp_path / "run" / "README.md").read_text()
+    capsys.readouterr()
+    options += ["--max-prompt-tokens", 5, "--too-long", "error"]
+    assert sweep(monkeypatch, "--out", tmp_path / "other", *options) == 2
+    assert "--too-long skip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-k", "x"], "expected numbers, ranges or auto"),
+        (["-k", "3-"], "expected numbers, ranges or auto"),
+        (["-k", "0"], "at least one K of 1 or more"),
+        (["-k", "1,100000", "--dry-run"], "K is 100000; expected at most 128"),
+        (["--temperature", "hot"], "expected numbers with commas"),
+        (["--temperature", "-1"], "expected finite numbers"),
+        (["--buckets", "5,3"], "tokens that rise"),
+        (["--repeats", "0"], "--repeats"),
+        (["--prompts", "absent.jsonl"], "cannot be read"),
+        (["--drafter", "absent"], "absent"),
+        (["--resume"], "cannot be read"),
+        (["--max-prompt-tokens", "1"], "nothing of demo can be asked"),
+        (["--max-prompt-tokens", "1", "--too-long", "error"], "expected at most 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_there_is_never_overwritten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], finished: Folder
+) -> None:
+    before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
+    assert sweep(monkeypatch, "--out", finished.path, "--prompts", prompt_file(tmp_path)) == 2
+    assert sweep(monkeypatch, "--out", finished.path, "--resume", "-k", "5") == 2
+    assert "num speculative tokens is given, too" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
+
+
+def test_another_schema_another_checkpoint_and_damage_are_refused(
+    monkeypatch: pytest.MonkeyPatch, finished: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((finished.path / RUN).read_text())
+    prints = record["plan"]["fingerprints"]
+    for change, message in (
+        ({"schema": 3}, "newer peagle (schema 3"),
+        ({"schema": 1}, "holds no run of peagle sweep"),
+        ({"kind": "other"}, "holds no run of peagle sweep"),
+        ({"plan": {}}, "is not whole"),
+        ({"plan": []}, "is not whole"),
+        ({"plan": record["plan"] | {"ks": ["x"]}}, "is not whole"),
+        (
+            {"sittings": [record["sittings"][0] | {"ran": {"dtype": "float32", "experts": "e", "kernels": "other"}}]},
+            "kernels other; now it is dtype float32",
+        ),
+        ({"plan": record["plan"] | {"fingerprints": prints | {"target": "0"}}}, "target is another than when"),
+    ):
+        (finished.path / RUN).write_text(json.dumps(record | change))
+        assert sweep(monkeypatch, "--out", finished.path, "--resume") == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    (finished.path / RUN).write_text(json.dumps(record))
+    with (finished.path / RAW).open("a") as file:
+        file.write("damage\n")
+    assert main(["report", str(finished.path)]) == 2
+    assert "line 49 is damaged" in capsys.readouterr().err
+
+
+def test_what_only_a_template_can_put_together_is_left_out_of_raw(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    prompts = prompt_file(tmp_path, {"messages": messages}, {"messages": messages})
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--out", tmp_path / "run"]
+    assert sweep(monkeypatch, *options, "--render", "both") == 0
+    folder = open_run(tmp_path / "run")
+    assert {(row["raw"], row["num_requests"]) for row in folder.record["rows"]} == {(False, 2)}
+    assert "Left out of 2 conversation(s)" in (tmp_path / "run" / "README.md").read_text()
+    options[-1] = tmp_path / "raw"
+    assert sweep(monkeypatch, *options, "--render", "raw") == 2
+    assert "only a chat template can put together" in capsys.readouterr().err
+    assert not (tmp_path / "raw").exists()
+
+
+def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
+    plain, *_, last = finished.record["rows"]
+    ahead = {**last, "k": "auto", "speedup": {"value": 9.0, "low": 8.0, "high": 10.0}}
+    assert best([plain, ahead]) == ahead
+    assert best([plain, {**ahead, "num_spec_steps": 0}]) == plain
+
+
+def test_lines_that_lack_something_are_named(finished: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads((finished.path / RUN).read_text())
+    (finished.path / RUN).write_text(json.dumps({name: record[name] for name in record if name != "shares"}))
+    assert main(["report", str(finished.path)]) == 2
+    assert "is not whole (shares)" in capsys.readouterr().err
+    (finished.path / RUN).write_text(json.dumps(record))
+    with (finished.path / RAW).open("a") as file:
+        file.write('{"prompts": "prompts"}\n')
+    assert main(["report", str(finished.path)]) == 2
+    error = capsys.readouterr().err
+    assert "raw.jsonl line 49 is not whole" in error
+    assert error.count("\n") == 1
+
+
+def test_what_only_a_template_can_do_is_left_out_of_raw_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def said(*messages: tuple[str, str]) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": text} for role, text in messages]}
+
+    prompts = prompt_file(tmp_path, said(("system", "Be kind."), ("user", "a")), said(("user", "b")))
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--render", "both"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
+    asked, left_out = open_run(tmp_path / "run").asked() or ([], [])
+    assert [(each.raw, each.row) for each in asked] == [(False, 0), (False, 1), (True, 1)]
+    assert [(each.raw, each.row) for each in left_out] == [(True, 0)]
+
+
+def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("peagle.cli.sweep.check_fit", lambda *_: ())
+    (tmp_path / "bad").mkdir()
+
+    def with_drafter(pair: Pair, _: str, drafter: str, **__: object) -> Pair:
+        if drafter == "ngram":
+            return pair
+        raise InputError("its weights are damaged")
+
+    toy = toy_pair(Tokens(), ())
+    monkeypatch.setattr(peagle.cli.sweep, "load", lambda *_, **__: toy)
+    monkeypatch.setattr(peagle.cli.sweep, "with_drafter", with_drafter)
+    given = [
+        "sweep",
+        "--prompts",
+        str(prompt_file(tmp_path)),
+        "-k",
+        "1",
+        "--repeats",
+        "1",
+        "-n",
+        "9",
+        "--render",
+        "raw",
+    ]
+    given += ["--drafter", f"ngram,{tmp_path / 'bad'}", "--out", str(tmp_path / "run")]
+    assert main(given) == 2
+    assert not (tmp_path / "run").exists()
+    assert main([*given, "--continue-on-error"]) == 1
+    assert [row["label"] for row in open_run(tmp_path / "run").record["rows"]] == ["0", "1, ngram"]
+    assert "its weights are damaged" in (tmp_path / "run" / "README.md").read_text()
+
+
+def test_files_and_drafters_of_the_same_name_are_told_apart() -> None:
+    assert short_names(["a/question", "b/question"]) == ["a/question", "b/question"]
+    assert short_names(["runs/a/drafter", "runs/b/drafter", "ngram"]) == ["a/drafter", "b/drafter", "ngram"]
+    assert short_names(["x"]) == ["x"]
+
+
+def test_two_processes_do_not_write_to_one_run(finished: Folder) -> None:
+    with finished.appending(), pytest.raises(InputError, match="another process"), finished.appending():
+        pass
+
+
+def test_plan_and_samples_survive_their_files(finished: Folder) -> None:
+    again = open_run(finished.path)
+    assert again.plan == finished.plan
+    assert again.samples() == finished.samples()
+    assert all(dataclasses.is_dataclass(sample) for sample in again.samples())
+
+
+def test_buckets_of_prompts(finished: Folder) -> None:
+    plan = dataclasses.replace(finished.plan, buckets=(4, 16))
+    assert [plan.bucket(n) for n in (1, 3, 4, 15, 16, 99)] == ["0..3", "0..3", "4..15", "4..15", "16..", "16.."]
+
+
+def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "sweep_acceptance.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--out", "x", "-k", "0"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 2
+    assert "at least one K of 1 or more" in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""`peagle parity` on the demo pair: nothing is wrong with it; and each known cause of low acceptance, planted, is
+named."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import peagle.pair
+from drafter.load import load_drafter, save_drafter
+from drafter.propose import PEagle, drafter_of
+from drafter.vocabulary import choose, narrow
+from peagle.cli import main
+from peagle.cli.parity import ask
+from peagle.cli.settings import ParitySettings
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.messages import Draft, Fresh
+from peagle.pair import DEMO_DIRECTORY, HELD_OUT
+from peagle.parity import Reading, causes, compare, replay
+from peagle.prompt_files import read_prompt_file
+from tests.peagle.conftest import edit_json
+
+K = 3
+OPTIONS = ["--num-prompts", "16", "-n", "48", "-k", str(K), "--reference-steps", "2"]
+TAPS = "eagle_aux_hidden_state_layer_ids"
+DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
+
+
+def parity(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main(["parity", *OPTIONS, *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, said = parity(capsys, "--json", tmp_path / "parity.json")
+    assert code == 0, said
+    assert "the same as the float64 reference" in said
+    assert "in every step" in said
+    assert "LIKELY CAUSE" not in said
+    found = json.loads((tmp_path / "parity.json").read_text())["drafter"]
+    assert found["difference"] is None
+    assert found["seen"] == pytest.approx(found["expected"], abs=0.02)
+    assert found["other_rendering"] < found["seen"]
+    assert found["logits"]["max_difference"] < 1e-4
+
+
+def edited(tmp_path: Path, **changes: object) -> Path:
+    directory = tmp_path / "drafter"
+    shutil.copytree(DEMO_DRAFTER, directory)
+    edit_json(directory / "config.json", **changes)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (lambda config: {TAPS: [i - 1 for i in config[TAPS]]}, "taps: "),
+        (lambda _: {"ptd_token_id": 3}, "mask token: 7 instead of 3"),
+        (lambda _: {"norm_before_residual": True}, "norm_before_residual: false"),
+    ],
+    ids=["taps", "mask token", "norm"],
+)  # fmt: skip
+def test_a_checkpoint_that_says_something_else_than_it_was_trained_with_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: Any, cause: str
+) -> None:
+    config = json.loads((DEMO_DRAFTER / "config.json").read_text())
+    code, said = parity(capsys, "--drafter", edited(tmp_path, **changes(config)))
+    assert code == 1
+    first = next(line for line in said.splitlines() if "LIKELY CAUSE" in line)
+    assert cause in first
+    if cause == "taps: ":
+        assert "off by -1" in first
+    assert "in every step" in said  # the engine does what the checkpoint says
+
+
+def test_a_wrong_vocabulary_map_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    params, config = load_drafter(DEMO_DRAFTER)
+    vocab = choose("1024", DEMO_DRAFTER, config.vocab_size, ())
+    params, config = narrow(params, config, vocab)
+    ids = np.asarray(params.draft_to_target)
+    save_drafter(
+        tmp_path / "drafter", dataclasses.replace(params, draft_to_target=jnp.roll(jnp.asarray(ids), 1)), config
+    )
+    assert read_checkpoint(tmp_path / "drafter").has("t2d")
+    code, said = parity(capsys, "--drafter", tmp_path / "drafter")
+    assert code == 1
+    assert "LIKELY CAUSE vocabulary map: that of t2d" in said
+
+
+def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = parity(capsys, "--render", "raw")
+    assert code == 1
+    assert "LIKELY CAUSE the prompts are raw" in said
+
+
+@flax.struct.dataclass
+class Blind(PEagle):
+    """Forgets everything before the tokens committed last."""
+
+    def propose(self, state: Any, fresh: Fresh, num_drafts: int) -> tuple[Draft, Any]:
+        caches = jax.tree.map(jnp.zeros_like, state.caches)
+        return PEagle.propose(
+            self, dataclasses.replace(state, caches=caches, num_held=state.num_held * 0), fresh, num_drafts
+        )
+
+
+@flax.struct.dataclass
+class NeverBack(PEagle):
+    """Keeps the rows of rejected drafts: what is committed later stands behind them, in the cache and by position."""
+
+    def propose(self, state: Any, fresh: Fresh, num_drafts: int) -> tuple[Draft, Any]:
+        draft, after = PEagle.propose(self, state, fresh.replace(first_position=state.num_held), num_drafts)
+        return draft, dataclasses.replace(after, num_held=after.num_held + num_drafts - 1)
+
+
+SETTINGS = ParitySettings(None, None, None, 10, "chat", K, 48, 2, None, "auto", None, True)
+
+
+@pytest.mark.parametrize(("fault", "words"), [(Blind, "blind to its context"), (NeverBack, "not rolled back")])
+def test_an_engine_that_does_something_else_is_named(fault: type[PEagle], words: str) -> None:
+    demo = peagle.pair.load()
+    assert isinstance(demo.drafter, PEagle)
+    healthy = demo.drafter
+    pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config), _engines={})
+    asked = ask(pair, read_prompt_file(HELD_OUT).conversations[:10], SETTINGS, raw=False)
+    led = [replay(healthy, text, K).token_ids for text in asked.texts]
+    blind = [replay(healthy, text, K, blind=True).token_ids for text in asked.texts]
+    found = compare(asked.texts, led, blind)
+    assert found is not None
+    assert words in (found.explanation or "")
+    assert found.frac > 0.05
+
+
+def test_a_gain_that_is_luck_is_no_cause() -> None:
+    rng = np.random.default_rng(0)
+    given = rng.integers(0, 4, 80)
+    better = Reading("better", np.minimum(given + 1, 4))
+    shuffled = Reading("luck", rng.permutation(given))
+    found = causes(given, [shuffled, Reading("same", given), better])
+    assert [cause.name for cause in found] == ["better"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafter", "ngram"], "has no weights to be compared"),
+        (["--drafter", "absent"], "absent"),
+        (["--target", str(DEMO_DIRECTORY / "target"), "--drafter", str(DEMO_DRAFTER)], "give --prompts"),
+        (["--prompts", "absent.jsonl"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["parity", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_eagle3_drafter_is_compared_too(tmp_path: Path) -> None:
+    """Its drafts, not its logits; and its own readings are tried."""
+    params, config = load_drafter(DEMO_DRAFTER)
+    config = dataclasses.replace(config, mask_token_id=None, num_layers=1)
+    save_drafter(tmp_path / "drafter", dataclasses.replace(params, mask_hidden=None, layers=params.layers[:1]), config)
+    assert not drafter_of(*load_drafter(tmp_path / "drafter")).config.parallel
+    assert main(
+        ["parity", *OPTIONS, "--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json")]
+    ) in (0, 1)
+    found = json.loads((tmp_path / "found.json").read_text())["drafter"]
+    assert found["logits"] is None
+    assert found["same_drafts_frac"] == 1
+    assert found["difference"] is None
+    assert any(name.startswith("norm_output") for name in found["readings"])
