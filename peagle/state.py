@@ -222,9 +222,15 @@ def _behind(committed: Fresh, waiting: Fresh) -> Fresh:
     """The fresh rows after a plain step: the one row committed, behind those that wait for the drafter, round about."""
     rows = jnp.arange(waiting.num.shape[0], dtype=jnp.int32)
     place = waiting.num % waiting.token_ids.shape[1]
+
+    def put(into: jax.Array, new: jax.Array) -> jax.Array:
+        if len(rows) == 1:  # the checks of a scatter take as long as a layer of a small target
+            return jax.lax.dynamic_update_slice_in_dim(into, new[:, :1], place[0], 1)
+        return into.at[rows, place].set(new[:, 0])
+
     return Fresh(
-        waiting.token_ids.at[rows, place].set(committed.token_ids[:, 0]),
-        waiting.aux_hidden.at[rows, place].set(committed.aux_hidden[:, 0]),
+        put(waiting.token_ids, committed.token_ids),
+        put(waiting.aux_hidden, committed.aux_hidden),
         waiting.num + 1,
         waiting.first_position,
     )

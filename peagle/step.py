@@ -84,7 +84,7 @@ def steps(
     def one(run: Run, *rungs: Sequence[int]) -> Run:
         state, outputs, index = run
         state, output = step(target, drafter, state, ladder, sampling, *rungs)
-        return state, outputs.at[index].set(output.pack(most)), index + 1
+        return state, jax.lax.dynamic_update_index_in_dim(outputs, output.pack(most), index, 0), index + 1
 
     def resting(run: Run) -> jax.Array:
         return go_on(run) & policy.resting(run[0].outlook)

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import HERE, instruction_sets, library
 
-HANDLERS = ("linear", "experts", "attention", "decode_attention")
+HANDLERS = ("linear", "experts", "attention", "decode_attention", "likeliest")
 VARIABLE = "PEAGLE_KERNELS"
 DIRECTORY = "PEAGLE_KERNELS_DIR"
 XLA = "xla"

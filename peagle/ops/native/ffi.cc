@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <thread>
@@ -28,9 +29,9 @@ class PoolParallel final : public Parallel {
  public:
   explicit PoolParallel(ffi::ThreadPool& pool) : pool_(pool) {}
 
-  void Run(int64_t chunks, void (*body)(void*, int64_t), void* context) override {
+  void Run(int64_t chunks, int64_t work, void (*body)(void*, int64_t), void* context) override {
     const int64_t helpers = std::min<int64_t>(pool_.num_threads(), chunks) - 1;
-    if (helpers < 1) {
+    if (helpers < 1 || work < kWorthAThread || (work < kWorthWaking && !Awake())) {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) body(context, chunk);
       return;
     }
@@ -41,9 +42,22 @@ class PoolParallel final : public Parallel {
     for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([shared] { Take(*shared); });
     Take(*shared);
     for (int64_t spins = 0; shared->finished.load(std::memory_order_acquire) < chunks; ++spins) Pause(spins);
+    last_run_.store(Now(), std::memory_order_relaxed);
   }
 
  private:
+  // Whether the pool's threads still wait for work: they do for a while, then they sleep. How many threads an op runs on
+  // changes its time, never its bits.
+  static bool Awake() { return Now() - last_run_.load(std::memory_order_relaxed) < kAwake; }
+
+  static constexpr int64_t kAwake = 50'000;  // ns
+
+  static int64_t Now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+  static inline std::atomic<int64_t> last_run_{0};
+
   struct Shared {
     std::atomic<int64_t> next{0}, finished{0};
     int64_t chunks;
@@ -301,6 +315,21 @@ ffi::Error DecodeAttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer
   return ffi::Error::Success();
 }
 
+ffi::Error LikeliestHandler(ffi::ThreadPool pool, AnyBuffer logits, Out index, Out probability) {
+  const auto in = logits.dimensions(), out = index->dimensions();
+  const int64_t asked = probability->element_count();
+  if (in.size() != 2 || in[1] < 1 || in[1] > INT32_MAX || out.size() != 1 || out[0] != in[0] || !IsFloat(logits) ||
+      index->element_type() != ffi::DataType::S32 || probability->element_type() != ffi::DataType::F32 ||
+      (asked != 0 && asked != in[0]))
+    return ffi::Error::InvalidArgument("likeliest: logits " + Shape(logits) + ", index " + Shape(*index) +
+                                       " and probability " + Shape(*probability) + " are not [T, V], [T] and [T] or [0]");
+  PoolParallel parallel(pool);
+  RunLikeliest({logits.untyped_data(), logits.element_type() == ffi::DataType::BF16, index->typed_data<int32_t>(),
+                asked ? probability->typed_data<float>() : nullptr, in[0], in[1]},
+               parallel);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace peagle
 
@@ -380,6 +409,17 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_decode_attention(XLA_FFI_CallFrame* frame) {
                              .Attr<int64_t>("window")
                              .Attr<bool>("ring")
                              .To(peagle::DecodeAttentionHandler)
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_likeliest(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<xla::ffi::ThreadPool>()
+                             .Arg<xla::ffi::AnyBuffer>()  // logits
+                             .Ret<xla::ffi::AnyBuffer>()  // index
+                             .Ret<xla::ffi::AnyBuffer>()  // probability
+                             .To(peagle::LikeliestHandler)
                              .release();
   return handler->Call(frame);
 }

@@ -27,10 +27,15 @@ struct Matrix {
   int64_t inputs, outputs;
 };
 
-// Runs body(context, 0) .. body(context, chunks - 1), on several threads if it likes, and returns when all are done.
+// Work, in multiplications and bytes of weights, below which a second thread costs more than it brings: one that waits
+// for work, and one that has to be woken.
+constexpr int64_t kWorthAThread = 200'000, kWorthWaking = 1'000'000;
+
+// Runs body(context, 0) .. body(context, chunks - 1), on several threads if it likes, and returns when all are done. `work`
+// is that of all chunks together.
 class Parallel {
  public:
-  virtual void Run(int64_t chunks, void (*body)(void*, int64_t), void* context) = 0;
+  virtual void Run(int64_t chunks, int64_t work, void (*body)(void*, int64_t), void* context) = 0;
 
  protected:
   ~Parallel() = default;
@@ -96,9 +101,20 @@ struct Rotation {
   void *query, *key, *value;  // as in Attention
 };
 
+// Of each row of [T, V] the index of the largest value, the first of equal ones, and its probability by softmax. A row
+// that holds a NaN has no largest value: V - 1, and NaN.
+struct Likeliest {
+  const void* logits;  // [T, V]
+  bool bfloat16;
+  int32_t* index;      // [T]
+  float* probability;  // [T] or null: not asked for
+  int64_t rows, width;
+};
+
 void RunLinear(const Linear&, Parallel&);
 void RunExperts(const Experts&, Parallel&);
 void RunAttention(const Attention&, Parallel&);
 void RotateAndWrite(const Attention&, const Rotation&);
+void RunLikeliest(const Likeliest&, Parallel&);
 
 }  // namespace peagle
