@@ -25,9 +25,9 @@ from peagle.config import Ladder, SpeculationConfig
 from peagle.ops import native
 from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
-from peagle.state import DecodeState, StepOutput
+from peagle.state import FRESH_ROOM, DecodeState, StepOutput
 
-SCHEMA = 2
+SCHEMA = 3
 ENOUGH_S = 1.0  # rounds go on until they took this long together
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 25  # the first does not count
 MEASUREMENTS = 5  # of as many runs
@@ -37,18 +37,24 @@ Start = Callable[[], DecodeState]
 Dispatch = Callable[[DecodeState], tuple[DecodeState, jax.Array]]
 
 
-def measure(ladder: Ladder, start: Start, dispatch: Dispatch) -> Costs:
+def measure(ladder: Ladder, start: Start, dispatch: Dispatch, steps_per_dispatch: int) -> Costs:
     """The costs of each rung, medians over rounds in which the rungs take turns. `start` gives a state whose rows go on
     for many dispatches; `dispatch` is the loop's own.
 
-    Drafting on rung r costs (draft r, verify none) - plain; verifying on it, (draft r, verify r) less that.
+    Drafting on rung r costs (draft r, verify none) - plain; verifying on it, (draft r, verify r) less that. Resuming
+    costs what steps that verify one rung, each after a rest, take more than that many such steps and plain ones.
     """
     rungs = range(len(ladder))
-    choices = [(0, 0), *((rung, 0) for rung in rungs[1:]), *((rung, rung) for rung in rungs[1:])]
-    times: dict[tuple[int, int], list[float]] = {choice: [] for choice in choices}
+    rested = (1, 1, FRESH_ROOM)
+    choices: list[tuple[int, ...]] = [
+        (0, 0), *((rung, 0) for rung in rungs[1:]), *((rung, rung) for rung in rungs[1:]), rested
+    ]  # fmt: skip
+    times: dict[tuple[int, ...], list[float]] = {choice: [] for choice in choices}
+    shares: list[float] = []  # of the steps after a rest among those timed
 
-    def time_one(state: DecodeState, together: int) -> tuple[DecodeState, float, int]:
-        """(the state some dispatches on, the ms they took, how many steps they ran: 0 where all rows are done)."""
+    def time_one(state: DecodeState, together: int) -> tuple[DecodeState, float, int, int]:
+        """(the state some dispatches on, the ms they took, how many steps they ran: 0 where all rows are done, how many
+        of those verified a draft)."""
         jax.block_until_ready(state)
         outputs = []
         before = time.perf_counter()
@@ -57,8 +63,9 @@ def measure(ladder: Ladder, start: Start, dispatch: Dispatch) -> Costs:
             outputs.append(output)
         jax.block_until_ready((state, outputs))
         taken_ms = (time.perf_counter() - before) * 1e3
-        ran = StepOutput.unpack(np.concatenate(outputs), ladder[-1]).num_accepted >= 0
-        return state, taken_ms, int(np.sum(np.any(ran, axis=1)))
+        found = StepOutput.unpack(np.concatenate(outputs), ladder[-1])
+        ran = np.any(found.num_accepted >= 0, axis=1)
+        return state, taken_ms, int(np.sum(ran)), int(np.sum(ran & np.any(found.num_verified > 0, axis=1)))
 
     began = time.perf_counter()
     for done in range(MOST_ROUNDS):
@@ -68,10 +75,13 @@ def measure(ladder: Ladder, start: Start, dispatch: Dispatch) -> Costs:
                 assert state.outlook is not None
                 state = dataclasses.replace(state, outlook=policy.hold(state.outlook, *choice))
                 if settled:  # the drafter has caught up before anything is timed, if that leaves tokens to emit
-                    state, _, _ = time_one(state, 1)
-                _, taken_ms, num_steps = time_one(state, TOGETHER)
+                    state, *_ = time_one(state, 1)
+                together = TOGETHER if choice != rested else max(TOGETHER, -(-rested[-1] // steps_per_dispatch) + 1)
+                _, taken_ms, num_steps, num_verifying = time_one(state, together)
                 if num_steps:
                     times[choice].append(taken_ms / num_steps)
+                    if choice == rested:
+                        shares.append(num_verifying / num_steps)
                     break
         if done + 1 >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S:
             break
@@ -79,7 +89,10 @@ def measure(ladder: Ladder, start: Start, dispatch: Dispatch) -> Costs:
     # more never costs less: what says so is noise
     draft = np.maximum.accumulate([0.0, *(median[rung, 0] - median[0, 0] for rung in rungs[1:])])
     verify = np.maximum.accumulate([median[0, 0], *(median[rung, rung] - draft[rung] for rung in rungs[1:])])
-    return Costs(jnp.asarray(draft, jnp.float32), jnp.asarray(verify, jnp.float32))
+    share = statistics.median(shares)
+    unrested = share * median[1, 1] + (1 - share) * median[0, 0]
+    resume = max(median[rested] - unrested, 0.0) / share if share else 0.0
+    return Costs(*(jnp.asarray(part, jnp.float32) for part in (draft, verify, resume)))
 
 
 def identity(target: Any, drafter: Any, config: SpeculationConfig, steps_per_dispatch: int) -> dict[str, Any]:
@@ -116,18 +129,20 @@ def typical(measured: Sequence[Costs]) -> Costs:
 def load(known: dict[str, Any]) -> list[Costs]:
     """The costs that earlier runs measured for exactly this, MEASUREMENTS at most; none where there are none, or a file
     that is not as it should be."""
+    shape = {"draft_ms": (len(known["ladder"]),), "verify_ms": (len(known["ladder"]),), "resume_ms": ()}
     try:
         kept = json.loads(_path(known).read_text(encoding="utf-8"))
-        pairs = [
-            (np.asarray(each["draft_ms"], np.float32), np.asarray(each["verify_ms"], np.float32))
-            for each in kept["measured"]
-        ]
+        found = [{name: np.asarray(each[name], np.float32) for name in shape} for each in kept["measured"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    whole = all(part.shape == (len(known["ladder"]),) and np.isfinite(part).all() for pair in pairs for part in pair)
-    if not whole or kept.get("identity") != known or any(v.min() <= 0 or d.min() < 0 for d, v in pairs):
+    whole = all(
+        each[name].shape == shape[name] and np.isfinite(each[name]).all() and each[name].min() >= 0
+        for each in found
+        for name in shape
+    )
+    if not whole or kept.get("identity") != known or any(each["verify_ms"].min() <= 0 for each in found):
         return []
-    return [Costs(jnp.asarray(draft), jnp.asarray(verify)) for draft, verify in pairs[:MEASUREMENTS]]
+    return [Costs(**jax.tree.map(jnp.asarray, each)) for each in found[:MEASUREMENTS]]
 
 
 def save(known: dict[str, Any], measured: Sequence[Costs]) -> bool:
@@ -135,10 +150,7 @@ def save(known: dict[str, Any], measured: Sequence[Costs]) -> bool:
     kept = {
         "identity": known,
         "measured": [
-            {
-                "draft_ms": [round(float(ms), 6) for ms in each.draft_ms],
-                "verify_ms": [round(float(ms), 6) for ms in each.verify_ms],
-            }
+            {name: np.round(np.asarray(ms, np.float64), 6).tolist() for name, ms in vars(each).items()}
             for each in measured
         ],
     }

@@ -192,7 +192,12 @@ class Engine:
         requests = [Request(0, tuple(prompt), capacity - length)] * batch
         unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))
         measured += [
-            costs.measure(self.config.ladder, lambda: unending._start(requests, bucket)[0], unending._dispatch)
+            costs.measure(
+                self.config.ladder,
+                lambda: unending._start(requests, bucket)[0],
+                unending._dispatch,
+                self.steps_per_dispatch,
+            )
         ]
         self.costs = costs.typical(measured)
         kept = "kept for later" if costs.save(known, measured) else f"not kept, {costs.directory()} cannot be written"

@@ -7,6 +7,9 @@ pair (peagle.costs); what a step will bring is estimated from what is known befo
     survival[i]    a running estimate of the share of steps whose drafts 0..i are all right. It chooses n, before
                    drafting, as the choice of the highest expected rate; where none beats plain decoding the drafter
                    rests, for a pause that doubles each time a step that probed did not change that.
+    credit         what drafting has gained over plain decoding so far, in plain steps, and a small allowance for each
+                   of those. Where it is used up the drafter rests until the allowance has made up for it, whatever
+                   the estimates say: so what finding out costs is bounded, on every text.
     confidence     the drafter's own probability of each draft, corrected by a running calibration (what share of the
                    drafts of such a confidence were right). It chooses w, behind drafting: one more row is verified
                    as long as what it may bring exceeds its time at the present rate.
@@ -37,7 +40,9 @@ REMEMBER = 0.25  # weight of a request in what the next one begins with
 NEIGHBOUR = 0.2  # how much a draft that was not tried is thought to be like the one before it
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps between probes
 FOREVER = 1 << 30
-MARGIN = 1.02  # how much better than plain decoding a choice must look
+MARGIN = 1.1  # how much better than plain decoding drafting must look: costs are measured on a machine that does more
+FIRST_CREDIT, MOST_CREDIT = 6.0, 24.0  # plain steps whose time may be lost
+ALLOWANCE = 0.02  # of the time of plain steps that finding out may take
 
 
 @flax.struct.dataclass
@@ -46,11 +51,13 @@ class Costs:
 
     draft_ms: jax.Array  # [C] float32; place 0 is 0: nothing is drafted
     verify_ms: jax.Array  # [C] float32; place 0 is a plain step
+    resume_ms: jax.Array  # [] float32: what the first step after a rest costs more: the drafter catches up
 
     @classmethod
     def even(cls, ladder: Ladder) -> "Costs":
         """The costs of drafts that are free and of rows that cost nothing more."""
-        return cls(jnp.zeros((len(ladder),), jnp.float32), jnp.ones((len(ladder),), jnp.float32))
+        ones = jnp.ones((len(ladder),), jnp.float32)
+        return cls(0 * ones, ones, jnp.zeros((), jnp.float32))
 
 
 @flax.struct.dataclass
@@ -64,6 +71,7 @@ class Outlook:
     choice: jax.Array  # [] int32: the rung of the best number of drafts, at least 1
     resting: jax.Array  # [] int32: plain steps that are still to come
     pause: jax.Array  # [] int32: how long the next rest will be
+    credit: jax.Array  # [] float32: in plain steps; negative: overdrawn
     held: jax.Array  # [] int32: -1; or the rung that is verified in any case, and nothing above changes (peagle.costs)
     costs: Costs
 
@@ -73,8 +81,9 @@ def begin(ladder: Ladder, costs: Costs) -> Outlook:
     survival = jnp.cumprod(jnp.full((ladder[-1],), FIRST_SURVIVAL, jnp.float32))
     nothing = jnp.zeros((len(BIN_CENTRES),), jnp.float32)
     zero = jnp.zeros((), jnp.int32)
-    blank = Outlook(survival, nothing, nothing, jnp.zeros((), jnp.float32), zero, zero, zero, zero - 1, costs)
-    return _look(dataclasses.replace(blank, pause=zero + FIRST_PAUSE), ladder)
+    rate, credit = jnp.zeros((), jnp.float32), jnp.full((), FIRST_CREDIT, jnp.float32)
+    blank = Outlook(survival, nothing, nothing, rate, zero, zero, zero + FIRST_PAUSE, credit, zero - 1, costs)
+    return _look(blank, ladder)
 
 
 def again(ladder: Ladder, first: Outlook, last: Outlook) -> Outlook:
@@ -88,15 +97,18 @@ def again(ladder: Ladder, first: Outlook, last: Outlook) -> Outlook:
         looked,
         resting=jnp.where(rests, last.resting, looked.resting),
         pause=jnp.where(rests, last.pause, looked.pause),
+        credit=jnp.where(rests, last.credit, looked.credit),
     )
 
 
-def hold(outlook: Outlook, drafted: int, verified: int) -> Outlook:
-    """The outlook of steps that all draft and verify the numbers on these rungs; 0 drafted: plain steps."""
+def hold(outlook: Outlook, drafted: int, verified: int, pause: int = 0) -> Outlook:
+    """The outlook of steps that all draft and verify the numbers on these rungs, each with `pause` plain steps behind
+    it; 0 drafted: plain steps."""
     return dataclasses.replace(
         outlook,
         choice=jnp.full((), max(drafted, 1), jnp.int32),
         resting=jnp.full((), 0 if drafted else FOREVER, jnp.int32),
+        pause=jnp.full((), pause, jnp.int32),
         held=jnp.full((), verified, jnp.int32),
     )
 
@@ -184,9 +196,15 @@ def learn(
     weight = jnp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)
     survival = outlook.survival + weight * (_mean(survived, active) - outlook.survival)
     emitted = 1 + _mean(accepted.astype(jnp.float32), active)[0]
-    took = outlook.costs.draft_ms[drafted] + outlook.costs.verify_ms[verified]
-    paid = emitted * outlook.costs.verify_ms[0] > took
-    return _look(dataclasses.replace(outlook, survival=survival, hits=hits, trials=trials), ladder, paid)
+    draft_ms, verify_ms = outlook.costs.draft_ms, outlook.costs.verify_ms
+    plain_ms = verify_ms[0]
+    gave = emitted * plain_ms / MARGIN
+    took = draft_ms[drafted] + verify_ms[verified]
+    paid = gave > took  # as it would be once more
+    took += jnp.where(_probes(outlook), outlook.costs.resume_ms, 0.0)
+    credit = jnp.minimum(outlook.credit + (gave - took) / plain_ms, MOST_CREDIT)
+    known = dataclasses.replace(outlook, survival=survival, hits=hits, trials=trials, credit=credit)
+    return _look(known, ladder, paid)
 
 
 def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False) -> Outlook:
@@ -194,14 +212,19 @@ def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False
     not rest, whatever is usual: hits come in runs."""
     rates = (1 + _up_to(ladder, outlook.survival)) / (outlook.costs.draft_ms + outlook.costs.verify_ms)
     choice, rate = _best(rates[1:], len(ladder) - 1)
-    pays = paid | (rate >= MARGIN * rates[0])
+    pays = paid | ((rate >= MARGIN * rates[0]) & (outlook.credit >= 0))
+    overdrawn = jnp.ceil(jnp.maximum(-outlook.credit, 0.0) / ALLOWANCE).astype(jnp.int32)
     free = outlook.held < 0
+    resting = jnp.where(free, jnp.where(pays, 0, jnp.maximum(outlook.pause, overdrawn)), outlook.pause)
     return dataclasses.replace(
         outlook,
         rate=jnp.maximum(rate, rates[0]),
         choice=jnp.where(free, choice + 1, outlook.choice),
-        resting=jnp.where(pays | ~free, 0, outlook.pause),
-        pause=jnp.where(pays, FIRST_PAUSE, jnp.minimum(2 * outlook.pause, LONGEST_PAUSE)),
+        resting=resting,
+        credit=outlook.credit + ALLOWANCE * resting.astype(jnp.float32),  # what the rest will have brought by its end
+        pause=jnp.where(
+            free, jnp.where(pays, FIRST_PAUSE, jnp.minimum(2 * outlook.pause, LONGEST_PAUSE)), outlook.pause
+        ),
     )
 
 

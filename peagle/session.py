@@ -72,11 +72,13 @@ class Outcome:
 @dataclasses.dataclass(frozen=True)
 class CostsUsed:
     """What an adaptive run chose by: milliseconds of drafting and of verifying (with all the rest of a step), per
-    number of drafts; 0 drafts is a plain step. `found`: measured when, or kept from where."""
+    number of drafts; 0 drafts is a plain step; and what the first step after a rest takes more. `found`: measured when,
+    or kept from where."""
 
     num_drafts: tuple[int, ...]
     draft_ms: tuple[float, ...]
     verify_ms: tuple[float, ...]
+    resume_ms: float
     found: str
 
 
@@ -179,7 +181,8 @@ class _Session:
         draft_ms, verify_ms = (
             tuple(round(float(ms), 4) for ms in part) for part in (engine.costs.draft_ms, engine.costs.verify_ms)
         )
-        return CostsUsed(engine.config.ladder, draft_ms, verify_ms, engine.costs_found or "given")
+        resume_ms = round(float(engine.costs.resume_ms), 4)
+        return CostsUsed(engine.config.ladder, draft_ms, verify_ms, resume_ms, engine.costs_found or "given")
 
     def _waves(self) -> Iterator[list[tuple[Request, int | None]]]:
         """Requests with their turn numbers. The next wave may be asked for when the outcomes of the last are there."""

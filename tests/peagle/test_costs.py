@@ -30,6 +30,11 @@ def target():
     return tiny_target()
 
 
+def plain_step(ms: float) -> Costs:
+    """Drafts cost nothing, a step of any width this."""
+    return Costs(jnp.zeros((3,)), jnp.full((3,), ms), jnp.zeros(()))
+
+
 def engine(target) -> Engine:
     return Engine(target, NGram(), CONFIGURATION, stop_token_ids=(3,), steps_per_dispatch=2)
 
@@ -46,11 +51,12 @@ def test_the_first_runs_measure_them_and_the_next_take_the_median(target, monkey
     assert draft[0] == 0 < verify[0]
     assert list(draft) == sorted(draft)
     assert list(verify) == sorted(verify)
+    assert first.costs.resume_ms >= 0
 
     busy = [9.0, 2.0, 1.0, 3.0]  # what the other runs measure of a plain step
-    monkeypatch.setattr(costs, "measure", lambda *_: Costs(jnp.zeros((3,)), jnp.full((3,), busy.pop())))
+    monkeypatch.setattr(costs, "measure", lambda *_: plain_step(busy.pop()))
     known = costs.identity(target, NGram(), CONFIGURATION, 2)
-    costs.save(known, [Costs(jnp.zeros((3,)), jnp.full((3,), 0.5))])
+    costs.save(known, [plain_step(0.5)])
     for seen in (1.75, 1.0, 1.5, 2.0):
         asked = engine(target)
         asked.warm_up([REQUEST])
@@ -72,6 +78,8 @@ def test_the_first_runs_measure_them_and_the_next_take_the_median(target, monkey
         lambda kept: kept["measured"][0].update(draft_ms=[0, 1]),
         lambda kept: kept["measured"][0].update(verify_ms=[1, float("nan"), 3]),
         lambda kept: kept["measured"][0].update(verify_ms=[0, 0, 0]),
+        lambda kept: kept["measured"][0].update(resume_ms=-1),
+        lambda kept: kept["measured"][0].update(resume_ms=[1, 2]),
         lambda kept: kept["measured"][0].pop("verify_ms"),
         lambda kept: kept.pop("measured"),
     ],
@@ -114,7 +122,7 @@ def test_a_cache_that_cannot_be_written_is_said(target, tmp_path: Path, monkeypa
 
 
 def test_given_costs_are_taken(target, cache: Path) -> None:
-    given = dataclasses.replace(engine(target), costs=Costs(jnp.zeros((3,)), jnp.ones((3,))))
+    given = dataclasses.replace(engine(target), costs=plain_step(1.0))
     assert CONFIG.vocab_size > 0
     given.warm_up([REQUEST])
     list(given.generate([REQUEST]))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafter.config import DrafterConfig
@@ -46,10 +46,14 @@ DRAFTER = DrafterConfig(
 PROMPTS = [tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in ((0, 5), (1, 19))]
 
 
-def costs(draft: float, verify: float, ladder: Sequence[int] = LADDER) -> Costs:
+LEARN = jax.jit(policy.learn, static_argnames="ladder")
+WIDTH = jax.jit(policy.width, static_argnames=("ladder", "drafted"))
+
+
+def costs(draft: float, verify: float, ladder: Sequence[int] = LADDER, resume: float = 0.0) -> Costs:
     """Of a plain step that costs 1, with what each draft adds."""
     sizes = jnp.asarray(ladder, jnp.float32)
-    return Costs(draft * sizes, 1 + verify * sizes)
+    return Costs(draft * sizes, 1 + verify * sizes, jnp.asarray(resume, jnp.float32))
 
 
 def shape(k: int = K, batch: int = 1, sampling: SamplingConfig = SamplingConfig()) -> SpeculationConfig:  # noqa: B008
@@ -174,6 +178,34 @@ def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> Non
     assert list(rests) == sorted(rests), "and then ever more seldom"
 
 
+@given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 0.4), st.floats(0, 0.6), st.floats(0, 5))
+@settings(max_examples=25, deadline=None)
+def test_by_its_own_costs_little_is_lost_on_any_text(
+    seed: int, right: float, draft: float, verify: float, resume: float
+) -> None:
+    """However often drafts are right, and however sure they look: a text is never slower than plain decoding by more
+    than the credit, the allowance and two bad steps."""
+    rng, prices = np.random.default_rng(seed), costs(draft, verify, resume=resume)
+    known, took, tokens, dearest = policy.begin(LADDER, prices), 0.0, 0, 0.0
+    for _ in range(120):
+        if (rest := int(known.resting)) > 0:
+            known, took, tokens = (
+                dataclasses.replace(known, resting=jnp.zeros_like(known.resting)),
+                took + rest,
+                tokens + rest,
+            )
+        probes, confidence = bool(policy._probes(known)), jnp.asarray(rng.uniform(0, 1, (1, K)), jnp.float32)
+        drafted = known.choice
+        verified = WIDTH(known, LADDER, len(LADDER) - 1, confidence, jnp.ones((1,), bool))
+        verified = jnp.minimum(verified, drafted)
+        hits = rng.random(LADDER[int(verified)]) < right
+        accepted = int(np.argmin(np.append(hits, False)))
+        step = float(prices.draft_ms[int(drafted)] + prices.verify_ms[int(verified)]) + probes * resume
+        known = LEARN(known, LADDER, drafted, verified, confidence, jnp.asarray([accepted]), jnp.ones((1,), bool))
+        took, tokens, dearest = took + step, tokens + 1 + accepted, max(dearest, step)
+        assert took <= tokens * (1 + policy.ALLOWANCE) + policy.FIRST_CREDIT + 2 * dearest
+
+
 def test_a_drafter_that_always_hits_drafts_all_it_can(target, requests, plain) -> None:
     engine = Engine(target, scripted(plain, 0, 1.0), shape(), costs=costs(0.02, 0.1))
     (tokens,), (decisions,) = decode(engine, requests[:1])
@@ -205,7 +237,8 @@ def outlook(rng: np.random.Generator) -> Outlook:
     bins = len(policy.BIN_CENTRES)
     trials = rng.uniform(0, 40, bins)
     first = policy.begin(
-        LADDER, Costs(*(jnp.asarray(np.sort(rng.uniform(0.5, 4, len(LADDER))), jnp.float32) for _ in "dv"))
+        LADDER,
+        Costs(*(jnp.asarray(np.sort(rng.uniform(0.5, 4, len(LADDER))), jnp.float32) for _ in "dv"), jnp.asarray(0.5)),
     )
     return dataclasses.replace(
         first,
@@ -248,12 +281,11 @@ def test_confidences_are_calibrated_by_what_was_seen() -> None:
     rng = np.random.default_rng(0)
     confidence = jnp.full((1, K), 0.92)
     assert policy.chances(known, confidence)[0, 0] == pytest.approx(0.92)
-    learn = jax.jit(policy.learn, static_argnames="ladder")
     survival = []
     for _ in range(300):
         accepted = int(np.argmin(np.append(rng.random(K) < 0.5, False)))
         rung = jnp.asarray(len(LADDER) - 1)
-        known = learn(known, LADDER, rung, rung, confidence, jnp.asarray([accepted]), jnp.ones((1,), bool))
+        known = LEARN(known, LADDER, rung, rung, confidence, jnp.asarray([accepted]), jnp.ones((1,), bool))
         survival.append(np.asarray(known.survival[:3]))
     assert float(policy.chances(known, confidence)[0, 0]) == pytest.approx(0.5, abs=0.12)
     assert np.mean(survival[30:], axis=0) == pytest.approx([0.5, 0.25, 0.125], abs=0.08)
