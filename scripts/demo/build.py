@@ -1,6 +1,7 @@
 """Build the demo pair from nothing, in one command; resumable.
 
     python -m scripts.demo.build --work DIR [--target-tokens 8400000]
+    python -m scripts.demo.build --work DIR --scale 0.01        # a rehearsal: minutes, and models that know nothing
 
 Stages, each a folder of `--work`: corpus, tokenizer, dataset, target (training), pair/target (the checkpoint),
 written (the target's own answers with its taps and best tokens: `peagle data`), drafter_begun, drafter and
@@ -13,6 +14,7 @@ hours on two cores, and 4 GB; the result is the same within noise.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import subprocess
@@ -32,19 +34,21 @@ RECIPE = (
     "--warmup", "0.02",
 )  # fmt: skip
 BEGUN = (
-    "--layers", "2", "--depth", "6", "--ratio", "0.75", "--steps", "900",
+    "--layers", "2", "--depth", "6", "--ratio", "0.75",
     "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6",
 )  # fmt: skip
 GOING_ON = (
-    "--depth", "8", "--ratio", "0.7", "--steps", "1000",
+    "--depth", "8", "--ratio", "0.7",
     "--learning-rate", "0.006", "--other-rate", "0.0022", "--decay", "0.8",
 )  # fmt: skip
 EAGLE3 = (
-    "--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7", "--steps", "700",
+    "--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7",
     "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6",
 )  # fmt: skip
+STEPS = {"drafter_begun": 900, "drafter": 1000, "drafter_eagle3": 700}
 DRAFTERS = ("drafter", "drafter_eagle3")
 TAPS = "1,4,7"
+FUNCTIONS = 18_000  # about as many prompts there are
 
 
 def stage(name: str, done: Path, *arguments: str | Path) -> None:
@@ -66,31 +70,33 @@ def _run(name: str, done: Path, module: list[str], environment: dict[str, str]) 
         raise SystemExit(f"build: {name} failed; the same command goes on from here")
 
 
-def build(work: Path, target_tokens: int) -> None:
-    """Everything up to work/pair."""
+def build(work: Path, target_tokens: int, scale: float = 1) -> None:
+    """Everything up to work/pair; with so small a share of all steps, tokens and prompts."""
     corpus, tokenizer, dataset, target, written, pair = (
         work / name for name in ("corpus", "tokenizer", "dataset", "target", "written", "pair")
     )
     stage("corpus", corpus / "manifest.json", "--out", corpus)
     stage("tokenizer", tokenizer / "chat_template.jinja", "--corpus", corpus, "--out", tokenizer)
     stage("dataset", dataset / "manifest.json", "--corpus", corpus, "--tokenizer", tokenizer, "--out", dataset)
-    tokens = [] if (target / "run.json").exists() else ["--tokens", str(target_tokens)]
+    tokens = [] if (target / "run.json").exists() else ["--tokens", str(round(scale * target_tokens))]
     stage("train_target", target / "finished", "--data", dataset, "--out", target, *tokens)
     (target / "finished").touch()
     stage(
         "export_target", pair / "target" / "config.json",
         "--run", target, "--tokenizer", tokenizer, "--out", pair / "target",
     )  # fmt: skip
+    some = [] if scale == 1 else ["--num-prompts", str(math.ceil(scale * FUNCTIONS))]
     command(
         "data", work / "written.finished", "--target", pair / "target", "--prompt-file", corpus / "chat_train.jsonl",
-        "-n", "192", "--context", "480", "--batch", "64", "--hidden", "--taps", TAPS, "--top", "32", "--out", written,
+        *some, "-n", "192",
+        "--context", "480", "--batch", "64", "--hidden", "--taps", TAPS, "--top", "32", "--out", written,
     )  # fmt: skip
     (work / "written.finished").touch()
 
     def train(name: str, *arguments: str | Path) -> None:
         command(
             "train", work / name / "drafter" / "config.json", "--target", pair / "target", "--out", work / name,
-            *RECIPE, *arguments,
+            *RECIPE, "--steps", str(math.ceil(scale * STEPS[name])), *arguments,
             "--evaluate", corpus / "heldout_prompts.jsonl", "--evaluate-prompts", "60", "--evaluate-every", "300",
             environment=TUNED,
         )  # fmt: skip
@@ -121,10 +127,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
     parser.add_argument("--target-tokens", type=int, default=8_400_000, help="tokens the target is trained on")
+    parser.add_argument("--scale", type=float, default=1, help="share of all tokens, prompts and steps (default 1)")
     parser.add_argument("--install", action="store_true", help="put the result into peagle/demo")
     arguments = parser.parse_args()
+    if not 0 < arguments.scale <= 1 or (arguments.install and arguments.scale < 1):
+        parser.error(f"--scale is {arguments.scale}; expected more than 0, at most 1, and 1 with --install")
     arguments.work.mkdir(parents=True, exist_ok=True)
-    build(arguments.work, arguments.target_tokens)
+    build(arguments.work, arguments.target_tokens, arguments.scale)
     if arguments.install:
         install(arguments.work)
 
