@@ -33,7 +33,7 @@ from peagle.ops.files import expect_new
 from peagle.pair import HELD_OUT
 from peagle.prompt_files import read_prompt_file
 from peagle.prompts import Rendering
-from peagle.sweep.figures import estimate, one_more_than_ratio
+from peagle.sweep.figures import Estimate, estimate, one_more_than_ratio, ratio
 from scripts.demo.tuned import TUNED
 from scripts.results import in_one_line, origin, write_run
 
@@ -233,6 +233,7 @@ def row(variant: Variant, records: Sequence[Json], raw: Sequence[Json]) -> Json:
         "seconds_per_step": float(np.median([record["seconds_per_step"] for record in own])),
         "acceptance_length": length(lines),
         "acceptance_length_interval": interval(lines),
+        "over_base": over(lines, [line for line in raw if line["variant"] == VARIANTS[0].name]),
         "acceptance_length_by_seed": [length(each) for each in by_seed],
         "acceptance_length_without_loops": length(quiet) if quiet else None,
         "acceptance_length_without_loops_interval": interval(quiet) if quiet else None,
@@ -247,14 +248,30 @@ def length(lines: Sequence[Json]) -> float:
     return 1 + sum(sum(line["num_accepted"]) for line in lines) / sum(len(line["num_accepted"]) for line in lines)
 
 
-def interval(lines: Sequence[Json]) -> list[float] | None:
-    """95 %, resampling prompts, each with all its seeds; None of too few prompts."""
+def counted(lines: Sequence[Json]) -> dict[int, list[int]]:
+    """{prompt: [accepted, steps] of all its seeds}."""
     counts: dict[int, list[int]] = {}
     for line in lines:
         count = counts.setdefault(line["request"], [0, 0])
         count[0] += sum(line["num_accepted"])
         count[1] += len(line["num_accepted"])
-    found = estimate(np.array(list(counts.values())), one_more_than_ratio)
+    return counts
+
+
+def interval(lines: Sequence[Json]) -> list[float] | None:
+    """95 %, resampling prompts, each with all its seeds; None of too few prompts."""
+    return _ends(estimate(np.array(list(counted(lines).values())), one_more_than_ratio))
+
+
+def over(lines: Sequence[Json], base: Sequence[Json]) -> Json:
+    """How much longer than the base's acceptance length is; the interval resamples prompts, the same of both."""
+    ours, theirs = counted(lines), counted(base)
+    table = np.array([ours[request] + theirs[request] for request in ours])
+    found = estimate(table, lambda tables: ratio(tables[..., :2]) - ratio(tables[..., 2:]))
+    return {"value": length(lines) - length(base), "interval": _ends(found)}
+
+
+def _ends(found: Estimate | None) -> list[float] | None:
     assert found is not None
     return None if found.low is None or found.high is None else [found.low, found.high]
 
@@ -276,16 +293,16 @@ def page(record: Json) -> str:
         "",
         "Base: `" + " ".join(f"{name} {value}" for name, value in config["base"].items()) + "`",
         "",
-        "| | acceptance length (95 %) | over the base | without loops (95 %) | per position | s a step | paper |",
+        "| | acceptance length (95 %) | over the base (paired) | without loops (95 %) | per position "
+        "| s a step | paper |",
         "|---|---|---|---|---|---|---|",
     ]
     for each in record["rows"]:
         rates = " ".join(f"{rate:.2f}".lstrip("0") for rate in each["acceptance_rate_per_position"])
-        over = each["acceptance_length"] - base["acceptance_length"]
         steps = "" if each["steps"] == config["steps"] else f" ({each['steps']} steps)"
         lines.append(
             f"| {each['variant']}{steps} | {_with_interval(each, 'acceptance_length')} | "
-            f"{'-' if each is base else f'{over:+.2f}'} | "
+            f"{'-' if each is base else _signed(each['over_base'])} | "
             f"{_with_interval(each, 'acceptance_length_without_loops')} | {rates} | "
             f"{each['seconds_per_step']:.2f} | {each['paper']} |"
         )
@@ -297,6 +314,11 @@ def page(record: Json) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _signed(found: Json) -> str:
+    ends = found["interval"]
+    return f"{found['value']:+.2f}" + ("" if ends is None else f" ({ends[0]:+.2f}..{ends[1]:+.2f})")
 
 
 def _with_interval(each: Json, key: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from peagle.ops.errors import InputError
 from scripts import ablate_training
-from scripts.ablate_training import VARIANTS, chosen, interval, length, row, seconds_per_step
+from scripts.ablate_training import VARIANTS, chosen, interval, length, over, row, seconds_per_step
 from tests.peagle.conftest import Directories, directories  # noqa: F401 (a fixture)
 
 
@@ -33,6 +33,8 @@ def test_figures_of_a_variant_are_those_of_all_its_steps() -> None:
     low, high = interval(many) or (9, 0)
     assert low < length(many) < high
     assert interval([line(n, [2, 2]) for n in range(9)]) == [3.0, 3.0]
+    better = over([line(n, [n % 4 + 1, 2]) for n in range(9)], many)
+    assert better == {"value": pytest.approx(1.0), "interval": pytest.approx([1.0, 1.0])}, "prompt by prompt"
 
 
 def test_a_step_takes_what_lies_between_the_lines_of_one_sitting(tmp_path: Path) -> None:
