@@ -1,6 +1,7 @@
 """Write the demo pair's card, peagle/demo/README.md, from the records of a build and of a sweep.
 
     python -m scripts.demo.card --work DIR [--sweep results/RUN]
+    python -m scripts.demo.card --sweep results/RUN              # its acceptance anew, and all else as it is
 
 Every figure in it comes from those records or is measured here (the held-out losses of what ships).
 """
@@ -18,9 +19,10 @@ from peagle.sweep.folder import open_run
 from peagle.sweep.plan import Setting
 from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.train_target import SEED, Rows, evaluate
-from scripts.readme_tables import SETTING
+from scripts.readme_tables import SETTING, SHOWN
 from target.load import LoadedTarget, inspect_target, load_target
 
+ACCEPTANCE, LIMITS = "\n## Acceptance\n\n", "\n\n## Limits\n"  # what the figures of a sweep stand between
 CARD = """\
 # The demo pair
 
@@ -124,7 +126,7 @@ def acceptance_text(sweep: Path | None) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        if row["k"]:
+        if row["k"] in SHOWN:
             figures = (row["without_loops"]["acceptance_length"], row["speedup"])
             kind = "raw" if row["raw"] else "chat"
             shown = " | ".join([sweep_page.acceptance_text(row), *map(sweep_page.estimate_text, figures)])
@@ -188,10 +190,17 @@ def card(work: Path, sweep: Path | None) -> str:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="the folder of scripts.demo.build")
+    parser.add_argument("--work", type=Path, help="the folder of scripts.demo.build")
     parser.add_argument("--sweep", type=Path, help="a run of peagle sweep with this pair")
     arguments = parser.parse_args()
-    (DEMO / "README.md").write_text(card(arguments.work, arguments.sweep), encoding="utf-8")
+    if arguments.work is None and arguments.sweep is None:
+        parser.error("expected --work, --sweep or both")
+    path = DEMO / "README.md"
+    text = card(arguments.work, arguments.sweep) if arguments.work else path.read_text(encoding="utf-8")
+    if arguments.work is None:
+        (begin, *_), (*_, end) = text.split(ACCEPTANCE), text.split(LIMITS)
+        text = f"{begin}{ACCEPTANCE}{acceptance_text(arguments.sweep)}{LIMITS}{end}"
+    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
