@@ -14,6 +14,7 @@ hours on two cores, and 4 GB; the result is the same within noise.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shutil
@@ -48,7 +49,6 @@ EAGLE3 = (
 STEPS = {"drafter_begun": 900, "drafter": 1000, "drafter_eagle3": 700}
 DRAFTERS = ("drafter", "drafter_eagle3")
 TAPS = "1,4,7"
-FUNCTIONS = 18_000  # about as many prompts there are
 
 
 def stage(name: str, done: Path, *arguments: str | Path) -> None:
@@ -85,10 +85,10 @@ def build(work: Path, target_tokens: int, scale: float = 1) -> None:
         "export_target", pair / "target" / "config.json",
         "--run", target, "--tokenizer", tokenizer, "--out", pair / "target",
     )  # fmt: skip
-    some = [] if scale == 1 else ["--num-prompts", str(math.ceil(scale * FUNCTIONS))]
+    num_prompts = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))["counts"]["chat_train"]
     command(
         "data", work / "written.finished", "--target", pair / "target", "--prompt-file", corpus / "chat_train.jsonl",
-        *some, "-n", "192",
+        "--num-prompts", str(math.ceil(scale * num_prompts)), "-n", "192",
         "--context", "480", "--batch", "64", "--hidden", "--taps", TAPS, "--top", "32", "--out", written,
     )  # fmt: skip
     (work / "written.finished").touch()
