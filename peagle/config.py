@@ -90,6 +90,12 @@ class SpeculationConfig:
             )
 
     @property
+    def plain(self) -> "SpeculationConfig":
+        """The same run decoded plainly: no drafts, so nothing to sample them from, and nothing to choose."""
+        sampling = dataclasses.replace(self.sampling, draft_sampling=False, synthetic_acceptance=None)
+        return dataclasses.replace(self, num_speculative_tokens=0, adaptive=False, sampling=sampling)
+
+    @property
     def ladder(self) -> Ladder:
         """The numbers of drafts of a step."""
         k = self.num_speculative_tokens

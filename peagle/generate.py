@@ -132,7 +132,8 @@ class Engine:
     """A target and a drafter with the shape of a run. `compile_s` adds up what `warm_up` took.
 
     steps_per_dispatch changes when tokens reach the host, never which. costs are what an adaptive run chooses by; where
-    none are given they are found before the first request (peagle.costs), and costs_found says how.
+    none are given they are found before the first request (peagle.costs), and costs_found says how. Where they say that
+    drafting cannot pay, `plain` decodes in this engine's place, if there is one.
     """
 
     target: Target
@@ -141,6 +142,7 @@ class Engine:
     stop_token_ids: tuple[int, ...] = ()
     steps_per_dispatch: int = 1
     costs: Costs | None = None
+    plain: "Engine | None" = None
     compile_s: float = field(default=0.0, init=False)
     costs_found: str | None = field(default=None, init=False)
     _outlooks: tuple[Outlook, Outlook] | None = field(default=None, init=False, repr=False)
@@ -176,6 +178,16 @@ class Engine:
             started = time.perf_counter()
         if self.config.adaptive and self.costs is None:
             self._find_costs()
+        if (decoder := self._decoder()) is not self:
+            before = decoder.compile_s
+            decoder.warm_up(requests)
+            self.compile_s += decoder.compile_s - before
+
+    def _decoder(self) -> "Engine":
+        """The engine that decodes: this one, or the plain one where drafting cannot pay."""
+        if self.plain is None or self.costs is None or policy.can_pay(self.config.ladder, self.costs):
+            return self
+        return self.plain
 
     def _find_costs(self) -> None:
         """The costs are there: kept from other runs, or, as long as those were few, measured once more now, with the
@@ -210,10 +222,12 @@ class Engine:
         if self.config.adaptive and self.costs is None:
             self.warm_up(requests)
         for batch in self._batches(requests):
-            yield from self._decode(batch, self._bucket(batch))
+            yield from self._decoder()._decode(batch, self._bucket(batch))
 
     def compiled(self, requests: Sequence[Request]) -> jax.stages.Compiled:
         """The program that a dispatch of these requests runs, compiled once more, to look at."""
+        if (decoder := self._decoder()) is not self:
+            return decoder.compiled(requests)
         state, _ = self._start(requests, self._bucket(requests))
         program, leaves, _ = self._prepared(state)
         return program.lower(self._models[0], leaves).compile()

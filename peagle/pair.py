@@ -203,7 +203,8 @@ class Pair:
             what = f"the caches of {capacity} positions" + (f" in {rows} rows" if rows > 1 else "")
             refuse_too_large({what: cache_bytes(caches)}, "lower --context, -n or --batch")
             stops = () if ignore_eos else self.stop_token_ids
-            self._engines[key] = Engine(target, drafter, config, stops, self.steps_per_dispatch)
+            plain = self.engine(config.plain, ignore_eos=ignore_eos) if config.adaptive else None
+            self._engines[key] = Engine(target, drafter, config, stops, self.steps_per_dispatch, plain=plain)
         return self._engines[key]
 
     def _drafter(self, sampled: bool) -> Drafter:

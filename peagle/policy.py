@@ -2,7 +2,9 @@
 
 A step that drafts n tokens and verifies w <= n of them emits 1 + (accepted) tokens. It is worth its time if that, over
 its cost, beats plain decoding's one token over its own. The costs are measured beforehand on this machine with this
-pair (peagle.costs); what a step will bring is estimated from what is known before its drafts are checked:
+pair (peagle.costs). Where by these not even drafts that are all right would pay, nothing is left to choose, and plain
+decoding's own program runs (`can_pay`); a target so small that its weights stay in the cache is such a case. Else, what
+a step will bring is estimated from what is known before its drafts are checked:
 
     survival[i]    a running estimate of the share of steps whose drafts 0..i are all right. It chooses n, before
                    drafting, as the choice of the highest expected rate; where none beats plain decoding the drafter
@@ -58,6 +60,13 @@ class Costs:
         """The costs of drafts that are free and of rows that cost nothing more."""
         ones = jnp.ones((len(ladder),), jnp.float32)
         return cls(0 * ones, ones, jnp.zeros((), jnp.float32))
+
+
+def can_pay(ladder: Ladder, costs: Costs) -> bool:
+    """Whether some number of drafts would beat plain decoding (by MARGIN), were every draft right: to be asked outside
+    of compiled code."""
+    best = (1 + np.asarray(ladder)) / (np.asarray(costs.draft_ms) + np.asarray(costs.verify_ms))
+    return bool(best[1:].max() >= MARGIN * best[0])
 
 
 @flax.struct.dataclass

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from peagle import policy
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.metrics import Result, decode, first_difference, recorders
@@ -72,13 +73,15 @@ class Outcome:
 @dataclasses.dataclass(frozen=True)
 class CostsUsed:
     """What an adaptive run chose by: milliseconds of drafting and of verifying (with all the rest of a step), per
-    number of drafts; 0 drafts is a plain step; and what the first step after a rest takes more. `found`: measured when,
-    or kept from where."""
+    number of drafts; 0 drafts is a plain step; and what the first step after a rest takes more. `can_pay`: whether some
+    number of drafts could, were all of them right; else every step was plain. `found`: measured when, or kept from
+    where."""
 
     num_drafts: tuple[int, ...]
     draft_ms: tuple[float, ...]
     verify_ms: tuple[float, ...]
     resume_ms: float
+    can_pay: bool
     found: str
 
 
@@ -182,7 +185,9 @@ class _Session:
             tuple(round(float(ms), 4) for ms in part) for part in (engine.costs.draft_ms, engine.costs.verify_ms)
         )
         resume_ms = round(float(engine.costs.resume_ms), 4)
-        return CostsUsed(engine.config.ladder, draft_ms, verify_ms, resume_ms, engine.costs_found or "given")
+        ladder = engine.config.ladder
+        can_pay = policy.can_pay(ladder, engine.costs)
+        return CostsUsed(ladder, draft_ms, verify_ms, resume_ms, can_pay, engine.costs_found or "given")
 
     def _waves(self) -> Iterator[list[tuple[Request, int | None]]]:
         """Requests with their turn numbers. The next wave may be asked for when the outcomes of the last are there."""
@@ -238,11 +243,11 @@ class _Session:
         return [self._engine(kind) for kind in kinds]
 
     def _engine(self, num_speculative_tokens: int) -> Engine:
-        sampling, adaptive = self.config.sampling, self.config.adaptive
-        if num_speculative_tokens == 0:  # no drafts: nothing to sample them from, and nothing to choose
-            sampling, adaptive = dataclasses.replace(sampling, draft_sampling=False, synthetic_acceptance=None), False
-        shape = SpeculationConfig(num_speculative_tokens, self.batch_size, self.capacity, sampling, adaptive)
-        return self.pair.engine(shape, ignore_eos=self.config.ignore_eos)
+        config = self.config
+        shape = SpeculationConfig(
+            config.num_speculative_tokens, self.batch_size, self.capacity, config.sampling, config.adaptive
+        )
+        return self.pair.engine(shape if num_speculative_tokens else shape.plain, ignore_eos=config.ignore_eos)
 
     def _decode_wave(self, number: int, wave: list[tuple[Request, int | None]]) -> None:
         requests = [request for request, _ in wave]

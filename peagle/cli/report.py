@@ -9,7 +9,7 @@ from typing import Any
 from peagle.metrics import Result, speculative_decoding_block, summarize
 from peagle.pair import Pair
 from peagle.profile import Breakdown
-from peagle.session import Outcome, Run, RunConfig
+from peagle.session import CostsUsed, Outcome, Run, RunConfig
 
 SCHEMA = 1
 
@@ -61,6 +61,8 @@ def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) ->
                 ("SYNTHETIC", "acceptance was drawn, not judged: the text and it mean nothing, speeds are real")
             )
         lines.append(("acceptance", _acceptance(summary, config)))
+        if run.costs is not None and not run.costs.can_pay:
+            lines.append(("costs", _hopeless(run.costs)))
         lines.append(("plain", _comparison(run, summary, config)))
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
     if run.profile is not None:
@@ -158,6 +160,16 @@ def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
         without = _number(summary["acceptance_length_without_loops"], ".2f")
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop, length without them {without}"
     return text
+
+
+def _hopeless(costs: CostsUsed) -> str:
+    took_ms = [draft + verify for draft, verify in zip(costs.draft_ms, costs.verify_ms, strict=True)]
+    best = max(range(1, len(took_ms)), key=lambda rung: (1 + costs.num_drafts[rung]) / took_ms[rung])
+    count, steps = costs.num_drafts[best], took_ms[best] / took_ms[0]
+    return (
+        f"here no number of drafts can pay: a step with {count} takes the time of {steps:.1f} plain steps and gives "
+        f"{count + 1} tokens at most; decoded plainly"
+    )
 
 
 def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 import peagle.cli.info
@@ -20,6 +21,7 @@ from peagle.cli import main
 from peagle.cli.display import Display
 from peagle.ops import native
 from peagle.pair import Pair
+from peagle.policy import Costs
 from tests.peagle.conftest import MASK, VOCAB_SIZE, Directories, edit_json, toy_pair
 
 Run = Callable[..., tuple[int, str, str]]
@@ -79,6 +81,19 @@ def test_quiet_is_the_text_alone(cli: Run) -> None:
     code, out, err = cli(*SPECULATE, "--quiet", "Hi")
     assert (code, err) == (0, "")
     assert out.endswith("\n")
+
+
+def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        "peagle.costs.measure",
+        lambda ladder, *_: Costs(jnp.asarray(ladder, jnp.float32), jnp.full((len(ladder),), 0.5), jnp.zeros(())),
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
+    assert code == 0
+    assert "with 1 takes the time of 3.0 plain steps and gives 2 tokens at most" in err
+    assert "0 steps of K <= 7, 11 plain" in err
+    assert "the same tokens" in err
 
 
 def test_generate_is_plain_and_says_the_same(cli: Run) -> None:

@@ -178,6 +178,22 @@ def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> Non
     assert list(rests) == sorted(rests), "and then ever more seldom"
 
 
+def test_where_no_draft_can_pay_plain_decodings_own_program_runs(target, requests, plain) -> None:
+    dear, fair = costs(1.0, 0.2), costs(0.1, 0.2)
+    assert not policy.can_pay(LADDER, dear), "a draft for the time of a token"
+    assert policy.can_pay(LADDER, fair)
+    beside = Engine(target, NoDrafter(), shape().plain)
+    for prices, drafts in ((dear, False), (fair, True)):
+        engine = Engine(target, scripted(plain, 0, 1.0), shape(), costs=prices, plain=beside)
+        engine.warm_up(requests[:1])
+        assert engine.compile_s > 0
+        before = trace_counts()
+        (tokens,), (decisions,) = decode(engine, requests[:1])
+        assert trace_counts() == before
+        assert tokens == plain[0]
+        assert any(decision.draft_token_ids for decision in decisions) is drafts
+
+
 @given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 0.4), st.floats(0, 0.6), st.floats(0, 5))
 @settings(max_examples=25, deadline=None)
 def test_by_its_own_costs_little_is_lost_on_any_text(
