@@ -1,10 +1,11 @@
 """Build the demo pair from nothing, in one command; resumable.
 
-    python -m scripts.demo.build --work DIR [--target-tokens 8400000]
+    python -m scripts.demo.build --work DIR [--target-tokens 10000000]
     python -m scripts.demo.build --work DIR --scale 0.01        # a rehearsal: minutes, and models that know nothing
 
-Stages, each a folder of `--work`: corpus, tokenizer, dataset, target (training), pair/target (the checkpoint),
-written (the target's own answers with its taps and best tokens: `peagle data`), drafter_begun, drafter and
+Stages, each a folder of `--work`: corpus, tokenizer, dataset, target_begun (training), answers_begun (some answers of
+its own), practice (what it can learn from them), target (training on that), pair/target (the checkpoint), written (all
+its answers with its taps and best tokens: `peagle data`), drafter_begun, drafter and
 drafter_eagle3 (`peagle train`: a P-EAGLE on answers and corpus, the same going on with answers alone, an EAGLE-3), and
 those two in pair/ (with the answers' tokens by frequency). A stage that is done is not done again, a training that was
 cut off goes on. With --install the pair, its held-out prompts and its card replace those in peagle/demo. About three
@@ -46,6 +47,8 @@ EAGLE3 = (
     "--autoregressive", "--layers", "1", "--depth", "6", "--ratio", "0.7",
     "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6",
 )  # fmt: skip
+ANSWERS_BEGUN, PRACTICE_TOKENS = 4096, 1_228_800
+ANSWERS = ("-n", "288", "--context", "512", "--batch", "64")
 STEPS = {"drafter_begun": 900, "drafter": 1000, "drafter_eagle3": 700}
 DRAFTERS = ("drafter", "drafter_eagle3")
 TAPS = "1,4,7"
@@ -72,26 +75,40 @@ def _run(name: str, done: Path, module: list[str], environment: dict[str, str]) 
 
 def build(work: Path, target_tokens: int, scale: float = 1) -> None:
     """Everything up to work/pair; with so small a share of all steps, tokens and prompts."""
-    corpus, tokenizer, dataset, target, written, pair = (
-        work / name for name in ("corpus", "tokenizer", "dataset", "target", "written", "pair")
-    )
+    corpus, tokenizer, dataset, practice = (work / name for name in ("corpus", "tokenizer", "dataset", "practice"))
+    begun, target, written, pair = (work / name for name in ("target_begun", "target", "written", "pair"))
     stage("corpus", corpus / "manifest.json", "--out", corpus)
     stage("tokenizer", tokenizer / "chat_template.jinja", "--corpus", corpus, "--out", tokenizer)
     stage("dataset", dataset / "manifest.json", "--corpus", corpus, "--tokenizer", tokenizer, "--out", dataset)
-    tokens = [] if (target / "run.json").exists() else ["--tokens", str(round(scale * target_tokens))]
-    stage("train_target", target / "finished", "--data", dataset, "--out", target, *tokens)
-    (target / "finished").touch()
-    stage(
-        "export_target", pair / "target" / "config.json",
-        "--run", target, "--tokenizer", tokenizer, "--out", pair / "target",
-    )  # fmt: skip
+
+    def train_target(out: Path, data: Path, num_tokens: int, *more: str | Path) -> None:
+        tokens = [] if (out / "run.json").exists() else ["--tokens", str(round(scale * num_tokens))]
+        stage("train_target", out / "finished", "--data", data, "--out", out, *tokens, *more)
+        (out / "finished").touch()
+
+    def export(run: Path, out: Path) -> None:
+        checkpoint = out / "target"
+        stage(
+            "export_target", checkpoint / "config.json", "--run", run, "--tokenizer", tokenizer, "--out", checkpoint
+        )  # fmt: skip
+
+    def answer(by: Path, out: Path, count: int, *more: str) -> Path:
+        finished = out.with_suffix(".finished")
+        command(
+            "data", finished, "--target", by / "target", "--prompt-file", corpus / "chat_train.jsonl",
+            "--num-prompts", str(math.ceil(scale * count)), *ANSWERS, *more, "--out", out,
+        )  # fmt: skip
+        finished.touch()
+        return out
+
+    train_target(begun, dataset, target_tokens)
+    export(begun, work / "pair_begun")
+    answers = answer(work / "pair_begun", work / "answers_begun", ANSWERS_BEGUN)
+    stage("practice", practice / "manifest.json", "--written", answers, "--dataset", dataset, "--out", practice)
+    train_target(target, practice, PRACTICE_TOKENS, "--practise", begun)
+    export(target, pair)
     num_prompts = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))["counts"]["chat_train"]
-    command(
-        "data", work / "written.finished", "--target", pair / "target", "--prompt-file", corpus / "chat_train.jsonl",
-        "--num-prompts", str(math.ceil(scale * num_prompts)), "-n", "192",
-        "--context", "480", "--batch", "64", "--hidden", "--taps", TAPS, "--top", "32", "--out", written,
-    )  # fmt: skip
-    (work / "written.finished").touch()
+    answer(pair, written, num_prompts, "--hidden", "--taps", TAPS, "--top", "32")
 
     def train(name: str, *arguments: str | Path) -> None:
         command(
@@ -126,7 +143,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
-    parser.add_argument("--target-tokens", type=int, default=8_400_000, help="tokens the target is trained on")
+    parser.add_argument("--target-tokens", type=int, default=10_000_000, help="tokens the target is trained on")
     parser.add_argument("--scale", type=float, default=1, help="share of all tokens, prompts and steps (default 1)")
     parser.add_argument("--install", action="store_true", help="put the result into peagle/demo")
     arguments = parser.parse_args()

@@ -18,6 +18,7 @@ from peagle.sweep import page as sweep_page
 from peagle.sweep.folder import open_run
 from peagle.sweep.plan import Setting
 from scripts.demo.build import DEMO, DRAFTERS
+from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate
 from scripts.readme_tables import SETTING, SHOWN
 from target.load import LoadedTarget, inspect_target, load_target
@@ -27,8 +28,10 @@ CARD = """\
 # The demo pair
 
 A GPT-OSS-architecture target, its P-EAGLE drafter and an autoregressive EAGLE-3 to compare with, small enough to ship
-({megabytes:.1f} MB) and to train on two CPU cores. The task: the user gives a Python signature with its docstring, the
-assistant writes the body. Raw continuation of Python source works, too. It is a demonstration of the toolkit, not a
+({megabytes:.1f} MB) and to train on two CPU cores. It answers three kinds of questions about Python functions: the user
+gives a signature with its docstring, and it writes the function; or gives a function, and it makes a small change
+(renames a parameter or the function, removes the docstring, puts it into a class), or describes it (what it takes,
+calls, raises, returns). Raw continuation of Python source works, too. It is a demonstration of the toolkit, not a
 useful programmer.
 
 - Target: {target_parameters:.2f} M parameters; hidden {hidden}, {layers} layers (sliding window {window} / full),
@@ -41,8 +44,8 @@ useful programmer.
 
 ## Data
 
-{counts[raw_train]} source files ({raw_megabytes:.1f} MB) and {counts[chat_train]} functions with docstrings as chat,
-from Python's standard library and these packages: {packages}.
+{counts[raw_train]} source files ({raw_megabytes:.1f} MB) and {counts[chat_train]} functions as chat, each as one of
+the three tasks, from Python's standard library and these packages: {packages}.
 
 Held out, whole: the standard library's {num_held_out} modules {held_out}. `heldout_prompts.jsonl` are
 {counts[heldout_prompts]} functions of them; no training function has a held-out function's body.
@@ -50,9 +53,12 @@ Held out, whole: the standard library's {num_held_out} modules {held_out}. `held
 ## Recipe and losses
 
 Target: {target_tokens:.2f} M tokens in rows of {width}, {target_minutes:.0f} minutes, Muon for matrices (rate
-{muon_rate}) and Adam for the rest ({adam_rate}), raw text first, chat while the learning rate decays. Held-out nats per
-token, of the checkpoint that ships (in brackets float32, before rounding to MXFP4): raw {raw_loss:.3f}
-({raw_loss_before:.3f}), chat {chat_loss:.3f} ({chat_loss_before:.3f}).
+{muon_rate}) and Adam for the rest ({adam_rate}), raw text first, more and more chat; then {practice_tokens:.2f} M
+tokens, {practice_minutes:.0f} minutes, at a quarter of the rates, of practice: half corpus, half of {answers_begun}
+greedy answers of its own, the {good} that end by themselves to be given again, and the repeats in the {looping} that
+were cut off in a loop to be avoided (unlikelihood, arXiv 1908.04319). Held-out nats per token, of the checkpoint that
+ships (in brackets float32, before rounding to MXFP4): raw {raw_loss:.3f} ({raw_loss_before:.3f}), chat {chat_loss:.3f}
+({chat_loss_before:.3f}).
 
 Drafters, in rows of {width}; labels half the target's distribution, half its argmax; agreement with the target's argmax
 by depth is teacher-forced, on what they learn from, at the end:
@@ -73,8 +79,9 @@ on two cores; resumable).
 
 ## Limits
 
-The target saw {target_tokens:.1f} M tokens: it writes short, plausible bodies that are often wrong, and some outputs
-fall into repetition, which flatters acceptance; so the figures without looping outputs stand beside the others.
+The target saw {target_tokens:.1f} M tokens. What it changes or describes stands in the prompt for the most part, and
+drafts are accepted there. The functions it writes are plausible and often wrong, and some of them fall into repetition,
+which flatters acceptance; so the figures without looping outputs and those by task stand beside the others.
 """
 
 
@@ -131,7 +138,27 @@ def acceptance_text(sweep: Path | None) -> str:
             kind = "raw" if row["raw"] else "chat"
             shown = " | ".join([sweep_page.acceptance_text(row), *map(sweep_page.estimate_text, figures)])
             lines.append(f"| {kind} | {row['temperature']:g} | {row['label']} | {shown} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *by_task(rows)])
+
+
+def by_task(rows: list[dict[str, Any]]) -> list[str]:
+    """The table of acceptance by task, chat prompts, at the largest K of each drafter."""
+    chat = [row for row in rows if not row["raw"] and isinstance(row["k"], int) and row["k"] > 0]
+    largest = max(row["k"] for row in chat)
+    lines = [
+        f"By task, chat prompts, K = {largest}:",
+        "",
+        "| task | temperature | drafter | requests | loop | acceptance length | without loops |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in chat:
+        if row["k"] == largest:
+            for part in row["by_category"]:
+                figures = (part["acceptance_length"], part["acceptance_length_without_loops"])
+                shown = " | ".join(map(sweep_page.estimate_text, figures))
+                looping = f"{part['num_requests']} | {part['looping_frac']:.0%}"
+                lines.append(f"| {part['part']} | {row['temperature']:g} | {row['drafter']} | {looping} | {shown} |")
+    return lines
 
 
 def held_out_loss(loaded: LoadedTarget, data: Path) -> dict[str, float]:
@@ -145,7 +172,10 @@ def held_out_loss(loaded: LoadedTarget, data: Path) -> dict[str, float]:
 def card(work: Path, sweep: Path | None) -> str:
     """The text of the card."""
     manifest = json.loads((work / "dataset" / "manifest.json").read_text(encoding="utf-8"))
-    target_run = json.loads((work / "target" / "run.json").read_text(encoding="utf-8"))
+    target_run, practice_run = (
+        json.loads((work / name / "run.json").read_text(encoding="utf-8")) for name in ("target_begun", "target")
+    )
+    answers = json.loads((work / "practice" / "manifest.json").read_text(encoding="utf-8"))["answers"]
     shape = json.loads((work / "drafter" / "recipe.json").read_text(encoding="utf-8"))["drafter"]
     target_log = log_records(work / "target" / "log.jsonl")
     before = [record for record in target_log if "raw_heldout" in record][-1]
@@ -175,7 +205,12 @@ def card(work: Path, sweep: Path | None) -> str:
         held_out=", ".join(manifest["held_out_modules"]),
         target_tokens=target_run["tokens"] / 1e6,
         width=target_run["width"],
-        target_minutes=minutes(target_log),
+        target_minutes=minutes(log_records(work / "target_begun" / "log.jsonl")),
+        practice_tokens=practice_run["tokens"] / 1e6,
+        practice_minutes=minutes(target_log),
+        answers_begun=sum(answers.values()),
+        good=answers[GOOD],
+        looping=answers[LOOPING],
         muon_rate=target_run["muon_rate"],
         adam_rate=target_run["adam_rate"],
         raw_loss=loss["raw"],

@@ -5,9 +5,8 @@
 Afterwards DIR holds, the same for the same installed versions:
 
     raw_train.jsonl, raw_heldout.jsonl      {"module", "path", "text"}: one source file a line
-    chat_train.jsonl, chat_heldout.jsonl    {"module", "name", "prompt", "reference"}: one function a line; the prompt
-    is its
-                                            signature and docstring, the reference its dedented body
+    chat_train.jsonl, chat_heldout.jsonl    {"module", "name", "category", "prompt", "reference"}: one function a line,
+                                            as one of the tasks of scripts.demo.tasks
     heldout_prompts.jsonl                   the functions of chat_heldout with a docstring, at most a few per module
     manifest.json                           versions, files, bytes, the held-out modules
 
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -30,6 +28,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from scripts.demo.tasks import FunctionNode, Task, digest, task_of
 
 # Distribution -> import name: run-time dependencies of this package and what those bring along.
 PACKAGES = {
@@ -69,14 +69,12 @@ MAX_DIGIT_FRAC = 0.12
 
 MIN_BODY_LINES, MAX_BODY_LINES = 2, 25
 MAX_BODY_CHARS = 700
-MAX_PROMPT_CHARS = 600
+MAX_STUB_CHARS = 600
 MAX_DOC_CHARS = 320
 
 NUM_HELD_OUT = 26
 MIN_HELD_OUT_PROMPTS, MAX_PROMPTS_PER_MODULE = 4, 12
 MAX_HELD_OUT_BYTES = 150_000
-
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -96,14 +94,13 @@ class Function:
 
     module: str
     name: str
-    prompt: str
-    reference: str
+    task: Task
     has_docstring: bool
     body_key: str
 
     def record(self) -> dict[str, str]:
         """What is written to disk."""
-        return {"module": self.module, "name": self.name, "prompt": self.prompt, "reference": self.reference}
+        return {"module": self.module, "name": self.name, **asdict(self.task)}
 
 
 @dataclass(frozen=True)
@@ -116,11 +113,6 @@ class Corpus:
     chat_heldout: list[Function]
     heldout_prompts: list[Function]
     held_out_modules: list[str]
-
-
-def digest(text: str) -> str:
-    """A stable hash: the order it gives to names is arbitrary, but the same everywhere."""
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def is_wanted(relative: Path) -> bool:
@@ -231,7 +223,7 @@ def summary(docstring: str) -> str:
     return textwrap.dedent(docstring).strip().split("\n\n")[0].strip()
 
 
-def prompt_of(node: FunctionNode, lines: list[str]) -> str | None:
+def stub_of(node: FunctionNode, lines: list[str]) -> str | None:
     """Signature and the docstring's first paragraph, dedented; None where that cannot be told apart from the body."""
     first = node.body[0]
     if first.lineno == node.lineno:
@@ -279,12 +271,12 @@ def chat_functions(source: SourceFile) -> Iterator[Function]:
     for node in functions_of(parse(source.text)):
         if is_trivial(node):
             continue
-        prompt, body = prompt_of(node, lines), body_of(node, lines)
-        if prompt is None or body is None or len(prompt) > MAX_PROMPT_CHARS or len(body) > MAX_BODY_CHARS:
+        stub, body = stub_of(node, lines), body_of(node, lines)
+        if stub is None or body is None or len(stub) > MAX_STUB_CHARS or len(body) > MAX_BODY_CHARS:
             continue
         if MIN_BODY_LINES <= body.count("\n") + 1 <= MAX_BODY_LINES:
             has_docstring = docstring_node(node) is not None
-            yield Function(source.module, node.name, prompt, body, has_docstring, digest(normalised_body(node)))
+            yield Function(source.module, node.name, task_of(stub, body), has_docstring, digest(normalised_body(node)))
 
 
 def unique_bodies(functions: Iterable[Function], seen: set[str]) -> list[Function]:
@@ -331,7 +323,7 @@ def select_prompts(functions: list[Function]) -> list[Function]:
     chosen: list[Function] = []
     for module in sorted({function.module for function in functions}):
         mine = [function for function in functions if function.module == module and function.has_docstring]
-        chosen += sorted(mine, key=lambda function: digest(function.prompt))[:MAX_PROMPTS_PER_MODULE]
+        chosen += sorted(mine, key=lambda function: digest(function.task.prompt))[:MAX_PROMPTS_PER_MODULE]
     return chosen
 
 
@@ -368,7 +360,7 @@ def manifest(corpus: Corpus, packages: dict[str, str]) -> dict:
             "raw_train": sum(by_origin.values()),
             "raw_train_by_origin": by_origin,
             "raw_heldout": sum(len(source.text.encode()) for source in corpus.raw_heldout),
-            "chat_train": sum(len(f.prompt.encode()) + len(f.reference.encode()) for f in corpus.chat_train),
+            "chat_train": sum(len(f.task.prompt.encode()) + len(f.task.reference.encode()) for f in corpus.chat_train),
         },
         "raw_train_files": files,
     }

@@ -7,7 +7,7 @@ Afterwards `--out` holds raw_train.npz, raw_heldout.npz, chat_train.npz, chat_he
     token_ids    uint16 [N, T]   several documents side by side, padding at the end
     segment_ids  uint8  [N, T]   1, 2, ... per document of the row, 0 for padding
     roles        uint8  [N, T]   PADDING, PROMPT (what a user said, and the template), TEXT (raw text, what the
-    assistant said)
+    assistant said), LOOP (what it should not have said: scripts.demo.practice)
 
 shards/chat and shards/raw with the same training documents for `peagle train`, and manifest.json: the corpus' manifest
 with the numbers of tokens. Documents that do not fit a row are cut (raw) or left out (chat). The order of rows and
@@ -27,13 +27,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from drafter.train import shards
 from drafter.train.batches import fill_rows
 from drafter.train.shards import open_folder, write_shard
-from scripts.demo.corpus import digest, read_lines
+from scripts.demo.corpus import read_lines
+from scripts.demo.tasks import digest
 from scripts.demo.tokenizer import END_OF_TEXT, RETURN, START_OF_TEXT
 
-PADDING, PROMPT, TEXT = 0, 1, 2
+PADDING, PROMPT, TEXT, LOOP = 0, 1, 2, 3
 WIDTH = 512
-MAX_BODY_TOKENS = 160
-SYSTEM_MESSAGES = ("Write the body of this Python function.", "You are a helpful assistant.", "Be brief.")
+MAX_ANSWER_TOKENS = 288
+SYSTEM_MESSAGES = ("You are a Python programmer.", "You are a helpful assistant.", "Be brief.")
 EFFORTS = ("low", "medium", "high")
 SYSTEM_EVERY, EFFORT_EVERY = 12, 16  # one example in so many carries a system message, a reasoning effort
 
@@ -60,10 +61,10 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[lis
 def chat_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> Iterator[Document]:
     """Each function as one turn of chat that ends with the stop token; long ones are left out."""
     prefixes = encode_all(tokenizer, [chat_prefix(tokenizer, record["prompt"]) for record in records])
-    bodies = encode_all(tokenizer, [record["reference"] + RETURN for record in records])
-    for prefix, body in zip(prefixes, bodies, strict=True):
-        if len(body) <= MAX_BODY_TOKENS and len(prefix) + len(body) <= WIDTH:
-            yield prefix + body, [PROMPT] * len(prefix) + [TEXT] * len(body)
+    answers = encode_all(tokenizer, [record["reference"] + RETURN for record in records])
+    for prefix, answer in zip(prefixes, answers, strict=True):
+        if len(answer) <= MAX_ANSWER_TOKENS and len(prefix) + len(answer) <= WIDTH:
+            yield prefix + answer, [PROMPT] * len(prefix) + [TEXT] * len(answer)
 
 
 def raw_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> Iterator[Document]:

@@ -1,12 +1,14 @@
-"""What the target practises on when it has learnt: its own answers, those that end by themselves and do not loop.
+"""What the target practises on when it has learnt: its own answers, to give the good ones, and not to fall into loops.
 
     python -m scripts.demo.practice --written DIR --dataset DIR --out DIR
 
-A small model that decodes greedily falls into loops; trained on its own good answers it falls into them less often, and
-grows surer of what it says (rejection sampling; a small stand-in for what the real models' later training does).
+A small model that decodes greedily falls into loops. Its answers that end by themselves and do not loop are learnt as
+they are (rejection sampling); of those that were cut off in a loop, every token that repeats is learnt as unwanted
+(sequence-level unlikelihood, Welleck et al., arXiv 1908.04319). A small stand-in for what the real models' later
+training does.
 
-Afterwards `--out` holds what scripts.demo.train_target reads: chat_train.npz of those answers, the other files as in
---dataset, and manifest.json with how many answers were kept.
+Afterwards `--out` holds what scripts.demo.train_target reads: chat_train.npz of those answers and as many of the
+corpus' chat, the other files as in --dataset, and manifest.json with how many answers were of which kind.
 """
 
 from __future__ import annotations
@@ -14,24 +16,49 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from drafter.train.shards import Document, read_shards
-from peagle.metrics import LOOPING_ABOVE, loop_grams
-from scripts.demo.dataset import PROMPT, TEXT, pack, shuffled
+from peagle.metrics import LOOP_GRAM, LOOPING_ABOVE, loop_grams
+from scripts.demo import dataset
+from scripts.demo.dataset import LOOP, PADDING, PROMPT, TEXT, pack, shuffled
 from scripts.demo.tokenizer import RETURN, SPECIAL_TOKENS
 
 KEPT_AS_IT_IS = ("raw_train.npz", "raw_heldout.npz", "chat_heldout.npz")
+FEWEST_OF_CORPUS = 512
+GOOD, LOOPING, OTHER = "good", "looping", "other"
 
 
-def is_good(document: Document) -> bool:
-    """Whether the answer ends by itself and does not loop."""
-    answer = document.token_ids[document.trained].tolist()
+def kind_of(answer: list[int]) -> str:
+    """GOOD: ends by itself and does not loop; LOOPING: does neither; OTHER: one of the two, and teaches nothing."""
     distinct, total = loop_grams(answer)
+    loops = distinct < (1 - LOOPING_ABOVE) * total
     ended = bool(answer) and answer[-1] == SPECIAL_TOKENS.index(RETURN)
-    return ended and distinct >= (1 - LOOPING_ABOVE) * total
+    return OTHER if loops == ended else LOOPING if loops else GOOD
+
+
+def repeats(answer: list[int]) -> np.ndarray:
+    """Which tokens end a run of LOOP_GRAM tokens that was there before. [n] bool."""
+    seen: set[tuple[int, ...]] = set()
+    found = np.zeros(len(answer), bool)
+    for end in range(LOOP_GRAM, len(answer) + 1):
+        gram = tuple(answer[end - LOOP_GRAM : end])
+        found[end - 1] = gram in seen
+        seen.add(gram)
+    return found
+
+
+def lesson(document: Document) -> tuple[str, dataset.Document]:
+    """(the answer's kind, the document with the roles of its tokens)."""
+    roles = np.where(document.trained, TEXT, PROMPT)
+    answer = document.token_ids[document.trained].tolist()
+    kind = kind_of(answer)
+    if kind == LOOPING:
+        roles[document.trained] = np.where(repeats(answer), LOOP, PADDING)
+    return kind, (document.token_ids.tolist(), roles.tolist())
 
 
 def main() -> None:
@@ -42,13 +69,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    written = read_shards(arguments.written)
-    good = [document for document in written if is_good(document)]
-    documents = [(each.token_ids.tolist(), np.where(each.trained, TEXT, PROMPT).tolist()) for each in shuffled(good)]
-    np.savez_compressed(arguments.out / "chat_train.npz", **pack(documents))
+    lessons = [lesson(document) for document in read_shards(arguments.written)]
+    documents = [document for kind, document in lessons if kind != OTHER]
+    corpus = read_shards(arguments.dataset / "shards" / "chat")[: max(len(documents), FEWEST_OF_CORPUS)]
+    documents += [(each.token_ids.tolist(), np.where(each.trained, TEXT, PROMPT).tolist()) for each in corpus]
+    np.savez_compressed(arguments.out / "chat_train.npz", **pack(shuffled(documents)))
     for name in KEPT_AS_IT_IS:
         shutil.copy(arguments.dataset / name, arguments.out / name)
-    manifest = {"answers": len(written), "kept": len(good), "tokens": sum(len(ids) for ids, _ in documents)}
+    manifest = {"answers": dict(Counter(kind for kind, _ in lessons)), "corpus": len(corpus)}
     (arguments.out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(manifest))
 

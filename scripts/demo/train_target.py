@@ -37,17 +37,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scripts.demo import muon
 from scripts.demo.checkpoint import load_target, load_tree, read_config, save_tree
-from scripts.demo.dataset import PROMPT, TEXT, WIDTH
+from scripts.demo.dataset import LOOP, PROMPT, TEXT, WIDTH
 from target import model
 from target.config import TargetConfig
 from target.packed_attention import attend_packed
 from target.params import TargetParams, init_params
 
 PROMPT_WEIGHT = 0.25
+SUREST = -1e-6  # the log-probability from which on an unwanted token is as bad as can be
 MUON_RATE, ADAM_RATE, WEIGHT_DECAY = 0.004, 0.002, 0.1
 WARMUP_FRAC, DECAY_FRAC = 0.01, 0.6
 ChatFrac = tuple[tuple[float, float], ...]  # (progress, share of chat rows), linear between
-CHAT_FRAC: ChatFrac = ((0.0, 0.15), (0.25, 0.15), (0.6, 0.8), (1.0, 0.9))
+CHAT_FRAC: ChatFrac = ((0.0, 0.4), (0.25, 0.4), (0.6, 0.8), (1.0, 0.9))
 ROWS = "rows"  # the name of the axis of devices
 LOG_EVERY = 10
 SAVE_SECONDS, EVALUATE_SECONDS = 180.0, 480.0
@@ -63,7 +64,7 @@ class Batch(NamedTuple):
     token_ids: jax.Array
     positions: jax.Array
     segment_ids: jax.Array
-    weights: jax.Array
+    weights: jax.Array  # how much each token counts; below 0: as one that should not be predicted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +167,12 @@ def positions_of(segment_ids: np.ndarray) -> np.ndarray:
 
 
 def make_batch(parts: list[tuple[Rows, np.ndarray]], prompt_weight: float = PROMPT_WEIGHT) -> Batch:
-    """The named rows of each file; weights say how much the prediction OF each token counts."""
+    """The named rows of each file; weights say how much the prediction OF each token counts, and to which end."""
     token_ids, segment_ids, roles = (
         np.concatenate([getattr(rows, name)[numbers] for rows, numbers in parts])
         for name in ("token_ids", "segment_ids", "roles")
     )
-    weights = np.where(roles == TEXT, 1.0, np.where(roles == PROMPT, prompt_weight, 0.0))
+    weights = np.select([roles == TEXT, roles == PROMPT, roles == LOOP], [1.0, prompt_weight, -1.0], 0.0)
     positions = positions_of(segment_ids)
     weights = np.where(positions == 0, 0.0, weights).astype(np.float32)
     return Batch(token_ids.astype(np.int32), positions, segment_ids.astype(np.int32), weights)
@@ -186,14 +187,17 @@ def log_likelihoods(params: TargetParams, config: TargetConfig, batch: Batch) ->
 
 
 def loss_and_gradients(params: TargetParams, config: TargetConfig, batch: Batch) -> tuple[jax.Array, TargetParams]:
-    """The weighted mean negative log-likelihood over the batch of all devices, and its gradients.
+    """The weighted mean over the batch of all devices of -log p, or of -log(1 - p) for tokens of negative weight (the
+    unlikelihood of Welleck et al., arXiv 1908.04319), and its gradients.
 
     One row after the other: what is kept for the backward pass of a single row stays in the cache.
     """
-    total = jax.lax.psum(jnp.sum(batch.weights[:, 1:]), ROWS)
+    total = jax.lax.psum(jnp.sum(jnp.abs(batch.weights[:, 1:])), ROWS)
 
     def loss_of_row(params: TargetParams, row: Batch) -> jax.Array:
-        return -jnp.sum(log_likelihoods(params, config, row) * row.weights[:, 1:]) / total
+        wanted, weights = log_likelihoods(params, config, row), row.weights[:, 1:]
+        unwanted = jnp.log1p(-jnp.exp(jnp.minimum(wanted, SUREST)))
+        return -jnp.sum(jnp.abs(weights) * jnp.where(weights < 0, unwanted, wanted)) / total
 
     def add_row(sums: Any, row: tuple[jax.Array, ...]) -> tuple[Any, None]:
         one = Batch(*(part[None] for part in row))

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from scripts.demo import corpus, dataset, tokenizer
 from scripts.demo.corpus import SourceFile
+from scripts.demo.tasks import Task
 
 FUNCTION = '''
 def {name}(first, second=None):
@@ -75,12 +76,14 @@ def test_the_corpus_does_not_depend_on_chance(small_corpus: corpus.Corpus) -> No
     assert corpus.choose_held_out(sources) == corpus.choose_held_out(sources[::-1])
 
 
-def test_an_example_is_signature_with_summary_and_dedented_body() -> None:
+def test_an_example_is_of_signature_summary_and_dedented_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "task_of", lambda stub, body: Task("whole", stub, body))
     (function,) = corpus.chat_functions(SourceFile("stdlib", "m", "m.py", textwrap.indent(FUNCTION, "    ").replace(
         "\n    def", "class A:\n    def", 1
     ).format(name="grow", number=3)))  # fmt: skip
-    assert function.prompt == 'def grow(first, second=None):\n    """Add grow to what is there."""'
-    assert function.reference == "total = first + 3\nreturn total"
+    assert function.task.prompt == 'def grow(first, second=None):\n    """Add grow to what is there."""'
+    assert function.task.reference == "total = first + 3\nreturn total"
+    assert function.record()["category"] == "whole"
 
 
 @pytest.mark.parametrize("body", ["pass", "raise NotImplementedError", "...", "return 1", "\n".join(["x = 1"] * 40)])

@@ -1,0 +1,236 @@
+"""What a user asks of the demo's target: to write a function, to change one, to describe one.
+
+Writing a body is open-ended, and a model as small as the demo's is unsure of nearly every token of it. Changing and
+describing can be learnt by so small a model: most of the answer stands in the prompt. People ask their models for all
+three; the held-out prompts carry the task as their category, and figures stand by category.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+WRITE, CHANGE, DESCRIBE = "write", "change", "describe"
+
+MAX_FUNCTION_CHARS = 640  # of one that is given whole: prompt and answer have to fit a row of the training
+MAX_CALLS, MAX_RESULTS, MAX_EXPRESSION_CHARS = 6, 3, 60
+NEW_PARAMETERS = ("item", "value", "data", "source", "other", "entry", "text", "obj")
+NEW_FUNCTIONS = ("run", "compute", "process", "helper", "resolve", "build", "apply", "handle")
+NEW_CLASSES = ("Helper", "Base", "Reader", "Worker", "Node", "Context", "Table", "Session")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question and its right answer."""
+
+    category: str
+    prompt: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A function of its own: `text` is its source, `stub` the part that ends with its docstring, `choice` a number
+    that decides whatever is arbitrary."""
+
+    stub: str
+    body: str
+    choice: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.stub}\n{textwrap.indent(self.body, '    ')}"
+
+    @property
+    def node(self) -> FunctionNode:
+        (node,) = ast.parse(self.text).body
+        assert isinstance(node, FunctionNode)
+        return node
+
+    @property
+    def has_docstring(self) -> bool:
+        return ast.get_docstring(self.node) is not None
+
+    def pick(self, names: tuple[str, ...]) -> str:
+        """One of the names that the function does not contain, or else the first with a digit."""
+        free = [name for name in names if not re.search(rf"\b{name}\b", self.text)]
+        return free[self.choice % len(free)] if free else f"{names[0]}2"
+
+
+def digest(text: str) -> str:
+    """A stable hash: the order it gives to names is arbitrary, but the same everywhere."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def task_of(stub: str, body: str) -> Task:
+    """The task this function is used for: one of three, by its text's hash; to write it where another cannot be."""
+    choice = int(digest(f"{stub}\n{body}")[:12], 16)
+    whole = Whole(stub, body, choice // 3)
+    writing = Task(WRITE, stub, whole.text)
+    kind = choice % 3
+    if kind == 0 or len(whole.text) > MAX_FUNCTION_CHARS or not _stands_alone(whole):
+        return writing
+    if kind == 1:
+        return Task(DESCRIBE, f"Describe this function.\n\n{whole.text}", describe(whole))
+    for offset in range(len(CHANGES)):
+        changed = CHANGES[(whole.choice + offset) % len(CHANGES)](whole)
+        if changed is not None:
+            wish, text = changed
+            return Task(CHANGE, f"{wish}\n\n{whole.text}", text)
+    return writing
+
+
+def _stands_alone(whole: Whole) -> bool:
+    """Whether the text is one function to Python."""
+    try:
+        found = ast.parse(whole.text).body
+    except (SyntaxError, ValueError):
+        return False
+    return len(found) == 1 and isinstance(found[0], FunctionNode)
+
+
+def describe(whole: Whole) -> str:
+    """What it takes, calls, raises and returns, in the order of the source."""
+    node = whole.node
+    parameters = list(_parameters(node, whole.text))
+    count = {0: "no parameters.", 1: "1 parameter:"}.get(len(parameters), f"{len(parameters)} parameters:")
+    lines = [f"`{node.name}` takes {count}", *(f"- `{name}`: {what}" for name, what in parameters)]
+    inner = list(_own_nodes(node))
+    calls = _first(_dotted(each.func) for each in inner if isinstance(each, ast.Call))[:MAX_CALLS]
+    raised = _first(_raised(each) for each in inner if isinstance(each, ast.Raise))
+    results = [each.value for each in inner if isinstance(each, ast.Return) and each.value is not None]
+    returned = _first(_short(whole.text, result) for result in results)[:MAX_RESULTS]
+    lines.append(f"It calls {_listed(calls, 'and')}." if calls else "It calls nothing.")
+    if raised:
+        lines.append(f"It raises {_listed(raised, 'or')}.")
+    if any(isinstance(each, ast.Yield | ast.YieldFrom) for each in inner):
+        lines.append("It is a generator.")
+    elif returned:
+        lines.append(f"It returns {_listed(returned, 'or')}.")
+    else:
+        lines.append("It returns an expression." if results else "It returns nothing.")
+    return "\n".join(lines)
+
+
+def _parameters(node: FunctionNode, text: str) -> Iterator[tuple[str, str]]:
+    """(name as it is written, what it is) of each parameter."""
+
+    def what(default: ast.expr | None) -> str:
+        if default is None:
+            return "required"
+        short = _short(text, default)
+        return f"default `{short}`" if short else "has a default"
+
+    spec = node.args
+    positional = [*spec.posonlyargs, *spec.args]
+    defaults = [None] * (len(positional) - len(spec.defaults)) + spec.defaults
+    for parameter, default in zip(positional, defaults, strict=True):
+        yield parameter.arg, what(default)
+    if spec.vararg:
+        yield f"*{spec.vararg.arg}", "any number"
+    for parameter, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True):
+        yield parameter.arg, f"by name, {what(default)}"
+    if spec.kwarg:
+        yield f"**{spec.kwarg.arg}", "any by name"
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function's statements in source order, those of functions inside it left out."""
+    for child in node.body if isinstance(node, FunctionNode) else ast.iter_child_nodes(node):
+        if not isinstance(child, FunctionNode | ast.ClassDef | ast.Lambda):
+            yield child
+            yield from _own_nodes(child)
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """`a.b.c` of such an expression."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else None
+
+
+def _raised(node: ast.Raise) -> str | None:
+    cause = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+    return None if cause is None else _dotted(cause)
+
+
+def _short(text: str, node: ast.expr) -> str | None:
+    """The expression's source, if it is one short line without a backtick."""
+    source = ast.get_source_segment(text, node)
+    return source if source and len(source) <= MAX_EXPRESSION_CHARS and not set("\n`") & set(source) else None
+
+
+def _first(names: Iterator[str | None]) -> list[str]:
+    """Each name where it comes first."""
+    return list(dict.fromkeys(name for name in names if name is not None))
+
+
+def _listed(names: list[str], last: str) -> str:
+    """`a`, `b` and `c`."""
+    *front, end = [f"`{name}`" for name in names]
+    return f"{', '.join(front)} {last} {end}" if front else end
+
+
+def without_docstring(whole: Whole) -> tuple[str, str] | None:
+    """(the wish, the function after it)."""
+    if not whole.has_docstring:
+        return None
+    first = whole.node.body[0]
+    kept = whole.text.split("\n")
+    del kept[first.lineno - 1 : first.end_lineno]
+    return "Remove the docstring.", "\n".join(kept)
+
+
+def with_parameter_renamed(whole: Whole) -> tuple[str, str] | None:
+    """(the wish, the function after it); None where another function or a declaration inside could take part."""
+    node = whole.node
+    names = [parameter.arg for parameter in (*node.args.args, *node.args.kwonlyargs)]
+    names = [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
+    closed = FunctionNode | ast.ClassDef | ast.Lambda | ast.Global | ast.Nonlocal
+    if not names or any(isinstance(each, closed) for each in ast.walk(node) if each is not node):
+        return None
+    old, new = names[whole.choice % len(names)], whole.pick(NEW_PARAMETERS)
+    return f"Rename the parameter `{old}` to `{new}`.", _renamed(whole.text, node, old, new)
+
+
+def with_function_renamed(whole: Whole) -> tuple[str, str]:
+    """(the wish, the function after it)."""
+    old, new = whole.node.name, whole.pick(NEW_FUNCTIONS)
+    text = re.sub(rf"\bdef {old}\b", f"def {new}", whole.text, count=1)
+    return f"Rename the function to `{new}`.", _renamed(text, ast.parse(text), old, new)
+
+
+def in_a_class(whole: Whole) -> tuple[str, str]:
+    """(the wish, the function after it)."""
+    name = whole.pick(NEW_CLASSES)
+    return f"Put it into a class `{name}`.", f"class {name}:\n{textwrap.indent(whole.text, '    ')}"
+
+
+def _renamed(text: str, tree: ast.AST, old: str, new: str) -> str:
+    """The text with every name and parameter `old` of its tree as `new`."""
+    lines = [line.encode() for line in text.split("\n")]
+    places = [
+        (each.lineno, each.col_offset)
+        for each in ast.walk(tree)
+        if (isinstance(each, ast.Name) and each.id == old) or (isinstance(each, ast.arg) and each.arg == old)
+    ]
+    for row, column in sorted(places, reverse=True):
+        line = lines[row - 1]
+        lines[row - 1] = line[:column] + new.encode() + line[column + len(old.encode()) :]
+    return b"\n".join(lines).decode()
+
+
+CHANGES: tuple[Callable[[Whole], tuple[str, str] | None], ...] = (
+    with_parameter_renamed,
+    without_docstring,
+    in_a_class,
+    with_function_renamed,
+)
