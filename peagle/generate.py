@@ -3,8 +3,8 @@
 The loop dispatches step n + 1 before it reads step n's few integers, which are copied to the host while the device
 works: two steps in flight, the host one step late. What was computed past a row's end is never shown.
 
-    device | prefill            | step 0                 | step 1             | step 2 ...
-    host   | dispatch prefill   | read first, dispatch 0, 1 | read 0, dispatch 2 | read 1 ...
+    device | prefill          | step 0                    | step 1             | step 2 ...
+    host   | dispatch prefill | read first, dispatch 0, 1 | read 0, dispatch 2 | read 1 ...
 
 A dispatch costs the host a fraction of a millisecond. Where a step is as quick as that, one dispatch holds several.
 """
@@ -221,8 +221,9 @@ class Engine:
             self.check(request)
         if self.config.adaptive and self.costs is None:
             self.warm_up(requests)
+        decoder = self._decoder()
         for batch in self._batches(requests):
-            yield from self._decoder()._decode(batch, self._bucket(batch))
+            yield from decoder._decode(batch, self._bucket(batch))
 
     def compiled(self, requests: Sequence[Request]) -> jax.stages.Compiled:
         """The program that a dispatch of these requests runs, compiled once more, to look at."""

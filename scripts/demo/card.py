@@ -142,8 +142,10 @@ def acceptance_text(sweep: Path | None) -> str:
 
 
 def by_task(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of acceptance by task, chat prompts, at the largest K of each drafter."""
+    """The table of acceptance by task, chat prompts, at the largest K; nothing where prompts have no task."""
     chat = [row for row in rows if not row["raw"] and isinstance(row["k"], int) and row["k"] > 0]
+    if not any(row["by_category"] for row in chat):
+        return []
     largest = max(row["k"] for row in chat)
     lines = [
         f"By task, chat prompts, K = {largest}:",

@@ -51,14 +51,20 @@ def repeats(answer: list[int]) -> np.ndarray:
     return found
 
 
+def with_roles(document: Document, of_answer: np.ndarray | int = TEXT) -> dataset.Document:
+    """The document with these roles, or this one, of its answer's tokens."""
+    roles = np.full(len(document.token_ids), PROMPT)
+    roles[document.trained] = of_answer
+    return document.token_ids.tolist(), roles.tolist()
+
+
 def lesson(document: Document) -> tuple[str, dataset.Document]:
     """(the answer's kind, the document with the roles of its tokens)."""
-    roles = np.where(document.trained, TEXT, PROMPT)
     answer = document.token_ids[document.trained].tolist()
     kind = kind_of(answer)
     if kind == LOOPING:
-        roles[document.trained] = np.where(repeats(answer), LOOP, PADDING)
-    return kind, (document.token_ids.tolist(), roles.tolist())
+        return kind, with_roles(document, np.where(repeats(answer), LOOP, PADDING))
+    return kind, with_roles(document)
 
 
 def main() -> None:
@@ -72,7 +78,7 @@ def main() -> None:
     lessons = [lesson(document) for document in read_shards(arguments.written)]
     documents = [document for kind, document in lessons if kind != OTHER]
     corpus = read_shards(arguments.dataset / "shards" / "chat")[: max(len(documents), FEWEST_OF_CORPUS)]
-    documents += [(each.token_ids.tolist(), np.where(each.trained, TEXT, PROMPT).tolist()) for each in corpus]
+    documents += [with_roles(each) for each in corpus]
     np.savez_compressed(arguments.out / "chat_train.npz", **pack(shuffled(documents)))
     for name in KEPT_AS_IT_IS:
         shutil.copy(arguments.dataset / name, arguments.out / name)
