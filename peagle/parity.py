@@ -17,7 +17,7 @@ import numpy as np
 
 from peagle.ops.messages import Draft, Fresh
 from peagle.protocols import Drafter
-from peagle.sweep.figures import Estimate, estimate, mean
+from peagle.sweep.figures import Estimate, estimate, ratio
 
 FOLLOWS = 0.9  # of the steps: a fault explains drafts that follow it this often
 CHANCE = 0.05  # of a pattern that is taken for no accident
@@ -178,7 +178,8 @@ def causes(given: np.ndarray, readings: Sequence[Reading]) -> list[Cause]:
     interval leaves out zero, and by more than a tenth of a token and 5 %."""
     found = []
     for reading in readings:
-        gain = estimate((reading.accepted - given)[:, None].astype(np.float64), mean)
+        more = (reading.accepted - given).astype(np.float64)
+        gain = estimate(np.stack([more, np.ones_like(more)], axis=1), ratio)
         least = max(LEAST_GAIN, LEAST_FRAC * (1 + given.mean()))
         if gain is not None and (gain.low or 0.0) > 0 and gain.value > least:
             found.append(Cause(reading.name, 1 + float(reading.accepted.mean()), gain))

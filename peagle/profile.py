@@ -58,9 +58,9 @@ class Breakdown:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fractions of a step: drafting, verifying, and all the rest, which is the host's and the runtime's."""
-        draft, verify = self.draft_ms / self.step_ms, self.verify_ms / self.step_ms
-        return {"draft_frac": draft, "verify_frac": verify, "host_frac": 1 - draft - verify}
+        """A step in three: drafting, verifying, and all the rest, which is the host's and the runtime's."""
+        rest_ms = self.step_ms - self.draft_ms - self.verify_ms
+        return {"draft_ms": self.draft_ms, "verify_ms": self.verify_ms, "host_ms": rest_ms}
 
 
 @dataclass(frozen=True)

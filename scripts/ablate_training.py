@@ -267,7 +267,7 @@ def over(lines: Sequence[Json], base: Sequence[Json]) -> Json:
     """How much longer than the base's acceptance length is; the interval resamples prompts, the same of both."""
     ours, theirs = counted(lines), counted(base)
     table = np.array([ours[request] + theirs[request] for request in ours])
-    found = estimate(table, lambda tables: ratio(tables[..., :2]) - ratio(tables[..., 2:]))
+    found = estimate(table, lambda sums: ratio(sums[:, :2]) - ratio(sums[:, 2:]))
     return {"value": length(lines) - length(base), "interval": _ends(found)}
 
 

@@ -47,7 +47,7 @@ def cycle(rows: Sequence[Row]) -> str | None:
             ("draft_s", "draft", COLORS[1]),
             ("host_s", "rest", "#bbbbbb"),
         ):
-            heights = np.array([max(row[key], 0) for row in known]) / plain
+            heights = np.array([row[key]["value"] for row in known]) / plain
             axis.bar(places, heights, 0.6, bottom=bottom, label=name, color=color)
             bottom += heights
         lengths = [row["tokens_per_step"] for row in known]

@@ -120,10 +120,11 @@ def _differences(
         table = np.array([[*row(a), *row(b)] for a, b in pairs], np.float64)
         half = table.shape[1] // 2
 
-        def less(tables: np.ndarray, statistic: Statistic = statistic, half: int = half) -> np.ndarray:
-            return statistic(tables[..., half:]) - statistic(tables[..., :half])
+        def less(sums: np.ndarray, statistic: Statistic = statistic, half: int = half) -> np.ndarray:
+            return statistic(sums[:, half:]) - statistic(sums[:, :half])
 
-        one, two = (float(statistic(part[None])[0]) for part in (table[:, :half], table[:, half:]))
+        sums = table.sum(axis=0)[None]
+        one, two = (float(statistic(part)[0]) for part in (sums[:, :half], sums[:, half:]))
         apart = figure != "speed-up" or _repeats_apart(timed)
         if (found := estimate(table, less, [a.asked.row for a, _ in pairs])) is not None:
             yield Difference(setting, label, figure, one, two, found, len(pairs), apart)

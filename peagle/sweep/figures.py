@@ -16,12 +16,14 @@ repeats stay together); of fewer than FEWEST conversations there is no interval.
     tokens_per_step          sum (tokens_n - 1) / sum passes of the target: what a pass gave, plain ones of `auto` and
                              what the end of an output cut off counted
     cycle_cost, c(K)         step_s / plain decoding's step_s: passes a step costs; speedup = tokens_per_step / c(K)
-    draft_s, verify_s        step_s times the part's share of a step under the profiler (peagle.profile);
-                             host_s is all the rest: accepting, committing, the runtime between operations, the host
+    draft_s, verify_s        step_s times the part's share of a step in some requests under the profiler
+                             (peagle.profile); host_s is all the rest: accepting, committing, the runtime between
+                             operations, the host
     verify_cost, v(T)        verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
 
 A request loops where the loop share of any of the arm's repeats is above 0.3; `without_loops` are the same figures of
-the others.
+the others. `by_category` and `by_bucket` are the same again of some of the requests; the shares of a step are the
+arm's everywhere, for few requests are looked at under the profiler.
 """
 
 import dataclasses
@@ -37,12 +39,13 @@ from peagle.metrics import LOOPING_ABOVE, Counters, total
 from peagle.sweep.folder import ITL_QUANTILES, Asked, Folder, Json, Sample, arm_of
 from peagle.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
 
-RESAMPLES, RESAMPLED_AT_ONCE = 2000, 4_000_000
+RESAMPLES = 2000
 FEWEST = 8  # conversations of which a bootstrap says anything
+PARTS, PLAIN_VERIFY = ("draft", "verify", "host"), "plain verify"  # of a step's time
 SLOWER = 0.97  # a request whose interval lies wholly below is slower with speculation
 
 Row = Mapping[str, Any]  # the figures of one arm in one setting, as JSON
-Statistic = Callable[[np.ndarray], np.ndarray]  # tables [R, n, c] -> [R]
+Statistic = Callable[[np.ndarray], np.ndarray]  # sums of a table's columns [R, c] -> [R]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,54 +57,93 @@ class Estimate:
     high: float | None
 
 
-def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
-    """The statistic of a table [n, c], a row per request, and its bootstrap interval over groups of rows (each row its
-    own where none are given); None where it is not a number."""
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A figure, and what it is of each of RESAMPLES draws of conversations; no draws where those were too few."""
+
+    value: float
+    draws: np.ndarray | None
+
+    @property
+    def estimate(self) -> Estimate:
+        if self.draws is None:
+            return Estimate(self.value, None, None)
+        low, high = np.nanquantile(self.draws, (0.025, 0.975))
+        return Estimate(self.value, float(low), float(high))
+
+    def times(self, other: "Drawn") -> "Drawn":
+        both = None if self.draws is None or other.draws is None else self.draws * other.draws
+        return Drawn(self.value * other.value, both)
+
+    def over(self, other: "Drawn") -> "Drawn | None":
+        """None where that is no number."""
+        if not other.value:
+            return None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            both = None if self.draws is None or other.draws is None else self.draws / other.draws
+        return Drawn(self.value / other.value, both)
+
+
+def drawn(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None, seed: int = 0) -> Drawn | None:
+    """A statistic of the sums of a table's [n, c] columns, a row per request, `groups` naming its conversation (each
+    its own where they are not given); None where it is not a number. The same draws for the same seed and number of
+    conversations."""
     if not len(table):
         return None
-    names = np.arange(len(table)) if groups is None else np.asarray(groups)
-    members = [np.flatnonzero(names == name) for name in np.unique(names)]
+    names, group_of = np.unique(np.arange(len(table)) if groups is None else groups, return_inverse=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(statistic(table[None])[0])
+        value = float(statistic(table.sum(axis=0)[None])[0])
         if not np.isfinite(value):
             return None
-        if len(members) < FEWEST:
-            return Estimate(value, None, None)
-        low, high = np.nanquantile(resampled(table, statistic, members), (0.025, 0.975))
-    return Estimate(value, float(low), float(high))
+        if len(names) < FEWEST:
+            return Drawn(value, None)
+        sums = np.zeros((len(names), table.shape[1]))
+        np.add.at(sums, group_of, table)
+        return Drawn(value, statistic(_times_drawn(len(names), seed) @ sums))
 
 
-def resampled(table: np.ndarray, statistic: Statistic, members: Sequence[np.ndarray]) -> np.ndarray:
-    """[RESAMPLES]: the statistic of as many draws, with replacement, of as many groups of rows as there are; the same
-    draws for the same number of groups."""
-    rng = np.random.default_rng(0)
-    picks = rng.integers(0, len(members), (RESAMPLES, len(members)))
-    if len(members) < len(table):  # groups of several rows: draws differ in length
-        return np.concatenate([statistic(table[None, np.concatenate([members[g] for g in pick])]) for pick in picks])
-    size = max(1, min(RESAMPLES, RESAMPLED_AT_ONCE // table.size))
-    return np.concatenate([statistic(table[picks[start : start + size]]) for start in range(0, RESAMPLES, size)])
+def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
+    """`drawn` with its 95 % interval."""
+    found = drawn(table, statistic, groups)
+    return None if found is None else found.estimate
 
 
-def ratio(tables: np.ndarray) -> np.ndarray:
-    """sum of column 0 / sum of column 1."""
-    return tables[..., 0].sum(axis=1) / tables[..., 1].sum(axis=1)
+def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate | None:
+    """The median of a value per request, `groups` naming its conversation; None of none."""
+    if not values:
+        return None
+    names, group_of = np.unique(groups, return_inverse=True)
+    if len(names) < FEWEST:
+        return Estimate(float(np.median(values)), None, None)
+    order = np.argsort(values)
+    ordered, weights = np.asarray(values)[order], _times_drawn(len(names), 0)[:, group_of[order]].cumsum(axis=1)
+    # of a draw's values the middle one, or the two: the first behind which lie no more than half
+    half = weights[:, -1:] / 2
+    lower, upper = (weights >= half).argmax(axis=1), (weights > half).argmax(axis=1)
+    return Drawn(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2).estimate
 
 
-def one_more_than_ratio(tables: np.ndarray) -> np.ndarray:
-    return 1 + ratio(tables)
+@functools.cache
+def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
+    """[RESAMPLES, num_groups]: how often each group comes, in draws with replacement of as many as there are."""
+    picks = np.random.default_rng(seed).integers(0, num_groups, (RESAMPLES, num_groups))
+    found = np.zeros((RESAMPLES, num_groups))
+    np.add.at(found, (np.arange(RESAMPLES)[:, None], picks), 1)
+    return found
 
 
-def ratio_of_ratios(tables: np.ndarray) -> np.ndarray:
-    """(sum 0 / sum 1) / (sum 2 / sum 3)."""
-    return ratio(tables[..., :2]) / ratio(tables[..., 2:])
+def ratio(sums: np.ndarray) -> np.ndarray:
+    """Column 0 / column 1."""
+    return sums[:, 0] / sums[:, 1]
 
 
-def median(tables: np.ndarray) -> np.ndarray:
-    return np.median(tables[..., 0], axis=1)
+def one_more_than_ratio(sums: np.ndarray) -> np.ndarray:
+    return 1 + ratio(sums)
 
 
-def mean(tables: np.ndarray) -> np.ndarray:
-    return tables[..., 0].mean(axis=1)
+def ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
+    """(0 / 1) / (2 / 3)."""
+    return ratio(sums[:, :2]) / ratio(sums[:, 2:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +159,11 @@ class Pairing:
         """Whether the arm's output loops, in any repeat."""
         return any((sample.loop_share or 0.0) > LOOPING_ABOVE for sample in self.fast)
 
-    @property
+    @functools.cached_property
     def counters(self) -> Counters:
         return total([sample.counters for sample in self.fast])
 
-    @property
+    @functools.cached_property
     def timed(self) -> tuple[tuple[Sample, Sample], ...]:
         """Repeats in which both have a speed."""
         pairs = zip(self.fast, self.plain, strict=True)
@@ -150,29 +192,36 @@ def pairings(folder: Folder) -> dict[tuple[Setting, Arm], list[Pairing]]:
 
 def rows(folder: Folder) -> list[dict[str, Any]]:
     """The figures of every setting and arm for which there are any."""
-    plan = folder.plan
+    plan, shares = folder.plan, folder.record["shares"]
     return [
-        _row(plan, setting, arm, some, folder.record["shares"])
+        _row(plan, setting, arm, some, _fractions(shares, setting.temperature, arm))
         for (setting, arm), some in pairings(folder).items()
         if some
     ]
 
 
-def _row(plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing], shares: Sequence[Json]) -> dict[str, Any]:
-    quiet = [each for each in some if not each.loops]
+def _row(
+    plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing], fractions: Mapping[str, Drawn]
+) -> dict[str, Any]:
     whole = {
         **dataclasses.asdict(setting),
         **dataclasses.asdict(arm),
         "label": plan.label(arm),
-        **_counts(some),
-        **_figures(some),
-        "without_loops": {"num_requests": len(quiet), **_figures(quiet)},
-        "by_category": _parts(some, lambda each: each.asked.category),
-        "by_bucket": _parts(some, lambda each: plan.bucket(len(each.asked.prompt_ids))),
+        **_all_figures(some, fractions),
+        "by_category": _parts(some, lambda each: each.asked.category, fractions),
+        "by_bucket": _parts(some, lambda each: plan.bucket(len(each.asked.prompt_ids)), fractions),
         "per_request": [_per_request(each) for each in some],
     }
-    whole |= _split(setting.temperature, arm, whole["step_s"], whole["plain_step_s"], shares)
     return json_ready(whole)
+
+
+def _all_figures(some: Sequence[Pairing], fractions: Mapping[str, Drawn]) -> dict[str, Any]:
+    quiet = [each for each in some if not each.loops]
+    return {
+        **_counts(some),
+        **_figures(some, fractions),
+        "without_loops": {"num_requests": len(quiet), **_figures(quiet, fractions)},
+    }
 
 
 def _counts(some: Sequence[Pairing]) -> dict[str, Any]:
@@ -194,39 +243,48 @@ def _counts(some: Sequence[Pairing]) -> dict[str, Any]:
     }
 
 
-def _figures(some: Sequence[Pairing]) -> dict[str, Estimate | list[Estimate | None] | None]:
+def _figures(
+    some: Sequence[Pairing], fractions: Mapping[str, Drawn]
+) -> dict[str, Estimate | list[Estimate | None] | None]:
     drafted = [(each, counters) for each in some if (counters := each.counters).num_steps]
     timed = [each for each in some if each.timed]
+    drafted_rows, timed_rows = [each.asked.row for each, _ in drafted], [each.asked.row for each in timed]
     positions = range(len(drafted[0][1].tried) if drafted else 0)
 
     def of_drafted(row: Callable[[Counters], Sequence[float]], statistic: Statistic) -> Estimate | None:
-        return estimate(_table(row(c) for _, c in drafted), statistic, [each.asked.row for each, _ in drafted])
+        return estimate(_table(row(counters) for _, counters in drafted), statistic, drafted_rows)
 
-    def of_timed(row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Estimate | None:
-        return estimate(_table(map(row, timed)), statistic, [each.asked.row for each in timed])
+    def of_timed(row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Drawn | None:
+        return drawn(_table(map(row, timed)), statistic, timed_rows)
 
     def of_all(value: Callable[[Pairing], float | None]) -> Estimate | None:
         known = [(found, each.asked.row) for each in some if (found := value(each)) is not None]
-        return estimate(_table([found] for found, _ in known), median, [row for _, row in known])
+        return estimate_median([found for found, _ in known], [row for _, row in known])
 
-    return {
-        "acceptance_length": of_drafted(lambda c: (float(c.num_accepted), float(c.num_steps)), one_more_than_ratio),
-        "acceptance_length_mean": of_drafted(lambda c: (1 + c.num_accepted / c.num_steps,), mean),
-        "rate_per_position": [of_drafted(functools.partial(_accepted, i, tried=False), ratio) for i in positions],
-        "conditional_rate": [of_drafted(functools.partial(_accepted, i, tried=True), ratio) for i in positions],
+    step = of_timed(lambda each: (timed_sums(each)[1], _passes(each)[0]), ratio)
+    plain_step = of_timed(lambda each: (timed_sums(each)[3], _passes(each)[1]), ratio)
+    pooled = {
         "tokens_per_step": of_timed(lambda each: (timed_sums(each)[0], _passes(each)[0]), ratio),
         "tok_per_s": of_timed(lambda each: timed_sums(each)[:2], ratio),
         "speedup": of_timed(timed_sums, ratio_of_ratios),
-        "speedup_median": of_timed(lambda each: (_speedup(each),), median),
-        "ttft_s": of_all(lambda each: _median(s.ttft_s for s in each.fast)),
-        "tpot_s": of_timed(lambda each: (_seconds_per_token(each.timed)[0],), median),
-        "itl_s": [of_all(functools.partial(_wait, i)) for i in range(len(ITL_QUANTILES))],
-        "step_s": of_timed(lambda each: (timed_sums(each)[1], _passes(each)[0]), ratio),
-        "plain_step_s": of_timed(lambda each: (timed_sums(each)[3], _passes(each)[1]), ratio),
+        "step_s": step,
+        "plain_step_s": plain_step,
         "cycle_cost": of_timed(
             lambda each: (timed_sums(each)[1], _passes(each)[0], timed_sums(each)[3], _passes(each)[1]),
             ratio_of_ratios,
         ),
+        **_split(step, plain_step, fractions),
+    }
+    return {
+        "acceptance_length": of_drafted(lambda c: (float(c.num_accepted), float(c.num_steps)), one_more_than_ratio),
+        "acceptance_length_mean": of_drafted(lambda c: (1 + c.num_accepted / c.num_steps, 1.0), ratio),
+        "rate_per_position": [of_drafted(functools.partial(_accepted, i, tried=False), ratio) for i in positions],
+        "conditional_rate": [of_drafted(functools.partial(_accepted, i, tried=True), ratio) for i in positions],
+        **{name: None if found is None else found.estimate for name, found in pooled.items()},
+        "speedup_median": estimate_median([_speedup(each) for each in timed], timed_rows),
+        "ttft_s": of_all(lambda each: _median(s.ttft_s for s in each.fast)),
+        "tpot_s": estimate_median([_seconds_per_token(each.timed)[0] for each in timed], timed_rows),
+        "itl_s": [of_all(functools.partial(_wait, i)) for i in range(len(ITL_QUANTILES))],
     }
 
 
@@ -299,27 +357,16 @@ def _per_request(each: Pairing) -> dict[str, Any]:
     }
 
 
-def _parts(some: Sequence[Pairing], part: Callable[[Pairing], str | None]) -> list[dict[str, Any]]:
-    """The first figures of each part; none where all is one part."""
-    names = sorted({part(each) or "" for each in some}, key=_natural)
-    if len(names) < 2:
+def _parts(
+    some: Sequence[Pairing], part: Callable[[Pairing], str | None], fractions: Mapping[str, Drawn]
+) -> list[dict[str, Any]]:
+    """All figures of each part; none where all is one part."""
+    inside: dict[str, list[Pairing]] = {}
+    for each in some:
+        inside.setdefault(part(each) or "", []).append(each)
+    if len(inside) < 2:
         return []
-    found = []
-    for name in names:
-        inside = [each for each in some if (part(each) or "") == name]
-        figures = _figures(inside)
-        quiet = _figures([each for each in inside if not each.loops])
-        found.append(
-            {
-                "part": name,
-                "num_requests": len(inside),
-                "looping_frac": sum(each.loops for each in inside) / len(inside),
-                "acceptance_length": figures["acceptance_length"],
-                "acceptance_length_without_loops": quiet["acceptance_length"],
-                "speedup": figures["speedup"],
-            }
-        )
-    return found
+    return [{"part": name, **_all_figures(inside[name], fractions)} for name in sorted(inside, key=_natural)]
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -327,23 +374,33 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(head), name) if head.isdecimal() else (-1, name)
 
 
-def _split(
-    temperature: float, arm: Arm, step: Estimate | None, plain: Estimate | None, shares: Sequence[Json]
-) -> dict[str, float | None]:
+def _fractions(shares: Iterable[Json], temperature: float, arm: Arm) -> dict[str, Drawn]:
+    """Of an arm's step what each part takes under the profiler, and what verifying takes of plain decoding's; empty
+    where no profile says so. Other draws than the times', for other requests are looked at."""
+
+    def fraction(which: Arm, part: str) -> Drawn | None:
+        mine = (s for s in shares if s["temperature"] == temperature and arm_of(s) == which)
+        known = [share for share in mine if "why_not" not in share]
+        of_steps = [
+            (s["num_steps"] * s[f"{part}_ms"], s["num_steps"] * sum(s[f"{p}_ms"] for p in PARTS)) for s in known
+        ]
+        return drawn(_table(of_steps), ratio, [s["row"] for s in known], seed=1)
+
+    found = {part: fraction(arm, part) for part in PARTS}
+    if arm.k != AUTO:  # whose passes have now so many rows, now so many
+        found[PLAIN_VERIFY] = fraction(PLAIN, "verify")
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _split(step: Drawn | None, plain_step: Drawn | None, fractions: Mapping[str, Drawn]) -> dict[str, Drawn | None]:
     """The parts of a step's time, and the cost of verifying in plain decoding's; null where no profile says so."""
-
-    def of(which: Arm) -> Json:
-        found = (s for s in shares if s["temperature"] == temperature and arm_of(s) == which and "draft_frac" in s)
-        return next(found, {})
-
-    mine, plains = of(arm), of(PLAIN)
-    parts = {
-        f"{name}_s": step.value * mine[f"{name}_frac"] if step is not None and mine else None
-        for name in ("draft", "verify", "host")
+    parts = {part: step.times(fractions[part]) if step and part in fractions else None for part in PARTS}
+    verify = parts["verify"]
+    one = plain_step.times(fractions[PLAIN_VERIFY]) if plain_step and PLAIN_VERIFY in fractions else None
+    return {
+        **{f"{part}_s": found for part, found in parts.items()},
+        "verify_cost": verify.over(one) if verify and one else None,
     }
-    verify, one = parts["verify_s"], plain.value * plains["verify_frac"] if plain is not None and plains else None
-    cost = verify / one if verify is not None and one and arm.k != AUTO else None
-    return {**parts, "verify_cost": cost}
 
 
 def best(rows: Sequence[Row]) -> Row | None:

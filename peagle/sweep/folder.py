@@ -25,7 +25,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, write_whole
 from peagle.sweep.plan import Arm, K, Plan, Setting
 
-SCHEMA, KIND = 2, "sweep"
+SCHEMA, KIND = 3, "sweep"
 ITL_QUANTILES = (0.5, 0.9, 0.99)
 FEWEST_WAITS = 4  # between arrivals, of which a quantile says anything
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
@@ -261,6 +261,8 @@ def open_run(path: Path) -> Folder:
     except ValueError as error:
         raise InputError(f"{path / RUN} is not valid JSON ({error}); expected a folder of peagle sweep") from None
     schema = record.get("schema") if isinstance(record, dict) else None
+    if schema == 2:  # shares of one request: where a step's time goes is looked at again, the rest is the same
+        schema, record = SCHEMA, record | {"schema": SCHEMA, "shares": []}
     if isinstance(schema, int) and schema > SCHEMA:
         raise InputError(f"{path} was written by a newer peagle (schema {schema}, this one knows {SCHEMA}); update it")
     if schema != SCHEMA or record.get("kind") != KIND:

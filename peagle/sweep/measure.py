@@ -2,8 +2,8 @@
 
 For each repeat and setting every prompt is decoded by every arm in turn, in an order that rotates from prompt to prompt
 and repeat to repeat, so that a drift of the machine falls on all alike. Compilation, and the costs that `auto` goes by,
-are outside of every time. With a temperature each repeat has a seed of its own. At the end each arm runs once more
-under the profiler, which says into what parts a step's time goes.
+are outside of every time. With a temperature each repeat has a seed of its own. At the end each arm decodes some
+requests once more under the profiler, which says into what parts a step's time goes.
 
 Later turns of a conversation are asked with plain decoding's greedy answers to those before, so that all arms are asked
 the same.
@@ -15,7 +15,6 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
@@ -24,8 +23,8 @@ from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.profile import profile
 from peagle.prompts import Conversation, Rendering
-from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Posed, arm_of, key, sample_of
-from peagle.sweep.plan import PLAIN, Arm, Plan, Setting, Source
+from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Json, Posed, arm_of, key, sample_of
+from peagle.sweep.plan import LOOKED_AT, PLAIN, Arm, Plan, Setting, Source
 
 Loaded = tuple[str | None, str | None]  # drafter, draft vocabulary
 Pairs = Mapping[Loaded, Pair | InputError]  # why a pair could not be loaded, where the others are to go on
@@ -203,24 +202,36 @@ class Sitting:
         return pair.engine(SpeculationConfig(k, 1, self.capacity, SamplingConfig(setting.temperature), adaptive))
 
     def profile(self, progress: Progress) -> None:
-        """Where a step's time goes, of every temperature and arm that is not known yet: run.json holds it."""
+        """Where a step's time goes, of every temperature and arm in LOOKED_AT conversations: run.json holds what was
+        not known yet."""
         folder = self.folder
-        known = {(each["temperature"], arm_of(each)) for each in folder.record["shares"]}
-        outputs = {(s.setting, s.request): s.output_tokens for s in folder.samples() if s.arm == PLAIN}
-        for number, temperature in enumerate(self.plan.temperatures):
-            setting = next(each for each in self.settings if each.temperature == temperature)
-            longest = max(self._asked(setting), key=lambda each: outputs.get((setting, each.request), 0))
-            for place, arm in enumerate(self.plan.arms):
-                progress(number * len(self.plan.arms) + place, len(self.plan.temperatures) * len(self.plan.arms))
-                if (temperature, arm) in known or (setting, arm) in self.failed:
-                    continue
-                found: dict[str, Any] = {"temperature": temperature, **dataclasses.asdict(arm)}
-                try:
-                    request = self._request(longest, self.plan.seed)
-                    engine = self._engine(setting, arm)
-                    engine.warm_up([request])
-                    with tempfile.TemporaryDirectory() as directory:
-                        found |= profile(engine, [request], Path(directory)).shares
-                except (InputError, OSError, RuntimeError) as error:
-                    found["why_not"] = str(error).partition("\n")[0]
-                folder.save(shares=[*folder.record["shares"], found])
+        known = {(each["temperature"], arm_of(each), each["request"]) for each in folder.record["shares"]}
+        left = [
+            (setting, each, arm)
+            for setting in (next(s for s in self.settings if s.temperature == t) for t in self.plan.temperatures)
+            for each in self._longest(setting)
+            for arm in self.plan.arms
+            if (setting.temperature, arm, each.request) not in known and (setting, arm) not in self.failed
+        ]
+        for number, (setting, each, arm) in enumerate(left):
+            progress(number, len(left))
+            found: Json = {"temperature": setting.temperature, **dataclasses.asdict(arm)}
+            found |= {"request": each.request, "row": each.row}
+            try:
+                request = self._request(each, self.plan.seed)
+                engine = self._engine(setting, arm)
+                engine.warm_up([request])
+                with tempfile.TemporaryDirectory() as directory:
+                    looked = profile(engine, [request], Path(directory))
+                found |= {"num_steps": looked.num_steps, **looked.shares}
+            except (InputError, OSError, RuntimeError) as error:
+                found["why_not"] = str(error).partition("\n")[0]
+            folder.save(shares=[*folder.record["shares"], found])
+
+    def _longest(self, setting: Setting) -> list[Asked]:
+        """The requests with the longest plain outputs, one of a conversation: most steps to look at."""
+        tokens = {s.request: s.output_tokens for s in self.folder.samples() if (s.setting, s.arm) == (setting, PLAIN)}
+        by_row: dict[int, Asked] = {}
+        for each in sorted(self._asked(setting), key=lambda each: -tokens.get(each.request, 0)):
+            by_row.setdefault(each.row, each)
+        return list(by_row.values())[:LOOKED_AT]

@@ -15,7 +15,7 @@ from peagle.sweep import charts
 from peagle.sweep.compare import Difference
 from peagle.sweep.figures import SLOWER, best, sure
 from peagle.sweep.folder import Folder
-from peagle.sweep.plan import AUTO, Plan, Setting, short_names
+from peagle.sweep.plan import AUTO, LOOKED_AT, Plan, Setting, short_names
 
 Row = Mapping[str, Any]
 FIGURES = (
@@ -69,9 +69,9 @@ FORMULAS = (
     "over plain decoding of the same requests in the same repeats, pooled; the median is of the requests'. "
     "c(K): a pass's time in passes of plain decoding; tokens a pass: those behind the first / passes; speed- "
     "up = tokens a pass / c(K). Drafting, verifying and the rest (accepting, the runtime, the host) by their "
-    "shares in one request under the profiler. v(T): a pass of the target over T = K + 1 rows, in passes over "
-    "one. ttft: time to the first token; tpot: time per token behind it; itl: time between arrivals, at which "
-    "the tokens of several steps may come together, quantiles of a request. A request loops where more than "
+    f"shares in up to {LOOKED_AT} conversations under the profiler. v(T): a pass of the target over T = K + 1 rows, in "
+    "passes over one. ttft: time to the first token; tpot: time per token behind it; itl: time between arrivals, at "
+    "which the tokens of several steps may come together, quantiles of a request. A request loops where more than "
     f"{LOOPING_ABOVE:.0%} of its 4-grams are repeated; slower requests: their 95 % interval over the repeats lies "
     f"wholly below {SLOWER}. Counts are of all repeats. In brackets: 95 % intervals, by bootstrap over "
     "conversations; too few have none."
@@ -337,17 +337,22 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
     for key, what in (("by_category", "category"), ("by_bucket", "prompt tokens")):
         parts = [(row, part) for row in fast for part in row[key]]
         if parts:
+            header = (what, "K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)")
             yield Table(
-                (what, "K", "requests", "loop", "acceptance length", "without loops", "speed-up"),
+                (*header, "tok/s", "ttft ms", "tpot ms", "without loops: acceptance", "speed-up"),
                 tuple(
                     (
                         part["part"] or "(none)",
                         row["label"],
                         str(part["num_requests"]),
                         f"{part['looping_frac']:.0%}",
-                        estimate_text(part["acceptance_length"]),
-                        estimate_text(part["acceptance_length_without_loops"]),
-                        estimate_text(part["speedup"]),
+                        acceptance_text(part),
+                        *map(estimate_text, (part["speedup"], part["tokens_per_step"], part["cycle_cost"])),
+                        estimate_text(part["verify_cost"]),
+                        _rounded(part["tok_per_s"]),
+                        _ms(part["ttft_s"]),
+                        _ms(part["tpot_s"]),
+                        *(estimate_text(part["without_loops"][key]) for key in ("acceptance_length", "speedup")),
                     )
                     for row, part in parts
                 ),
@@ -392,7 +397,7 @@ def _line(setting: Setting, row: Row) -> tuple[str, ...]:
         estimate_text(row["speedup_median"]),
         estimate_text(row["tokens_per_step"]),
         estimate_text(row["cycle_cost"]),
-        "-" if row["tok_per_s"] is None else f"{row['tok_per_s']['value']:.0f}",
+        _rounded(row["tok_per_s"]),
         f"{sum(slower)} of {len(slower)}" if slower else "-",
         f"{row['equal_to_plain_frac']:.1%}" if setting.temperature == 0 else "-",
     )
@@ -403,8 +408,8 @@ def _times(row: Row) -> tuple[str, ...]:
     return (
         row["label"],
         _ms(row["step_s"]),
-        *("-" if row[name] is None else f"{1e3 * row[name]:.3f}" for name in ("draft_s", "verify_s", "host_s")),
-        "-" if row["verify_cost"] is None else f"{row['verify_cost']:.2f}",
+        *(_ms(row[name]) for name in ("draft_s", "verify_s", "host_s")),
+        estimate_text(row["verify_cost"]),
         _ms(row["ttft_s"]),
         _ms(row["tpot_s"]),
         ", ".join(f"{1e3 * each['value']:.2f}" for each in waits) or "-",
@@ -417,6 +422,10 @@ def acceptance_text(row: Row) -> str:
     if row["num_plain_steps"] and row["num_spec_steps"]:
         text += f" in {row['num_spec_steps'] / (row['num_spec_steps'] + row['num_plain_steps']):.1%} of the passes"
     return text
+
+
+def _rounded(figure: Mapping[str, float] | None) -> str:
+    return "-" if figure is None else f"{figure['value']:.0f}"
 
 
 def _ms(figure: Mapping[str, float] | None) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from peagle.cli import main
 from peagle.sweep.compare import differences
-from peagle.sweep.figures import Estimate, estimate, mean, median, ratio
+from peagle.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio
 from peagle.sweep.folder import RAW, RUN, Folder
 from peagle.sweep.page import Heading, Picture, Table, Text, markdown, page
 from tests.peagle.sweep.runs import swept
@@ -147,21 +147,38 @@ def test_intervals_cover_what_they_should() -> None:
     assert 180 <= inside <= 199
     assert estimate(np.zeros((0, 2)), ratio) is None
     assert estimate(np.zeros((3, 2)), ratio) is None  # 0 / 0
-    found = estimate(np.array([[1.0], [2.0], [9.0]]), median)
-    assert found == Estimate(2.0, None, None)  # too few for an interval
+    assert estimate(np.array([[1.0, 1], [2, 1]]), ratio) == Estimate(1.5, None, None)  # too few for an interval
 
 
 def test_rows_of_a_group_stay_together() -> None:
     """Ten groups of five equal rows say as much as ten rows."""
-    values = np.random.default_rng(0).normal(0, 1, (10, 1))
-    alone = estimate(values, mean)
-    grouped = estimate(np.repeat(values, 5, axis=0), mean, [i // 5 for i in range(50)])
-    apart = estimate(np.repeat(values, 5, axis=0), mean)
+    values = np.stack([np.random.default_rng(0).normal(0, 1, 10), np.ones(10)], axis=1)
+    alone = estimate(values, ratio)
+    grouped = estimate(np.repeat(values, 5, axis=0), ratio, [i // 5 for i in range(50)])
+    apart = estimate(np.repeat(values, 5, axis=0), ratio)
     assert alone is not None
     assert grouped is not None
     assert apart is not None
     assert (grouped.low, grouped.high) == pytest.approx((alone.low, alone.high))
     assert (apart.high or 0) - (apart.low or 0) < 0.6 * ((alone.high or 0) - (alone.low or 0))
+
+
+def test_medians_are_those_of_draws() -> None:
+    """Against numpy's median of as many draws, made one by one; conversations of one, two and three requests."""
+    rng = np.random.default_rng(3)
+    groups = [0, 1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 8, 9]
+    values = rng.normal(0, 1, len(groups)).round(1).tolist()  # some are equal
+    members = [[value for value, mine in zip(values, groups, strict=True) if mine == group] for group in range(10)]
+    draws = [
+        np.median([value for group in rng.integers(0, 10, 10) for value in members[group]]) for _ in range(RESAMPLES)
+    ]
+    found = estimate_median(values, groups)
+    assert found is not None
+    assert found.value == np.median(values)
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(draws, (0.025, 0.975))), abs=0.11)
+    every = np.median(np.repeat([1.0, 2, 3, 4], [2, 1, 1, 2]))
+    assert estimate_median([4.0, 1.0, 2.0, 1.0, 4.0, 3.0], [0, 1, 2, 3, 4, 5]) == Estimate(every, None, None)
+    assert estimate_median([], []) is None
 
 
 def test_pages_escape_what_a_name_may_hold() -> None:

@@ -21,7 +21,7 @@ from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.sweep.figures import best, rows
 from peagle.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
-from peagle.sweep.plan import short_names
+from peagle.sweep.plan import Arm, Setting, short_names
 from peagle.text import Tokenizer
 from tests.peagle.conftest import toy_pair
 from tests.peagle.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
@@ -69,12 +69,43 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
         for figure in ("acceptance_length", "speedup", "speedup_median", "ttft_s", "tpot_s"):
             assert row[figure]["low"] <= row[figure]["value"] <= row[figure]["high"]
         parts = [row[f"{part}_s"] for part in ("draft", "verify", "host")]
-        assert sum(parts) == pytest.approx(row["step_s"]["value"])
-        assert min(parts) >= 0
-        one = found[0]["verify_s"]  # may be nothing at all: the toy looks its logits up
-        assert row["verify_cost"] == (pytest.approx(row["verify_s"] / one) if one else None)
+        assert sum(part["value"] for part in parts) == pytest.approx(row["step_s"]["value"])
+        assert all(0 <= part["low"] <= part["value"] <= part["high"] for part in parts)
+        one = found[0]["verify_s"]["value"]  # may be nothing at all: the toy looks its logits up
+        assert (row["verify_cost"] or {}).get("value") == (pytest.approx(parts[1]["value"] / one) if one else None)
     assert found[0]["speedup"]["value"] == 1
     assert found == json.loads(json.dumps(rows(finished)))
+
+
+def test_shares_of_a_step_are_those_of_all_that_was_looked_at(finished: Folder) -> None:
+    """Steps of ten requests weigh as many as they are, and say how far apart requests are."""
+    arm = {"temperature": 0.0, "k": 3, "drafter": "demo", "draft_vocab": None}
+    assert {name: finished.record["shares"][-1][name] for name in arm} == arm
+    looked = [(1, 2.0, 6.0, 2.0), (3, 1.0, 8.0, 1.0)]  # steps; ms of drafting, verifying and the rest
+    for num_rows, known in ((10, True), (2, False)):
+        shares = [
+            arm | {"request": row, "row": row, "num_steps": n, "draft_ms": draft, "verify_ms": verify, "host_ms": host}
+            for row, (n, draft, verify, host) in zip(range(num_rows), looked * 5, strict=False)
+        ]
+        plain = {"k": 0, "drafter": None, "draft_ms": 0.0, "verify_ms": 8.0, "host_ms": 2.0}
+        finished.record["shares"] = [*shares, shares[0] | plain]
+        row = rows(finished)[2]
+        assert row["draft_s"]["value"] == pytest.approx((1 * 2 + 3 * 1) / 40 * row["step_s"]["value"])
+        assert row["verify_s"]["value"] == pytest.approx((1 * 6 + 3 * 8) / 40 * row["step_s"]["value"])
+        assert row["verify_cost"]["value"] == pytest.approx(30 / 40 / 0.8 * row["cycle_cost"]["value"])
+        assert (row["draft_s"]["low"] is not None) == known
+        assert row["verify_cost"]["low"] is None  # plain decoding was looked at once
+
+
+def test_a_run_of_the_schema_before_has_its_figures_but_the_shares(finished: Folder) -> None:
+    record = json.loads((finished.path / RUN).read_text())
+    share = {"temperature": 0.0, "k": 3, "drafter": "demo", "draft_frac": 0.2, "verify_frac": 0.7, "host_frac": 0.1}
+    (finished.path / RUN).write_text(json.dumps(record | {"schema": 2, "shares": [share]}))
+    old = rows(open_run(finished.path))
+    for before, now in zip(old, rows(finished), strict=True):
+        assert before["speedup"] == now["speedup"]
+        assert before["draft_s"] is before["verify_cost"] is None
+    assert main(["report", str(finished.path), "--quiet"]) == 0
 
 
 def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
@@ -127,6 +158,14 @@ def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch,
     assert repr(bytes(answer).decode(errors="replace"))[1:-1] in bytes(asked[1].prompt_ids).decode()
     parts = folder.record["rows"][1]["by_category"]
     assert [(part["part"], part["num_requests"]) for part in parts] == [("x", 2), ("y", 1)]
+    whole = {name for name in folder.record["rows"][1] if name not in parts[0]}  # a part has every other figure
+    names = {field.name for each in (Setting, Arm) for field in dataclasses.fields(each)}
+    assert whole == {*names, "label", "by_category", "by_bucket", "per_request"}
+    everything = (folder.path / PROMPTS).read_text().splitlines(keepends=True)
+    for part, lines in zip(parts, (everything[:2], everything[2:]), strict=True):
+        (folder.path / PROMPTS).write_text("".join(lines))  # as if the others had not been asked
+        alone = rows(folder)[1]
+        assert part == {name: alone.get(name, part["part"]) for name in part}
     assert sweep(monkeypatch, "--out", tmp_path / "raw", *options, "--render", "raw") == 0
     _, left_out = open_run(tmp_path / "raw").asked() or ([], [])
     assert "raw text has one turn" in left_out[0].why
@@ -313,7 +352,7 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
     record = json.loads((finished.path / RUN).read_text())
     prints = record["plan"]["fingerprints"]
     for change, message in (
-        ({"schema": 3}, "newer peagle (schema 3"),
+        ({"schema": 4}, "newer peagle (schema 4"),
         ({"schema": 1}, "holds no run of peagle sweep"),
         ({"kind": "other"}, "holds no run of peagle sweep"),
         ({"plan": {}}, "is not whole"),
