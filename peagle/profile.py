@@ -57,10 +57,10 @@ class Breakdown:
         return sum(self.parts.values())
 
     @property
-    def shares(self) -> dict[str, float]:
-        """A step in three: drafting, verifying, and all the rest, which is the host's and the runtime's."""
-        rest_ms = self.step_ms - self.draft_ms - self.verify_ms
-        return {"draft_ms": self.draft_ms, "verify_ms": self.verify_ms, "host_ms": rest_ms}
+    def in_three(self) -> dict[str, float]:
+        """A step as drafting, verifying, and all else: accepting, the runtime, the host."""
+        other_ms = self.step_ms - self.draft_ms - self.verify_ms
+        return {"draft_ms": self.draft_ms, "verify_ms": self.verify_ms, "other_ms": other_ms}
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,20 @@ def writable(directory: Path) -> Path:
     return directory
 
 
-def profile(engine: Engine, requests: Sequence[Request], directory: Path) -> Breakdown:
+def profile(
+    engine: Engine, requests: Sequence[Request], directory: Path, part_of: dict[str, str] | None = None
+) -> Breakdown:
     """Decodes the requests (as many as go together, the first MOST_TOKENS tokens) under the profiler. Afterwards the
     directory holds the trace, for XProf, TensorBoard or Perfetto.
 
-    The engine is warm. Raises InputError where the profiler gives no trace, or none of the steps' operations; OSError
-    and RuntimeError are the profiler's own."""
+    The engine is warm; part_of are its operations where they are known (`operations_of`), as looking them up compiles
+    its program once more. Raises InputError where the profiler gives no trace, or none of the steps' operations;
+    OSError and RuntimeError are the profiler's own."""
     batch = [
         dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, MOST_TOKENS))
         for request in requests[: engine.config.batch_size]
     ]
-    part_of = parts_by_operation(engine.compiled(batch).as_text() or "")
+    part_of = operations_of(engine, batch) if part_of is None else part_of
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # which costs more than the steps
     known = _traces(directory)
@@ -111,6 +114,11 @@ def profile(engine: Engine, requests: Sequence[Request], directory: Path) -> Bre
 def _traces(directory: Path) -> dict[Path, int]:
     """Every trace there, and when it was written: names tell seconds apart, no less."""
     return {path: path.stat().st_mtime_ns for path in directory.glob("**/*.xplane.pb")}
+
+
+def operations_of(engine: Engine, requests: Sequence[Request]) -> dict[str, str]:
+    """{operation: part of the step} of the program that decodes these requests, whatever their prompts."""
+    return parts_by_operation(engine.compiled(requests).as_text() or "")
 
 
 def parts_by_operation(program: str) -> dict[str, str]:

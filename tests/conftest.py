@@ -4,6 +4,7 @@ at each call, shapes by jaxtyping and the rest by beartype."""
 import peagle  # noqa: F401, I001  first: it makes JAX's CPU backend right before it starts
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import flax.struct
@@ -29,3 +30,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# most of the suite's time is XLA compiling: what an earlier run, or the worker beside this one, compiled is read back
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_compilation_cache_max_size", 1 << 30)  # bytes; the least recently used give way

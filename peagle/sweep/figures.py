@@ -22,8 +22,9 @@ repeats stay together); of fewer than FEWEST conversations there is no interval.
     verify_cost, v(T)        verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
 
 A request loops where the loop share of any of the arm's repeats is above 0.3; `without_loops` are the same figures of
-the others. `by_category` and `by_bucket` are the same again of some of the requests; the shares of a step are the
-arm's everywhere, for few requests are looked at under the profiler.
+the others. `by_category` and `by_bucket` are the same again of some of the requests. Steps of LOOKED_AT conversations
+are looked at under the profiler: intervals of their shares are rougher, and where few of them are among the requests
+there are none.
 """
 
 import dataclasses
@@ -36,12 +37,12 @@ import numpy as np
 from scipy import stats
 
 from peagle.metrics import LOOPING_ABOVE, Counters, total
-from peagle.sweep.folder import ITL_QUANTILES, Asked, Folder, Json, Sample, arm_of
+from peagle.sweep.folder import ITL_QUANTILES, Asked, Folder, Json, Sample, where
 from peagle.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
 
 RESAMPLES = 2000
 FEWEST = 8  # conversations of which a bootstrap says anything
-PARTS, PLAIN_VERIFY = ("draft", "verify", "host"), "plain verify"  # of a step's time
+SHARES = {"draft": "draft_ms", "verify": "verify_ms", "host": "other_ms"}  # of a step's time, as run.json names them
 SLOWER = 0.97  # a request whose interval lies wholly below is slower with speculation
 
 Row = Mapping[str, Any]  # the figures of one arm in one setting, as JSON
@@ -66,22 +67,16 @@ class Drawn:
 
     @property
     def estimate(self) -> Estimate:
-        if self.draws is None:
+        if self.draws is None or np.isinf(self.draws).any():  # sums of some draws are zero, and others divide by them
             return Estimate(self.value, None, None)
         low, high = np.nanquantile(self.draws, (0.025, 0.975))
         return Estimate(self.value, float(low), float(high))
 
     def times(self, other: "Drawn") -> "Drawn":
-        both = None if self.draws is None or other.draws is None else self.draws * other.draws
-        return Drawn(self.value * other.value, both)
-
-    def over(self, other: "Drawn") -> "Drawn | None":
-        """None where that is no number."""
-        if not other.value:
-            return None
-        with np.errstate(divide="ignore", invalid="ignore"):
-            both = None if self.draws is None or other.draws is None else self.draws / other.draws
-        return Drawn(self.value / other.value, both)
+        if self.draws is None or other.draws is None:
+            return Drawn(self.value * other.value, None)
+        with np.errstate(invalid="ignore"):  # infinity times nothing: see `estimate`
+            return Drawn(self.value * other.value, self.draws * other.draws)
 
 
 def drawn(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None, seed: int = 0) -> Drawn | None:
@@ -117,13 +112,13 @@ def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate 
         return Estimate(float(np.median(values)), None, None)
     order = np.argsort(values)
     ordered, weights = np.asarray(values)[order], _times_drawn(len(names), 0)[:, group_of[order]].cumsum(axis=1)
-    # of a draw's values the middle one, or the two: the first behind which lie no more than half
+    # of a draw's values the middle one, or the two: the first at or before which lies half, or more than half
     half = weights[:, -1:] / 2
     lower, upper = (weights >= half).argmax(axis=1), (weights > half).argmax(axis=1)
     return Drawn(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2).estimate
 
 
-@functools.cache
+@functools.lru_cache(maxsize=32)
 def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
     """[RESAMPLES, num_groups]: how often each group comes, in draws with replacement of as many as there are."""
     picks = np.random.default_rng(seed).integers(0, num_groups, (RESAMPLES, num_groups))
@@ -153,6 +148,8 @@ class Pairing:
     asked: Asked
     fast: tuple[Sample, ...]
     plain: tuple[Sample, ...]
+    share: Json  # of its steps under the profiler, if they were looked at: see SHARES
+    plain_share: Json
 
     @property
     def loops(self) -> bool:
@@ -178,12 +175,19 @@ def pairings(folder: Folder) -> dict[tuple[Setting, Arm], list[Pairing]]:
     by_key: dict[tuple[Setting, Arm], dict[int, dict[int, Sample]]] = {}
     for sample in folder.samples():
         by_key.setdefault((sample.setting, sample.arm), {}).setdefault(sample.request, {})[sample.repeat] = sample
+    shares = {(*where(share), share["request"]): share for share in folder.record["shares"] if "why_not" not in share}
     found = {}
     for setting, arm in itertools.product(plan.settings, plan.arms):
         fast, plain = by_key.get((setting, arm), {}), by_key.get((setting, PLAIN), {})
         asked = [each for each in known[0] if (each.prompts, each.raw) == (setting.prompts, setting.raw)]
         found[setting, arm] = [
-            Pairing(each, *(tuple(of[each.request][r] for r in range(plan.repeats)) for of in (fast, plain)))
+            Pairing(
+                each,
+                fast=tuple(fast[each.request][repeat] for repeat in range(plan.repeats)),
+                plain=tuple(plain[each.request][repeat] for repeat in range(plan.repeats)),
+                share=shares.get((setting, arm, each.request), {}),
+                plain_share=shares.get((setting, PLAIN, each.request), {}),
+            )
             for each in asked
             if all(len(of.get(each.request, {})) == plan.repeats for of in (fast, plain))
         ]
@@ -192,35 +196,28 @@ def pairings(folder: Folder) -> dict[tuple[Setting, Arm], list[Pairing]]:
 
 def rows(folder: Folder) -> list[dict[str, Any]]:
     """The figures of every setting and arm for which there are any."""
-    plan, shares = folder.plan, folder.record["shares"]
-    return [
-        _row(plan, setting, arm, some, _fractions(shares, setting.temperature, arm))
-        for (setting, arm), some in pairings(folder).items()
-        if some
-    ]
+    return [_row(folder.plan, setting, arm, some) for (setting, arm), some in pairings(folder).items() if some]
 
 
-def _row(
-    plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing], fractions: Mapping[str, Drawn]
-) -> dict[str, Any]:
+def _row(plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing]) -> dict[str, Any]:
     whole = {
         **dataclasses.asdict(setting),
         **dataclasses.asdict(arm),
         "label": plan.label(arm),
-        **_all_figures(some, fractions),
-        "by_category": _parts(some, lambda each: each.asked.category, fractions),
-        "by_bucket": _parts(some, lambda each: plan.bucket(len(each.asked.prompt_ids)), fractions),
+        **_all_figures(some),
+        "by_category": _parts(some, lambda each: each.asked.category),
+        "by_bucket": _parts(some, lambda each: plan.bucket(len(each.asked.prompt_ids))),
         "per_request": [_per_request(each) for each in some],
     }
     return json_ready(whole)
 
 
-def _all_figures(some: Sequence[Pairing], fractions: Mapping[str, Drawn]) -> dict[str, Any]:
+def _all_figures(some: Sequence[Pairing]) -> dict[str, Any]:
     quiet = [each for each in some if not each.loops]
     return {
         **_counts(some),
-        **_figures(some, fractions),
-        "without_loops": {"num_requests": len(quiet), **_figures(quiet, fractions)},
+        **_figures(some),
+        "without_loops": {"num_requests": len(quiet), **_figures(quiet)},
     }
 
 
@@ -243,9 +240,7 @@ def _counts(some: Sequence[Pairing]) -> dict[str, Any]:
     }
 
 
-def _figures(
-    some: Sequence[Pairing], fractions: Mapping[str, Drawn]
-) -> dict[str, Estimate | list[Estimate | None] | None]:
+def _figures(some: Sequence[Pairing]) -> dict[str, Estimate | list[Estimate | None] | None]:
     drafted = [(each, counters) for each in some if (counters := each.counters).num_steps]
     timed = [each for each in some if each.timed]
     drafted_rows, timed_rows = [each.asked.row for each, _ in drafted], [each.asked.row for each in timed]
@@ -262,18 +257,17 @@ def _figures(
         return estimate_median([found for found, _ in known], [row for _, row in known])
 
     step = of_timed(lambda each: (timed_sums(each)[1], _passes(each)[0]), ratio)
-    plain_step = of_timed(lambda each: (timed_sums(each)[3], _passes(each)[1]), ratio)
+    cycle_cost = of_timed(
+        lambda each: (timed_sums(each)[1], _passes(each)[0], timed_sums(each)[3], _passes(each)[1]), ratio_of_ratios
+    )
     pooled = {
         "tokens_per_step": of_timed(lambda each: (timed_sums(each)[0], _passes(each)[0]), ratio),
         "tok_per_s": of_timed(lambda each: timed_sums(each)[:2], ratio),
         "speedup": of_timed(timed_sums, ratio_of_ratios),
         "step_s": step,
-        "plain_step_s": plain_step,
-        "cycle_cost": of_timed(
-            lambda each: (timed_sums(each)[1], _passes(each)[0], timed_sums(each)[3], _passes(each)[1]),
-            ratio_of_ratios,
-        ),
-        **_split(step, plain_step, fractions),
+        "plain_step_s": of_timed(lambda each: (timed_sums(each)[3], _passes(each)[1]), ratio),
+        "cycle_cost": cycle_cost,
+        **_split(some, timed_rows, step, cycle_cost),
     }
     return {
         "acceptance_length": of_drafted(lambda c: (float(c.num_accepted), float(c.num_steps)), one_more_than_ratio),
@@ -357,16 +351,14 @@ def _per_request(each: Pairing) -> dict[str, Any]:
     }
 
 
-def _parts(
-    some: Sequence[Pairing], part: Callable[[Pairing], str | None], fractions: Mapping[str, Drawn]
-) -> list[dict[str, Any]]:
+def _parts(some: Sequence[Pairing], part: Callable[[Pairing], str | None]) -> list[dict[str, Any]]:
     """All figures of each part; none where all is one part."""
     inside: dict[str, list[Pairing]] = {}
     for each in some:
         inside.setdefault(part(each) or "", []).append(each)
     if len(inside) < 2:
         return []
-    return [{"part": name, **_all_figures(inside[name], fractions)} for name in sorted(inside, key=_natural)]
+    return [{"part": name, **_all_figures(inside[name])} for name in sorted(inside, key=_natural)]
 
 
 def _natural(name: str) -> tuple[int, str]:
@@ -374,33 +366,37 @@ def _natural(name: str) -> tuple[int, str]:
     return (int(head), name) if head.isdecimal() else (-1, name)
 
 
-def _fractions(shares: Iterable[Json], temperature: float, arm: Arm) -> dict[str, Drawn]:
-    """Of an arm's step what each part takes under the profiler, and what verifying takes of plain decoding's; empty
-    where no profile says so. Other draws than the times', for other requests are looked at."""
-
-    def fraction(which: Arm, part: str) -> Drawn | None:
-        mine = (s for s in shares if s["temperature"] == temperature and arm_of(s) == which)
-        known = [share for share in mine if "why_not" not in share]
-        of_steps = [
-            (s["num_steps"] * s[f"{part}_ms"], s["num_steps"] * sum(s[f"{p}_ms"] for p in PARTS)) for s in known
-        ]
-        return drawn(_table(of_steps), ratio, [s["row"] for s in known], seed=1)
-
-    found = {part: fraction(arm, part) for part in PARTS}
-    if arm.k != AUTO:  # whose passes have now so many rows, now so many
-        found[PLAIN_VERIFY] = fraction(PLAIN, "verify")
-    return {name: each for name, each in found.items() if each is not None}
-
-
-def _split(step: Drawn | None, plain_step: Drawn | None, fractions: Mapping[str, Drawn]) -> dict[str, Drawn | None]:
+def _split(
+    some: Sequence[Pairing], timed_rows: Sequence[int], step: Drawn | None, cycle_cost: Drawn | None
+) -> dict[str, Drawn | None]:
     """The parts of a step's time, and the cost of verifying in plain decoding's; null where no profile says so."""
-    parts = {part: step.times(fractions[part]) if step and part in fractions else None for part in PARTS}
-    verify = parts["verify"]
-    one = plain_step.times(fractions[PLAIN_VERIFY]) if plain_step and PLAIN_VERIFY in fractions else None
-    return {
-        **{f"{part}_s": found for part, found in parts.items()},
-        "verify_cost": verify.over(one) if verify and one else None,
-    }
+
+    def fraction(
+        of: Sequence[Pairing], row: Callable[[Pairing], Sequence[float]], statistic: Statistic
+    ) -> Drawn | None:
+        rows = [each.asked.row for each in of]
+        # the draws of the times where they are of the same conversations, for what is slow is so in both
+        return drawn(_table(map(row, of)), statistic, rows, seed=0 if rows == timed_rows else 1)
+
+    def of_step(part: str) -> Drawn | None:
+        return times(step, fraction(looked_at, lambda each: _share(part, each.share), ratio))
+
+    def times(left: Drawn | None, right: Drawn | None) -> Drawn | None:
+        return left.times(right) if left is not None and right is not None else None
+
+    looked_at = [each for each in some if each.share]
+    # passes of `auto` have now so many rows, now so many
+    both = [each for each in looked_at if each.plain_share and each.share["k"] != AUTO]
+    over_plain = fraction(
+        both, lambda each: (*_share("verify", each.share), *_share("verify", each.plain_share)), ratio_of_ratios
+    )
+    return {**{f"{part}_s": of_step(part) for part in SHARES}, "verify_cost": times(cycle_cost, over_plain)}
+
+
+def _share(part: str, share: Json) -> tuple[float, float]:
+    """Of the steps that were looked at, those of a part and all."""
+    steps = share["num_steps"]
+    return steps * share[SHARES[part]], steps * sum(share[name] for name in SHARES.values())
 
 
 def best(rows: Sequence[Row]) -> Row | None:

@@ -191,10 +191,9 @@ class Folder:
         """Why arms could not go on, as it was last; of those that did later there is none."""
         found: dict[tuple[Setting, Arm], str] = {}
         for _, line in _lines(self.path / RAW):
-            where = _where(line)
-            found.pop(where, None)
+            found.pop(where(line), None)
             if "error" in line:
-                found[where] = line["error"]
+                found[where(line)] = line["error"]
         return found
 
     @contextlib.contextmanager
@@ -261,12 +260,12 @@ def open_run(path: Path) -> Folder:
     except ValueError as error:
         raise InputError(f"{path / RUN} is not valid JSON ({error}); expected a folder of peagle sweep") from None
     schema = record.get("schema") if isinstance(record, dict) else None
-    if schema == 2:  # shares of one request: where a step's time goes is looked at again, the rest is the same
-        schema, record = SCHEMA, record | {"schema": SCHEMA, "shares": []}
     if isinstance(schema, int) and schema > SCHEMA:
         raise InputError(f"{path} was written by a newer peagle (schema {schema}, this one knows {SCHEMA}); update it")
-    if schema != SCHEMA or record.get("kind") != KIND:
+    if schema not in (2, SCHEMA) or record.get("kind") != KIND:
         raise InputError(f"{path} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
+    if schema == 2:  # whose shares are not of a request: where a step's time goes is not known
+        record |= {"schema": SCHEMA, "shares": []}
     return Folder(path, record)
 
 
@@ -309,13 +308,10 @@ def _made(kind: type[Made], line: Json, path: Path, number: int) -> Made:
         ) from None
 
 
-def arm_of(line: Json) -> Arm:
-    """The arm that a line is of."""
-    return Arm(line["k"], line.get("drafter"), line.get("draft_vocab"))
-
-
-def _where(line: Json) -> tuple[Setting, Arm]:
-    return Setting(*(line[field.name] for field in dataclasses.fields(Setting))), arm_of(line)
+def where(line: Json) -> tuple[Setting, Arm]:
+    """The setting and the arm that a line, or a share, is of."""
+    setting = Setting(*(line[field.name] for field in dataclasses.fields(Setting)))
+    return setting, Arm(line["k"], line.get("drafter"), line.get("draft_vocab"))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:

@@ -21,9 +21,9 @@ from peagle.generate import Engine, Request
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.profile import profile
+from peagle.profile import MOST_TOKENS, operations_of, profile
 from peagle.prompts import Conversation, Rendering
-from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Json, Posed, arm_of, key, sample_of
+from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Json, Posed, key, sample_of, where
 from peagle.sweep.plan import LOOKED_AT, PLAIN, Arm, Plan, Setting, Source
 
 Loaded = tuple[str | None, str | None]  # drafter, draft vocabulary
@@ -202,36 +202,46 @@ class Sitting:
         return pair.engine(SpeculationConfig(k, 1, self.capacity, SamplingConfig(setting.temperature), adaptive))
 
     def profile(self, progress: Progress) -> None:
-        """Where a step's time goes, of every temperature and arm in LOOKED_AT conversations: run.json holds what was
-        not known yet."""
+        """Where a step's time goes, of every setting and arm in LOOKED_AT conversations: run.json holds what it did
+        not. What could not be looked at is tried again when the run is resumed."""
         folder = self.folder
-        known = {(each["temperature"], arm_of(each), each["request"]) for each in folder.record["shares"]}
+        looked = [share for share in folder.record["shares"] if "why_not" not in share]
+        known = {(*where(share), share["request"]) for share in looked}
         left = [
             (setting, each, arm)
-            for setting in (next(s for s in self.settings if s.temperature == t) for t in self.plan.temperatures)
-            for each in self._longest(setting)
+            for setting in self.settings
+            for each in self._spread(setting)
             for arm in self.plan.arms
-            if (setting.temperature, arm, each.request) not in known and (setting, arm) not in self.failed
+            if (setting, arm, each.request) not in known and (setting, arm) not in self.failed
         ]
+        programs: dict[tuple[float, Arm], dict[str, str]] = {}
         for number, (setting, each, arm) in enumerate(left):
             progress(number, len(left))
-            found: Json = {"temperature": setting.temperature, **dataclasses.asdict(arm)}
-            found |= {"request": each.request, "row": each.row}
+            found: Json = {**dataclasses.asdict(setting), **dataclasses.asdict(arm), "request": each.request}
             try:
                 request = self._request(each, self.plan.seed)
                 engine = self._engine(setting, arm)
                 engine.warm_up([request])
+                program = (setting.temperature, arm)
+                if program not in programs:
+                    programs[program] = operations_of(engine, [request])
                 with tempfile.TemporaryDirectory() as directory:
-                    looked = profile(engine, [request], Path(directory))
-                found |= {"num_steps": looked.num_steps, **looked.shares}
+                    seen = profile(engine, [request], Path(directory), programs[program])
+                found |= {"num_steps": seen.num_steps, **seen.in_three}
             except (InputError, OSError, RuntimeError) as error:
                 found["why_not"] = str(error).partition("\n")[0]
-            folder.save(shares=[*folder.record["shares"], found])
+            looked.append(found)
+            folder.save(shares=looked)
 
-    def _longest(self, setting: Setting) -> list[Asked]:
-        """The requests with the longest plain outputs, one of a conversation: most steps to look at."""
-        tokens = {s.request: s.output_tokens for s in self.folder.samples() if (s.setting, s.arm) == (setting, PLAIN)}
+    def _spread(self, setting: Setting) -> list[Asked]:
+        """LOOKED_AT requests of different conversations, evenly over those whose plain outputs are longest: beyond
+        MOST_TOKENS all are alike."""
+        samples = (s for s in self.folder.samples() if (s.setting, s.arm) == (setting, PLAIN))
+        tokens = {sample.request: min(sample.output_tokens, MOST_TOKENS) for sample in samples}
         by_row: dict[int, Asked] = {}
-        for each in sorted(self._asked(setting), key=lambda each: -tokens.get(each.request, 0)):
+        for each in self._asked(setting):
             by_row.setdefault(each.row, each)
-        return list(by_row.values())[:LOOKED_AT]
+        lengths = sorted((tokens.get(each.request, 0) for each in by_row.values()), reverse=True)
+        count = min(LOOKED_AT, len(lengths))
+        some = [each for each in by_row.values() if tokens.get(each.request, 0) >= lengths[count - 1]]
+        return [some[number * len(some) // count] for number in range(count)]

@@ -300,6 +300,8 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
         FIGURES,
         tuple(_line(setting, row) for row in rows),
     )
+    if all(row["draft_s"] is None for row in rows):
+        yield Text("No steps were looked at under the profiler: what drafting and verifying take is not known.")
     yield Table(
         ("K", "ms a step", "draft ms", "verify ms", "rest ms", "v(T)", "ttft ms", "tpot ms", "itl ms: .5, .9, .99"),
         tuple(_times(row) for row in rows),

@@ -12,7 +12,7 @@ from peagle.ops.errors import InputError
 AUTO: Literal["auto"] = "auto"  # as K: each step drafts what pays
 FULL = "full"  # the drafter's whole vocabulary
 BUCKETS = (128, 512, 2048)  # prompt tokens at which a new bucket begins
-LOOKED_AT = 8  # conversations in which each arm's steps are looked at under the profiler
+LOOKED_AT = 12  # conversations in which each arm's steps are looked at under the profiler
 
 K = int | Literal["auto"]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import peagle  # noqa: F401  (before anything starts JAX)
 from peagle.sweep import page as sweep_page
+from peagle.sweep.figures import rows as rows_of
 from peagle.sweep.folder import open_run
 from peagle.sweep.plan import Setting
 from scripts.demo.build import DEMO, DRAFTERS
@@ -124,7 +125,7 @@ def acceptance_text(sweep: Path | None) -> str:
     """The sweep's table in a few lines, or that there is none."""
     if sweep is None:
         return "Not measured yet: `peagle sweep --out DIR`."
-    rows = open_run(sweep).record["rows"]
+    rows = rows_of(open_run(sweep))
     lines = [
         f"{rows[0]['num_requests']} held-out prompts; {Setting(*(rows[0][key] for key in SETTING)).label}: "
         f"{rows[0]['looping_frac']:.0%} of the outputs loop. Intervals: 95 %. Everything: results/{sweep.name}.",
@@ -142,7 +143,7 @@ def acceptance_text(sweep: Path | None) -> str:
 
 
 def by_task(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of acceptance by task, chat prompts, at the largest K; nothing where prompts have no task."""
+    """The table of acceptance and speed by task, chat prompts, at the largest K; nothing where prompts have no task."""
     chat = [row for row in rows if not row["raw"] and isinstance(row["k"], int) and row["k"] > 0]
     if not any(row["by_category"] for row in chat):
         return []
@@ -150,13 +151,13 @@ def by_task(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"By task, chat prompts, K = {largest}:",
         "",
-        "| task | temperature | drafter | requests | loop | acceptance length | without loops |",
-        "|---|---|---|---|---|---|---|",
+        "| task | temperature | drafter | requests | loop | acceptance length | without loops | speed-up over plain |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in chat:
         if row["k"] == largest:
             for part in row["by_category"]:
-                figures = (part["acceptance_length"], part["acceptance_length_without_loops"])
+                figures = (part["acceptance_length"], part["without_loops"]["acceptance_length"], part["speedup"])
                 shown = " | ".join(map(sweep_page.estimate_text, figures))
                 looping = f"{part['num_requests']} | {part['looping_frac']:.0%}"
                 lines.append(f"| {part['part']} | {row['temperature']:g} | {row['drafter']} | {looping} | {shown} |")

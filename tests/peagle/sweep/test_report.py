@@ -169,15 +169,13 @@ def test_medians_are_those_of_draws() -> None:
     groups = [0, 1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 8, 9]
     values = rng.normal(0, 1, len(groups)).round(1).tolist()  # some are equal
     members = [[value for value, mine in zip(values, groups, strict=True) if mine == group] for group in range(10)]
-    draws = [
-        np.median([value for group in rng.integers(0, 10, 10) for value in members[group]]) for _ in range(RESAMPLES)
-    ]
+    picks = np.random.default_rng(0).integers(0, 10, (RESAMPLES, 10))
+    draws = [np.median([value for group in pick for value in members[group]]) for pick in picks]
     found = estimate_median(values, groups)
     assert found is not None
     assert found.value == np.median(values)
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(draws, (0.025, 0.975))), abs=0.11)
-    every = np.median(np.repeat([1.0, 2, 3, 4], [2, 1, 1, 2]))
-    assert estimate_median([4.0, 1.0, 2.0, 1.0, 4.0, 3.0], [0, 1, 2, 3, 4, 5]) == Estimate(every, None, None)
+    assert (found.low, found.high) == tuple(np.quantile(draws, (0.025, 0.975)))
+    assert estimate_median([4.0, 1.0, 2.0, 1.0], [0, 1, 2, 3]) == Estimate(1.5, None, None)  # too few for an interval
     assert estimate_median([], []) is None
 
 

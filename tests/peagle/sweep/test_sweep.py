@@ -32,6 +32,10 @@ def finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Folder:
     return swept(monkeypatch, tmp_path / "run")
 
 
+class Killed(BaseException):
+    """What no handler stops: as if the process had been killed."""
+
+
 def counts(folder: Folder) -> dict[Any, Any]:
     """What was decoded, without times."""
     return {
@@ -77,35 +81,84 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
     assert found == json.loads(json.dumps(rows(finished)))
 
 
+def share(
+    folder: Folder, k: int, request: int, steps: int, draft: float, verify: float, other: float
+) -> dict[str, Any]:
+    """As if the profiler had seen this in a request."""
+    like = next(each for each in folder.record["shares"] if each["k"] == k)
+    parts = {"draft_ms": draft, "verify_ms": verify, "other_ms": other}
+    return like | parts | {"request": request, "num_steps": steps}
+
+
 def test_shares_of_a_step_are_those_of_all_that_was_looked_at(finished: Folder) -> None:
-    """Steps of ten requests weigh as many as they are, and say how far apart requests are."""
-    arm = {"temperature": 0.0, "k": 3, "drafter": "demo", "draft_vocab": None}
-    assert {name: finished.record["shares"][-1][name] for name in arm} == arm
-    looked = [(1, 2.0, 6.0, 2.0), (3, 1.0, 8.0, 1.0)]  # steps; ms of drafting, verifying and the rest
-    for num_rows, known in ((10, True), (2, False)):
-        shares = [
-            arm | {"request": row, "row": row, "num_steps": n, "draft_ms": draft, "verify_ms": verify, "host_ms": host}
-            for row, (n, draft, verify, host) in zip(range(num_rows), looked * 5, strict=False)
+    """Of as many steps as a request has; and with every conversation looked at there is an interval."""
+    kinds = [(1, 2.0, 6.0, 2.0), (3, 1.0, 8.0, 1.0)]  # steps; ms of drafting, verifying and the rest of each
+    for num_looked, known in ((8, True), (2, False)):
+        finished.record["shares"] = [share(finished, 3, n, *kinds[n % 2]) for n in range(num_looked)] + [
+            share(finished, 0, n, 1, 0.0, 8.0, 2.0) for n in range(num_looked)
         ]
-        plain = {"k": 0, "drafter": None, "draft_ms": 0.0, "verify_ms": 8.0, "host_ms": 2.0}
-        finished.record["shares"] = [*shares, shares[0] | plain]
         row = rows(finished)[2]
-        assert row["draft_s"]["value"] == pytest.approx((1 * 2 + 3 * 1) / 40 * row["step_s"]["value"])
-        assert row["verify_s"]["value"] == pytest.approx((1 * 6 + 3 * 8) / 40 * row["step_s"]["value"])
-        assert row["verify_cost"]["value"] == pytest.approx(30 / 40 / 0.8 * row["cycle_cost"]["value"])
-        assert (row["draft_s"]["low"] is not None) == known
-        assert row["verify_cost"]["low"] is None  # plain decoding was looked at once
+        step, cycle = row["step_s"], row["cycle_cost"]
+        assert row["draft_s"]["value"] == pytest.approx((1 * 2 + 3 * 1) / 40 * step["value"])
+        assert row["verify_s"]["value"] == pytest.approx((1 * 6 + 3 * 8) / 40 * step["value"])
+        assert row["verify_cost"]["value"] == pytest.approx(30 / 40 / 0.8 * cycle["value"])
+        assert [row[name]["low"] is not None for name in ("draft_s", "verify_cost")] == [known, known]
+    assert rows(finished)[1]["draft_s"] is None  # K = 1 was not looked at
+
+
+def test_what_is_alike_in_an_arm_and_in_plain_decoding_cancels_out_of_the_cost(finished: Folder) -> None:
+    """Requests differ in what verifying takes of a step, and both alike: the cost is as sure as the cycle's. An arm's
+    request that plain decoding was not looked at in counts for nothing there."""
+    plain = [share(finished, 0, n, 1, 0.0, 2.0 + n, 8.0 - n) for n in range(8)]
+    mine = [each | {"k": 3, "drafter": "demo"} for each in plain]
+    finished.record["shares"] = plain + mine
+    row = rows(finished)[2]
+    assert row["verify_cost"] == pytest.approx(row["cycle_cost"])
+    finished.record["shares"] = plain[1:] + mine
+    assert rows(finished)[2]["verify_cost"]["value"] == pytest.approx(row["cycle_cost"]["value"])
+
+
+def test_steps_of_some_conversations_are_looked_at_and_what_is_missing_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One request of a conversation, by every arm; killed in between, and with one that failed, no more and no less."""
+    monkeypatch.setattr(peagle.sweep.measure, "LOOKED_AT", 2)
+    seen: list[tuple[int, int]] = []
+    real = peagle.sweep.measure.profile
+
+    def profile(engine: Engine, requests: Sequence[Request], *rest: Any) -> Any:
+        seen.append((engine.config.num_speculative_tokens, requests[0].index))
+        if len(seen) == 2:
+            raise RuntimeError("no trace")
+        if len(seen) == 4:
+            raise Killed
+        return real(engine, requests, *rest)
+
+    monkeypatch.setattr(peagle.sweep.measure, "profile", profile)
+    turns = [{"turns": ["a", "b"]}, {"turns": ["c", "d"]}, {"turns": ["e"]}]
+    options = ["--prompts", prompt_file(tmp_path, *turns), "-k", "2", "--repeats", 1, "-n", 9]
+    with pytest.raises(Killed):
+        sweep(monkeypatch, "--out", tmp_path / "run", *options)
+    assert [each.get("why_not") for each in open_run(tmp_path / "run").record["shares"]] == [None, "no trace", None]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
+    shares = open_run(tmp_path / "run").record["shares"]
+    looked = sorted((each["k"], each["request"]) for each in shares)
+    assert len(looked) == len(set(looked)) == 4  # plain decoding and K = 2
+    rows_of = {each.request: each.row for each in (open_run(tmp_path / "run").asked() or ([], []))[0]}
+    assert len({rows_of[request] for _, request in looked}) == 2
+    assert seen[4:] == [(2, seen[1][1]), (2, seen[3][1])]
+    assert not any("why_not" in each for each in shares)
 
 
 def test_a_run_of_the_schema_before_has_its_figures_but_the_shares(finished: Folder) -> None:
     record = json.loads((finished.path / RUN).read_text())
-    share = {"temperature": 0.0, "k": 3, "drafter": "demo", "draft_frac": 0.2, "verify_frac": 0.7, "host_frac": 0.1}
-    (finished.path / RUN).write_text(json.dumps(record | {"schema": 2, "shares": [share]}))
-    old = rows(open_run(finished.path))
-    for before, now in zip(old, rows(finished), strict=True):
+    old = {"temperature": 0.0, "k": 3, "drafter": "demo", "draft_frac": 0.2, "verify_frac": 0.7, "host_frac": 0.1}
+    (finished.path / RUN).write_text(json.dumps(record | {"schema": 2, "shares": [old]}))
+    for before, now in zip(rows(open_run(finished.path)), rows(finished), strict=True):
         assert before["speedup"] == now["speedup"]
         assert before["draft_s"] is before["verify_cost"] is None
     assert main(["report", str(finished.path), "--quiet"]) == 0
+    assert "No steps were looked at under the profiler" in (finished.path / "README.md").read_text()
 
 
 def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
@@ -169,10 +222,6 @@ def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch,
     assert sweep(monkeypatch, "--out", tmp_path / "raw", *options, "--render", "raw") == 0
     _, left_out = open_run(tmp_path / "raw").asked() or ([], [])
     assert "raw text has one turn" in left_out[0].why
-
-
-class Killed(BaseException):
-    """What no handler stops: as if the process had been killed."""
 
 
 def dying(after: int) -> Any:
