@@ -21,6 +21,7 @@ HERE = Path(__file__).parent
 SOURCES = ("kernels.cc", "ffi.cc")
 SUFFIX = ".so"
 _X86 = {
+    "avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
     "avx2": ("-mavx2", "-mfma"),
 }

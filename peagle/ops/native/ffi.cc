@@ -429,7 +429,7 @@ PEAGLE_EXPORT const char* peagle_machine() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
-    return "avx512";
+    return __builtin_cpu_supports("avx512vnni") ? "avx512vnni" : "avx512";
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
   return "portable";

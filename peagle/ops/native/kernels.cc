@@ -120,7 +120,8 @@ class Ahead {
 };
 
 struct Float32 {
-  static constexpr bool kPlain = true;
+  using Input = float;
+  static constexpr int kRowsOfFour = 4, kRowsOfTwo = 8;  // the most rows with which so many panels go together
   static int64_t PanelBytes(int64_t inputs) { return inputs * kLanes * 4; }
 
   template <int T, int R>
@@ -140,7 +141,8 @@ struct Float32 {
 };
 
 struct Bfloat16 {
-  static constexpr bool kPlain = true;
+  using Input = float;
+  static constexpr int kRowsOfFour = 4, kRowsOfTwo = 8;  // the most rows with which so many panels go together
   static int64_t PanelBytes(int64_t inputs) { return (inputs + 1) / 2 * kLanes * 4; }
 
   template <int T, int R>
@@ -168,9 +170,112 @@ struct Bfloat16 {
   }
 };
 
+#if defined(__AVX512VNNI__)
+// Thirty-two neighbouring inputs of a row, for machines that add up products of bytes: integers of 23 bits times one
+// power of two, which the largest of them decides. So each is off by at most 2^-23 of the largest, as its products with
+// the others would be in a sum of floats; and sums of their products with codes are exact.
+struct Digits {
+  int8_t digits[3][32];  // to base 256, -128 .. 127, the highest first; of eight inputs 0, 2, 4, 6, 1, 3, 5, 7
+  int32_t offset[3];     // what makes up for kCodeOffset: -kCodeOffset * the sum of the digits
+  float exponent;        // of half an integer's unit; NaN where an input is no number
+};
+
+constexpr int kCodeOffset = 12;  // codes count as twice their value and so much more: unsigned bytes
+
+void ToDigits(const float* x, int64_t inputs, Digits* out) {
+  const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  for (; inputs > 0; inputs -= 32, x += 32, ++out) {
+    const __m512 halves[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
+    const __m512i magnitudes = _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(halves[0])),
+                                                _mm512_castps_si512(_mm512_abs_ps(halves[1])));
+    const int exponent = static_cast<int>(_mm512_reduce_max_epu32(magnitudes) >> 23) - 127;
+    __m128i sums[3] = {};
+    for (int half = 0; half < 2; ++half) {
+      const __m512 scaled = _mm512_scalef_ps(halves[half], _mm512_set1_ps(static_cast<float>(21 - exponent)));
+      // carries to the digit above where one is beyond 127, and its byte as a signed one
+      const __m512i carry = _mm512_set1_epi32(0x8080);
+      const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(scaled), carry), carry);
+      const __m128i digits[3] = {_mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 16)),
+                                 _mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 8)), _mm512_cvtepi32_epi8(bytes)};
+      for (int i = 0; i < 3; ++i) {
+        const __m128i ordered = _mm_shuffle_epi8(digits[i], evens_first);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out->digits[i] + 16 * half), ordered);
+        sums[i] = _mm_dpbusd_epi32(sums[i], _mm_set1_epi8(kCodeOffset), ordered);
+      }
+    }
+    const __m128i each = _mm_hadd_epi32(_mm_hadd_epi32(sums[0], sums[1]), _mm_hadd_epi32(sums[2], sums[2]));
+    int32_t offset[4];
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(offset), _mm_sub_epi32(_mm_setzero_si128(), each));
+    std::copy_n(offset, 3, out->offset);
+    out->exponent = exponent == 128 ? __builtin_nanf("") : static_cast<float>(exponent - 22);
+  }
+}
+#endif
+
 struct Mxfp4 {
-  static constexpr bool kPlain = false;  // sums of a block beside those of the row: more registers
   static int64_t PanelBytes(int64_t inputs) { return inputs / 8 * kLanes * 4; }
+
+  // 2^(scale - 127) for each of 16 rows. XLA flushes denormals, so scale 0 (2^-127) counts as 0.
+  static PEAGLE_INLINE Floats Power(const uint8_t* scales) {
+    Words exponents;
+    for (int i = 0; i < kLanes; ++i) exponents[i] = scales[i];
+    return reinterpret_cast<Floats>(exponents << 23);
+  }
+
+#if defined(__AVX512VNNI__)
+  using Input = Digits;
+  static constexpr int kRowsOfFour = 1, kRowsOfTwo = 4;  // sums of three digits beside those of the row
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const __m512i values = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));  // 2 * e2m1 + kCodeOffset
+    const __m512i low = _mm512_set1_epi8(15);
+    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
+    const Ahead<R> ahead(panel, kAheadMxfp4);
+    for (int64_t block = 0; block < blocks; ++block) {
+      __m512i part[R][T][3];
+      for (int t = 0; t < T; ++t)
+        for (int i = 0; i < 3; ++i)
+          for (int r = 0; r < R; ++r) part[r][t][i] = _mm512_set1_epi32(x[t][block].offset[i]);
+#pragma GCC unroll 4
+      for (int64_t word = 0; word < 4; ++word) {
+        __m512i even[R], odd[R];
+        for (int r = 0; r < R; ++r) {
+          const int64_t at = (4 * block + word) * 64;
+          const __m512i codes = _mm512_loadu_si512(panels + r * panel + at);
+          ahead.Fetch(panels + r * panel + at, at);
+          even[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(codes, low));
+          odd[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
+        }
+        for (int t = 0; t < T; ++t)
+          for (int i = 0; i < 3; ++i) {
+            const int8_t* digits = x[t][block].digits[i] + 8 * word;
+            const __m512i of_even = _mm512_set1_epi32(Load<int32_t>(digits));
+            const __m512i of_odd = _mm512_set1_epi32(Load<int32_t>(digits + 4));
+            for (int r = 0; r < R; ++r) {
+              part[r][t][i] = _mm512_dpbusd_epi32(part[r][t][i], even[r], of_even);
+              part[r][t][i] = _mm512_dpbusd_epi32(part[r][t][i], odd[r], of_odd);
+            }
+          }
+      }
+      for (int r = 0; r < R; ++r) {
+        const Floats power = Power(scales + (r * blocks + block) * kLanes);
+        for (int t = 0; t < T; ++t) {
+          // both are below 2^24 in magnitude: floats hold them
+          const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(part[r][t][1], 8), part[r][t][2]);
+          const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][t][0]), _mm512_set1_ps(65536.0f),
+                                             _mm512_cvtepi32_ps(lower));
+          const __m512 scaled = _mm512_scalef_ps(sum, _mm512_set1_ps(x[t][block].exponent));
+          sums[r][t] += reinterpret_cast<Floats>(scaled) * power;
+        }
+      }
+    }
+  }
+#else
+  using Input = float;
+  static constexpr int kRowsOfFour = 1, kRowsOfTwo = 8;  // sums of a block beside those of the row: more registers
 
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const float* const* x, int64_t inputs,
@@ -198,13 +303,7 @@ struct Mxfp4 {
       }
     }
   }
-
-  // 2^(scale - 127) for each of 16 rows. XLA flushes denormals, so scale 0 (2^-127) counts as 0.
-  static PEAGLE_INLINE Floats Power(const uint8_t* scales) {
-    Words exponents;
-    for (int i = 0; i < kLanes; ++i) exponents[i] = scales[i];
-    return reinterpret_cast<Floats>(exponents << 23);
-  }
+#endif
 };
 
 constexpr int kTileRows = 8;      // rows of a tile: their sums stay in registers
@@ -215,10 +314,22 @@ struct Tile {
   float values[kTilePanels][kTileRows][kLanes];  // [panel][row][output of the panel]
 };
 
+// Rows of inputs in the form in which the weights' format multiplies them.
+class Inputs {
+ public:
+  Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel);
+  const void* const* From(int64_t row) const { return row_.get() + row; }
+
+ private:
+  std::unique_ptr<const void*[]> row_;
+  std::unique_ptr<char[]> room_;
+};
+
 template <class W, int T, int R>
-__attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scales, int64_t inputs, const float* const* x, float* out) {
-  const float* rows[T];
-  for (int t = 0; t < T; ++t) rows[t] = x[t];
+__attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scales, int64_t inputs,
+                                        const void* const* x, float* out) {
+  const typename W::Input* rows[T];
+  for (int t = 0; t < T; ++t) rows[t] = static_cast<const typename W::Input*>(x[t]);
   Floats sums[R][T] = {};
   W::template Dot<T, R>(panels, scales, rows, inputs, sums);
   for (int r = 0; r < R; ++r)
@@ -228,9 +339,9 @@ __attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scale
 // The tile of `count` panels (from `first` on) and T rows. With few rows several panels go together: one row's sum is
 // one chain of additions, and a core works on eight or so at a time.
 template <class W, int T>
-void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const float* const* x, Tile& tile) {
+void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, Tile& tile) {
 #if defined(__AVX512F__)
-  constexpr int kMost = T == 1 || (T <= 4 && W::kPlain) ? 4 : 2;
+  constexpr int kMost = T <= W::kRowsOfFour ? 4 : T <= W::kRowsOfTwo ? 2 : 1;
 #else
   constexpr int kMost = T == 1 ? 2 : 1;
 #endif
@@ -248,7 +359,7 @@ void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const float* 
 }
 
 template <class W>
-void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const float* const* x, int64_t rows, Tile& tile) {
+void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile) {
   switch (rows) {
     case 1: return DotPanels<W, 1>(matrix, first, count, x, tile);
     case 2: return DotPanels<W, 2>(matrix, first, count, x, tile);
@@ -262,7 +373,7 @@ void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const float* 
 }
 
 // tile = the dot products of panels first .. first + count - 1 with up to kTileRows rows
-void Dot(const Matrix& matrix, int64_t first, int64_t count, const float* const* x, int64_t rows, Tile& tile) {
+void Dot(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile) {
   switch (matrix.format) {
     case Format::kFloat32: return DotFormat<Float32>(matrix, first, count, x, rows, tile);
     case Format::kBfloat16: return DotFormat<Bfloat16>(matrix, first, count, x, rows, tile);
@@ -298,6 +409,23 @@ void ForEach(Parallel& parallel, int64_t chunks, int64_t work, const Body& body)
   parallel.Run(
       chunks, work, [](void* context, int64_t chunk) { (*static_cast<const Body*>(context))(chunk); },
       const_cast<Body*>(&body));
+}
+
+Inputs::Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel)
+    : row_(new const void*[rows]) {
+#if defined(__AVX512VNNI__)
+  if (matrix.format == Format::kMxfp4) {
+    const int64_t bytes = matrix.inputs / 32 * static_cast<int64_t>(sizeof(Digits));
+    room_ = std::make_unique_for_overwrite<char[]>(rows * bytes);
+    ForEach(parallel, rows, rows * matrix.inputs, [&](int64_t row) {
+      auto digits = reinterpret_cast<Digits*>(room_.get() + row * bytes);
+      ToDigits(x[row], matrix.inputs, digits);
+      row_[row] = digits;
+    });
+    return;
+  }
+#endif
+  std::copy_n(x, rows, row_.get());
 }
 
 // What multiplying `rows` rows costs, in weight bytes read: the arithmetic of four rows weighs as much as reading.
@@ -358,12 +486,13 @@ void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias,
     const int64_t end = std::min(active.count, start + kBlockRows);
     const int64_t work = Work(weight, panels, end - start);
     const Cut cut(panels, work);
+    const Inputs inputs(weight, active.x.get() + start, end - start, parallel);
     ForEach(parallel, cut.chunks, work, [&](int64_t chunk) {
       Tile tile;
       const int64_t first = cut.First(chunk), count = cut.Count(chunk);
       for (int64_t row = start; row < end; row += kTileRows) {
         const int64_t rows = std::min<int64_t>(kTileRows, end - row);
-        Dot(weight, first, count, active.x.get() + row, rows, tile);
+        Dot(weight, first, count, inputs.From(row - start), rows, tile);
         for (int64_t t = 0; t < rows; ++t) {
           for (int64_t p = 0; p < count; ++p) {
             const int64_t column = (first + p) * kPanelRows, kept = std::min(kPanelRows, outputs - column);
@@ -464,6 +593,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
   Multiply(op.router, active, op.router_bias, nullptr, logits.get(), parallel);
   const Routing routing = Route(op, active, logits.get());
   const int64_t total = active.count * op.top_k;
+  const Inputs inputs(op.gate_up, active.x.get(), active.count, parallel);
   // the hidden values of each choice
   auto activations = std::make_unique_for_overwrite<float[]>(total * padded);
 
@@ -489,8 +619,8 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     const float* bias = op.gate_up_bias + routing.expert[i] * 2 * padded;
     for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += kTileRows) {
       const int64_t rows = std::min<int64_t>(kTileRows, routing.begin[i + 1] - choice);
-      const float* x[kTileRows];
-      for (int64_t t = 0; t < rows; ++t) x[t] = active.x[routing.choices[choice + t].row];
+      const void* x[kTileRows];
+      for (int64_t t = 0; t < rows; ++t) x[t] = *inputs.From(routing.choices[choice + t].row);
       Dot(matrix, 2 * first, 2 * count, x, rows, tile);
       for (int64_t p = 0; p < count; ++p) {
         const Floats gate_bias = Load<Floats>(bias + 2 * (first + p) * kPanelRows);
@@ -503,6 +633,10 @@ void RunExperts(const Experts& op, Parallel& parallel) {
       }
     }
   });
+
+  auto hidden_of = std::make_unique<const float*[]>(total);
+  for (int64_t choice = 0; choice < total; ++choice) hidden_of[choice] = activations.get() + choice * padded;
+  const Inputs hidden_inputs(op.down, hidden_of.get(), total, parallel);
 
   // each chunk owns some output columns of all rows, and adds up the experts in ascending order
   const int64_t down_work = Work(op.down, columns, rows_per_expert) * routing.count;
@@ -520,9 +654,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
       const float* bias = op.down_bias + routing.expert[i] * width;
       for (int64_t choice = routing.begin[i]; choice < routing.begin[i + 1]; choice += kTileRows) {
         const int64_t rows = std::min<int64_t>(kTileRows, routing.begin[i + 1] - choice);
-        const float* x[kTileRows];
-        for (int64_t t = 0; t < rows; ++t) x[t] = activations.get() + (choice + t) * padded;
-        Dot(matrix, first, count, x, rows, tile);
+        Dot(matrix, first, count, hidden_inputs.From(choice), rows, tile);
         for (int64_t t = 0; t < rows; ++t) {
           const Choice& one = routing.choices[choice + t];
           float* out = op.out + active.row[one.row] * width;

@@ -157,6 +157,36 @@ def test_scale_zero_counts_as_zero() -> None:
     assert not np.any(run(x, to_panels((blocks, np.zeros_like(scales)))))
 
 
+@pytest.mark.parametrize("name", MATRICES)
+def test_inputs_may_be_of_any_size(name: str) -> None:
+    """Twelve powers of ten within one row: no input is off by more than a part of the largest beside it. And a row of
+    tiny numbers."""
+    rng = np.random.default_rng(11)
+    stored, weight = MATRICES[name](rng, 21, 96)
+    x = random_rows(rng, 5, 96) * 10 ** rng.uniform(-6, 6, (5, 96)).astype(np.float32)
+    x[3] *= 2.0**-120
+    x[4] = 0
+    out = np.asarray(run(x, to_panels(stored)), np.float64)
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    error = np.abs(out - by_definition(x, weight))
+    assert (error <= EXACT * largest + 2.0**-120).all()
+    assert not out[4].any()
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_stays_none_and_in_its_row(name: str, value: float) -> None:
+    rng = np.random.default_rng(12)
+    stored, _ = MATRICES[name](rng, 21, 96)
+    panels, x = to_panels(stored), random_rows(rng, 5, 96)
+    without = run(x, panels)
+    x[2, 40] = value
+    out = np.asarray(run(x, panels))
+    others = [0, 1, 3, 4]
+    assert not np.isfinite(out[2]).any()
+    assert_same_bits(out[others], np.asarray(without)[others])
+
+
 # A row's bits are its own
 
 
