@@ -49,7 +49,7 @@ EAGLE3 = (
 )  # fmt: skip
 ANSWERS_BEGUN, PRACTICE_TOKENS = 4096, 1_228_800
 ANSWERS = ("-n", "288", "--context", "512", "--batch", "64")
-STEPS = {"drafter_begun": 900, "drafter": 1000, "drafter_eagle3": 700}
+STEPS = {"drafter_begun": 900, "drafter": 2500, "drafter_eagle3": 700}
 DRAFTERS = ("drafter", "drafter_eagle3")
 TAPS = "1,4,7"
 
