@@ -84,10 +84,14 @@ def writable(directory: Path) -> Path:
 
 
 def profile(
-    engine: Engine, requests: Sequence[Request], directory: Path, part_of: dict[str, str] | None = None
+    engine: Engine,
+    requests: Sequence[Request],
+    directory: Path,
+    part_of: dict[str, str] | None = None,
+    perfetto: bool = True,
 ) -> Breakdown:
     """Decodes the requests (as many as go together, the first MOST_TOKENS tokens) under the profiler. Afterwards the
-    directory holds the trace, for XProf, TensorBoard or Perfetto.
+    directory holds the trace, for XProf or TensorBoard, and for Perfetto, too, if asked for: that takes as long again.
 
     The engine is warm; part_of are its operations where they are known (`operations_of`), as looking them up compiles
     its program once more. Raises InputError where the profiler gives no trace, or none of the steps' operations;
@@ -100,7 +104,7 @@ def profile(
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # which costs more than the steps
     known = _traces(directory)
-    with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=True):
+    with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=perfetto):
         decisions = [e.decision for e in engine.generate(batch) if e.decision is not None and e.request is batch[0]]
     written = dict(_traces(directory).items() - known.items())
     if len(written) != 1:

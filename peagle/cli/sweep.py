@@ -259,16 +259,15 @@ def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
 def _say(plan: Plan, sets: dict[str, Sequence[Conversation]], folder: Folder | None) -> None:
     """What would run."""
 
-    def turns(source: Source, raw: bool) -> int:
-        asked = sets.get(source.name, ())[: source.num_used]
-        return sum(turns_asked(source, raw, each) for each in asked)
-
     known = None if folder is None else folder.asked()
+
+    def turns(source: Source, raw: bool) -> int:
+        if known is not None:
+            return sum((one.prompts, one.raw) == (source.name, raw) for one in known[0])
+        return sum(turns_asked(source, raw, each) for each in sets[source.name][: source.num_used])
+
     requests = {(source.name, raw): turns(source, raw) for source in plan.sources for raw in plan.raw}
-    if known is None:
-        each = sum(requests[setting.prompts, setting.raw] for setting in plan.settings)
-    else:
-        each = sum((one.prompts, one.raw) == (s.prompts, s.raw) for s in plan.settings for one in known[0])
+    each = sum(requests[setting.prompts, setting.raw] for setting in plan.settings)
     decodes = plan.repeats * len(plan.arms) * each
     lines = [
         f"target       {plan.target}; drafters {', '.join(plan.drafters)}",

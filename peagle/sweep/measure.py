@@ -21,10 +21,10 @@ from peagle.generate import Engine, Request
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.profile import MOST_TOKENS, operations_of, profile
+from peagle.profile import operations_of, profile
 from peagle.prompts import Conversation, Rendering
 from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Json, Posed, key, sample_of, where
-from peagle.sweep.plan import LOOKED_AT, PLAIN, Arm, Plan, Setting, Source
+from peagle.sweep.plan import LOOKED_AT, LOOKED_AT_TOKENS, PLAIN, Arm, Plan, Setting, Source
 
 Loaded = tuple[str | None, str | None]  # drafter, draft vocabulary
 Pairs = Mapping[Loaded, Pair | InputError]  # why a pair could not be loaded, where the others are to go on
@@ -220,13 +220,14 @@ class Sitting:
             found: Json = {**dataclasses.asdict(setting), **dataclasses.asdict(arm), "request": each.request}
             try:
                 request = self._request(each, self.plan.seed)
+                request = dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, LOOKED_AT_TOKENS))
                 engine = self._engine(setting, arm)
                 engine.warm_up([request])
                 program = (setting.temperature, arm)
                 if program not in programs:
                     programs[program] = operations_of(engine, [request])
                 with tempfile.TemporaryDirectory() as directory:
-                    seen = profile(engine, [request], Path(directory), programs[program])
+                    seen = profile(engine, [request], Path(directory), programs[program], perfetto=False)
                 found |= {"num_steps": seen.num_steps, **seen.in_three}
             except (InputError, OSError, RuntimeError) as error:
                 found["why_not"] = str(error).partition("\n")[0]
@@ -235,9 +236,9 @@ class Sitting:
 
     def _spread(self, setting: Setting) -> list[Asked]:
         """LOOKED_AT requests of different conversations, evenly over those whose plain outputs are longest: beyond
-        MOST_TOKENS all are alike."""
+        LOOKED_AT_TOKENS all are alike."""
         samples = (s for s in self.folder.samples() if (s.setting, s.arm) == (setting, PLAIN))
-        tokens = {sample.request: min(sample.output_tokens, MOST_TOKENS) for sample in samples}
+        tokens = {sample.request: min(sample.output_tokens, LOOKED_AT_TOKENS) for sample in samples}
         by_row: dict[int, Asked] = {}
         for each in self._asked(setting):
             by_row.setdefault(each.row, each)

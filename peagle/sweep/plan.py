@@ -12,7 +12,7 @@ from peagle.ops.errors import InputError
 AUTO: Literal["auto"] = "auto"  # as K: each step drafts what pays
 FULL = "full"  # the drafter's whole vocabulary
 BUCKETS = (128, 512, 2048)  # prompt tokens at which a new bucket begins
-LOOKED_AT = 12  # conversations in which each arm's steps are looked at under the profiler
+LOOKED_AT, LOOKED_AT_TOKENS = 12, 32  # conversations whose first steps are looked at under the profiler, in each arm
 
 K = int | Literal["auto"]
 

@@ -126,13 +126,13 @@ def test_steps_of_some_conversations_are_looked_at_and_what_is_missing_is_looked
     seen: list[tuple[int, int]] = []
     real = peagle.sweep.measure.profile
 
-    def profile(engine: Engine, requests: Sequence[Request], *rest: Any) -> Any:
+    def profile(engine: Engine, requests: Sequence[Request], *rest: Any, **options: Any) -> Any:
         seen.append((engine.config.num_speculative_tokens, requests[0].index))
         if len(seen) == 2:
             raise RuntimeError("no trace")
         if len(seen) == 4:
             raise Killed
-        return real(engine, requests, *rest)
+        return real(engine, requests, *rest, **options)
 
     monkeypatch.setattr(peagle.sweep.measure, "profile", profile)
     turns = [{"turns": ["a", "b"]}, {"turns": ["c", "d"]}, {"turns": ["e"]}]

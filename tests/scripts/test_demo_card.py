@@ -1,0 +1,29 @@
+"""The demo pair's card says by task what a sweep found."""
+
+from typing import Any
+
+from scripts.demo.card import by_task
+
+
+def estimate(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.1, "high": value + 0.1}
+
+
+def row(k: int | str, *parts: str) -> dict[str, Any]:
+    figures = {"acceptance_length": estimate(2.0 + len(parts)), "speedup": estimate(1.0)}
+    by_category = [
+        {"part": part, "num_requests": 5, "looping_frac": 0.2, **figures, "without_loops": figures} for part in parts
+    ]
+    return {"k": k, "raw": False, "temperature": 0.0, "drafter": "demo", "by_category": by_category}
+
+
+def test_tasks_are_shown_at_the_largest_k_that_is_fixed() -> None:
+    lines = by_task([row(0), row(1, "change"), row(3, "change", "write"), row("auto", "change", "write")])
+    assert lines[0] == "By task, chat prompts, K = 3:"
+    assert [line.split(" | ")[0] for line in lines[4:]] == ["| change", "| write"]
+    assert lines[4].count("|") == lines[2].count("|")
+    assert "| 5 | 20% | 4.00 (3.90..4.10) | 4.00 (3.90..4.10) | 1.00 (0.90..1.10) |" in lines[4]
+
+
+def test_prompts_without_tasks_make_no_table() -> None:
+    assert by_task([row(0), row(3)]) == []
