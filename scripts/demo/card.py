@@ -17,7 +17,7 @@ import peagle  # noqa: F401  (before anything starts JAX)
 from peagle.sweep import page as sweep_page
 from peagle.sweep.figures import rows as rows_of
 from peagle.sweep.folder import open_run
-from peagle.sweep.plan import Setting
+from peagle.sweep.plan import AUTO, Setting
 from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate
@@ -143,8 +143,9 @@ def acceptance_text(sweep: Path | None) -> str:
 
 
 def by_task(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of acceptance and speed by task, chat prompts, at the largest K; nothing where prompts have no task."""
-    chat = [row for row in rows if not row["raw"] and isinstance(row["k"], int) and row["k"] > 0]
+    """The table of acceptance and speed by task, chat prompts, at the largest K shown; nothing where prompts have no
+    task."""
+    chat = [row for row in rows if not row["raw"] and row["k"] in SHOWN and row["k"] not in (0, AUTO)]
     if not any(row["by_category"] for row in chat):
         return []
     largest = max(row["k"] for row in chat)
