@@ -2,7 +2,7 @@
 
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ Row = Mapping[str, Any]
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
 MARKERS = "osD^vP*"
 WIDE, HIGH = 6.6, 4.0  # inches
+FEW_SERIES = 4
 
 
 def speedup(series: Mapping[str, Sequence[Row]]) -> str:
@@ -67,15 +68,14 @@ def positions(series: Mapping[str, Row]) -> str | None:
         return None
 
     def draw(axis: Any) -> None:
-        for (name, row), color, marker in zip(known.items(), itertools.cycle(COLORS), itertools.cycle(MARKERS)):
+        for (name, row), (color, marker) in zip(known.items(), _looks(), strict=False):
             rates = [each for each in row["rate_per_position"] if each is not None]
             _bars(axis, range(1, len(rates) + 1), rates, label=name, color=color, fmt=f"{marker}-")
         axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1))
         axis.xaxis.get_major_locator().set_params(integer=True)
-        if len(known) > 1:
-            axis.legend()
+        _legend(axis, len(known))
 
-    return _svg(draw)
+    return _svg(draw, len(known))
 
 
 def requests(row: Row, looping_above: float) -> str | None:
@@ -113,9 +113,7 @@ def _over_k(
 
     def draw(axis: Any) -> None:
         spread = np.linspace(-0.12, 0.12, len(series)) if len(series) > 1 else [0.0]
-        for (title, rows), shift, color, marker in zip(
-            series.items(), spread, itertools.cycle(COLORS), itertools.cycle(MARKERS)
-        ):
+        for (title, rows), shift, (color, marker) in zip(series.items(), spread, _looks(), strict=False):
             for value, hollow in ((lambda row: row[key], False), (also, True)):
                 known = [row for row in rows if value is not None and value(row) is not None]
                 fixed, chosen = ([row for row in known if (row["k"] == AUTO) == auto] for auto in (False, True))
@@ -134,10 +132,9 @@ def _over_k(
             axis.axhline(level, color="grey", linewidth=0.8)
         axis.set(xlabel="K", ylabel=name, ylim=(0, None))
         axis.set_xticks(range(len(labels)), labels)
-        if len(series) > 1:
-            axis.legend()
+        _legend(axis, len(series))
 
-    return _svg(draw)
+    return _svg(draw, len(series))
 
 
 def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str, float]], **style: Any) -> None:
@@ -149,11 +146,28 @@ def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str
     axis.errorbar(list(places), middle, span, **style)
 
 
+def _looks() -> Iterator[tuple[str, str]]:
+    """A colour and a marker for each series; the same two come together again after all pairs."""
+    for shift in itertools.count():
+        for place, color in enumerate(COLORS):
+            yield color, MARKERS[(place + shift) % len(MARKERS)]
+
+
+def _legend(axis: Any, num_series: int) -> None:
+    """Of few series where there is room, of many below the picture."""
+    if num_series > FEW_SERIES:
+        axis.figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    elif num_series > 1:
+        axis.legend()
+
+
 def _rotation(rows: Sequence[Row]) -> int:
+    if len(rows) > 12:
+        return 90
     return 25 if any(len(row["label"]) > 4 for row in rows) else 0
 
 
-def _svg(draw: Callable[[Any], None]) -> str:
+def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str:
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -164,7 +178,8 @@ def _svg(draw: Callable[[Any], None]) -> str:
 
     # the same figures give the same file: no date, no random ids
     with matplotlib.rc_context({"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 9}):
-        figure, axis = plt.subplots(figsize=(WIDE, HIGH), layout="constrained")
+        below = 0.1 * num_series if num_series > FEW_SERIES else 0.0  # two columns of lines of .2 inches
+        figure, axis = plt.subplots(figsize=(WIDE, HIGH + below), layout="constrained")
         draw(axis)
         axis.spines[["top", "right"]].set_visible(False)
         text = io.StringIO()
