@@ -89,8 +89,10 @@ def test_the_drafter_is_of_use(answers: Run) -> None:
     assert 1 + accepted / steps > 1.2
 
 
-def test_answers_are_text_in_python(answers: Run) -> None:
+def test_answers_are_functions_and_descriptions(answers: Run) -> None:
     texts = [outcome.result.text or "" for outcome in answers.outcomes]
     assert all("<|" not in text for text in texts)
     assert any(outcome.result.finish_reason == "stop" for outcome in answers.outcomes)
-    assert any("return " in text for text in texts)
+    kinds = {text.partition(" ")[0] == "def": text for text in texts}
+    assert kinds.keys() == {True, False}, "what is to be written or changed, and what is to be described"
+    assert "` takes " in kinds[False]
