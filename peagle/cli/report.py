@@ -176,13 +176,11 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     compared = [outcome for outcome in run.outcomes if outcome.baseline is not None]
     if not compared:
         return "not measured" + ("" if config.compares else " (--no-baseline)")
-    text = f"{_number(summary['baseline_tok_per_s'], '.1f')} tok/s"
+    text = f"{_number(summary['baseline_tok_per_s'], '.1f')} tok/s | speed-up {_number(summary['speedup'], '.2f')}"
+    if len(compared) > 1:
+        text += f" (median {_number(summary['speedup_median'], '.2f')})"
     if run.costs is not None and not run.costs.can_pay:
-        text += " by the same program: the difference is noise"
-    else:
-        text += f" | speed-up {_number(summary['speedup'], '.2f')}"
-        if len(compared) > 1:
-            text += f" (median {_number(summary['speedup_median'], '.2f')})"
+        text += ", which is noise: by the same program"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
     if config.sampling.synthetic_acceptance is not None:
         return text + " | other tokens (synthetic acceptance)"

@@ -23,7 +23,7 @@ from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.profile import operations_of, profile
 from peagle.prompts import Conversation, Rendering
-from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Json, Posed, key, sample_of, where
+from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Json, Posed, Sample, key, sample_of, where
 from peagle.sweep.plan import LOOKED_AT, LOOKED_AT_TOKENS, PLAIN, Arm, Plan, Setting, Source
 
 Loaded = tuple[str | None, str | None]  # drafter, draft vocabulary
@@ -207,10 +207,11 @@ class Sitting:
         folder = self.folder
         looked = [share for share in folder.record["shares"] if "why_not" not in share]
         known = {(*where(share), share["request"]) for share in looked}
+        plain = [sample for sample in folder.samples() if sample.arm == PLAIN]
         left = [
             (setting, each, arm)
             for setting in self.settings
-            for each in self._spread(setting)
+            for each in self._spread(setting, [sample for sample in plain if sample.setting == setting])
             for arm in self.plan.arms
             if (setting, arm, each.request) not in known and (setting, arm) not in self.failed
         ]
@@ -234,11 +235,10 @@ class Sitting:
             looked.append(found)
             folder.save(shares=looked)
 
-    def _spread(self, setting: Setting) -> list[Asked]:
+    def _spread(self, setting: Setting, plain: Sequence[Sample]) -> list[Asked]:
         """LOOKED_AT requests of different conversations, evenly over those whose plain outputs are longest: beyond
         LOOKED_AT_TOKENS all are alike."""
-        samples = (s for s in self.folder.samples() if (s.setting, s.arm) == (setting, PLAIN))
-        tokens = {sample.request: min(sample.output_tokens, LOOKED_AT_TOKENS) for sample in samples}
+        tokens = {sample.request: min(sample.output_tokens, LOOKED_AT_TOKENS) for sample in plain}
         by_row: dict[int, Asked] = {}
         for each in self._asked(setting):
             by_row.setdefault(each.row, each)

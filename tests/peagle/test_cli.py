@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -94,8 +95,7 @@ def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyP
     assert "with 1 takes the time of 3.0 plain steps and gives 2 tokens at most" in err
     assert "0 steps of K <= 7, 11 plain" in err
     assert "the same tokens" in err
-    assert "by the same program" in err
-    assert "speed-up" not in err
+    assert re.search(r"speed-up \d+\.\d\d, which is noise: by the same program \|", err)
 
 
 def test_generate_is_plain_and_says_the_same(cli: Run) -> None:
