@@ -46,7 +46,8 @@ def step(
     """
     random = None
     if not sampling.greedy or sampling.synthetic_acceptance is not None:
-        index = state.length[:, None] + 1 + jnp.arange(ladder[-1] + 1, dtype=jnp.int32)[None, :]
+        reach = ladder[verifying[-1]] + 1  # a plain step asks for the numbers of one token
+        index = state.length[:, None] + 1 + jnp.arange(reach, dtype=jnp.int32)[None, :]
         random = uniforms(state.key, index)
     drafted = policy.drafts(state.outlook)
     known = _Known(state.pending_token, state.length, state.done, state.fresh, state.outlook, random)

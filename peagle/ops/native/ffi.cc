@@ -22,67 +22,145 @@ namespace ffi = xla::ffi;
 using ffi::AnyBuffer;
 using Out = ffi::Result<AnyBuffer>;
 
-// The caller takes part, and waits only for chunks that another thread has begun: a pool whose threads are all waiting
-// in handlers of their own cannot lock up. A helper that starts late finds nothing left, and touches nothing but the
-// shared state.
+int64_t Now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// A thread waits by asking again; after a while so that another may have its core.
+void Pause(int64_t spins) {
+  if (spins > 2'000) {
+    std::this_thread::yield();
+    return;
+  }
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+// The threads of XLA's pool that help. Ops follow each other by the microsecond, and going through the pool's queue takes
+// several; so a thread that has come stays for a while and looks out for the next job, which reaches it in a fraction of
+// one. It is the pool's again kStay after the last.
+//
+// The caller takes part in its job, and waits for those alone who have joined it: a pool whose threads are all waiting in
+// handlers of their own cannot lock up. There is room for one job; of jobs at the same time the later gets the helpers.
+class Crew {
+ public:
+  struct Job {
+    const int64_t chunks;
+    void (*const body)(void*, int64_t);
+    void* const context;
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> helpers{0};
+
+    void Take() {
+      for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < chunks;) body(context, chunk);
+    }
+  };
+
+  // Whether a job came within kStay, so that another may: worth calling helpers for.
+  static bool Busy() { return Now() - last_job_.load(std::memory_order_relaxed) < kStay; }
+  static void Remember() { last_job_.store(Now(), std::memory_order_relaxed); }
+
+  // That many helpers are there, or on their way.
+  static void Call(ffi::ThreadPool& pool, int64_t helpers) {
+    while (size_.load(std::memory_order_relaxed) < helpers) {
+      size_.fetch_add(1, std::memory_order_relaxed);
+      pool.Schedule([] { Help(); });
+    }
+  }
+
+  // All chunks of the job are done, with at most that many helpers.
+  static void Run(Job& job, int64_t helpers) {
+    Put(&job, helpers);
+    job.Take();
+    Remove(&job);
+    for (int64_t spins = 0; job.helpers.load(std::memory_order_acquire) > 0; ++spins) Pause(spins);
+  }
+
+ private:
+  static constexpr int64_t kStay = 50'000;  // ns
+
+  class Lock {
+   public:
+    Lock() {
+      for (int64_t spins = 0; locked_.test_and_set(std::memory_order_acquire); ++spins) Pause(spins);
+    }
+    ~Lock() { locked_.clear(std::memory_order_release); }
+
+   private:
+    static inline std::atomic_flag locked_;
+  };
+
+  static void Put(Job* job, int64_t helpers) {
+    {
+      const Lock lock;
+      job_ = job;
+    }
+    wanted_.store(helpers, std::memory_order_relaxed);
+    jobs_.fetch_add(1, std::memory_order_release);
+  }
+
+  static void Remove(Job* job) {
+    const Lock lock;
+    if (job_ == job) job_ = nullptr;
+  }
+
+  static Job* Join() {
+    const Lock lock;
+    if (job_ != nullptr) job_->helpers.fetch_add(1, std::memory_order_relaxed);
+    return job_;
+  }
+
+  static void Help() {
+    int64_t seen = -1, since = Now();
+    for (int64_t spins = 1;; ++spins) {
+      const int64_t jobs = jobs_.load(std::memory_order_acquire);
+      if (jobs == seen) {
+        if (spins % 64 == 0) {
+          if (Now() - since > kStay) break;
+          std::this_thread::yield();  // it may have the caller's own core
+        }
+        Pause(0);
+        continue;
+      }
+      seen = jobs;
+      // of many helpers few may be wanted: the others should not queue for the lock
+      if (wanted_.load(std::memory_order_relaxed) <= 0 || wanted_.fetch_sub(1, std::memory_order_relaxed) <= 0) continue;
+      if (Job* job = Join(); job != nullptr) {
+        job->Take();
+        job->helpers.fetch_sub(1, std::memory_order_release);
+        since = Now();
+      }
+    }
+    size_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+  static inline std::atomic<int64_t> size_{0}, last_job_{0};
+  alignas(64) static inline std::atomic<int64_t> jobs_{0};
+  static inline std::atomic<int64_t> wanted_{0};
+  static inline Job* job_ = nullptr;
+};
+
+// How many threads an op runs on changes its time, never its bits.
 class PoolParallel final : public Parallel {
  public:
   explicit PoolParallel(ffi::ThreadPool& pool) : pool_(pool) {}
 
   void Run(int64_t chunks, int64_t work, void (*body)(void*, int64_t), void* context) override {
     const int64_t helpers = std::min<int64_t>(pool_.num_threads(), chunks) - 1;
-    if (helpers < 1 || work < kWorthAThread || (work < kWorthWaking && !Awake())) {
+    if (helpers < 1 || work < kWorthAThread) {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) body(context, chunk);
       return;
     }
-    auto shared = std::make_shared<Shared>();
-    shared->chunks = chunks;
-    shared->body = body;
-    shared->context = context;
-    for (int64_t i = 0; i < helpers; ++i) pool_.Schedule([shared] { Take(*shared); });
-    Take(*shared);
-    for (int64_t spins = 0; shared->finished.load(std::memory_order_acquire) < chunks; ++spins) Pause(spins);
-    last_run_.store(Now(), std::memory_order_relaxed);
+    if (work >= kWorthWaking || Crew::Busy()) Crew::Call(pool_, helpers);
+    Crew::Job job{chunks, body, context};
+    Crew::Run(job, helpers);
+    Crew::Remember();
   }
+
+  int64_t threads() const override { return pool_.num_threads(); }
 
  private:
-  // Whether the pool's threads still wait for work: they do for a while, then they sleep. How many threads an op runs on
-  // changes its time, never its bits.
-  static bool Awake() { return Now() - last_run_.load(std::memory_order_relaxed) < kAwake; }
-
-  static constexpr int64_t kAwake = 50'000;  // ns
-
-  static int64_t Now() {
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-  }
-
-  static inline std::atomic<int64_t> last_run_{0};
-
-  struct Shared {
-    std::atomic<int64_t> next{0}, finished{0};
-    int64_t chunks;
-    void (*body)(void*, int64_t);
-    void* context;
-  };
-
-  static void Take(Shared& shared) {
-    int64_t chunk;
-    while ((chunk = shared.next.fetch_add(1, std::memory_order_relaxed)) < shared.chunks) {
-      shared.body(shared.context, chunk);
-      shared.finished.fetch_add(1, std::memory_order_release);
-    }
-  }
-
-  static void Pause(int64_t spins) {
-    if (spins > 10'000) {
-      std::this_thread::yield();
-      return;
-    }
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-  }
-
   ffi::ThreadPool& pool_;
 };
 

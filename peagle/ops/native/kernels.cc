@@ -391,15 +391,19 @@ int64_t PanelBytes(const Matrix& matrix) {
   }
 }
 
-// `panels` cut into chunks of at most kTilePanels, as few as possible where the work is small.
+// How many chunks to make of that much work: one for each thread, none of them less than half of what is worth one.
+int64_t Shares(int64_t work, const Parallel& parallel) {
+  return std::clamp<int64_t>(2 * work / kWorthAThread, 1, parallel.threads());
+}
+
+// `panels` cut into that many equal chunks, or more where they would hold more than kTilePanels.
 struct Cut {
   int64_t panels, size, chunks;
 
-  Cut(int64_t panels, int64_t work) : panels(panels) {
-    int64_t wanted = std::max<int64_t>(1, work / kWorthAThread * 4);
-    size = std::clamp<int64_t>((panels + wanted - 1) / wanted, 1, kTilePanels);
-    chunks = (panels + size - 1) / size;
-  }
+  Cut(int64_t panels, int64_t shares)
+      : panels(panels),
+        size(std::clamp<int64_t>((panels + shares - 1) / shares, 1, kTilePanels)),
+        chunks((panels + size - 1) / size) {}
   int64_t First(int64_t chunk) const { return chunk * size; }
   int64_t Count(int64_t chunk) const { return std::min(size, panels - First(chunk)); }
 };
@@ -485,7 +489,7 @@ void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias,
   for (int64_t start = 0; start < active.count; start += kBlockRows) {
     const int64_t end = std::min(active.count, start + kBlockRows);
     const int64_t work = Work(weight, panels, end - start);
-    const Cut cut(panels, work);
+    const Cut cut(panels, Shares(work, parallel));
     const Inputs inputs(weight, active.x.get() + start, end - start, parallel);
     ForEach(parallel, cut.chunks, work, [&](int64_t chunk) {
       Tile tile;
@@ -605,13 +609,13 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     return one;
   };
 
-  const int64_t rows_per_expert = (total + routing.count - 1) / std::max<int64_t>(1, routing.count);
-  const int64_t up_work = Work(op.gate_up, 2 * pairs, rows_per_expert);
-  const Cut up_cut(pairs, up_work);
+  const int64_t chosen = std::max<int64_t>(1, routing.count), rows_per_expert = (total + chosen - 1) / chosen;
+  const int64_t up_work = Work(op.gate_up, 2 * pairs, rows_per_expert) * routing.count;
+  const Cut up_cut(pairs, (Shares(up_work, parallel) + chosen - 1) / chosen);
   // whole pairs of panels: a chunk of n pairs is a tile of 2 n panels
   const int64_t pairs_per_chunk = std::min<int64_t>(up_cut.size, kTilePanels / 2);
   const int64_t up_chunks = (pairs + pairs_per_chunk - 1) / pairs_per_chunk;
-  ForEach(parallel, routing.count * up_chunks, up_work * routing.count, [&](int64_t chunk) {
+  ForEach(parallel, routing.count * up_chunks, up_work, [&](int64_t chunk) {
     Tile tile;
     const int64_t i = chunk / up_chunks, first = chunk % up_chunks * pairs_per_chunk;
     const int64_t count = std::min(pairs_per_chunk, pairs - first);
@@ -640,7 +644,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
 
   // each chunk owns some output columns of all rows, and adds up the experts in ascending order
   const int64_t down_work = Work(op.down, columns, rows_per_expert) * routing.count;
-  const Cut down_cut(columns, down_work);
+  const Cut down_cut(columns, Shares(down_work, parallel));
   ForEach(parallel, down_cut.chunks, down_work, [&](int64_t chunk) {
     Tile tile;
     const int64_t first = down_cut.First(chunk), count = down_cut.Count(chunk);
@@ -715,27 +719,59 @@ PEAGLE_INLINE void Put(void* base, int64_t index, float value) {
 #define PEAGLE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
+// Of each 2 n lanes the first n of a, then the first n of b.
+template <int n>
+PEAGLE_INLINE Floats Firsts(Floats a, Floats b) {
+  if constexpr (n == 1) return PEAGLE_SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+  if constexpr (n == 2) return PEAGLE_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+  if constexpr (n == 4) return PEAGLE_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+  if constexpr (n == 8) return PEAGLE_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+}
+
+// Of each 2 n lanes the last n of a, then the last n of b.
+template <int n>
+PEAGLE_INLINE Floats Lasts(Floats a, Floats b) {
+  if constexpr (n == 1) return PEAGLE_SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  if constexpr (n == 2) return PEAGLE_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  if constexpr (n == 4) return PEAGLE_SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  if constexpr (n == 8) return PEAGLE_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
 // Lane i = the sum over the lanes of parts[i]: four rounds of adding neighbours.
 PEAGLE_INLINE Floats SumEach(Floats (&v)[16]) {
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i)
-    v[i] = PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  for (int i = 0; i < 8; ++i) v[i] = Firsts<1>(v[2 * i], v[2 * i + 1]) + Lasts<1>(v[2 * i], v[2 * i + 1]);
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)
-    v[i] = PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  for (int i = 0; i < 2; ++i)
-    v[i] = PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           PEAGLE_SHUFFLE(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  return PEAGLE_SHUFFLE(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-         PEAGLE_SHUFFLE(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  for (int i = 0; i < 4; ++i) v[i] = Firsts<2>(v[2 * i], v[2 * i + 1]) + Lasts<2>(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < 2; ++i) v[i] = Firsts<4>(v[2 * i], v[2 * i + 1]) + Lasts<4>(v[2 * i], v[2 * i + 1]);
+  return Firsts<8>(v[0], v[1]) + Lasts<8>(v[0], v[1]);
 }
 
-// Sixteen neighbouring positions p .. p + 15, p a multiple of 16: where their vectors start in the cache. Positions
-// outside of those that some query reads stand for the nearest that one does.
-struct KeyTile {
-  int64_t at[kLanes];
+template <int n>
+PEAGLE_INLINE void TurnBy(Floats (&v)[16]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) {
+    if (i & n) continue;
+    const Floats a = v[i], b = v[i + n];
+    v[i] = Firsts<n>(a, b);
+    v[i + n] = Lasts<n>(a, b);
+  }
+}
+
+// Rows become columns.
+PEAGLE_INLINE void Turn(Floats (&v)[16]) {
+  TurnBy<8>(v);
+  TurnBy<4>(v);
+  TurnBy<2>(v);
+  TurnBy<1>(v);
+}
+
+constexpr int64_t kStretch = 64;  // positions whose values go together
+
+// Where the vectors of neighbouring positions start in the cache, from a multiple of 16 on. Positions outside of those
+// that some query reads stand for the nearest that one does.
+struct Places {
+  int64_t at[kStretch];
 };
 
 // One query head at one position, and what becomes of it. Everything is summed in the order of positions, by tiles, so
@@ -753,22 +789,73 @@ PEAGLE_INLINE bool Overlaps(const Query& query, int64_t position) {
   return position <= query.newest && position + kLanes > query.oldest;
 }
 
-// The scores of a tile; -inf for what the query does not read. kHead: the head's width where it is known, else 0.
+// The scores of a tile are the dot products of a query with its keys. A head's inputs are multiplied lane by lane, sixteen
+// after sixteen, then the lanes are added up, each with its neighbour. What is behind the last sixteen comes last.
+
+// kHead: the head's width where it is known, else 0
 template <bool kHalf, int kHead>
-PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const KeyTile& tile, int64_t position, int64_t width) {
-  const int64_t head_dim = kHead > 0 ? kHead : width, whole = head_dim / kLanes * kLanes;
+PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const int64_t* at, int64_t width) {
+  const int64_t whole = (kHead > 0 ? kHead : width) / kLanes * kLanes;
   Floats parts[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {
     Floats part = {};
 #pragma GCC unroll 4
     for (int64_t h = 0; h < whole; h += kLanes)
-      part += Load<Floats>(query.vector + h) * LoadSixteen<kHalf>(keys, tile.at[i] + h);
+      part += Load<Floats>(query.vector + h) * LoadSixteen<kHalf>(keys, at[i] + h);
     parts[i] = part;
   }
-  Floats scores = SumEach(parts);
-  for (int64_t h = whole; h < head_dim; ++h)
-    for (int i = 0; i < kLanes; ++i) scores[i] += query.vector[h] * LoadOne<kHalf>(keys, tile.at[i] + h);
+  return SumEach(parts);
+}
+
+// A tile's keys as [head_dim][16], without what is behind the last sixteen inputs: then a lane is a position, and several
+// queries take the same values.
+template <bool kHalf>
+void TurnKeys(const void* keys, const int64_t* at, int64_t width, float* turned) {
+  for (int64_t h = 0; h + kLanes <= width; h += kLanes) {
+    Floats rows[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) rows[i] = LoadSixteen<kHalf>(keys, at[i] + h);
+    Turn(rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) Store(turned + (h + i) * kLanes, rows[i]);
+  }
+}
+
+// sums[q] = what inputs first .. first + count - 1 of every sixteen bring, added up as in Scores
+template <int kQueries, int kFirst, int kCount, int kHead>
+PEAGLE_INLINE void AddInputs(const float* const (&vectors)[kQueries], const float* turned, int64_t width,
+                             Floats (&sums)[kQueries]) {
+  if constexpr (kCount == 1) {
+    const int64_t whole = (kHead > 0 ? kHead : width) / kLanes * kLanes;
+    for (int q = 0; q < kQueries; ++q) sums[q] = Floats{};
+#pragma GCC unroll 4
+    for (int64_t h = kFirst; h < whole; h += kLanes) {
+      const Floats keys = Load<Floats>(turned + h * kLanes);
+      for (int q = 0; q < kQueries; ++q) sums[q] += vectors[q][h] * keys;
+    }
+  } else {
+    Floats others[kQueries];
+    AddInputs<kQueries, kFirst, kCount / 2, kHead>(vectors, turned, width, sums);
+    AddInputs<kQueries, kFirst + kCount / 2, kCount / 2, kHead>(vectors, turned, width, others);
+    for (int q = 0; q < kQueries; ++q) sums[q] += others[q];
+  }
+}
+
+template <int kQueries, int kHead>
+__attribute__((noinline)) void ScoresTurned(const Query* queries, const float* turned, int64_t width,
+                                            Floats (&scores)[kQueries]) {
+  const float* vectors[kQueries];
+  for (int q = 0; q < kQueries; ++q) vectors[q] = queries[q].vector;
+  AddInputs<kQueries, 0, kLanes, kHead>(vectors, turned, width, scores);
+}
+
+// The scores whole: what is behind the last sixteen inputs comes to them, and -inf for what the query does not read.
+template <bool kHalf>
+PEAGLE_INLINE Floats Finish(Floats scores, const Query& query, const void* keys, const int64_t* at, int64_t position,
+                            int64_t width) {
+  for (int64_t h = width / kLanes * kLanes; h < width; ++h)
+    for (int i = 0; i < kLanes; ++i) scores[i] += query.vector[h] * LoadOne<kHalf>(keys, at[i] + h);
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int32_t before = static_cast<int32_t>(std::clamp<int64_t>(query.oldest - position, 0, kLanes));
   const int32_t behind = static_cast<int32_t>(std::clamp<int64_t>(query.newest - position, -1, kLanes));
@@ -794,49 +881,57 @@ void Weigh(Query& query, int64_t first, int64_t last) {
   for (int i = 0; i < kLanes; ++i) query.total += sums[i];
 }
 
-// query.sums += a tile's weights times its values
-template <bool kHalf>
-void AddValues(const Query& query, const float* weights, const void* values, const KeyTile& tile, int64_t position,
+// sums += a tile's weights times its values, for queries that all read positions begin .. end - 1 of it, in their order
+template <bool kHalf, int kQueries>
+void AddValues(const Query* queries, int64_t offset, const void* values, const int64_t* at, int64_t begin, int64_t end,
                int64_t head_dim) {
-  const int64_t begin = std::max<int64_t>(0, query.oldest - position);
-  const int64_t end = std::min(kLanes, query.newest - position + 1);
+  const float* weights[kQueries];
+  for (int q = 0; q < kQueries; ++q) weights[q] = queries[q].weights + offset;
   int64_t h = 0;
   for (; h + 4 * kLanes <= head_dim; h += 4 * kLanes) {
-    Floats sums[2][4];
-    for (int j = 0; j < 2; ++j)
-      for (int b = 0; b < 4; ++b) sums[j][b] = Load<Floats>(query.sums + j * head_dim + h + b * kLanes);
-    int64_t i = begin;
-    auto add = [&](int64_t i, Floats(&to)[4]) {
-      for (int b = 0; b < 4; ++b) to[b] += weights[i] * LoadSixteen<kHalf>(values, tile.at[i] + h + b * kLanes);
+    Floats sums[kQueries][2][4];
+    for (int q = 0; q < kQueries; ++q)
+      for (int j = 0; j < 2; ++j)
+        for (int b = 0; b < 4; ++b) sums[q][j][b] = Load<Floats>(queries[q].sums + j * head_dim + h + b * kLanes);
+    auto add = [&](int64_t i, int j) {
+      Floats four[4];
+      for (int b = 0; b < 4; ++b) four[b] = LoadSixteen<kHalf>(values, at[i] + h + b * kLanes);
+      for (int q = 0; q < kQueries; ++q)
+        for (int b = 0; b < 4; ++b) sums[q][j][b] += weights[q][i] * four[b];
     };
-    if (i % 2 == 1 && i < end) add(i++, sums[1]);
+    int64_t i = begin;
+    if (i % 2 == 1 && i < end) add(i++, 1);
     for (; i + 2 <= end; i += 2) {
-      add(i, sums[0]);
-      add(i + 1, sums[1]);
+      add(i, 0);
+      add(i + 1, 1);
     }
-    if (i < end) add(i, sums[0]);
-    for (int j = 0; j < 2; ++j)
-      for (int b = 0; b < 4; ++b) Store(query.sums + j * head_dim + h + b * kLanes, sums[j][b]);
+    if (i < end) add(i, 0);
+    for (int q = 0; q < kQueries; ++q)
+      for (int j = 0; j < 2; ++j)
+        for (int b = 0; b < 4; ++b) Store(queries[q].sums + j * head_dim + h + b * kLanes, sums[q][j][b]);
   }
   for (; h < head_dim; ++h)
     for (int64_t i = begin; i < end; ++i)
-      query.sums[i % 2 * head_dim + h] += weights[i] * LoadOne<kHalf>(values, tile.at[i] + h);
+      for (int q = 0; q < kQueries; ++q)
+        queries[q].sums[i % 2 * head_dim + h] += weights[q][i] * LoadOne<kHalf>(values, at[i] + h);
 }
 
-// All query heads of one kv head, for rows begin .. end - 1 of sequence b: a tile of keys or values is fetched once for
-// all of them.
+constexpr int64_t kWorthTurning = 6;  // queries for which keys are turned
+
+// Queries begin .. end - 1 of the rows' heads of one kv head, row by row, of sequence b: a tile of keys or values is
+// fetched once for all of them.
 template <bool kHalf>
-void AttendRows(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_t end) {
-  const int64_t repeat = op.heads / op.kv_heads, count = (end - begin) * repeat, width = op.head_dim;
+void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_t end) {
+  const int64_t repeat = op.heads / op.kv_heads, count = end - begin, width = op.head_dim;
   auto queries = std::make_unique_for_overwrite<Query[]>(count);
   int64_t oldest = INT64_MAX, newest = -1;
   for (int64_t i = 0; i < count; ++i) {
     Query& query = queries[i];
-    query.newest = op.positions[b * op.width + begin + i / repeat];
+    query.newest = op.positions[b * op.width + (begin + i) / repeat];
     query.oldest = op.window > 0 ? std::max<int64_t>(0, query.newest - op.window + 1) : 0;
     if (!op.ring) query.newest = std::min(query.newest, op.capacity - 1);
     if (query.newest < query.oldest) query.newest = -1;  // its window is beyond the cache
-    query.sink = op.sinks == nullptr ? nullptr : op.sinks + group * repeat + i % repeat;
+    query.sink = op.sinks == nullptr ? nullptr : op.sinks + group * repeat + (begin + i) % repeat;
     if (query.newest < 0) continue;
     oldest = std::min(oldest, query.oldest);
     newest = std::max(newest, query.newest);
@@ -845,7 +940,9 @@ void AttendRows(const Attention& op, int64_t b, int64_t group, int64_t begin, in
   const int64_t span = newest < 0 ? 0 : (last - first) / kLanes * kLanes + kLanes;
   auto scratch = std::make_unique_for_overwrite<float[]>(count * (3 * width + span));
   const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(width));
-  auto place = [&](int64_t i) { return ((b * op.width + begin + i / repeat) * op.heads + group * repeat + i % repeat) * width; };
+  auto place = [&](int64_t i) {
+    return ((b * op.width + (begin + i) / repeat) * op.heads + group * repeat + (begin + i) % repeat) * width;
+  };
   for (int64_t i = 0; i < count; ++i) {
     Query& query = queries[i];
     query.vector = scratch.get() + i * (3 * width + span);
@@ -854,35 +951,64 @@ void AttendRows(const Attention& op, int64_t b, int64_t group, int64_t begin, in
     for (int64_t h = 0; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, place(i) + h) * scale;
     std::fill_n(query.sums, 2 * width, 0.0f);
   }
-  auto tile_at = [&](int64_t position) {
-    KeyTile tile;
-    for (int64_t i = 0; i < kLanes; ++i) {
-      const int64_t p = std::clamp(position + i, oldest, newest), slot = op.ring ? p % op.capacity : p;
-      tile.at[i] = ((b * op.capacity + slot) * op.kv_heads + group) * width;
+  auto places_from = [&](int64_t position) {
+    Places places;
+    const int64_t shift = op.ring ? position % op.capacity - position : 0;
+    for (int64_t i = 0; i < kStretch; ++i) {
+      int64_t slot = std::clamp(position + i, oldest, newest) + shift;
+      if (op.ring && slot >= op.capacity) slot %= op.capacity;
+      places.at[i] = ((b * op.capacity + slot) * op.kv_heads + group) * width;
     }
-    return tile;
+    return places;
   };
-  for (int64_t p = first; p <= last; p += kLanes) {
-    const KeyTile tile = tile_at(p);
+  const bool turn = count >= kWorthTurning;
+  auto turned = std::make_unique_for_overwrite<float[]>(turn ? width * kLanes : 0);
+  auto score = [&](int64_t p, const int64_t* at) {
+    auto put = [&](Floats scores, const Query& query) {
+      Store(query.weights + p - first, Finish<kHalf>(scores, query, op.key, at, p, width));
+    };
+    auto by = [&]<int kQueries>(int64_t i) {
+      for (; i + kQueries <= count; i += kQueries) {
+        Floats scores[kQueries];
+        width == 64 ? ScoresTurned<kQueries, 64>(&queries[i], turned.get(), width, scores)
+                    : ScoresTurned<kQueries, 0>(&queries[i], turned.get(), width, scores);
+        for (int q = 0; q < kQueries; ++q) put(scores[q], queries[i + q]);
+      }
+      return i;
+    };
+    if (turn) {
+      TurnKeys<kHalf>(op.key, at, width, turned.get());
+      by.template operator()<1>(by.template operator()<2>(by.template operator()<4>(0)));
+      return;
+    }
     for (int64_t i = 0; i < count; ++i) {
       if (!Overlaps(queries[i], p)) continue;
-      Floats scores = width == 64 ? Scores<kHalf, 64>(queries[i], op.key, tile, p, width)
-                                  : Scores<kHalf, 0>(queries[i], op.key, tile, p, width);
-      Store(queries[i].weights + p - first, scores);
+      put(width == 64 ? Scores<kHalf, 64>(queries[i], op.key, at, width) : Scores<kHalf, 0>(queries[i], op.key, at, width),
+          queries[i]);
     }
+  };
+  for (int64_t p = first; p <= last; p += kStretch) {
+    const Places places = places_from(p);
+    for (int64_t i = 0; i < kStretch && p + i <= last; i += kLanes) score(p + i, places.at + i);
   }
   for (int64_t i = 0; i < count; ++i) Weigh(queries[i], first, last);
-  for (int64_t p = first; p <= last; p += kLanes) {
-    const KeyTile tile = tile_at(p);
-    for (int64_t i = 0; i < count; ++i)
-      if (Overlaps(queries[i], p)) AddValues<kHalf>(queries[i], queries[i].weights + p - first, op.value, tile, p, width);
+  for (int64_t p = first; p <= last; p += kStretch) {
+    const Places places = places_from(p);
+    auto from = [&](int64_t i) { return std::max<int64_t>(0, queries[i].oldest - p); };
+    auto to = [&](int64_t i) { return std::min(kStretch, queries[i].newest - p + 1); };
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + 1 < count && from(i) == from(i + 1) && to(i) == to(i + 1)) {
+        AddValues<kHalf, 2>(&queries[i], p - first, op.value, places.at, from(i), to(i), width);
+        ++i;
+      } else {
+        AddValues<kHalf, 1>(&queries[i], p - first, op.value, places.at, from(i), to(i), width);
+      }
+    }
   }
   for (int64_t i = 0; i < count; ++i) {
     const Query& query = queries[i];
-    for (int64_t h = 0; h < width; ++h) {
-      const float value = query.newest < 0 ? 0.0f : (query.sums[h] + query.sums[width + h]) / query.total;
-      Put<kHalf>(op.out, place(i) + h, value);
-    }
+    auto values = [&](int64_t h) { return query.sums[h] + query.sums[width + h]; };
+    for (int64_t h = 0; h < width; ++h) Put<kHalf>(op.out, place(i) + h, query.newest < 0 ? 0.0f : values(h) / query.total);
   }
 }
 
@@ -930,14 +1056,16 @@ void RunAttention(const Attention& op, Parallel& parallel) {
     longest = std::max(longest, seen);
     all += std::max<int64_t>(seen, 0);
   }
-  // rows that go together: as many as keep their weights within 1 MB
-  const int64_t repeat = op.heads / op.kv_heads;
-  const int64_t block = std::clamp<int64_t>((1 << 18) / (repeat * longest), 1, 2 * kTileRows);
-  const int64_t blocks = (op.width + block - 1) / block;
-  ForEach(parallel, op.batch * op.kv_heads * blocks, all * op.heads * op.head_dim, [&](int64_t chunk) {
+  // queries that go together: as many as keep their weights within 1 MB, and fewer where that leaves threads idle
+  const int64_t repeat = op.heads / op.kv_heads, queries = op.width * repeat, pairs = op.batch * op.kv_heads;
+  const int64_t work = 4 * all * op.heads * op.head_dim, shares = Shares(work, parallel);
+  const int64_t most = std::clamp<int64_t>((1 << 18) / longest, repeat, 2 * kTileRows * repeat);
+  const int64_t block = std::clamp<int64_t>((queries * pairs + shares - 1) / shares, 2, most);
+  const int64_t blocks = (queries + block - 1) / block;
+  ForEach(parallel, pairs * blocks, work, [&](int64_t chunk) {
     const int64_t begin = chunk % blocks * block, pair = chunk / blocks;
-    auto attend = op.bfloat16 ? AttendRows<true> : AttendRows<false>;
-    attend(op, pair / op.kv_heads, pair % op.kv_heads, begin, std::min(op.width, begin + block));
+    auto attend = op.bfloat16 ? Attend<true> : Attend<false>;
+    attend(op, pair / op.kv_heads, pair % op.kv_heads, begin, std::min(queries, begin + block));
   });
 }
 

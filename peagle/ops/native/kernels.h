@@ -29,13 +29,16 @@ struct Matrix {
 
 // Work, in multiplications and bytes of weights, below which a second thread costs more than it brings: one that waits
 // for work, and one that has to be woken.
-constexpr int64_t kWorthAThread = 200'000, kWorthWaking = 1'000'000;
+constexpr int64_t kWorthAThread = 100'000, kWorthWaking = 1'000'000;
 
 // Runs body(context, 0) .. body(context, chunks - 1), on several threads if it likes, and returns when all are done. `work`
 // is that of all chunks together.
 class Parallel {
  public:
   virtual void Run(int64_t chunks, int64_t work, void (*body)(void*, int64_t), void* context) = 0;
+
+  // How many threads there are.
+  virtual int64_t threads() const = 0;
 
  protected:
   ~Parallel() = default;

@@ -9,12 +9,21 @@ from peagle.ops.errors import InputError
 from peagle.ops.native.build import instruction_sets
 
 CANNOT = ("this CPU runs", "kernels are for CPUs")  # a set that is not compiled is no reason to skip
+SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that adds products of bytes to it and nothing else
 
 
 @pytest.fixture(params=list(instruction_sets()))
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The instruction set in use. Kernels are called by names that contain it, so operations that are not jitted as a
-    whole are never those of another set."""
+    whole are never those of another set.
+
+    Modules of operations that multiply no matrices say so by NO_MATRICES: those of the two sets of SIMPLER are of one
+    code, which is tested once.
+    """
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    native.status.cache_clear()
+    if getattr(request.module, "NO_MATRICES", False) and SIMPLER.get(request.param) == native.status()[0]:
+        pytest.skip(f"{native.status()[0]}, which this CPU runs, is the same here")
     monkeypatch.setenv(native.VARIABLE, request.param)
     native.status.cache_clear()
     try:

@@ -17,6 +17,7 @@ from peagle.ops.kv_cache import KVCache
 from tests.ops.native.cases import EXACT, ROUNDED, assert_same_bits, each, one_set
 
 pytestmark = pytest.mark.usefixtures("kernels")
+NO_MATRICES = True
 
 BATCH = 3
 EXPECTED_ERROR = {np.float32: EXACT, ml_dtypes.bfloat16: 5 * ROUNDED}  # queries, keys and results are rounded

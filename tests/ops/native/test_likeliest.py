@@ -11,6 +11,7 @@ from peagle.ops.likeliest import argmax, likeliest
 from tests.ops.native.cases import assert_same_bits, each, one_at_a_time, one_set
 
 pytestmark = pytest.mark.usefixtures("kernels")
+NO_MATRICES = True
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 WIDTHS = (1, 15, 16, 17, 64, 100, 1043, 40_000)  # the last is cut into slices

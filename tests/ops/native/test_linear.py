@@ -2,6 +2,7 @@
 it; and that a row's bits are its own."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -318,3 +319,20 @@ def test_formats_are_not_taken_for_one_another() -> None:
 def test_results_that_do_not_fit_are_refused(out: tuple[int, ...], dtype: type) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="linear"):
         call(good(), out, dtype)
+
+
+def test_programs_at_the_same_time_do_not_disturb_each_other() -> None:
+    """Ops share the threads that help them: each is done when it returns, whoever else was at work."""
+    rng = np.random.default_rng(7)
+    stored, weight = MATRICES["float32"](rng, 1043, 160)
+    panels, xs = to_panels(stored), [random_rows(rng, 16, 160) for _ in range(4)]
+    multiply = jax.jit(lambda x: linear(x, panels))
+    expected = [np.asarray(multiply(x)) for x in xs]
+    np.testing.assert_allclose(expected[0], by_definition(xs[0], weight), atol=EXACT)
+
+    def often(x: np.ndarray) -> list[np.ndarray]:
+        return [np.asarray(multiply(x)) for _ in range(200)]
+
+    with ThreadPoolExecutor(len(xs)) as pool:
+        for outs, once in zip(pool.map(often, xs), expected, strict=True):
+            assert all(np.array_equal(out, once) for out in outs)
