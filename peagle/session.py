@@ -102,6 +102,11 @@ class Run:
     interrupted: bool = False
     cut_short: tuple[str, ...] = ()
 
+    @property
+    def drafting_cannot_pay(self) -> bool:
+        """Whether every step was a plain one, by the program of plain decoding."""
+        return self.costs is not None and not self.costs.can_pay
+
 
 class Observer:
     """Is told what happens, as it happens. Does nothing; override what is wanted."""

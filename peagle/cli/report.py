@@ -61,7 +61,7 @@ def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) ->
                 ("SYNTHETIC", "acceptance was drawn, not judged: the text and it mean nothing, speeds are real")
             )
         lines.append(("acceptance", _acceptance(summary, config)))
-        if run.costs is not None and not run.costs.can_pay:
+        if run.costs is not None and run.drafting_cannot_pay:
             lines.append(("costs", _hopeless(run.costs)))
         lines.append(("plain", _comparison(run, summary, config)))
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
@@ -179,7 +179,7 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     text = f"{_number(summary['baseline_tok_per_s'], '.1f')} tok/s | speed-up {_number(summary['speedup'], '.2f')}"
     if len(compared) > 1:
         text += f" (median {_number(summary['speedup_median'], '.2f')})"
-    if run.costs is not None and not run.costs.can_pay:
+    if run.drafting_cannot_pay:
         text += ", which is noise: by the same program"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
     if config.sampling.synthetic_acceptance is not None:
