@@ -28,8 +28,8 @@ from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, DecodeState, StepOutput
 
 SCHEMA = 3
-ENOUGH_S = 1.0  # rounds go on until they took this long together
-FEWEST_ROUNDS, MOST_ROUNDS = 3, 25  # the first does not count
+ENOUGH_S = 2.5  # rounds go on until they took this long together
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 25  # the first does not count
 MEASUREMENTS = 5  # of as many runs
 TOGETHER = 2  # dispatches that are timed as one, so that the next is on its way while one runs, as in the loop
 
