@@ -777,7 +777,8 @@ struct Places {
 // One query head at one position, and what becomes of it. Everything is summed in the order of positions, by tiles, so
 // that the result depends on the position and on what the cache holds.
 struct Query {
-  int64_t oldest, newest;  // the positions it reads; none where newest < oldest
+  int64_t oldest, newest;  // the positions it reads
+  int64_t place;           // of its vector, and of what comes out
   const float* sink;       // or null
   float* vector;           // scaled; [head_dim]
   float* weights;          // of all positions of the tiles
@@ -922,33 +923,35 @@ constexpr int64_t kWorthTurning = 6;  // queries for which keys are turned
 // fetched once for all of them.
 template <bool kHalf>
 void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_t end) {
-  const int64_t repeat = op.heads / op.kv_heads, count = end - begin, width = op.head_dim;
-  auto queries = std::make_unique_for_overwrite<Query[]>(count);
-  int64_t oldest = INT64_MAX, newest = -1;
-  for (int64_t i = 0; i < count; ++i) {
-    Query& query = queries[i];
-    query.newest = op.positions[b * op.width + (begin + i) / repeat];
+  const int64_t repeat = op.heads / op.kv_heads, width = op.head_dim;
+  auto queries = std::make_unique_for_overwrite<Query[]>(end - begin);
+  int64_t count = 0, oldest = INT64_MAX, newest = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = b * op.width + i / repeat, head = group * repeat + i % repeat;
+    Query& query = queries[count];
+    query.place = (row * op.heads + head) * width;
+    query.newest = op.positions[row];
     query.oldest = op.window > 0 ? std::max<int64_t>(0, query.newest - op.window + 1) : 0;
     if (!op.ring) query.newest = std::min(query.newest, op.capacity - 1);
-    if (query.newest < query.oldest) query.newest = -1;  // its window is beyond the cache
-    query.sink = op.sinks == nullptr ? nullptr : op.sinks + group * repeat + (begin + i) % repeat;
-    if (query.newest < 0) continue;
+    if (query.newest < query.oldest) {  // inactive, or its window is beyond the cache
+      for (int64_t h = 0; h < width; ++h) Put<kHalf>(op.out, query.place + h, 0.0f);
+      continue;
+    }
+    query.sink = op.sinks == nullptr ? nullptr : op.sinks + head;
     oldest = std::min(oldest, query.oldest);
     newest = std::max(newest, query.newest);
+    ++count;
   }
-  const int64_t first = newest < 0 ? 0 : oldest / kLanes * kLanes, last = newest;
-  const int64_t span = newest < 0 ? 0 : (last - first) / kLanes * kLanes + kLanes;
+  if (count == 0) return;
+  const int64_t first = oldest / kLanes * kLanes, last = newest, span = (last - first) / kLanes * kLanes + kLanes;
   auto scratch = std::make_unique_for_overwrite<float[]>(count * (3 * width + span));
   const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(width));
-  auto place = [&](int64_t i) {
-    return ((b * op.width + (begin + i) / repeat) * op.heads + group * repeat + (begin + i) % repeat) * width;
-  };
   for (int64_t i = 0; i < count; ++i) {
     Query& query = queries[i];
     query.vector = scratch.get() + i * (3 * width + span);
     query.sums = query.vector + width;
     query.weights = query.sums + 2 * width;
-    for (int64_t h = 0; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, place(i) + h) * scale;
+    for (int64_t h = 0; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, query.place + h) * scale;
     std::fill_n(query.sums, 2 * width, 0.0f);
   }
   auto places_from = [&](int64_t position) {
@@ -1007,8 +1010,8 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
   }
   for (int64_t i = 0; i < count; ++i) {
     const Query& query = queries[i];
-    auto values = [&](int64_t h) { return query.sums[h] + query.sums[width + h]; };
-    for (int64_t h = 0; h < width; ++h) Put<kHalf>(op.out, place(i) + h, query.newest < 0 ? 0.0f : values(h) / query.total);
+    for (int64_t h = 0; h < width; ++h)
+      Put<kHalf>(op.out, query.place + h, (query.sums[h] + query.sums[width + h]) / query.total);
   }
 }
 
