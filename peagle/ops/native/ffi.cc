@@ -59,7 +59,6 @@ class Crew {
 
   // Whether a job came within kStay, so that another may: worth calling helpers for.
   static bool Busy() { return Now() - last_job_.load(std::memory_order_relaxed) < kStay; }
-  static void Remember() { last_job_.store(Now(), std::memory_order_relaxed); }
 
   // That many helpers are there, or on their way.
   static void Call(ffi::ThreadPool& pool, int64_t helpers) {
@@ -75,6 +74,7 @@ class Crew {
     job.Take();
     Remove(&job);
     for (int64_t spins = 0; job.helpers.load(std::memory_order_acquire) > 0; ++spins) Pause(spins);
+    last_job_.store(Now(), std::memory_order_relaxed);
   }
 
  private:
@@ -155,7 +155,6 @@ class PoolParallel final : public Parallel {
     if (work >= kWorthWaking || Crew::Busy()) Crew::Call(pool_, helpers);
     Crew::Job job{chunks, body, context};
     Crew::Run(job, helpers);
-    Crew::Remember();
   }
 
   int64_t threads() const override { return pool_.num_threads(); }
