@@ -5,14 +5,13 @@ A machine that is busy for a moment gives costs that are wrong for a long time, 
 more, and what counts is the median of what they found.
 """
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,72 +19,52 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle import policy
 from peagle.config import Ladder, SpeculationConfig
 from peagle.ops import native
 from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
-from peagle.state import FRESH_ROOM, DecodeState, StepOutput
+from peagle.state import FRESH_ROOM, StepOutput
 
-SCHEMA = 3
+SCHEMA = 4
 ENOUGH_S = 2.5  # rounds go on until they took this long together
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25  # the first does not count
 MEASUREMENTS = 5  # of as many runs
-TOGETHER = 2  # dispatches that are timed as one, so that the next is on its way while one runs, as in the loop
+FEWEST_DISPATCHES = 2  # that are timed of each run of the loop, if it does not end before
 
-Start = Callable[[], DecodeState]
-Dispatch = Callable[[DecodeState], tuple[DecodeState, jax.Array]]
+Choice = tuple[int, ...]  # what policy.hold takes
+Run = Callable[[Choice], Generator[tuple[StepOutput, float]]]
 
 
-def measure(ladder: Ladder, start: Start, dispatch: Dispatch, steps_per_dispatch: int) -> Costs:
-    """The costs of each rung, medians over rounds in which the rungs take turns. `start` gives a state whose rows go on
-    for many dispatches; `dispatch` is the loop's own.
+def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
+    """The costs of each rung, medians over rounds in which the rungs take turns. `run` is the loop over steps that all
+    make the same choice, and gives what each dispatch decided and when the host knew.
 
-    Drafting on rung r costs (draft r, verify none) - plain; verifying on it, (draft r, verify r) less that. Resuming
-    costs what steps that verify one rung, each after a rest, take more than that many such steps and plain ones.
+    Times are those between two dispatches that the host reads while the next is on its way: what begins and ends a run
+    is in none of them. Drafting on rung r costs (draft r, verify none) - plain; verifying on it, (draft r, verify r)
+    less that. Resuming costs what steps that verify one rung, each after a rest, take more than that many such steps
+    and plain ones.
     """
     rungs = range(len(ladder))
     rested = (1, 1, FRESH_ROOM)
-    choices: list[tuple[int, ...]] = [
+    choices: list[Choice] = [
         (0, 0), *((rung, 0) for rung in rungs[1:]), *((rung, rung) for rung in rungs[1:]), rested
     ]  # fmt: skip
-    times: dict[tuple[int, ...], list[float]] = {choice: [] for choice in choices}
+    times: dict[Choice, list[float]] = {choice: [] for choice in choices}
     shares: list[float] = []  # of the steps after a rest among those timed
-
-    def time_one(state: DecodeState, together: int) -> tuple[DecodeState, float, int, int]:
-        """(the state some dispatches on, the ms they took, how many steps they ran: 0 where all rows are done, how many
-        of those verified a draft)."""
-        jax.block_until_ready(state)
-        outputs = []
-        before = time.perf_counter()
-        for _ in range(together):
-            state, output = dispatch(state)
-            outputs.append(output)
-        jax.block_until_ready((state, outputs))
-        taken_ms = (time.perf_counter() - before) * 1e3
-        found = StepOutput.unpack(np.concatenate(outputs), ladder[-1])
-        ran = np.any(found.num_accepted >= 0, axis=1)
-        return state, taken_ms, int(np.sum(ran)), int(np.sum(ran & np.any(found.num_verified > 0, axis=1)))
 
     began = time.perf_counter()
     for done in range(MOST_ROUNDS):
         for choice in choices:
-            for settled in (True, False):
-                state = start()
-                assert state.outlook is not None
-                state = dataclasses.replace(state, outlook=policy.hold(state.outlook, *choice))
-                if settled:  # the drafter has caught up before anything is timed, if that leaves tokens to emit
-                    state, *_ = time_one(state, 1)
-                together = TOGETHER if choice != rested else max(TOGETHER, -(-rested[-1] // steps_per_dispatch) + 1)
-                _, taken_ms, num_steps, num_verifying = time_one(state, together)
-                if num_steps:
-                    times[choice].append(taken_ms / num_steps)
-                    if choice == rested:
-                        shares.append(num_verifying / num_steps)
-                    break
+            # all that a rest and the steps around it take, as often as another is timed
+            dispatches = FEWEST_DISPATCHES * (1 if choice != rested else -(-(FRESH_ROOM + 1) // steps_per_dispatch))
+            taken_ms, num_steps, num_verifying = _time(run(choice), dispatches)
+            if done:
+                times[choice].append(taken_ms / num_steps)
+                if choice == rested:
+                    shares.append(num_verifying / num_steps)
         if done + 1 >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S:
             break
-    median = {choice: statistics.median(taken[1:]) for choice, taken in times.items()}
+    median = {choice: statistics.median(taken) for choice, taken in times.items()}
     # more never costs less: what says so is noise
     draft = np.maximum.accumulate([0.0, *(median[rung, 0] - median[0, 0] for rung in rungs[1:])])
     verify = np.maximum.accumulate([median[0, 0], *(median[rung, rung] - draft[rung] for rung in rungs[1:])])
@@ -93,6 +72,24 @@ def measure(ladder: Ladder, start: Start, dispatch: Dispatch, steps_per_dispatch
     unrested = share * median[1, 1] + (1 - share) * median[0, 0]
     resume = max(median[rested] - unrested, 0.0) / share if share else 0.0
     return Costs(*(jnp.asarray(part, jnp.float32) for part in (draft, verify, resume)))
+
+
+def _time(run: Generator[tuple[StepOutput, float]], dispatches: int) -> tuple[float, int, int]:
+    """(the ms that so many dispatches behind the first took, fewer where the run ends before; how many steps they ran;
+    how many of those verified a draft). A run that ends in its first dispatch is timed as a whole."""
+    last = time.perf_counter()
+    timed: list[tuple[float, int, int]] = []
+    for found, now in run:
+        ran = np.any(found.num_accepted >= 0, axis=1)
+        if np.any(ran):
+            verifying = ran & np.any(found.num_verified > 0, axis=1)
+            timed.append(((now - last) * 1e3, int(np.sum(ran)), int(np.sum(verifying))))
+        last = now
+        if len(timed) > dispatches:
+            break
+    run.close()
+    taken_ms, num_steps, num_verifying = map(sum, zip(*(timed[1:] or timed), strict=True))
+    return taken_ms, num_steps, num_verifying
 
 
 def identity(target: Any, drafter: Any, config: SpeculationConfig, steps_per_dispatch: int) -> dict[str, Any]:

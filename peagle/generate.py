@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from peagle import costs, policy
 from peagle.config import Ladder, SamplingConfig, SpeculationConfig
+from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.policy import Costs, Outlook
 from peagle.protocols import Drafter, Target
@@ -71,6 +72,8 @@ class Emission:
     decision: Decision | None = None
 
 
+Steps = Generator[tuple[StepOutput, float]]
+
 _traces = collections.Counter({"prefill": 0, "step": 0})
 
 
@@ -116,9 +119,24 @@ def _program(models: Any, state: Any, ladder: Ladder, sampling: SamplingConfig, 
         _traces["step"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
         after, outputs = steps(target, drafter, jax.tree.unflatten(state, state_leaves), ladder, sampling, count)
-        return jax.tree.leaves(after), outputs
+        return jax.tree.leaves(after), _counted_as_long(outputs) if native.available() else outputs
 
     return jax.jit(_steps, donate_argnums=1)
+
+
+def _counted_as_long(outputs: jax.Array) -> jax.Array:
+    """The same outputs, of a program that is dispatched and not waited for.
+
+    XLA on CPU runs a program inside the call that dispatches it if it counts fewer than 1000 operations in it
+    (cheap_computation_ in its PjRt CPU client), and in compiled kernels it counts none. So here are some for it to
+    count, in a branch that is never taken: the number of emitted tokens is not negative.
+    """
+    emitted = outputs[0, 0, 0]
+
+    def never(outputs: jax.Array) -> jax.Array:
+        return outputs + jnp.sum(jnp.arange(4000, dtype=jnp.int32) * emitted)
+
+    return jax.lax.cond(emitted < 0, never, lambda outputs: outputs, outputs)
 
 
 def trace_counts() -> dict[str, int]:
@@ -203,14 +221,14 @@ class Engine:
         prompt = np.random.default_rng(0).integers(0, self.target.vocab_size, length).tolist()
         requests = [Request(0, tuple(prompt), capacity - length)] * batch
         unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))
-        measured += [
-            costs.measure(
-                self.config.ladder,
-                lambda: unending._start(requests, bucket)[0],
-                unending._dispatch,
-                self.steps_per_dispatch,
-            )
-        ]
+
+        def run(choice: costs.Choice) -> Steps:
+            state, _ = unending._start(requests, bucket)
+            assert state.outlook is not None
+            held = dataclasses.replace(state, outlook=policy.hold(state.outlook, *choice))
+            return unending._steps(jax.block_until_ready(held))
+
+        measured += [costs.measure(self.config.ladder, run, self.steps_per_dispatch)]
         self.costs = costs.typical(measured)
         kept = "kept for later" if costs.save(known, measured) else f"not kept, {costs.directory()} cannot be written"
         self.costs_found = f"measured in {time.perf_counter() - started:.1f} s, {kept}"
@@ -264,10 +282,7 @@ class Engine:
         lengths = [len(request.prompt_ids) for request in requests]
         for request, token in zip(requests, firsts, strict=False):
             yield Emission(request, (int(token),), now)
-        while True:
-            state, following = self._dispatch(state)
-            outputs = StepOutput.unpack(np.asarray(in_flight), self.config.num_speculative_tokens)
-            in_flight, now = following, time.perf_counter()
+        for outputs, now in self._steps(state, in_flight):
             for tokens, counts, accepted, verified, drafts, confidence in zip(
                 *map(np.ndarray.tolist, _read(outputs)), strict=True
             ):
@@ -283,11 +298,24 @@ class Engine:
                         )
                         lengths[row] += accepted[row] + 1
                         yield Emission(request, tuple(tokens[row][: counts[row]]), now, decision)
-            if outputs.done[-1].all():
-                if self._outlooks is not None and state.outlook is not None:
-                    self._outlooks = self._outlooks[0], state.outlook
-                jax.block_until_ready(following)  # sent off in vain, and not to run into what is measured next
-                return
+
+    def _steps(self, state: DecodeState, in_flight: jax.Array | None = None) -> Steps:
+        """The outputs of dispatch after dispatch until all rows are done, and when the host knew them. `in_flight` are
+        those of the dispatch that gave the state, if one did."""
+        if in_flight is None:
+            state, in_flight = self._dispatch(state)
+        try:
+            while True:
+                state, following = self._dispatch(state)
+                outputs = StepOutput.unpack(np.asarray(in_flight), self.config.num_speculative_tokens)
+                in_flight = following
+                yield outputs, time.perf_counter()
+                if outputs.done[-1].all():
+                    break
+            if self._outlooks is not None and state.outlook is not None:
+                self._outlooks = self._outlooks[0], state.outlook
+        finally:
+            jax.block_until_ready(in_flight)  # sent off in vain, and not to run into what is measured next
 
     def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array]:
         """Prefill of a batch; rows without a request hold one token and are done from the start."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Generator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from peagle.config import SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.ngram import NGram
 from peagle.policy import Costs
+from peagle.state import StepOutput
 from tests.peagle.toys import CONFIG, tiny_target
 
 CONFIGURATION = SpeculationConfig(2, capacity=64, adaptive=True)
@@ -69,6 +71,43 @@ def test_the_first_runs_measure_them_and_the_next_take_the_median(target, monkey
     assert last.costs is not None
     np.testing.assert_allclose(last.costs.verify_ms, 2.0)
     assert [e.token_ids for e in last.generate([REQUEST])]
+
+
+def fake(steps: int, rung: int, seconds: float, clock: list[float]) -> Generator[tuple[StepOutput, float]]:
+    """Four dispatches of as many steps; every fourth step drafts; the first dispatch takes ten times as long."""
+    for number in range(4):
+        clock[0] += seconds * (10 if number == 0 else 1)
+        verified = np.where(np.arange(steps) % 4 == 0, rung, 0)[:, None]
+        ones = np.ones((steps, 1), np.int32)
+        none = np.zeros((steps, 1, 2), np.int32)
+        yield StepOutput(ones, 0 * ones, verified, ones < 0, none, none, none), clock[0]
+
+
+def test_what_begins_and_ends_a_run_is_in_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps take 1 ms, drafting .5 a rung, verifying 2 a rung, the first step after a rest .25 more."""
+    clock = [0.0]
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
+
+    def run(choice: costs.Choice) -> Generator[tuple[StepOutput, float]]:
+        drafted, verified, *pause = choice
+        ms = 1 + 0.5 * drafted + 2 * verified
+        if pause:
+            ms = 0.75 + 0.25 * (ms + 0.25)
+        return fake(8, verified, 8e-3 * ms, clock)
+
+    found = costs.measure((0, 1, 2), run, 8)
+    np.testing.assert_allclose(found.draft_ms, [0, 0.5, 1.0], atol=1e-6)
+    np.testing.assert_allclose(found.verify_ms, [1, 3, 5], atol=1e-6)
+    np.testing.assert_allclose(found.resume_ms, 0.25, atol=1e-6)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_run_that_ends_in_its_first_dispatch_has_costs(target) -> None:
+    engine = Engine(target, NGram(), dataclasses.replace(CONFIGURATION, capacity=8), steps_per_dispatch=32)
+    engine.warm_up([Request(0, (1,), 6)])
+    assert engine.costs is not None
+    assert np.isfinite(engine.costs.verify_ms).all()
+    assert engine.costs.verify_ms[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,16 @@ def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int) -> N
     assert memory.temp_size_in_bytes < min(largest, state.target_cache[1].key.nbytes)
 
 
+@pytest.mark.skipif(not native.available(), reason="no native kernels: " + native.status()[1])
+@pytest.mark.parametrize("together", [1, 4])
+def test_plain_steps_are_dispatched_and_not_waited_for(demo: Pair, together: int) -> None:
+    """XLA on CPU runs what it counts below 1000 operations inside the call that dispatches it."""
+    engine = dataclasses.replace(demo.engine(SpeculationConfig(0, capacity=512)), steps_per_dispatch=together)
+    analysis = engine.compiled([Request(0, (5, 6, 7), 20)]).cost_analysis()
+    assert analysis is not None
+    assert analysis["flops"] > 4000
+
+
 def test_the_drafter_is_of_use(answers: Run) -> None:
     accepted = sum(outcome.result.counters.num_accepted for outcome in answers.outcomes)
     steps = sum(outcome.result.counters.num_steps for outcome in answers.outcomes)
