@@ -124,10 +124,10 @@ def init_state(
     A ladder of several numbers needs an outlook.
     """
     batch, width = first_token.shape[0], ladder[-1] + 1
-    room = width if len(ladder) == 1 else max(width, FRESH_ROOM)
+    places = width if len(ladder) == 1 else 2 * max(width, FRESH_ROOM)  # twice the room: see in_order
     fresh = Fresh(
-        token_ids=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(first_token),
-        aux_hidden=jnp.zeros((batch, room, last_aux_hidden.shape[1]), last_aux_hidden.dtype)
+        token_ids=jnp.zeros((batch, places), jnp.int32).at[:, 0].set(first_token),
+        aux_hidden=jnp.zeros((batch, places, last_aux_hidden.shape[1]), last_aux_hidden.dtype)
         .at[:, 0]
         .set(last_aux_hidden),
         num=jnp.ones((batch,), jnp.int32),
@@ -179,18 +179,18 @@ def commit(
 
     num_new = acceptance.num_accepted + 1
     committed = Fresh(token_ids=run, aux_hidden=verdict.aux_hidden, num=num_new, first_position=state.length)
-    outlook = state.outlook
+    fresh, outlook = _anew(committed, state.fresh) if drafter_ran else state.fresh, state.outlook
     if outlook is not None and drafter_ran:
         outlook = policy.learn(
             outlook, ladder, drafted, proposal.verified, proposal.confidence, acceptance.num_accepted, active
         )
     elif outlook is not None:
-        outlook = policy.rested(outlook)
+        fresh, outlook = _behind(committed, state.fresh), policy.rested(outlook)
     state = dataclasses.replace(
         state,
         length=jnp.where(active, state.length + num_new, state.length),
         pending_token=jnp.where(active, acceptance.next_token, state.pending_token),
-        fresh=_anew(committed, state.fresh) if drafter_ran else _behind(committed, state.fresh),
+        fresh=fresh,
         done=done,
         remaining=remaining,
         outlook=outlook,
@@ -210,23 +210,26 @@ def commit(
 
 def _anew(committed: Fresh, taken: Fresh) -> Fresh:
     """The fresh rows after a step whose drafter took those before it: what was committed now."""
-    room = taken.token_ids.shape[1]
 
-    def widen(rows: jax.Array) -> jax.Array:
-        return jnp.pad(rows, [(0, 0), (0, room - rows.shape[1])] + [(0, 0)] * (rows.ndim - 2))
+    def put(into: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(into, new, 0, 1)
 
-    return dataclasses.replace(committed, token_ids=widen(committed.token_ids), aux_hidden=widen(committed.aux_hidden))
+    token_ids = put(taken.token_ids, committed.token_ids)
+    return dataclasses.replace(committed, token_ids=token_ids, aux_hidden=put(taken.aux_hidden, committed.aux_hidden))
 
 
 def _behind(committed: Fresh, waiting: Fresh) -> Fresh:
-    """The fresh rows after a plain step: the one row committed, behind those that wait for the drafter, round about."""
+    """The fresh rows after a plain step: the one row committed, behind those that wait for the drafter, round about,
+    and once more as far behind as there is room for rows."""
     rows = jnp.arange(waiting.num.shape[0], dtype=jnp.int32)
-    place = waiting.num % waiting.token_ids.shape[1]
+    room = waiting.token_ids.shape[1] // 2
+    place = waiting.num % room
 
     def put(into: jax.Array, new: jax.Array) -> jax.Array:
         if len(rows) == 1:  # the checks of a scatter take as long as a layer of a small target
-            return jax.lax.dynamic_update_slice_in_dim(into, new[:, :1], place[0], 1)
-        return into.at[rows, place].set(new[:, 0])
+            into = jax.lax.dynamic_update_slice_in_dim(into, new[:, :1], place[0], 1)
+            return jax.lax.dynamic_update_slice_in_dim(into, new[:, :1], place[0] + room, 1)
+        return into.at[rows, place].set(new[:, 0]).at[rows, place + room].set(new[:, 0])
 
     return Fresh(
         put(waiting.token_ids, committed.token_ids),
@@ -239,17 +242,20 @@ def _behind(committed: Fresh, waiting: Fresh) -> Fresh:
 def in_order(waiting: Fresh) -> Fresh:
     """The rows that wait for the drafter, or the last of them that there is room for, from the first place on.
 
-    Example: room for 4, rows a b c d e f have come: the places hold e f c d; in order c d e f, first_position 2 higher.
+    There are twice as many places as room: what has come round is in both halves, and so those wanted always lie side
+    by side. Example: room for 4, rows a b c d e f have come: the places hold e f c d, e f . .; in order c d e f,
+    first_position 2 higher.
     """
-    room = waiting.token_ids.shape[1]
+    room = waiting.token_ids.shape[1] // 2
     lost = jnp.maximum(waiting.num - room, 0)
-    place = (lost[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]) % room
-    return Fresh(
-        jnp.take_along_axis(waiting.token_ids, place, axis=1),
-        jnp.take_along_axis(waiting.aux_hidden, place[:, :, None], axis=1),
-        waiting.num - lost,
-        waiting.first_position + lost,
-    )
+
+    def take(rows: jax.Array) -> jax.Array:
+        start = lost % room
+        if len(rows) == 1:  # as in _behind
+            return jax.lax.dynamic_slice_in_dim(rows, start[0], room, 1)
+        return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, room, 0))(rows, start)
+
+    return Fresh(take(waiting.token_ids), take(waiting.aux_hidden), waiting.num - lost, waiting.first_position + lost)
 
 
 def _is_stop(token_ids: Int[Array, "..."], stop_token_ids: Int[Array, " S"]) -> Bool[Array, "..."]:

@@ -23,7 +23,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.messages import Draft, Fresh
 from peagle.ops.rope import RopeConfig
 from peagle.policy import Costs, Outlook
-from peagle.state import FRESH_ROOM, in_order
+from peagle.state import FRESH_ROOM, _anew, _behind, in_order
 from tests.drafter.cases import random_params
 from tests.peagle.toys import CONFIG, FixedLogits, MarkovTarget, Scripted, decode, tiny_target
 
@@ -309,7 +309,7 @@ def test_confidences_are_calibrated_by_what_was_seen() -> None:
 
 def test_the_rows_that_wait_come_in_order() -> None:
     """The example of in_order's docstring."""
-    letters = np.array([ord(letter) for letter in "efcd"])
+    letters = np.array([ord(letter) for letter in "efcdef??"])
     waiting = Fresh(
         jnp.asarray(letters[None], jnp.int32),
         jnp.asarray(letters[None, :, None], jnp.float32),
@@ -320,6 +320,36 @@ def test_the_rows_that_wait_come_in_order() -> None:
     assert "".join(map(chr, fresh.token_ids[0].tolist())) == "cdef"
     assert fresh.aux_hidden[0, :, 0].tolist() == [ord(letter) for letter in "cdef"]
     assert (fresh.num.tolist(), fresh.first_position.tolist()) == ([4], [12])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_a_step_committed_and_plain_steps_behind_it_wait_in_order(batch: int) -> None:
+    """Rows of the batch had another number accepted, so they come round at another step; the token at position p is p,
+    and its hidden p / 2."""
+    room, first = 4, np.array([10, 30])[:batch]
+
+    def rows(start: np.ndarray, width: int) -> tuple[jax.Array, jax.Array]:
+        tokens = start[:, None] + np.arange(width)
+        return jnp.asarray(tokens, jnp.int32), jnp.asarray(tokens[:, :, None] / 2, jnp.float32)
+
+    accepted = np.array([3, 1])[:batch]
+    left = Fresh(*rows(first * 0 + 90, 2 * room), jnp.asarray(accepted, jnp.int32), jnp.asarray(first, jnp.int32))
+    waiting = _anew(
+        dataclasses.replace(left, **dict(zip(("token_ids", "aux_hidden"), rows(first, 3), strict=True))), left
+    )
+    for number in range(11):
+        num = accepted + number
+        fresh, lost = in_order(waiting), np.maximum(num - room, 0)
+        assert fresh.token_ids.shape == (batch, room)
+        assert fresh.num.tolist() == (num - lost).tolist()
+        assert fresh.first_position.tolist() == (first + lost).tolist()
+        for row in range(batch):
+            expected = np.arange(first[row] + lost[row], first[row] + num[row])
+            assert fresh.token_ids[row, : len(expected)].tolist() == expected.tolist()
+            assert fresh.aux_hidden[row, : len(expected), 0].tolist() == (expected / 2).tolist()
+        token_ids, aux_hidden = rows(first + num, 1)
+        new = Fresh(token_ids, aux_hidden, jnp.ones((batch,), jnp.int32), jnp.asarray(first + num, jnp.int32))
+        waiting = _behind(new, waiting)
 
 
 def test_a_real_drafter_goes_on_after_rests_of_any_length(requests) -> None:

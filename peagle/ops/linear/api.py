@@ -10,6 +10,8 @@ from peagle.ops import native
 from peagle.ops.linear.panels import Panels
 from peagle.ops.norm import Norm, rms_norm
 
+FEW = 32  # tokens: what a step embeds, not a prompt
+
 
 def linear(
     x: Float[Array, "... inputs"],
@@ -50,9 +52,15 @@ def linear(
 def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:
     """The tokens' rows of the table [V, width], in `dtype`.
 
-    A table of uint16 holds the bits of bfloat16: XLA on CPU would convert a whole bfloat16 table to gather from it.
+    A table of uint16 holds the bits of bfloat16: XLA on CPU would convert a whole bfloat16 table to gather from it. It
+    also takes a gather for as costly as the whole table and cuts it over threads, which takes longer than a few rows do.
     """
-    rows = table[token_ids]
+    if table.dtype == jnp.uint16 and token_ids.size <= FEW:
+        flat = token_ids.reshape(-1)
+        few = [jax.lax.dynamic_slice_in_dim(table, flat[i], 1) for i in range(flat.size)]
+        rows = jnp.concatenate(few).reshape(*token_ids.shape, -1)
+    else:
+        rows = table[token_ids]
     if rows.dtype == jnp.uint16:
         rows = jax.lax.bitcast_convert_type(rows, jnp.bfloat16)
     return rows.astype(dtype)

@@ -1052,18 +1052,19 @@ void RotateAndWrite(const Attention& op, const Rotation& rotation) {
 }
 
 void RunAttention(const Attention& op, Parallel& parallel) {
-  int64_t longest = 1, all = 0;
+  int64_t longest = 1, all = 0, active = 0;
   for (int64_t row = 0; row < op.batch * op.width; ++row) {
     int64_t seen = std::min<int64_t>(op.positions[row] + int64_t{1}, op.capacity);
     if (op.window > 0) seen = std::min(seen, op.window);
     longest = std::max(longest, seen);
     all += std::max<int64_t>(seen, 0);
+    active += seen > 0;
   }
   // queries that go together: as many as keep their weights within 1 MB, and fewer where that leaves threads idle
   const int64_t repeat = op.heads / op.kv_heads, queries = op.width * repeat, pairs = op.batch * op.kv_heads;
   const int64_t work = 4 * all * op.heads * op.head_dim, shares = Shares(work, parallel);
   const int64_t most = std::clamp<int64_t>((1 << 18) / longest, repeat, 2 * kTileRows * repeat);
-  const int64_t block = std::clamp<int64_t>((queries * pairs + shares - 1) / shares, 2, most);
+  const int64_t block = std::clamp<int64_t>((active * op.heads + shares - 1) / shares, 2, most);
   const int64_t blocks = (queries + block - 1) / block;
   ForEach(parallel, pairs * blocks, work, [&](int64_t chunk) {
     const int64_t begin = chunk % blocks * block, pair = chunk / blocks;
