@@ -22,7 +22,8 @@ from peagle.ops.messages import Fresh
 from peagle.policy import Outlook
 from peagle.protocols import Acceptance, PyTree
 
-# rows that may wait for a drafter that rests. A pause may be longer: what lies before them it never sees
+# rows that may wait for a drafter that rests, at least twice what a step commits. A pause may be longer: what lies
+# before them it never sees
 FRESH_ROOM = 16
 
 
@@ -124,7 +125,7 @@ def init_state(
     A ladder of several numbers needs an outlook.
     """
     batch, width = first_token.shape[0], ladder[-1] + 1
-    places = width if len(ladder) == 1 else 2 * max(width, FRESH_ROOM)  # twice the room: see in_order
+    places = width if len(ladder) == 1 else 2 * max(2 * width, FRESH_ROOM)  # twice the room: see overdue
     fresh = Fresh(
         token_ids=jnp.zeros((batch, places), jnp.int32).at[:, 0].set(first_token),
         aux_hidden=jnp.zeros((batch, places, last_aux_hidden.shape[1]), last_aux_hidden.dtype)
@@ -220,7 +221,7 @@ def _anew(committed: Fresh, taken: Fresh) -> Fresh:
 
 def _behind(committed: Fresh, waiting: Fresh) -> Fresh:
     """The fresh rows after a plain step: the one row committed, behind those that wait for the drafter, round about,
-    and once more as far behind as there is room for rows."""
+    and once more as far behind as there is room for rows (`overdue`)."""
     rows = jnp.arange(waiting.num.shape[0], dtype=jnp.int32)
     room = waiting.token_ids.shape[1] // 2
     place = waiting.num % room
@@ -239,23 +240,31 @@ def _behind(committed: Fresh, waiting: Fresh) -> Fresh:
     )
 
 
-def in_order(waiting: Fresh) -> Fresh:
-    """The rows that wait for the drafter, or the last of them that there is room for, from the first place on.
+def overdue(waiting: Fresh, width: int) -> tuple[Fresh, Fresh]:
+    """(the rows that wait for the drafter before the last `width`, as far as there was room for them, inactive in a
+    sequence that has none; those last ones, from the first place on, as _anew leaves them).
 
     There are twice as many places as room: what has come round is in both halves, and so those wanted always lie side
-    by side. Example: room for 4, rows a b c d e f have come: the places hold e f c d, e f . .; in order c d e f,
-    first_position 2 higher.
+    by side. Example: room for 4, rows a b c d e f have come: the places hold e f c d, e f . .; with width 1 c d e from
+    first_position + 2 are overdue, and f is left.
     """
     room = waiting.token_ids.shape[1] // 2
     lost = jnp.maximum(waiting.num - room, 0)
+    num = waiting.num - lost
+    before = jnp.maximum(num - width, 0)
 
-    def take(rows: jax.Array) -> jax.Array:
-        start = lost % room
-        if len(rows) == 1:  # as in _behind
-            return jax.lax.dynamic_slice_in_dim(rows, start[0], room, 1)
-        return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, room, 0))(rows, start)
+    def take(start: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        def part(rows: jax.Array) -> jax.Array:
+            if len(rows) == 1:  # as in _behind
+                return jax.lax.dynamic_slice_in_dim(rows, start[0], count, 1)
+            return jax.vmap(lambda row, first: jax.lax.dynamic_slice_in_dim(row, first, count, 0))(rows, start)
 
-    return Fresh(take(waiting.token_ids), take(waiting.aux_hidden), waiting.num - lost, waiting.first_position + lost)
+        return part(waiting.token_ids), part(waiting.aux_hidden)
+
+    begin, first_position = lost % room, waiting.first_position + lost
+    older = Fresh(*take(begin, room - width), before, jnp.where(before > 0, first_position, -1))
+    newer = Fresh(*take(begin + before, width), num - before, first_position + before)
+    return older, _anew(newer, waiting)
 
 
 def _is_stop(token_ids: Int[Array, "..."], stop_token_ids: Int[Array, " S"]) -> Bool[Array, "..."]:

@@ -21,7 +21,7 @@ from peagle.ops.messages import Fresh
 from peagle.policy import Outlook
 from peagle.protocols import Drafter, PyTree, Target
 from peagle.sampling import DRAFT, draw, probabilities, uniforms
-from peagle.state import DecodeState, Proposal, StepOutput, Verdict, commit, empty_outputs, in_order
+from peagle.state import DecodeState, Proposal, StepOutput, Verdict, commit, empty_outputs, overdue
 
 DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # what operations are named by
 
@@ -93,14 +93,30 @@ def steps(
     def drafting(run: Run) -> jax.Array:
         return go_on(run) & ~policy.resting(run[0].outlook)
 
+    def behind(run: Run) -> jax.Array:
+        return drafting(run) & jnp.any(run[0].fresh.num > most + 1)
+
+    def catch_up(run: Run) -> Run:
+        return _catch_up(drafter, run[0], most + 1), *run[1:]
+
     def alternate(run: Run) -> Run:
         rungs = range(len(ladder))
         run = jax.lax.while_loop(resting, one, run)
+        run = jax.lax.while_loop(behind, catch_up, run)
         return jax.lax.while_loop(drafting, lambda run: one(run, rungs[1:], rungs), run)
 
     run: Run = (state, empty_outputs(count, state.length.shape[0], most), jnp.zeros((), jnp.int32))
     state, outputs, _ = jax.lax.while_loop(go_on, alternate if choice else one, run)
     return state, outputs
+
+
+def _catch_up(drafter: Drafter, state: DecodeState, width: int) -> DecodeState:
+    """The state once the drafter has taken in all that waits for it but the last `width` rows."""
+    older, fresh = overdue(state.fresh, width)
+    older = dataclasses.replace(older, first_position=jnp.where(state.done, -1, older.first_position))
+    with jax.named_scope(DRAFT_PART):
+        _, drafter_state = drafter.propose(state.drafter_state, older, 1)
+    return dataclasses.replace(state, fresh=fresh, drafter_state=drafter_state)
 
 
 @flax.struct.dataclass
@@ -127,8 +143,13 @@ def _propose(
     if num_drafts == 0:
         none = jnp.zeros((known.length.shape[0], 0), jnp.int32)
         return Proposal(none, none.astype(jnp.float32), None, jnp.zeros((), jnp.int32)), drafter_state
-    fresh = known.fresh if len(ladder) == 1 else in_order(known.fresh)
-    fresh = dataclasses.replace(fresh, first_position=known.unless_done(fresh.first_position))
+    width = most + 1  # what a step commits; more has been taken in before (_catch_up)
+    fresh = dataclasses.replace(
+        known.fresh,
+        token_ids=known.fresh.token_ids[:, :width],
+        aux_hidden=known.fresh.aux_hidden[:, :width],
+        first_position=known.unless_done(known.fresh.first_position),
+    )
     draft, drafter_state = drafter.propose(drafter_state, fresh, num_drafts)
     token_ids, probs = draft.token_ids, None
     if sampling.draft_sampling and draft.logits is not None and known.random is not None:

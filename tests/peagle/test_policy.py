@@ -23,7 +23,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.messages import Draft, Fresh
 from peagle.ops.rope import RopeConfig
 from peagle.policy import Costs, Outlook
-from peagle.state import FRESH_ROOM, _anew, _behind, in_order
+from peagle.state import FRESH_ROOM, _anew, _behind, overdue
 from tests.drafter.cases import random_params
 from tests.peagle.toys import CONFIG, FixedLogits, MarkovTarget, Scripted, decode, tiny_target
 
@@ -307,8 +307,8 @@ def test_confidences_are_calibrated_by_what_was_seen() -> None:
     assert np.mean(survival[30:], axis=0) == pytest.approx([0.5, 0.25, 0.125], abs=0.08)
 
 
-def test_the_rows_that_wait_come_in_order() -> None:
-    """The example of in_order's docstring."""
+def test_overdue_rows_and_the_last_ones() -> None:
+    """The example of overdue's docstring."""
     letters = np.array([ord(letter) for letter in "efcdef??"])
     waiting = Fresh(
         jnp.asarray(letters[None], jnp.int32),
@@ -316,40 +316,45 @@ def test_the_rows_that_wait_come_in_order() -> None:
         jnp.asarray([6], jnp.int32),
         jnp.asarray([10], jnp.int32),
     )
-    fresh = in_order(waiting)
-    assert "".join(map(chr, fresh.token_ids[0].tolist())) == "cdef"
-    assert fresh.aux_hidden[0, :, 0].tolist() == [ord(letter) for letter in "cdef"]
-    assert (fresh.num.tolist(), fresh.first_position.tolist()) == ([4], [12])
+    for fresh, rows, first in zip(overdue(waiting, 1), ("cde", "f"), (12, 15), strict=True):
+        assert "".join(map(chr, fresh.token_ids[0, : len(rows)].tolist())) == rows
+        assert fresh.aux_hidden[0, : len(rows), 0].tolist() == [ord(letter) for letter in rows]
+        assert (fresh.num.tolist(), fresh.first_position.tolist()) == ([len(rows)], [first])
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_what_a_step_committed_and_plain_steps_behind_it_wait_in_order(batch: int) -> None:
     """Rows of the batch had another number accepted, so they come round at another step; the token at position p is p,
     and its hidden p / 2."""
-    room, first = 4, np.array([10, 30])[:batch]
+    room, width, first = 6, 3, np.array([10, 30])[:batch]
 
-    def rows(start: np.ndarray, width: int) -> tuple[jax.Array, jax.Array]:
-        tokens = start[:, None] + np.arange(width)
+    def rows(start: np.ndarray, count: int) -> tuple[jax.Array, jax.Array]:
+        tokens = start[:, None] + np.arange(count)
         return jnp.asarray(tokens, jnp.int32), jnp.asarray(tokens[:, :, None] / 2, jnp.float32)
 
+    def fresh(start: np.ndarray, count: int, num: np.ndarray) -> Fresh:
+        return Fresh(*rows(start, count), jnp.asarray(num, jnp.int32), jnp.asarray(start, jnp.int32))
+
     accepted = np.array([3, 1])[:batch]
-    left = Fresh(*rows(first * 0 + 90, 2 * room), jnp.asarray(accepted, jnp.int32), jnp.asarray(first, jnp.int32))
-    waiting = _anew(
-        dataclasses.replace(left, **dict(zip(("token_ids", "aux_hidden"), rows(first, 3), strict=True))), left
-    )
-    for number in range(11):
+    waiting = _anew(fresh(first, width, accepted), fresh(first * 0 + 90, 2 * room, accepted))
+    for number in range(17):
         num = accepted + number
-        fresh, lost = in_order(waiting), np.maximum(num - room, 0)
-        assert fresh.token_ids.shape == (batch, room)
-        assert fresh.num.tolist() == (num - lost).tolist()
-        assert fresh.first_position.tolist() == (first + lost).tolist()
+        lost = np.maximum(num - room, 0)
+        older, newer = overdue(waiting, width)
+        assert newer.token_ids.shape == waiting.token_ids.shape
+        before = np.maximum(num - lost - width, 0)
+        assert older.num.tolist() == before.tolist()
+        assert newer.num.tolist() == (num - lost - before).tolist()
+        assert newer.first_position.tolist() == (first + lost + before).tolist()
+        assert older.first_position.tolist() == np.where(before > 0, first + lost, -1).tolist()
         for row in range(batch):
             expected = np.arange(first[row] + lost[row], first[row] + num[row])
-            assert fresh.token_ids[row, : len(expected)].tolist() == expected.tolist()
-            assert fresh.aux_hidden[row, : len(expected), 0].tolist() == (expected / 2).tolist()
-        token_ids, aux_hidden = rows(first + num, 1)
-        new = Fresh(token_ids, aux_hidden, jnp.ones((batch,), jnp.int32), jnp.asarray(first + num, jnp.int32))
-        waiting = _behind(new, waiting)
+            split = before[row]
+            assert older.token_ids[row, :split].tolist() == expected[:split].tolist()
+            assert older.aux_hidden[row, :split, 0].tolist() == (expected[:split] / 2).tolist()
+            assert newer.token_ids[row, : len(expected) - split].tolist() == expected[split:].tolist()
+            assert newer.aux_hidden[row, : len(expected) - split, 0].tolist() == (expected[split:] / 2).tolist()
+        waiting = _behind(fresh(first + num, 1, num * 0 + 1), waiting)
 
 
 def test_a_real_drafter_goes_on_after_rests_of_any_length(requests) -> None:

@@ -53,7 +53,7 @@ def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> F
     """The tokens' rows of the table [V, width], in `dtype`.
 
     A table of uint16 holds the bits of bfloat16: XLA on CPU would convert a whole bfloat16 table to gather from it. It
-    also takes a gather for as costly as the whole table and cuts it over threads, which takes longer than a few rows do.
+    also takes a gather for as costly as the whole table and cuts it over threads, which takes longer than few rows do.
     """
     if table.dtype == jnp.uint16 and token_ids.size <= FEW:
         flat = token_ids.reshape(-1)
