@@ -7,11 +7,12 @@ decoding's own program runs (`can_pay`); a target so small that its weights stay
 a step will bring is estimated from what is known before its drafts are checked:
 
     survival[i]    a running estimate of the share of steps whose drafts 0..i are all right. It chooses n, before
-                   drafting, as the choice of the highest expected rate; where none beats plain decoding the drafter
-                   rests, for a pause that doubles each time a step that probed did not change that.
+                   drafting, as the choice of the highest expected rate; where none comes near plain decoding's the
+                   drafter rests, for a pause that doubles each time a step that probed did not change that.
     credit         what drafting has gained over plain decoding so far, in plain steps, and a small allowance for each
                    of those. Where it is used up the drafter rests until the allowance has made up for it, whatever
-                   the estimates say: so what finding out costs is bounded, on every text.
+                   the estimates say: so what finding out costs is bounded, on every text. Until then estimates are not
+                   taken at their word: going back and forth costs more than a few steps that do not pay.
     confidence     the drafter's own probability of each draft, corrected by a running calibration (what share of the
                    drafts of such a confidence were right). It chooses w, behind drafting: one more row is verified
                    as long as what it may bring exceeds its time at the present rate.
@@ -42,7 +43,8 @@ REMEMBER = 0.25  # weight of a request in what the next one begins with
 NEIGHBOUR = 0.2  # how much a draft that was not tried is thought to be like the one before it
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps between probes
 FOREVER = 1 << 30
-MARGIN = 1.1  # how much better than plain decoding drafting must look: costs are measured on a machine that does more
+MARGIN = 1.03  # how much better than plain decoding drafting must be: costs are measured on a machine that does more
+PROMISE = 0.9  # of plain decoding's rate is enough while the credit lasts: estimates from a few steps are off by more
 FIRST_CREDIT, MOST_CREDIT = 6.0, 24.0  # plain steps whose time may be lost
 ALLOWANCE = 0.02  # of the time of plain steps that finding out may take
 
@@ -221,7 +223,7 @@ def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False
     not rest, whatever is usual: hits come in runs."""
     rates = (1 + _up_to(ladder, outlook.survival)) / (outlook.costs.draft_ms + outlook.costs.verify_ms)
     choice, rate = _best(rates[1:], len(ladder) - 1)
-    pays = paid | ((rate >= MARGIN * rates[0]) & (outlook.credit >= 0))
+    pays = paid | ((rate >= PROMISE * rates[0]) & (outlook.credit >= 0))
     overdrawn = jnp.ceil(jnp.maximum(-outlook.credit, 0.0) / ALLOWANCE).astype(jnp.int32)
     free = outlook.held < 0
     resting = jnp.where(free, jnp.where(pays, 0, jnp.maximum(outlook.pause, overdrawn)), outlook.pause)

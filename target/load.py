@@ -527,7 +527,7 @@ class _Reader:
 
     def _expert_panels(
         self, name: str, layout: Layout, order: Callable[[np.ndarray], np.ndarray]
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array | None]:
         """(data, scales) of all experts' panels; `order` puts [1, outputs, *rest] into the order of the panels."""
         if layout == "packed":
             data, scales = self._on_device(
@@ -538,10 +538,10 @@ class _Reader:
         # MXFP4 values are exact in bfloat16
         dtype = BFLOAT16 if self._mxfp4 else self._dtype
         rows = (order(matrix.T[None])[0] for matrix in self._expert_matrices(name))
-        data, scales = self._on_device(
-            pack_floats(each if each.dtype == BFLOAT16 else each.astype(dtype)) for each in rows
+        (data,) = self._on_device(
+            (pack_floats(each if each.dtype == BFLOAT16 else each.astype(dtype)),) for each in rows
         )
-        return data, scales.reshape(0)
+        return data, None
 
     def _on_device(self, experts: Iterable[tuple[np.ndarray, ...]]) -> tuple[jax.Array, ...]:
         """For each of the arrays that all experts have, one of all experts. No more than one expert is there twice."""

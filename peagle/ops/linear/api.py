@@ -40,7 +40,7 @@ def linear(
         rows,
         native.optional(None if norm is None else norm.weight),
         weight.data,
-        weight.scales,
+        native.optional(weight.scales, jnp.uint8),
         native.optional(bias),
         jnp.zeros((0,), x.dtype) if residual is None else residual.reshape(-1, weight.outputs),
         native.optional(positions, jnp.int32),

@@ -27,7 +27,7 @@ class Panels:
     """One weight matrix, or several of one shape end to end (experts: a leading dimension more)."""
 
     data: jax.Array
-    scales: jax.Array  # of no elements but in MXFP4
+    scales: jax.Array | None  # in MXFP4
     inputs: int = flax.struct.field(pytree_node=False)
     outputs: int = flax.struct.field(pytree_node=False)
 
@@ -37,17 +37,17 @@ def num_panels(outputs: int) -> int:
     return -(-outputs // ROWS)
 
 
-def pack_floats(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(data, scales) of a matrix [..., outputs, inputs]; bfloat16 stays bfloat16, anything else becomes float32."""
+def pack_floats(matrix: np.ndarray) -> np.ndarray:
+    """The data of a matrix [..., outputs, inputs]; bfloat16 stays bfloat16, anything else becomes float32."""
     *lead, outputs, inputs = matrix.shape
     if matrix.dtype != BFLOAT16:
         data = aligned((*lead, num_panels(outputs), inputs, ROWS), np.float32)
         _fill(data.swapaxes(-1, -2), matrix)
-        return data, np.zeros((0,), np.uint8)
+        return data
     data = aligned((*lead, num_panels(outputs), (inputs + 1) // 2, ROWS, 2), BFLOAT16)
     for half in range(2):
         _fill(data[..., : (inputs + 1 - half) // 2, :, half].swapaxes(-1, -2), matrix[..., half::2])
-    return data, np.zeros((0,), np.uint8)
+    return data
 
 
 def pack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,9 +71,9 @@ def _fill(panels: np.ndarray, rows: np.ndarray) -> None:
         panels[..., whole, :rest, :] = rows[..., whole * ROWS :, :]
 
 
-def panels(packed: tuple[np.ndarray, np.ndarray], inputs: int, outputs: int) -> Panels:
+def panels(data: np.ndarray, inputs: int, outputs: int, scales: np.ndarray | None = None) -> Panels:
     """What a pack function gave, on the device. It may be the arrays' own memory: nobody writes to them any more."""
-    return Panels(to_device(packed[0]), to_device(packed[1]), inputs, outputs)
+    return Panels(to_device(data), None if scales is None else to_device(scales), inputs, outputs)
 
 
 def unpack_floats(packed: Panels) -> np.ndarray:

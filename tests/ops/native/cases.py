@@ -61,7 +61,8 @@ def to_panels(
     """A stored matrix as the kernels read it, its rows put in order first."""
     if isinstance(stored, tuple):
         blocks, scales = map(order, stored)
-        return panels(pack_mxfp4(blocks, scales), blocks.shape[-2] * 32, blocks.shape[-3])
+        data, packed_scales = pack_mxfp4(blocks, scales)
+        return panels(data, blocks.shape[-2] * 32, blocks.shape[-3], packed_scales)
     rows = order(stored)
     return panels(pack_floats(rows), rows.shape[-1], rows.shape[-2])
 

@@ -334,10 +334,10 @@ def good(name: str) -> tuple[dict[str, jax.Array], dict[str, np.generic]]:
         "router": router.data,
         "router_bias": jnp.asarray(block.router_bias, jnp.float32),
         "gate_up": block.panels.gate_up.data,
-        "gate_up_scales": block.panels.gate_up.scales,
+        "gate_up_scales": native.optional(block.panels.gate_up.scales, jnp.uint8),
         "gate_up_bias": block.panels.gate_up_bias,
         "down": block.panels.down.data,
-        "down_scales": block.panels.down.scales,
+        "down_scales": native.optional(block.panels.down.scales, jnp.uint8),
         "down_bias": block.panels.down_bias,
         "positions": jnp.arange(3, dtype=jnp.int32),
     }

@@ -249,7 +249,7 @@ def good(name: str = "float32") -> dict[str, jax.Array]:
         "x": jnp.asarray(random_rows(rng, 3, 64)),
         "norm": jnp.asarray(random_rows(rng, 64)),
         "panels": panels.data,
-        "scales": panels.scales,
+        "scales": native.optional(panels.scales, jnp.uint8),
         "bias": jnp.asarray(random_rows(rng, 21)),
         "residual": jnp.asarray(random_rows(rng, 3, 21)),
         "positions": jnp.arange(3, dtype=jnp.int32),
