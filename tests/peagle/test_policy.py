@@ -174,8 +174,11 @@ def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> Non
     tried = [number for number, decision in enumerate(decisions) if decision.draft_token_ids]
     assert tried[0] == 0, "it is tried at once"
     assert len(tried) <= 10
-    rests = np.diff(tried)
-    assert list(rests) == sorted(rests), "and then ever more seldom"
+    used_up, *rests = [rest for rest in np.diff(tried) if rest > 1]
+    assert used_up > 1 / policy.ALLOWANCE, (
+        "until the credit is used up, which takes the time of many plain steps to mend"
+    )
+    assert rests == sorted(rests), "and then ever more seldom"
 
 
 def test_where_no_draft_can_pay_plain_decodings_own_program_runs(target, requests, plain) -> None:
