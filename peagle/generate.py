@@ -3,8 +3,8 @@
 The loop dispatches step n + 1 before it reads step n's few integers, which are copied to the host while the device
 works: two steps in flight, the host one step late. What was computed past a row's end is never shown.
 
-    device | prefill                      | step 0                 | step 1             | step 2 ...
-    host   | dispatch prefill, dispatch 0 | read first, dispatch 1 | read 0, dispatch 2 | read 1 ...
+    device | prefill          | step 0                    | step 1             | step 2 ...
+    host   | dispatch prefill | read first, dispatch 0, 1 | read 0, dispatch 2 | read 1 ...
 
 A dispatch costs the host a fraction of a millisecond. Where a step is as quick as that, one dispatch holds several.
 """
@@ -274,9 +274,10 @@ class Engine:
 
     def _decode(self, requests: Sequence[Request], bucket: int) -> Iterator[Emission]:
         state, first_token = self._start(requests, bucket)
-        state, in_flight = self._dispatch(state)
+        # read before a step is sent off: where the device is the host's own cores, steps would delay the first token
         firsts = np.asarray(first_token)
         now = time.perf_counter()
+        state, in_flight = self._dispatch(state)
         lengths = [len(request.prompt_ids) for request in requests]
         for request, token in zip(requests, firsts, strict=False):
             yield Emission(request, (int(token),), now)
