@@ -10,7 +10,7 @@ from peagle.ops import native
 from peagle.ops.linear.panels import Panels
 from peagle.ops.norm import Norm, rms_norm
 
-FEW = 32  # tokens: what a step embeds, not a prompt
+FEW = 8  # tokens: what most steps embed; each is an operation
 
 
 def linear(
