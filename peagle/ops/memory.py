@@ -75,6 +75,16 @@ def available_host_bytes() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - used + cached))
 
 
+def share_of_mappings() -> float:
+    """How many of the memory mappings that Linux allows a process this one has; 0 where the system does not say."""
+    try:
+        allowed = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open("rb") as mappings:
+            return sum(1 for _ in mappings) / allowed
+    except (OSError, ValueError):
+        return 0.0
+
+
 def _inactive_file_bytes(group: Path) -> int:
     """Of the memory a control group uses, the pages of files that it gives back when asked."""
     lines = (group / "memory.stat").read_text().splitlines()

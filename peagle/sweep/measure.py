@@ -20,6 +20,7 @@ from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
+from peagle.ops.memory import share_of_mappings
 from peagle.pair import Pair
 from peagle.profile import operations_of, profile
 from peagle.prompts import Conversation, Rendering
@@ -29,6 +30,8 @@ from peagle.sweep.plan import LOOKED_AT, LOOKED_AT_TOKENS, PLAIN, Arm, Plan, Set
 Loaded = tuple[str | None, str | None]  # drafter, draft vocabulary
 Pairs = Mapping[Loaded, Pair | InputError]  # why a pair could not be loaded, where the others are to go on
 Progress = Callable[[int, int], None]
+
+MOST_MAPPINGS = 0.85  # of those allowed: an arm's programs take up to a tenth
 
 
 def loaded(arm: Arm) -> Loaded:
@@ -143,6 +146,12 @@ class Sitting:
         for number, (setting, arm) in enumerate(left):
             progress(number, len(left))
             with self._failing(out, setting, arm):
+                if (share := share_of_mappings()) > MOST_MAPPINGS:
+                    raise InputError(
+                        f"the programs of {number} arms take {share:.0%} of the memory mappings that the system allows "
+                        "a process, and XLA crashes where it gets no more; run fewer arms or temperatures at a time "
+                        "(peagle report puts runs together), or raise vm.max_map_count"
+                    )
                 self._engine(setting, arm).warm_up([self._request(each, 0) for each in self._asked(setting)])
 
     def decode(self, out: Appender, progress: Progress) -> None:

@@ -1,5 +1,7 @@
 """Arrays that are in memory once, and what memory there is."""
 
+import mmap
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -76,3 +78,12 @@ def test_available_memory_is_the_devices_where_it_counts(monkeypatch: pytest.Mon
     for stats, expected in (({"bytes_limit": 100, "bytes_in_use": 30}, 70), ({"bytes_limit": 9}, 9), (None, 77)):
         monkeypatch.setattr(jax, "devices", lambda stats=stats: [Device(stats)])
         assert available_memory_bytes() == expected
+
+
+def test_the_share_of_mappings_grows_with_them() -> None:
+    before = memory.share_of_mappings()
+    assert 0 < before < 1
+    pieces = [mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ if i % 2 else mmap.PROT_WRITE) for i in range(200)]
+    assert memory.share_of_mappings() > before
+    for piece in pieces:
+        piece.close()

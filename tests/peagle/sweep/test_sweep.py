@@ -307,6 +307,18 @@ def failing(on: int) -> Any:
     return decode_some
 
 
+def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anything_is_decoded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """XLA crashes where it gets no more: nothing of ours could say so then."""
+    options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
+    shares = iter([0.1, 0.5, 0.9])
+    monkeypatch.setattr(peagle.sweep.measure, "share_of_mappings", lambda: next(shares))
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
+    assert "K = 2: the programs of 2 arms take 90% of the memory mappings" in capsys.readouterr().err
+    assert not open_run(tmp_path / "run").samples()
+
+
 def test_an_arm_that_fails_stops_the_run_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
