@@ -380,6 +380,25 @@ def test_a_real_drafter_goes_on_after_rests_of_any_length(requests) -> None:
         assert decision.confidence == pytest.approx(known[decision.length].confidence, rel=1e-4)
 
 
+def test_sequences_of_a_batch_catch_up_together_each_with_its_own_rows(requests, monkeypatch) -> None:
+    """Those of the batch have another number of rows waiting; each drafts as if the drafter had never rested."""
+    target = tiny_target(aux_layer_ids=(0, 1))
+    drafter = PEagle(random_params(DRAFTER), DRAFTER)
+    fixed, always = decode(Engine(target, drafter, SpeculationConfig(2, 2, CAPACITY)), requests)
+    begin = policy.begin
+    monkeypatch.setattr(policy, "begin", lambda *given: policy.hold(begin(*given), 2, 2, FRESH_ROOM - 5))
+    engine = Engine(target, drafter, SpeculationConfig(2, 2, CAPACITY, adaptive=True), costs=costs(0.1, 0.1, (0, 1, 2)))
+    held, sometimes = decode(engine, requests)
+    assert held == fixed
+    for row in range(2):
+        known = {decision.length: decision for decision in always[row]}
+        alike = [one for one in sometimes[row] if one.draft_token_ids and one.length in known]
+        assert len(alike) > 2
+        for decision in alike:
+            assert decision.draft_token_ids == known[decision.length].draft_token_ids
+            assert decision.confidence == pytest.approx(known[decision.length].confidence, rel=1e-4)
+
+
 def test_no_retrace_and_no_hidden_copy(target, requests) -> None:
     engine = Engine(target, NGram(), dataclasses.replace(shape(), capacity=4096), costs=costs(0.1, 0.1))
     engine.warm_up(requests)
