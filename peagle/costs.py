@@ -32,7 +32,8 @@ MEASUREMENTS = 5  # of as many runs
 FEWEST_DISPATCHES = 2  # that are timed of each run of the loop, if it does not end before
 
 Choice = tuple[int, ...]  # what policy.hold takes
-Run = Callable[[Choice], Generator[tuple[StepOutput, float]]]
+Steps = Generator[tuple[StepOutput, float]]  # of dispatch after dispatch: what it decided, when the host knew
+Run = Callable[[Choice], Steps]
 
 
 def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
@@ -74,7 +75,7 @@ def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
     return Costs(*(jnp.asarray(part, jnp.float32) for part in (draft, verify, resume)))
 
 
-def _time(run: Generator[tuple[StepOutput, float]], dispatches: int) -> tuple[float, int, int]:
+def _time(run: Steps, dispatches: int) -> tuple[float, int, int]:
     """(the ms that so many dispatches behind the first took, fewer where the run ends before; how many steps they ran;
     how many of those verified a draft). A run that ends in its first dispatch is timed as a whole."""
     last = time.perf_counter()

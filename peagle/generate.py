@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from peagle import costs, policy
 from peagle.config import Ladder, SamplingConfig, SpeculationConfig
+from peagle.costs import Steps
 from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.policy import Costs, Outlook
@@ -71,8 +72,6 @@ class Emission:
     time_s: float
     decision: Decision | None = None
 
-
-Steps = Generator[tuple[StepOutput, float]]
 
 _traces = collections.Counter({"prefill": 0, "step": 0})
 

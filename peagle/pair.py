@@ -125,7 +125,7 @@ class Pair:
 
     def num_drafts(self, asked: int | Literal["auto"] | None) -> tuple[int, bool]:
         """(K, whether each step chooses how many of them) for what was asked for; None is the default: a choice on CPU,
-        where it costs nothing, K elsewhere (the choice's loops make an accelerator wait for the host)."""
+        where it costs some microseconds a step, K elsewhere (its loops make an accelerator wait for the host)."""
         if asked is None and self.drafter is None:
             return 0, False
         if asked is None:

@@ -4,7 +4,7 @@ Invariants, per active row, between steps:
     the target's caches hold exactly the prompt and all emitted tokens but the last: `length` of them
     `pending_token` is that last one: emitted, in no cache
     the drafter lags by the tokens committed since it ran last: `fresh.num` of them, fresh.first_position = length -
-    fresh.num; where that is more than fit, the later ones have taken the places of the earlier (`in_order`)
+    fresh.num; where that is more than fit, the later ones have taken the places of the earlier (`overdue`)
 A row that is done is frozen: steps go on computing it, and change nothing that is read.
 """
 

@@ -24,7 +24,7 @@ class Fresh:
 
     token_ids: jax.Array  # [B, F] int32, F >= K+1
     aux_hidden: jax.Array  # [B, F, A]
-    num: jax.Array  # [B] int32, 1..F
+    num: jax.Array  # [B] int32, 1..F, or 0 in an inactive row
     first_position: jax.Array  # [B] int32; negative: the row is inactive
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Generator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -73,7 +72,7 @@ def test_the_first_runs_measure_them_and_the_next_take_the_median(target, monkey
     assert [e.token_ids for e in last.generate([REQUEST])]
 
 
-def fake(steps: int, rung: int, seconds: float, clock: list[float]) -> Generator[tuple[StepOutput, float]]:
+def fake(steps: int, rung: int, seconds: float, clock: list[float]) -> costs.Steps:
     """Four dispatches of as many steps; every fourth step drafts; the first dispatch takes ten times as long."""
     for number in range(4):
         clock[0] += seconds * (10 if number == 0 else 1)
@@ -88,7 +87,7 @@ def test_what_begins_and_ends_a_run_is_in_no_cost(monkeypatch: pytest.MonkeyPatc
     clock = [0.0]
     monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
 
-    def run(choice: costs.Choice) -> Generator[tuple[StepOutput, float]]:
+    def run(choice: costs.Choice) -> costs.Steps:
         drafted, verified, *pause = choice
         ms = 1 + 0.5 * drafted + 2 * verified
         if pause:
