@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, StepOutput
 
-SCHEMA = 4
+SCHEMA = 5
 ENOUGH_S = 2.5  # rounds go on until they took this long together
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25  # the first does not count
 MEASUREMENTS = 5  # of as many runs
@@ -37,47 +38,73 @@ Run = Callable[[Choice], Steps]
 
 
 def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
-    """The costs of each rung, medians over rounds in which the rungs take turns. `run` is the loop over steps that all
-    make the same choice, and gives what each dispatch decided and when the host knew.
+    """The costs of each rung. `run` is the loop over steps that all make the same choice, and gives what each dispatch
+    decided and when the host knew.
 
-    Times are those between two dispatches that the host reads while the next is on its way: what begins and ends a run
-    is in none of them. Drafting on rung r costs (draft r, verify none) - plain; verifying on it, (draft r, verify r)
-    less that. Resuming costs what steps that verify one rung, each after a rest, take more than that many such steps
-    and plain ones.
+    Drafting on rung r costs (draft r, verify none) - plain; verifying on it, (draft r, verify r) less that. Resuming
+    costs what steps that verify one rung, each after a rest, take more than that many such steps and plain ones.
     """
-    rungs = range(len(ladder))
+    rungs = range(1, len(ladder))
     rested = (1, 1, FRESH_ROOM)
-    choices: list[Choice] = [
-        (0, 0), *((rung, 0) for rung in rungs[1:]), *((rung, rung) for rung in rungs[1:]), rested
-    ]  # fmt: skip
-    times: dict[Choice, list[float]] = {choice: [] for choice in choices}
-    shares: list[float] = []  # of the steps after a rest among those timed
+    choices: list[Choice] = [(0, 0), *((rung, 0) for rung in rungs), *((rung, rung) for rung in rungs)]
+    dispatches = dict.fromkeys(choices, 1)
+    # all that a rest and the steps around it take, as often as another is timed
+    dispatches[rested] = -(-(FRESH_ROOM + 1) // steps_per_dispatch)
+    times = _times(run, dispatches)
+    ms = {choice: statistics.median(each.step_ms for each in timed) for choice, timed in times.items()}
+    # more never costs less: what says so is noise
+    draft = np.maximum.accumulate([0.0, *(ms[rung, 0] - ms[0, 0] for rung in rungs)])
+    verify = np.maximum.accumulate([ms[0, 0], *(ms[rung, rung] - draft[rung] for rung in rungs)])
+    share = statistics.median(each.verifying / each.steps for each in times[rested])
+    unrested = share * ms[1, 1] + (1 - share) * ms[0, 0]
+    resume = max(ms[rested] - unrested, 0.0) / share if share else 0.0
+    return _costs(draft, verify, resume)
 
+
+def measure_whole_steps(ladder: Ladder, run: Run) -> Costs:
+    """As `measure`, where all steps of a dispatch draft and verify the same number of tokens: a step is not told apart
+    into drafting and verifying (all of it is in verify_ms), and resuming, once in a dispatch, is not counted."""
+    times = _times(run, dict.fromkeys([(rung, rung) for rung in range(len(ladder))], 1))
+    ms = [statistics.median(each.step_ms for each in timed) for timed in times.values()]
+    return _costs(np.zeros(len(ladder)), np.maximum.accumulate(ms), 0.0)
+
+
+def _costs(draft_ms: np.ndarray, verify_ms: np.ndarray, resume_ms: float) -> Costs:
+    return Costs(*(jnp.asarray(part, jnp.float32) for part in (draft_ms, verify_ms, resume_ms)))
+
+
+def _times(run: Run, dispatches: dict[Choice, int]) -> dict[Choice, list["_Time"]]:
+    """Times of each choice over rounds in which they take turns: those between two dispatches that the host reads while
+    the next is on its way, so what begins and ends a run is in none of them. `dispatches` says how many times
+    FEWEST_DISPATCHES of each are timed together."""
+    times: dict[Choice, list[_Time]] = {choice: [] for choice in dispatches}
     began = time.perf_counter()
     for done in range(MOST_ROUNDS):
-        for choice in choices:
-            # all that a rest and the steps around it take, as often as another is timed
-            dispatches = FEWEST_DISPATCHES * (1 if choice != rested else -(-(FRESH_ROOM + 1) // steps_per_dispatch))
-            taken_ms, num_steps, num_verifying = _time(run(choice), dispatches)
+        for choice, number in dispatches.items():
+            timed = _time(run(choice), FEWEST_DISPATCHES * number)
             if done:
-                times[choice].append(taken_ms / num_steps)
-                if choice == rested:
-                    shares.append(num_verifying / num_steps)
+                times[choice].append(timed)
         if done + 1 >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S:
             break
-    median = {choice: statistics.median(taken) for choice, taken in times.items()}
-    # more never costs less: what says so is noise
-    draft = np.maximum.accumulate([0.0, *(median[rung, 0] - median[0, 0] for rung in rungs[1:])])
-    verify = np.maximum.accumulate([median[0, 0], *(median[rung, rung] - draft[rung] for rung in rungs[1:])])
-    share = statistics.median(shares)
-    unrested = share * median[1, 1] + (1 - share) * median[0, 0]
-    resume = max(median[rested] - unrested, 0.0) / share if share else 0.0
-    return Costs(*(jnp.asarray(part, jnp.float32) for part in (draft, verify, resume)))
+    return times
 
 
-def _time(run: Steps, dispatches: int) -> tuple[float, int, int]:
-    """(the ms that so many dispatches behind the first took, fewer where the run ends before; how many steps they ran;
-    how many of those verified a draft). A run that ends in its first dispatch is timed as a whole."""
+@dataclass(frozen=True)
+class _Time:
+    """What some dispatches took."""
+
+    taken_ms: float
+    steps: int
+    verifying: int  # steps that verified a draft
+
+    @property
+    def step_ms(self) -> float:
+        return self.taken_ms / self.steps
+
+
+def _time(run: Steps, dispatches: int) -> _Time:
+    """Of so many dispatches behind the first, fewer where the run ends before. A run that ends in its first dispatch is
+    timed as a whole."""
     last = time.perf_counter()
     timed: list[tuple[float, int, int]] = []
     for found, now in run:
@@ -90,7 +117,7 @@ def _time(run: Steps, dispatches: int) -> tuple[float, int, int]:
             break
     run.close()
     taken_ms, num_steps, num_verifying = map(sum, zip(*(timed[1:] or timed), strict=True))
-    return taken_ms, num_steps, num_verifying
+    return _Time(taken_ms, num_steps, num_verifying)
 
 
 def identity(target: Any, drafter: Any, config: SpeculationConfig, steps_per_dispatch: int) -> dict[str, Any]:

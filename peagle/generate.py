@@ -6,7 +6,9 @@ works: two steps in flight, the host one step late. What was computed past a row
     device | prefill          | step 0                    | step 1             | step 2 ...
     host   | dispatch prefill | read first, dispatch 0, 1 | read 0, dispatch 2 | read 1 ...
 
-A dispatch costs the host a fraction of a millisecond. Where a step is as quick as that, one dispatch holds several.
+A dispatch costs the host a fraction of a millisecond. Where a step is as quick as that, one dispatch holds several, and
+an adaptive run has a program for each number of drafts, as lean as that of a run with this K: choosing in each step
+would cost what it gains. The host chooses the next one, by the plan the device made of what it learned (policy.Course).
 """
 
 import collections
@@ -22,17 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle import costs, policy
+from peagle.autoregressive import NoDrafter
 from peagle.config import Ladder, SamplingConfig, SpeculationConfig
 from peagle.costs import Steps
 from peagle.ops import native
 from peagle.ops.errors import InputError
-from peagle.policy import Costs, Outlook
+from peagle.policy import Costs, Course, Outlook
 from peagle.protocols import Drafter, Target
 from peagle.sampling import TARGET, choose, row_keys, uniforms
 from peagle.state import DecodeState, StepOutput, init_state
-from peagle.step import steps
+from peagle.step import steps, steps_of
 
 SMALLEST_BUCKET = 32
+STEPS_THAT_SHARE_A_CHOICE = 8  # where a dispatch holds as many, -k auto chooses once for all of them
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Emission:
     decision: Decision | None = None
 
 
+Readable = tuple[jax.Array, jax.Array | None]  # packed outputs; policy.plan, where the host goes by it
+
 _traces = collections.Counter({"prefill": 0, "step": 0})
 
 
@@ -89,9 +95,10 @@ def _prefill(
     before: tuple[Outlook, Outlook] | None,
     *,
     config: SpeculationConfig,
-) -> tuple[DecodeState, jax.Array, Outlook | None]:
-    """(state, first token [B], its outlook) of the prompts token_ids[:, :lengths]; a row of budget 0 is done from the
-    start. `before`: the outlooks at the beginning and at the end of the requests before, in an adaptive run."""
+) -> tuple[DecodeState, jax.Array, Outlook | None, jax.Array | None]:
+    """(state, first token [B], its outlook, the plan of that) of the prompts token_ids[:, :lengths]; a row of budget 0
+    is done from the start. `before`: the outlooks at the beginning and at the end of the requests before, in an
+    adaptive run."""
     _traces["prefill"] += 1
     batch, num_drafts, sampling = token_ids.shape[0], config.num_speculative_tokens, config.sampling
     output, cache = target.prefill(token_ids, lengths, target.init_cache(batch, config.capacity, num_drafts + 1))
@@ -105,21 +112,28 @@ def _prefill(
     state = init_state(
         first_token, lengths, last_aux, config.ladder, outlook, cache, drafter_state, budgets, keys, stop_token_ids
     )
-    return state, first_token, outlook
+    return state, first_token, outlook, None if outlook is None else policy.plan(outlook)
 
 
 @functools.cache
-def _program(models: Any, state: Any, ladder: Ladder, sampling: SamplingConfig, count: int) -> Any:
+def _program(
+    models: Any, state: Any, ladder: Ladder, sampling: SamplingConfig, count: int, rung: int | None = None
+) -> Any:
     """The steps as a program of (leaves of target and drafter, leaves of the state, which are donated), for these tree
-    structures. Given the trees themselves, JAX would walk through all of them in Python at every dispatch, which takes
-    as long as a step of a small model."""
+    structures: (leaves of the state after them, what the host reads). Given the trees themselves, JAX would walk
+    through all of them in Python at every dispatch, which takes as long as a step of a small model."""
 
-    def _steps(model_leaves: list[jax.Array], state_leaves: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    def _steps(model_leaves: list[jax.Array], state_leaves: list[jax.Array]) -> tuple[list[jax.Array], Readable]:
         _traces["step"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
-        after, outputs = steps(target, drafter, jax.tree.unflatten(state, state_leaves), ladder, sampling, count)
-        return jax.tree.leaves(after), _counted_as_long(outputs) if native.available() else outputs
+        before = jax.tree.unflatten(state, state_leaves)
+        run = steps if rung is None else functools.partial(steps_of, rung)
+        after, outputs = run(target, drafter, before, ladder, sampling, count)
+        outputs = _counted_as_long(outputs) if native.available() else outputs
+        return jax.tree.leaves(after), (outputs, None if rung is None else policy.plan(after.outlook))
 
+    if rung is not None:
+        _steps.__name__ += f"_of_{ladder[rung]}"  # what the profiler calls it
     return jax.jit(_steps, donate_argnums=1)
 
 
@@ -148,9 +162,10 @@ def trace_counts() -> dict[str, int]:
 class Engine:
     """A target and a drafter with the shape of a run. `compile_s` adds up what `warm_up` took.
 
-    steps_per_dispatch changes when tokens reach the host, never which. costs are what an adaptive run chooses by; where
-    none are given they are found before the first request (peagle.costs), and costs_found says how. Where they say that
-    drafting cannot pay, `plain` decodes in this engine's place, if there is one.
+    steps_per_dispatch changes when tokens reach the host, and how often an adaptive run chooses; never which tokens.
+    costs are what it chooses by; where none are given they are found before the first request (peagle.costs), and
+    costs_found says how. Where they say that drafting cannot pay, `plain` decodes in this engine's place, if there is
+    one.
     """
 
     target: Target
@@ -187,9 +202,12 @@ class Engine:
         compilation."""
         started = time.perf_counter()
         for bucket in sorted({self._bucket(batch) for batch in self._batches(requests)} - self._warm):
-            dummy = Request(0, (0,), max_new_tokens=2)
-            for _ in self._decode([dummy], bucket):
+            dummy = [Request(0, (0,), max_new_tokens=2)]
+            for _ in self._decode(dummy, bucket):
                 pass
+            for rung in self._rungs if not self._warm else ():
+                state, sent = self._dispatch(self._start(dummy, bucket)[0], rung)
+                jax.block_until_ready((state, sent.outputs))
             self._warm.add(bucket)
             self.compile_s += time.perf_counter() - started
             started = time.perf_counter()
@@ -205,6 +223,17 @@ class Engine:
         if self.plain is None or self.costs is None or policy.can_pay(self.config.ladder, self.costs):
             return self
         return self.plain
+
+    @property
+    def chooses_by_dispatch(self) -> bool:
+        """Whether the host chooses, from dispatch to dispatch, which number of drafts runs, as policy on the device
+        says: then each is a program of its own, as lean as that of a run with this K. Else each step chooses."""
+        return self.config.adaptive and self.steps_per_dispatch >= STEPS_THAT_SHARE_A_CHOICE
+
+    @property
+    def _rungs(self) -> Sequence[int | None]:
+        """Those that have a program of their own; None: the program of all."""
+        return range(len(self.config.ladder)) if self.chooses_by_dispatch else [None]
 
     def _find_costs(self) -> None:
         """The costs are there: kept from other runs, or, as long as those were few, measured once more now, with the
@@ -222,12 +251,16 @@ class Engine:
         unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))
 
         def run(choice: costs.Choice) -> Steps:
-            state, _ = unending._start(requests, bucket)
+            state, _, _ = unending._start(requests, bucket)
             assert state.outlook is not None
-            held = dataclasses.replace(state, outlook=policy.hold(state.outlook, *choice))
-            return unending._steps(jax.block_until_ready(held))
+            outlook = policy.hold(state.outlook, *choice)
+            held = jax.block_until_ready(dataclasses.replace(state, outlook=outlook))
+            return unending._steps(held, Course(policy.plan(outlook)) if self.chooses_by_dispatch else None)
 
-        measured += [costs.measure(self.config.ladder, run, self.steps_per_dispatch)]
+        if self.chooses_by_dispatch:
+            measured += [costs.measure_whole_steps(self.config.ladder, run)]
+        else:
+            measured += [costs.measure(self.config.ladder, run, self.steps_per_dispatch)]
         self.costs = costs.typical(measured)
         kept = "kept for later" if costs.save(known, measured) else f"not kept, {costs.directory()} cannot be written"
         self.costs_found = f"measured in {time.perf_counter() - started:.1f} s, {kept}"
@@ -242,25 +275,33 @@ class Engine:
         for batch in self._batches(requests):
             yield from decoder._decode(batch, self._bucket(batch))
 
-    def compiled(self, requests: Sequence[Request]) -> jax.stages.Compiled:
-        """The program that a dispatch of these requests runs, compiled once more, to look at."""
+    def compiled(self, requests: Sequence[Request]) -> list[jax.stages.Compiled]:
+        """The programs that dispatches of these requests run, compiled once more, to look at."""
         if (decoder := self._decoder()) is not self:
             return decoder.compiled(requests)
-        state, _ = self._start(requests, self._bucket(requests))
-        program, leaves, _ = self._prepared(state)
-        return program.lower(self._models[0], leaves).compile()
+        state, _, _ = self._start(requests, self._bucket(requests))
+        sent = [self._prepared(state, rung) for rung in self._rungs]
+        return [program.lower(models, leaves).compile() for program, models, leaves, _ in sent]
 
     @functools.cached_property
     def _models(self) -> tuple[list[jax.Array], Any]:
         """(the leaves of target and drafter, their tree)."""
         return jax.tree.flatten((self.target, self.drafter))
 
-    def _prepared(self, state: DecodeState) -> tuple[Any, list[jax.Array], Any]:
-        """(the program of a dispatch, the state's leaves, its tree)."""
+    @functools.cached_property
+    def _models_of_plain_steps(self) -> tuple[list[jax.Array], Any]:
+        return jax.tree.flatten((self.target, NoDrafter()))
+
+    def _prepared(self, state: DecodeState, rung: int | None) -> tuple[Any, list[jax.Array], list[jax.Array], Any]:
+        """(the program of a dispatch, the leaves of its models, those of its state, their tree). Every leaf takes the
+        host its time, and plain steps need none that drafting or choosing does."""
+        config, (models, structure) = self.config, self._models
+        if rung == 0:
+            state = dataclasses.replace(state, drafter_state=None, outlook=None)
+            models, structure = self._models_of_plain_steps
         leaves, tree = jax.tree.flatten(state)
-        config = self.config
-        program = _program(self._models[1], tree, config.ladder, config.sampling, self.steps_per_dispatch)
-        return program, leaves, tree
+        program = _program(structure, tree, config.ladder, config.sampling, self.steps_per_dispatch, rung or None)
+        return program, models, leaves, tree
 
     def _batches(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
         size = self.config.batch_size
@@ -272,15 +313,15 @@ class Engine:
         return min(max(SMALLEST_BUCKET, 1 << (longest - 1).bit_length()), self.config.capacity)
 
     def _decode(self, requests: Sequence[Request], bucket: int) -> Iterator[Emission]:
-        state, first_token = self._start(requests, bucket)
+        state, first_token, course = self._start(requests, bucket)
         # read before a step is sent off: where the device is the host's own cores, steps would delay the first token
         firsts = np.asarray(first_token)
         now = time.perf_counter()
-        state, in_flight = self._dispatch(state)
+        state, in_flight = self._dispatch(state, self._rung(course))
         lengths = [len(request.prompt_ids) for request in requests]
         for request, token in zip(requests, firsts, strict=False):
             yield Emission(request, (int(token),), now)
-        for outputs, now in self._steps(state, in_flight):
+        for outputs, now in self._steps(state, course, in_flight):
             for tokens, counts, accepted, verified, drafts, confidence in zip(
                 *map(np.ndarray.tolist, _read(outputs)), strict=True
             ):
@@ -297,26 +338,32 @@ class Engine:
                         lengths[row] += accepted[row] + 1
                         yield Emission(request, tuple(tokens[row][: counts[row]]), now, decision)
 
-    def _steps(self, state: DecodeState, in_flight: jax.Array | None = None) -> Steps:
-        """The outputs of dispatch after dispatch until all rows are done, and when the host knew them. `in_flight` are
-        those of the dispatch that gave the state, if one did."""
+    def _steps(self, state: DecodeState, course: Course | None, in_flight: "_InFlight | None" = None) -> Steps:
+        """The outputs of dispatch after dispatch until all rows are done, and when the host knew them. `in_flight` is
+        the dispatch that gave the state, if one did."""
         if in_flight is None:
-            state, in_flight = self._dispatch(state)
+            state, in_flight = self._dispatch(state, self._rung(course))
         try:
             while True:
-                state, following = self._dispatch(state)
-                outputs = StepOutput.unpack(np.asarray(in_flight), self.config.num_speculative_tokens)
+                state, following = self._dispatch(state, self._rung(course))
+                outputs = StepOutput.unpack(np.asarray(in_flight.outputs), in_flight.num_drafts)
+                if course is not None and in_flight.plan is not None:
+                    course.hear(in_flight.plan)
                 in_flight = following
                 yield outputs, time.perf_counter()
                 if outputs.done[-1].all():
                     break
             if self._outlooks is not None and state.outlook is not None:
-                self._outlooks = self._outlooks[0], state.outlook
+                last = state.outlook
+                if course is not None:
+                    last = dataclasses.replace(last, resting=jnp.asarray(course.resting, jnp.int32))
+                self._outlooks = self._outlooks[0], last
         finally:
-            jax.block_until_ready(in_flight)  # sent off in vain, and not to run into what is measured next
+            jax.block_until_ready(in_flight.outputs)  # sent off in vain, and not to run into what is measured next
 
-    def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array]:
-        """Prefill of a batch; rows without a request hold one token and are done from the start."""
+    def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array, Course | None]:
+        """Prefill of a batch: the state, the first tokens, the course where the host has one to keep. Rows without a
+        request hold one token and are done from the start."""
         batch = self.config.batch_size
         token_ids = np.zeros((batch, bucket), np.int32)
         lengths, budgets = np.ones((batch,), np.int32), np.zeros((batch,), np.int32)
@@ -332,19 +379,35 @@ class Engine:
                 blank = policy.begin(self.config.ladder, self.costs or Costs.even(self.config.ladder))
                 self._outlooks = blank, blank
             before = self._outlooks
-        state, first_token, outlook = _prefill(
+        state, first_token, outlook, plan = _prefill(
             self.target, self.drafter, token_ids, lengths, budgets, seeds, indices, stops, before, config=self.config
         )
         if outlook is not None:
             self._outlooks = outlook, outlook
-        return state, first_token
+        return state, first_token, Course(plan) if plan is not None and self.chooses_by_dispatch else None
 
-    def _dispatch(self, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+    def _rung(self, course: Course | None) -> int | None:
+        """The rung of the next dispatch; None: each step chooses, or there is one alone."""
+        return None if course is None else course.choose(self.steps_per_dispatch)
+
+    def _dispatch(self, state: DecodeState, rung: int | None = None) -> tuple[DecodeState, "_InFlight"]:
         """Sends off the next steps and the copy of their packed outputs to the host; waits for neither."""
-        program, leaves, tree = self._prepared(state)
-        leaves, outputs = program(self._models[0], leaves)
+        program, models, leaves, tree = self._prepared(state, rung)
+        leaves, (outputs, plan) = program(models, leaves)
         outputs.copy_to_host_async()
-        return jax.tree.unflatten(tree, leaves), outputs
+        after = jax.tree.unflatten(tree, leaves)
+        if rung == 0:
+            after = dataclasses.replace(after, drafter_state=state.drafter_state, outlook=state.outlook)
+        return after, _InFlight(outputs, plan, self.config.ladder[-1 if rung is None else rung])
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A dispatch that was sent off, and what the host will read of it."""
+
+    outputs: jax.Array  # packed
+    plan: jax.Array | None  # policy.plan behind it
+    num_drafts: int  # places for drafts in the outputs
 
 
 def _read(outputs: StepOutput) -> tuple[np.ndarray, ...]:

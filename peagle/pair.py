@@ -49,7 +49,7 @@ DEMO_DIRECTORY = Path(__file__).parent / "demo"
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # prompts the demo pair was not trained on
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
-MOST_STEPS_PER_DISPATCH = 32
+MOST_STEPS_PER_DISPATCH = 24
 CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
 
 DtypeName = Literal["float32", "bfloat16"]

@@ -17,6 +17,9 @@ a step will bring is estimated from what is known before its drafts are checked:
                    drafts of such a confidence were right). It chooses w, behind drafting: one more row is verified
                    as long as what it may bring exceeds its time at the present rate.
 
+Where steps are so quick that a dispatch holds many, all of a dispatch share n, and w is n: the survival is learned from
+all of them together (`learn_together`), and the host goes by the plan behind the last (`Course`).
+
 Nothing of this can change what is emitted: w is a function of the drafter's distributions, of earlier steps and of
 costs, never of a token that was drawn in this step; given w, peagle.accept is exact for every w, and 0 is plain
 decoding. The rows of a batch share one program, so they share n and w.
@@ -198,24 +201,79 @@ def learn(
     trials = FORGET * outlook.trials + jnp.sum(counted, axis=(0, 1), dtype=jnp.float32)
     hits = FORGET * outlook.hits + jnp.sum(counted & was_right[:, :, None], axis=(0, 1), dtype=jnp.float32)
 
-    # what was drafted and not tried is as likely as its confidence; what was not drafted, much as it was before
-    conditional = _conditional(outlook)
-    neighbour = jnp.concatenate([conditional[:1], conditional[:-1]])
-    guessed = (conditional + NEIGHBOUR * (neighbour - conditional))[None, :]
-    untried = jnp.where(index < sizes[drafted], chances(outlook, confidence), guessed)
-    survived = _chain(jnp.where(tried, was_right.astype(jnp.float32), untried))
-    weight = jnp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)
-    survival = outlook.survival + weight * (_mean(survived, active) - outlook.survival)
+    # what was drafted and not tried is as likely as its confidence
+    untried = jnp.where(index < sizes[drafted], chances(outlook, confidence), _guessed(outlook)[None, :])
+    survived = _mean(_chain(jnp.where(tried, was_right.astype(jnp.float32), untried)), active)
     emitted = 1 + _mean(accepted.astype(jnp.float32), active)[0]
-    draft_ms, verify_ms = outlook.costs.draft_ms, outlook.costs.verify_ms
-    plain_ms = verify_ms[0]
+    took = outlook.costs.draft_ms[drafted] + outlook.costs.verify_ms[verified]
+    return _taught(dataclasses.replace(outlook, hits=hits, trials=trials), ladder, survived, emitted, took)
+
+
+def learn_together(outlook: Outlook, ladder: Ladder, rung: int, num_accepted: Int[Array, "count B"]) -> Outlook:
+    """The outlook after steps that each drafted and verified ladder[rung] tokens; num_accepted is -1 in rows that were
+    done before, and a step of which all were did not run."""
+    active = num_accepted >= 0
+    num_steps = jnp.sum(jnp.any(active, axis=1), dtype=jnp.float32)
+
+    def learned(outlook: Outlook) -> Outlook:
+        index = jnp.arange(ladder[-1], dtype=jnp.int32)
+        drafted = index < ladder[rung]
+        right = _mean((index[None, :] < num_accepted.reshape(-1, 1)).astype(jnp.float32), active.reshape(-1))
+        beyond = _chain(jnp.where(drafted, 1.0, _guessed(outlook))[None, :])[0]
+        survived = jnp.where(drafted, right, right[ladder[rung] - 1]) * beyond
+        took = outlook.costs.draft_ms[rung] + outlook.costs.verify_ms[rung]
+        return _taught(outlook, ladder, survived, 1 + jnp.sum(right), took, num_steps)
+
+    return jax.lax.cond(num_steps > 0, learned, lambda outlook: outlook, outlook)
+
+
+def _taught(
+    outlook: Outlook,
+    ladder: Ladder,
+    survived: Float[Array, " K"],
+    emitted: Float[Array, ""],
+    took: Float[Array, ""],
+    num_steps: Float[Array, ""] | float = 1.0,
+) -> Outlook:
+    """The outlook after steps whose first i drafts were right in survived[i] of the cases, which emitted so many tokens
+    and took so many ms each."""
+    weight = 1 - (1 - jnp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)) ** num_steps
+    survival = outlook.survival + weight * (survived - outlook.survival)
+    plain_ms = outlook.costs.verify_ms[0]
     gave = emitted * plain_ms / MARGIN
-    took = draft_ms[drafted] + verify_ms[verified]
+    gained = num_steps * (gave - took) - jnp.where(_probes(outlook), outlook.costs.resume_ms, 0.0)
+    credit = jnp.minimum(outlook.credit + gained / plain_ms, MOST_CREDIT)
     paid = gave > took  # as it would be once more
-    took += jnp.where(_probes(outlook), outlook.costs.resume_ms, 0.0)
-    credit = jnp.minimum(outlook.credit + (gave - took) / plain_ms, MOST_CREDIT)
-    known = dataclasses.replace(outlook, survival=survival, hits=hits, trials=trials, credit=credit)
-    return _look(known, ladder, paid)
+    return _look(dataclasses.replace(outlook, survival=survival, credit=credit), ladder, paid)
+
+
+def plan(outlook: Outlook | None) -> Int[Array, "3"]:
+    """What a Course goes by: how many plain steps come first, the rung of how many tokens to draft then, and whether
+    that is to find out if it still does not pay."""
+    assert outlook is not None
+    return jnp.stack([outlook.resting, outlook.choice, _probes(outlook).astype(jnp.int32)])
+
+
+class Course:
+    """Which rung a dispatch runs, where all its steps share one, by the newest plan the host knows: that of before the
+    dispatch in flight."""
+
+    def __init__(self, plan: jax.Array) -> None:
+        self.hear(plan)
+
+    def hear(self, plan: jax.Array) -> None:
+        """There is a new plan, of a dispatch that drafted."""
+        self.resting, self._rung, self._probes = np.asarray(plan).tolist()
+        self._asked = False
+
+    def choose(self, plain_steps: int) -> int:
+        """The rung of the next dispatch, which has so many steps if it is a plain one. One that probes is waited for
+        before there is another."""
+        if self.resting > 0 or self._asked:
+            self.resting = max(self.resting - plain_steps, 0)
+            return 0
+        self._asked = bool(self._probes)
+        return self._rung
 
 
 def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False) -> Outlook:
@@ -242,6 +300,13 @@ def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False
 def _probes(outlook: Outlook) -> Bool[Array, ""]:
     """Whether a step that drafts does so to find out, after a rest. What it does not verify it does not find out."""
     return outlook.pause > FIRST_PAUSE
+
+
+def _guessed(outlook: Outlook) -> Float[Array, " K"]:
+    """The chances of drafts that were not made, those before them being right: much as they were before."""
+    conditional = _conditional(outlook)
+    neighbour = jnp.concatenate([conditional[:1], conditional[:-1]])
+    return conditional + NEIGHBOUR * (neighbour - conditional)
 
 
 def _conditional(outlook: Outlook) -> Float[Array, " K"]:

@@ -21,8 +21,9 @@ from peagle.step import PARTS
 
 BETWEEN, HOST = "between operations", "host gap"
 MOST_TOKENS = 96  # traces are large, and the reader's patience is not
-STEPS = "jit__steps"  # the module's name: peagle.generate._program
+STEPS = "jit__steps"  # what modules' names begin with: peagle.generate._program
 CONTAINERS = re.compile(r"^(while|call|conditional)\b")
+_MODULE = re.compile(r"HloModule ([^,\s]+)")
 _METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
 
 
@@ -121,17 +122,21 @@ def _traces(directory: Path) -> dict[Path, int]:
 
 
 def operations_of(engine: Engine, requests: Sequence[Request]) -> dict[str, str]:
-    """{operation: part of the step} of the program that decodes these requests, whatever their prompts."""
-    return parts_by_operation(engine.compiled(requests).as_text() or "")
+    """{module/operation: part of the step} of the programs that decode these requests, whatever their prompts."""
+    found = {}
+    for program in engine.compiled(requests):
+        found.update(parts_by_operation(program.as_text() or ""))
+    return found
 
 
 def parts_by_operation(program: str) -> dict[str, str]:
-    """{operation: part of the step} of a compiled program's text."""
+    """{module/operation: part of the step} of a compiled program's text."""
+    module = _MODULE.match(program)
     found = {}
     for name, path in _METADATA.findall(program):
         part = next((part for part in reversed(path.split("/")) if part in PARTS), None)
-        if part is not None:
-            found[name] = part
+        if part is not None and module is not None:
+            found[f"{module[1]}/{name}"] = part
     return found
 
 
@@ -146,10 +151,10 @@ def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]
                 stats = dict(event.stats)
                 if "hlo_op" not in stats or event.duration_ns <= 0:
                     continue
-                name = str(stats["hlo_op"])
-                part = "" if CONTAINERS.match(name) else part_of.get(name, "rest")
+                name, module = str(stats["hlo_op"]), str(stats.get("hlo_module", ""))
+                part = "" if CONTAINERS.match(name) else part_of.get(f"{module}/{name}", "rest")
                 span = Span(event.start_ns, event.start_ns + event.duration_ns, part)
-                (steps if str(stats.get("hlo_module", "")).startswith(STEPS) else others).append(span)
+                (steps if module.startswith(STEPS) else others).append(span)
     return steps, others
 
 

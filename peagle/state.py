@@ -100,6 +100,11 @@ class StepOutput:
         return cls(count, num_accepted, num_verified, done != 0, tokens, drafts, confidence)
 
 
+def num_accepted_of(packed: Int[Array, "count B W"]) -> Int[Array, "count B"]:
+    """StepOutput.num_accepted of packed outputs, on the device."""
+    return packed[:, :, 1]
+
+
 def empty_outputs(count: int, batch: int, num_drafts: int) -> Int[Array, "count B W"]:
     """The packed outputs of `count` steps of rows that were done before."""
     nothing = jnp.zeros((batch,), jnp.int32)
@@ -180,13 +185,14 @@ def commit(
 
     num_new = acceptance.num_accepted + 1
     committed = Fresh(token_ids=run, aux_hidden=verdict.aux_hidden, num=num_new, first_position=state.length)
-    fresh, outlook = _anew(committed, state.fresh) if drafter_ran else state.fresh, state.outlook
+    fresh, outlook = put_first(committed, state.fresh) if drafter_ran else state.fresh, state.outlook
     if outlook is not None and drafter_ran:
         outlook = policy.learn(
             outlook, ladder, drafted, proposal.verified, proposal.confidence, acceptance.num_accepted, active
         )
-    elif outlook is not None:
-        fresh, outlook = _behind(committed, state.fresh), policy.rested(outlook)
+    elif len(ladder) > 1:
+        fresh = _behind(committed, state.fresh)
+        outlook = None if outlook is None else policy.rested(outlook)
     state = dataclasses.replace(
         state,
         length=jnp.where(active, state.length + num_new, state.length),
@@ -209,7 +215,14 @@ def commit(
     return state, output
 
 
-def _anew(committed: Fresh, taken: Fresh) -> Fresh:
+def first_rows(waiting: Fresh, width: int) -> Fresh:
+    """The same with the first `width` places alone, where no more rows wait."""
+    return dataclasses.replace(
+        waiting, token_ids=waiting.token_ids[:, :width], aux_hidden=waiting.aux_hidden[:, :width]
+    )
+
+
+def put_first(committed: Fresh, taken: Fresh) -> Fresh:
     """The fresh rows after a step whose drafter took those before it: what was committed now."""
 
     def put(into: jax.Array, new: jax.Array) -> jax.Array:
@@ -242,7 +255,7 @@ def _behind(committed: Fresh, waiting: Fresh) -> Fresh:
 
 def overdue(waiting: Fresh, width: int) -> tuple[Fresh, Fresh]:
     """(the rows that wait for the drafter before the last `width`, as far as there was room for them, inactive in a
-    sequence that has none; those last ones, from the first place on, as _anew leaves them).
+    sequence that has none; those last ones, from the first place on, as put_first leaves them).
 
     There are twice as many places as room: what has come round is in both halves, and so those wanted always lie side
     by side. Example: room for 4, rows a b c d e f have come: the places hold e f c d, e f . .; with width 1 c d e from
@@ -264,7 +277,7 @@ def overdue(waiting: Fresh, width: int) -> tuple[Fresh, Fresh]:
     begin, first_position = lost % room, waiting.first_position + lost
     older = Fresh(*take(begin, room - width), before, jnp.where(before > 0, first_position, -1))
     newer = Fresh(*take(begin + before, width), num - before, first_position + before)
-    return older, _anew(newer, waiting)
+    return older, put_first(newer, waiting)
 
 
 def _is_stop(token_ids: Int[Array, "..."], stop_token_ids: Int[Array, " S"]) -> Bool[Array, "..."]:

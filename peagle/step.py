@@ -21,7 +21,18 @@ from peagle.ops.messages import Fresh
 from peagle.policy import Outlook
 from peagle.protocols import Drafter, PyTree, Target
 from peagle.sampling import DRAFT, draw, probabilities, uniforms
-from peagle.state import DecodeState, Proposal, StepOutput, Verdict, commit, empty_outputs, overdue
+from peagle.state import (
+    DecodeState,
+    Proposal,
+    StepOutput,
+    Verdict,
+    commit,
+    empty_outputs,
+    first_rows,
+    num_accepted_of,
+    overdue,
+    put_first,
+)
 
 DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # what operations are named by
 
@@ -68,11 +79,18 @@ def step(
 
 
 def steps(
-    target: Target, drafter: Drafter, state: DecodeState, ladder: Ladder, sampling: SamplingConfig, count: int
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    ladder: Ladder,
+    sampling: SamplingConfig,
+    count: int,
 ) -> tuple[DecodeState, Int[Array, "count B W"]]:
     """The state `count` steps on, and the packed outputs of all of them; it stops where every row is done: what would
-    have come then are outputs of rows that were done before."""
-    choice, most = len(ladder) > 1, ladder[-1]
+    have come then are outputs of rows that were done before. Without an outlook to choose by, all are of the ladder's
+    first number: plain steps, if it is one of several."""
+    choice = state.outlook is not None
+    most = ladder[-1 if choice else 0]
     if count == 1 and not choice:
         state, output = step(target, drafter, state, ladder, sampling)
         return state, output.pack(most)[None]
@@ -94,7 +112,7 @@ def steps(
         return go_on(run) & ~policy.resting(run[0].outlook)
 
     def behind(run: Run) -> jax.Array:
-        return drafting(run) & jnp.any(run[0].fresh.num > most + 1)
+        return go_on(run) & jnp.any(run[0].fresh.num > most + 1)
 
     def catch_up(run: Run) -> Run:
         return _catch_up(drafter, run[0], most + 1), *run[1:]
@@ -108,6 +126,35 @@ def steps(
     run: Run = (state, empty_outputs(count, state.length.shape[0], most), jnp.zeros((), jnp.int32))
     state, outputs, _ = jax.lax.while_loop(go_on, alternate if choice else one, run)
     return state, outputs
+
+
+def steps_of(
+    rung: int,
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    ladder: Ladder,
+    sampling: SamplingConfig,
+    count: int,
+) -> tuple[DecodeState, Int[Array, "count B W"]]:
+    """As `steps`, where all of them draft and verify K = ladder[rung] > 0 tokens, for which the outputs are packed: the
+    very steps of a run with this K. What they teach is learned from all of them together, behind the last."""
+    num_drafts, outlook = ladder[rung], state.outlook
+    assert outlook is not None
+    state = dataclasses.replace(state, outlook=None)
+
+    def behind(state: DecodeState) -> jax.Array:
+        return ~jnp.all(state.done) & jnp.any(state.fresh.num > num_drafts + 1)
+
+    def catch_up(state: DecodeState) -> DecodeState:
+        return _catch_up(drafter, state, num_drafts + 1)
+
+    state = jax.lax.while_loop(behind, catch_up, state)
+    waiting = state.fresh
+    state = dataclasses.replace(state, fresh=first_rows(waiting, num_drafts + 1))
+    state, outputs = steps(target, drafter, state, (num_drafts,), sampling, count)
+    outlook = policy.learn_together(outlook, ladder, rung, num_accepted_of(outputs))
+    return dataclasses.replace(state, fresh=put_first(state.fresh, waiting), outlook=outlook), outputs
 
 
 def _catch_up(drafter: Drafter, state: DecodeState, width: int) -> DecodeState:
@@ -143,13 +190,8 @@ def _propose(
     if num_drafts == 0:
         none = jnp.zeros((known.length.shape[0], 0), jnp.int32)
         return Proposal(none, none.astype(jnp.float32), None, jnp.zeros((), jnp.int32)), drafter_state
-    width = most + 1  # what a step commits; more has been taken in before (_catch_up)
-    fresh = dataclasses.replace(
-        known.fresh,
-        token_ids=known.fresh.token_ids[:, :width],
-        aux_hidden=known.fresh.aux_hidden[:, :width],
-        first_position=known.unless_done(known.fresh.first_position),
-    )
+    fresh = first_rows(known.fresh, most + 1)  # what a step commits; more has been taken in before (_catch_up)
+    fresh = dataclasses.replace(fresh, first_position=known.unless_done(fresh.first_position))
     draft, drafter_state = drafter.propose(drafter_state, fresh, num_drafts)
     token_ids, probs = draft.token_ids, None
     if sampling.draft_sampling and draft.logits is not None and known.random is not None:

@@ -100,6 +100,15 @@ def test_what_begins_and_ends_a_run_is_in_no_cost(monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(found.resume_ms, 0.25, atol=1e-6)
 
 
+def test_where_steps_share_a_choice_a_step_is_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
+    found = costs.measure_whole_steps((0, 1, 2), lambda choice: fake(8, choice[1], 8e-3 * (1 + 2 * choice[0]), clock))
+    np.testing.assert_allclose(found.draft_ms, 0)
+    np.testing.assert_allclose(found.verify_ms, [1, 3, 5], atol=1e-6)
+    assert found.resume_ms == 0
+
+
 @pytest.mark.usefixtures("cache")
 def test_a_run_that_ends_in_its_first_dispatch_has_costs(target) -> None:
     engine = Engine(target, NGram(), dataclasses.replace(CONFIGURATION, capacity=8), steps_per_dispatch=32)

@@ -77,8 +77,8 @@ def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int) -> N
     engine = demo.engine(SpeculationConfig(3, capacity=512))
     engine = dataclasses.replace(engine, steps_per_dispatch=together)
     requests = [Request(0, (5, 6, 7), 20)]
-    state, _ = engine._start(requests, 32)
-    memory = engine.compiled(requests).memory_analysis()
+    state, *_ = engine._start(requests, 32)
+    memory = engine.compiled(requests)[0].memory_analysis()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves((engine.target, state.target_cache)))
     assert memory.temp_size_in_bytes < min(largest, state.target_cache[1].key.nbytes)
 
@@ -88,7 +88,8 @@ def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int) -> N
 def test_plain_steps_are_dispatched_and_not_waited_for(demo: Pair, together: int) -> None:
     """XLA on CPU runs what it counts below 1000 operations inside the call that dispatches it."""
     engine = dataclasses.replace(demo.engine(SpeculationConfig(0, capacity=512)), steps_per_dispatch=together)
-    analysis = engine.compiled([Request(0, (5, 6, 7), 20)]).cost_analysis()
+    (program,) = engine.compiled([Request(0, (5, 6, 7), 20)])
+    analysis = program.cost_analysis()
     assert analysis is not None
     assert analysis["flops"] > 4000
 

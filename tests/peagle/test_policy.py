@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from drafter.config import DrafterConfig
 from drafter.propose import PEagle
-from peagle import policy
+from peagle import generate, policy
 from peagle.autoregressive import NoDrafter
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request, trace_counts
@@ -23,7 +23,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.messages import Draft, Fresh
 from peagle.ops.rope import RopeConfig
 from peagle.policy import Costs, Outlook
-from peagle.state import FRESH_ROOM, _anew, _behind, overdue
+from peagle.state import FRESH_ROOM, _behind, overdue, put_first
 from tests.drafter.cases import random_params
 from tests.peagle.toys import CONFIG, FixedLogits, MarkovTarget, Scripted, decode, tiny_target
 
@@ -177,6 +177,60 @@ def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> Non
     used_up, *rests = [rest for rest in np.diff(tried) if rest > 1]
     assert used_up > 1 / policy.ALLOWANCE, "the credit is used up, and that takes many plain steps to mend"
     assert rests == sorted(rests), "and then ever more seldom"
+
+
+@pytest.mark.parametrize(("right", "usual"), [(0.0, 0), (1.0, K), (0.6, None)])
+def test_steps_of_a_dispatch_share_what_was_chosen_for_them(target, requests, plain, right, usual) -> None:
+    together = generate.STEPS_THAT_SHARE_A_CHOICE
+    engine = Engine(target, scripted(plain, 0, right), shape(), steps_per_dispatch=together, costs=costs(0.05, 0.2))
+    engine.warm_up(requests[:1])
+    before = trace_counts()
+    assert len(engine.compiled(requests[:1])) == len(LADDER), "each has a program"
+    (tokens,), (decisions,) = decode(engine, requests[:1])
+    again = decode(engine, requests[:1])
+    assert trace_counts() == before
+    assert tokens == again[0][0] == plain[0]
+    widths = [len(decision.draft_token_ids) for decision in decisions]
+    for start in range(0, len(widths), together):
+        assert len(set(widths[start : start + together])) == 1
+    if usual is not None:
+        assert widths.count(usual) > 0.5 * len(widths), widths
+        assert len(again[1][0][-1].draft_token_ids) == usual, "and the next request begins with that"
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25)
+def test_steps_that_share_a_choice_teach_what_one_step_would(seed: int) -> None:
+    """All of them together move the estimates as far, and the credit by all they gained."""
+    rng = np.random.default_rng(seed)
+    known, rung = outlook(rng), int(rng.integers(1, len(LADDER)))
+    accepted = np.sort(rng.integers(0, LADDER[rung] + 1, 1))
+    draws = jnp.asarray(np.repeat(accepted, 5)[:, None], jnp.int32)
+    undone = jnp.full((3, 1), -1, jnp.int32)
+    together = policy.learn_together(known, LADDER, rung, jnp.concatenate([draws, undone]))
+    one = LEARN(known, LADDER, rung, rung, jnp.zeros((1, K)), jnp.asarray(accepted), jnp.ones((1,), bool))
+    alone = policy.learn_together(known, LADDER, rung, draws[:1])
+    for name in ("survival", "credit", "resting", "pause", "choice", "rate"):
+        np.testing.assert_allclose(getattr(alone, name), getattr(one, name), rtol=1e-5, err_msg=name)
+    seen = (np.arange(K) < accepted)[: LADDER[rung]].astype(np.float32)
+    weight = policy.LEARN_FROM_PROBE if int(known.pause) > policy.FIRST_PAUSE else policy.LEARN
+    moved = seen + (1 - weight) ** 5 * (np.asarray(known.survival)[: LADDER[rung]] - seen)
+    np.testing.assert_allclose(together.survival[: LADDER[rung]], moved, atol=1e-5)
+    nothing = policy.learn_together(known, LADDER, rung, undone)
+    jax.tree.map(np.testing.assert_array_equal, nothing, known)
+
+
+def test_a_course_rests_drafts_and_waits_for_what_a_probe_finds() -> None:
+    course = policy.Course(jnp.asarray([20, 2, 0]))
+    assert [course.choose(8) for _ in range(5)] == [0, 0, 0, 2, 2], "20 plain steps are three dispatches"
+    course.hear(jnp.asarray([9, 3, 1]))
+    assert [course.choose(8) for _ in range(5)] == [0, 0, 3, 0, 0], "it probes once"
+    course.hear(jnp.asarray([0, 3, 0]))
+    assert [course.choose(8) for _ in range(3)] == [3, 3, 3]
+    assert course.resting == 0
+    course.hear(jnp.asarray([100, 3, 1]))
+    assert course.choose(8) == 0
+    assert course.resting == 92
 
 
 def test_where_no_draft_can_pay_plain_decodings_own_program_runs(target, requests, plain) -> None:
@@ -337,7 +391,7 @@ def test_what_a_step_committed_and_plain_steps_behind_it_wait_in_order(batch: in
         return Fresh(*rows(start, count), jnp.asarray(num, jnp.int32), jnp.asarray(start, jnp.int32))
 
     accepted = np.array([3, 1])[:batch]
-    waiting = _anew(fresh(first, width, accepted), fresh(first * 0 + 90, 2 * room, accepted))
+    waiting = put_first(fresh(first, width, accepted), fresh(first * 0 + 90, 2 * room, accepted))
     for number in range(17):
         num = accepted + number
         lost = np.maximum(num - room, 0)
@@ -380,16 +434,22 @@ def test_a_real_drafter_goes_on_after_rests_of_any_length(requests) -> None:
         assert decision.confidence == pytest.approx(known[decision.length].confidence, rel=1e-4)
 
 
-def test_sequences_of_a_batch_catch_up_together_each_with_its_own_rows(requests, monkeypatch) -> None:
-    """Those of the batch have another number of rows waiting; each drafts as if the drafter had never rested."""
+@pytest.mark.parametrize(("together", "pause"), [(1, FRESH_ROOM - 5), (4, 1)])
+def test_sequences_of_a_batch_catch_up_together_each_with_its_own_rows(requests, monkeypatch, together, pause) -> None:
+    """Those of the batch have another number of rows waiting; each drafts as if the drafter had never rested. Of four
+    steps that share a choice at least two such dispatches rest."""
+    monkeypatch.setattr(generate, "STEPS_THAT_SHARE_A_CHOICE", 4)
     target = tiny_target(aux_layer_ids=(0, 1))
     drafter = PEagle(random_params(DRAFTER), DRAFTER)
     fixed, always = decode(Engine(target, drafter, SpeculationConfig(2, 2, CAPACITY)), requests)
     begin = policy.begin
-    monkeypatch.setattr(policy, "begin", lambda *given: policy.hold(begin(*given), 2, 2, FRESH_ROOM - 5))
-    engine = Engine(target, drafter, SpeculationConfig(2, 2, CAPACITY, adaptive=True), costs=costs(0.1, 0.1, (0, 1, 2)))
+    monkeypatch.setattr(policy, "begin", lambda *given: policy.hold(begin(*given), 2, 2, pause))
+    adaptive = SpeculationConfig(2, 2, CAPACITY, adaptive=True)
+    engine = Engine(target, drafter, adaptive, steps_per_dispatch=together, costs=costs(0.1, 0.1, (0, 1, 2)))
     held, sometimes = decode(engine, requests)
     assert held == fixed
+    rests = np.diff([number for number, decision in enumerate(sometimes[0]) if decision.draft_token_ids]) - 1
+    assert rests.max() >= max(pause, together)
     for row in range(2):
         known = {decision.length: decision for decision in always[row]}
         alike = [one for one in sometimes[row] if one.draft_token_ids and one.length in known]
@@ -407,12 +467,12 @@ def test_no_retrace_and_no_hidden_copy(target, requests) -> None:
     engine.costs = costs(0.3, 0.1)
     decode(engine, requests)
     assert trace_counts() == before
-    state, _ = engine._start(requests[:1], 32)
+    state, *_ = engine._start(requests[:1], 32)
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
-    memory = engine.compiled(requests[:1]).memory_analysis()
+    memory = engine.compiled(requests[:1])[0].memory_analysis()
     assert memory.alias_size_in_bytes >= caches
     fixed = Engine(target, NGram(), dataclasses.replace(shape(), capacity=4096, adaptive=False))
-    one = fixed.compiled(requests[:1]).memory_analysis()
+    one = fixed.compiled(requests[:1])[0].memory_analysis()
     assert memory.temp_size_in_bytes < one.temp_size_in_bytes + caches / 4
 
 

@@ -42,13 +42,16 @@ def test_instants_are_shared_by_what_runs_in_them() -> None:
 
 
 def test_operations_find_the_innermost_part_they_are_named_by() -> None:
-    program = """
+    program = """HloModule jit__steps_of_2, is_scheduled=true
       %fusion.1 = f32[2]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(_steps)/while/body/draft/add" line=3}
       ROOT %b.2 = f32[2]{0} add(%a, %a), metadata={op_name="jit(_steps)/verify/accept/add"}
       %c = f32[2]{0} add(%a, %a), metadata={op_name="jit(_steps)/drafting/add"}
       %d = f32[2]{0} add(%a, %a)
     """
-    assert parts_by_operation(program) == {"fusion.1": "draft", "b.2": "accept"}
+    assert parts_by_operation(program) == {
+        "jit__steps_of_2/fusion.1": "draft",
+        "jit__steps_of_2/b.2": "accept",
+    }
 
 
 def test_a_run_is_traced_and_broken_down(tmp_path: Path) -> None:
