@@ -153,8 +153,8 @@ def _counted_as_long(outputs: jax.Array) -> jax.Array:
 
 
 def trace_counts() -> dict[str, int]:
-    """Programs traced so far in this process: one step per (batch, K, capacity) of a pair, one prefill per bucket of
-    each."""
+    """Programs traced so far in this process: one step per (batch, K, capacity) of a pair, or one for each number of
+    drafts where the steps of a dispatch share it, and one prefill per bucket of each."""
     return dict(_traces)
 
 

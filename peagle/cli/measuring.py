@@ -172,6 +172,17 @@ def sweep(
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, metavar="R", rich_help_panel=RUNNING, help="Of every request.")
     ] = 3,
+    in_a_row: Annotated[
+        int,
+        typer.Option(
+            "--in-a-row",
+            min=1,
+            metavar="N",
+            rich_help_panel=RUNNING,
+            help="Requests of an arm before the next one's turn. A program that others ran before begins slower: with "
+            "answers of milliseconds 1 is like requests that come alone, 12 like a stream of them.",
+        ),
+    ] = 1,
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
     ] = 256,
@@ -210,6 +221,7 @@ def sweep(
         too_long=too_long.value,
         buckets=buckets,
         repeats=repeats,
+        in_a_row=in_a_row,
         max_new_tokens=max_new_tokens,
         seed=seed,
         dtype=dtype and dtype.value,

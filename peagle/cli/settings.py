@@ -168,6 +168,7 @@ class SweepSettings:
     too_long: Literal["skip", "error"]
     buckets: str
     repeats: int
+    in_a_row: int
     max_new_tokens: int
     seed: int
     dtype: str | None

@@ -156,6 +156,7 @@ def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, Sequence[Conversatio
         raw=raw,
         temperatures=numbers("--temperature", settings.temperature, float),
         repeats=settings.repeats,
+        in_a_row=settings.in_a_row,
         max_new_tokens=settings.max_new_tokens,
         max_prompt_tokens=settings.max_prompt_tokens,
         too_long=settings.too_long,

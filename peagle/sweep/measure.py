@@ -165,9 +165,10 @@ class Sitting:
         total, before = self.plan.repeats * sum(sizes.values()) * len(arms), len(done)
         for repeat in range(self.plan.repeats):
             for setting in self.settings:
-                for number, each in enumerate(self._asked(setting)):
+                asked, row = self._asked(setting), self.plan.in_a_row
+                for number, start in enumerate(range(0, len(asked), row)):
                     turn = (repeat + number) % len(arms)
-                    for arm in arms[turn:] + arms[:turn]:
+                    for arm, each in itertools.product(arms[turn:] + arms[:turn], asked[start : start + row]):
                         if (setting, arm, repeat, each.request) not in done:
                             self._decode(out, setting, arm, repeat, each)
                             done.add((setting, arm, repeat, each.request))

@@ -221,9 +221,10 @@ def _origin(folder: Folder) -> Iterator[Block]:
     sittings = folder.record["sittings"]
     yield Text(f"`{' '.join(sittings[0]['command'])}`")
     yield Text(
-        f"Target {plan.target}; drafters: {', '.join(plan.drafters)}; {plan.repeats} repeat(s), batch 1, at most "
-        f"{plan.max_new_tokens} new tokens, seed {plan.seed}; asked for: dtype {plan.dtype or 'auto'}, experts "
-        f"{plan.experts}, kernels {plan.kernels}; chat template {plan.template[:12] or 'none'}"
+        f"Target {plan.target}; drafters: {', '.join(plan.drafters)}; {plan.repeats} repeat(s), an arm "
+        f"decodes {plan.in_a_row} request(s) before the next has its turn, batch 1, at most {plan.max_new_tokens} new "
+        f"tokens, seed {plan.seed}; asked for: dtype {plan.dtype or 'auto'}, experts {plan.experts}, kernels "
+        f"{plan.kernels}; chat template {plan.template[:12] or 'none'}"
         + ("." if folder.finished else "; **not finished: figures are of the requests whose repeats are all there.**")
     )
     places = list(dict.fromkeys(_where(sitting) for sitting in sittings))

@@ -83,10 +83,13 @@ class Plan:
     kernels: str
     template: str = ""  # sha256 of the target's chat template and tokenizer
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    in_a_row: int = 1  # requests of an arm before the next has its turn
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.max_new_tokens < 2:
             raise InputError("--repeats must be 1 or more, and -n 2 or more: a speed needs two tokens")
+        if self.in_a_row < 1:
+            raise InputError(f"--in-a-row is {self.in_a_row}; expected 1 or more requests")
         if any(not 0 <= t < float("inf") for t in self.temperatures):
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):

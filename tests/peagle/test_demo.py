@@ -9,9 +9,10 @@ import pytest
 import peagle.pair
 from drafter.propose import Eagle3, PEagle
 from peagle.config import SpeculationConfig
-from peagle.generate import Request
+from peagle.generate import STEPS_THAT_SHARE_A_CHOICE, Request
 from peagle.ops import native
 from peagle.pair import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, Pair, with_drafter
+from peagle.policy import Costs
 from peagle.prompt_files import read_prompt_file
 from peagle.session import Run, RunConfig, run
 from scripts import record_acceptance
@@ -72,15 +73,19 @@ def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason="no native kernels: " + native.status()[1])
-@pytest.mark.parametrize("together", [1, 4])
-def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int) -> None:
-    engine = demo.engine(SpeculationConfig(3, capacity=512))
-    engine = dataclasses.replace(engine, steps_per_dispatch=together)
+@pytest.mark.parametrize(("together", "adaptive"), [(1, False), (4, False), (STEPS_THAT_SHARE_A_CHOICE, True)])
+def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int, adaptive: bool) -> None:
+    configuration = SpeculationConfig(3, capacity=1024, adaptive=adaptive)
+    engine = demo.engine(configuration)
+    engine = dataclasses.replace(engine, steps_per_dispatch=together, costs=Costs.even(configuration.ladder))
     requests = [Request(0, (5, 6, 7), 20)]
     state, *_ = engine._start(requests, 32)
-    memory = engine.compiled(requests)[0].memory_analysis()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves((engine.target, state.target_cache)))
-    assert memory.temp_size_in_bytes < min(largest, state.target_cache[1].key.nbytes)
+    programs = engine.compiled(requests)
+    assert len(programs) == (4 if adaptive else 1)
+    for program in programs:
+        memory = program.memory_analysis()
+        assert memory.temp_size_in_bytes < min(largest, state.target_cache[1].key.nbytes)
 
 
 @pytest.mark.skipif(not native.available(), reason="no native kernels: " + native.status()[1])

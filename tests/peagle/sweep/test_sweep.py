@@ -1,6 +1,7 @@
 """The sweep: figures follow from raw lines, plain decoding is in it, nothing is overwritten, done twice or lost."""
 
 import dataclasses
+import itertools
 import json
 import re
 import runpy
@@ -186,6 +187,17 @@ def test_drafters_settings_and_vocabularies_stand_side_by_side(monkeypatch: pyte
     assert list(settings) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
     assert [row["label"] for row in found[:3]] == ["0", "2, one", "2, two"]
     assert "| 2, two |" in (out / "README.md").read_text()
+
+
+def test_arms_take_turns_by_as_many_requests_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = swept(monkeypatch, tmp_path / "run", "--in-a-row", 3)
+    order = [(sample.arm, sample.repeat, sample.request) for sample in folder.samples()]
+    assert len(order) == len(set(order)) == 3 * 2 * 8
+    rows = [list(row) for _, row in itertools.groupby(order, key=lambda each: each[:2])]
+    assert [each[2] for each in rows[0]] == [0, 1, 2]
+    assert {len(row) for row in rows} == {3, 2}, "eight requests, by three"
+    assert len({row[0][0] for row in rows[:3]}) == 3, "each arm has its turn"
+    assert "an arm decodes 3 request(s) before" in (folder.path / "README.md").read_text()
 
 
 def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
