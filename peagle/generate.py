@@ -127,13 +127,13 @@ def _program(
         _traces["step"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
         before = jax.tree.unflatten(state, state_leaves)
-        run = steps if rung is None else functools.partial(steps_of, rung)
+        run = functools.partial(steps_of, rung) if rung else steps
         after, outputs = run(target, drafter, before, ladder, sampling, count)
         outputs = _counted_as_long(outputs) if native.available() else outputs
-        return jax.tree.leaves(after), (outputs, None if rung is None else policy.plan(after.outlook))
+        return jax.tree.leaves(after), (outputs, policy.plan(after.outlook) if rung else None)
 
-    if rung is not None:
-        _steps.__name__ += f"_of_{ladder[rung]}"  # what the profiler calls it
+    # what the profiler calls it
+    _steps.__name__ += "".join(f"_{size}" for size in ladder) + ("" if rung is None else f"_of_{ladder[rung]}")
     return jax.jit(_steps, donate_argnums=1)
 
 
@@ -164,8 +164,8 @@ class Engine:
 
     steps_per_dispatch changes when tokens reach the host, and how often an adaptive run chooses; never which tokens.
     costs are what it chooses by; where none are given they are found before the first request (peagle.costs), and
-    costs_found says how. Where they say that drafting cannot pay, `plain` decodes in this engine's place, if there is
-    one.
+    costs_found says how. Where they say that drafting cannot pay, or a drafter that did not pay still rests for longer
+    than a request may get, `plain` decodes in this engine's place, if there is one.
     """
 
     target: Target
@@ -213,10 +213,10 @@ class Engine:
             started = time.perf_counter()
         if self.config.adaptive and self.costs is None:
             self._find_costs()
-        if (decoder := self._decoder()) is not self:
-            before = decoder.compile_s
-            decoder.warm_up(requests)
-            self.compile_s += decoder.compile_s - before
+        if self.plain is not None:
+            before = self.plain.compile_s
+            self.plain.warm_up(requests)
+            self.compile_s += self.plain.compile_s - before
 
     def _decoder(self) -> "Engine":
         """The engine that decodes: this one, or the plain one where drafting cannot pay."""
@@ -273,15 +273,35 @@ class Engine:
             self.warm_up(requests)
         decoder = self._decoder()
         for batch in self._batches(requests):
-            yield from decoder._decode(batch, self._bucket(batch))
+            if decoder is self and self._rests_through(batch):
+                yield from self._rest_through(batch)
+            else:
+                yield from decoder._decode(batch, self._bucket(batch))
+
+    def _rests_through(self, requests: Sequence[Request]) -> bool:
+        """Whether the drafter would rest from the beginning of these requests to their end, however long they get."""
+        if self.plain is None or self._outlooks is None:
+            return False
+        return int(self._outlooks[1].resting) >= max(request.max_new_tokens for request in requests)
+
+    def _rest_through(self, requests: Sequence[Request]) -> Iterator[Emission]:
+        """The requests as plain decoding's own programs have them, which hold nothing of the drafter; they count as so
+        much of its rest."""
+        assert self.plain is not None
+        assert self._outlooks is not None
+        steps = collections.Counter[int]()
+        for emission in self.plain._decode(requests, self._bucket(requests)):
+            steps[emission.request.index] += len(emission.token_ids)
+            yield emission
+        first, last = self._outlooks
+        self._outlooks = first, dataclasses.replace(last, resting=last.resting - max(steps.values()))
 
     def compiled(self, requests: Sequence[Request]) -> list[jax.stages.Compiled]:
-        """The programs that dispatches of these requests run, compiled once more, to look at."""
-        if (decoder := self._decoder()) is not self:
-            return decoder.compiled(requests)
+        """The programs that dispatches of these requests may run, compiled once more, to look at."""
         state, _, _ = self._start(requests, self._bucket(requests))
         sent = [self._prepared(state, rung) for rung in self._rungs]
-        return [program.lower(models, leaves).compile() for program, models, leaves, _ in sent]
+        own = [program.lower(models, leaves).compile() for program, models, leaves, _ in sent]
+        return own + ([] if self.plain is None else self.plain.compiled(requests))
 
     @functools.cached_property
     def _models(self) -> tuple[list[jax.Array], Any]:
@@ -300,7 +320,7 @@ class Engine:
             state = dataclasses.replace(state, drafter_state=None, outlook=None)
             models, structure = self._models_of_plain_steps
         leaves, tree = jax.tree.flatten(state)
-        program = _program(structure, tree, config.ladder, config.sampling, self.steps_per_dispatch, rung or None)
+        program = _program(structure, tree, config.ladder, config.sampling, self.steps_per_dispatch, rung)
         return program, models, leaves, tree
 
     def _batches(self, requests: Sequence[Request]) -> list[Sequence[Request]]:

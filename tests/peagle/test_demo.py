@@ -77,7 +77,9 @@ def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:
 def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int, adaptive: bool) -> None:
     configuration = SpeculationConfig(3, capacity=1024, adaptive=adaptive)
     engine = demo.engine(configuration)
-    engine = dataclasses.replace(engine, steps_per_dispatch=together, costs=Costs.even(configuration.ladder))
+    engine = dataclasses.replace(
+        engine, steps_per_dispatch=together, costs=Costs.even(configuration.ladder), plain=None
+    )
     requests = [Request(0, (5, 6, 7), 20)]
     state, *_ = engine._start(requests, 32)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves((engine.target, state.target_cache)))

@@ -249,6 +249,29 @@ def test_where_no_draft_can_pay_plain_decodings_own_program_runs(target, request
         assert any(decision.draft_token_ids for decision in decisions) is drafts
 
 
+@pytest.mark.parametrize("together", [1, 8])
+def test_a_request_that_a_rest_outlasts_is_plain_decodings_own(target, requests, plain, together, monkeypatch) -> None:
+    beside = Engine(target, NoDrafter(), shape().plain)
+    never = scripted(plain, 0, 0.0)
+    engine = Engine(target, never, shape(), steps_per_dispatch=together, costs=costs(0.05, 0.5), plain=beside)
+    short = dataclasses.replace(requests[0], max_new_tokens=30)
+    engine.warm_up([short])
+    before, decode_plainly, theirs = trace_counts(), beside._decode, []
+    monkeypatch.setattr(beside, "_decode", lambda *given: theirs.append(given) or decode_plainly(*given))
+    handed_over = []
+    for number in range(24):
+        resting = int(engine._outlooks[1].resting) if number else 0
+        assert decode(engine, [short])[0] == [plain[0][:30]]
+        handed_over.append(len(theirs) > sum(handed_over))
+        assert handed_over[-1] is (resting >= 30)
+        if handed_over[-1]:
+            assert int(engine._outlooks[1].resting) == resting - 30
+    assert sum(handed_over) > 5
+    assert True in handed_over[handed_over.index(True) + 2 :], "and again, behind another probe"
+    assert False in handed_over[handed_over.index(True) :], "it probes again"
+    assert trace_counts() == before
+
+
 @given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 0.4), st.floats(0, 0.6), st.floats(0, 5))
 @settings(max_examples=25, deadline=None)
 def test_by_its_own_costs_little_is_lost_on_any_text(
