@@ -26,11 +26,12 @@ from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, StepOutput
 
-SCHEMA = 5
+SCHEMA = 6
 ENOUGH_S = 2.5  # rounds go on until they took this long together
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 25  # the first does not count
 MEASUREMENTS = 5  # of as many runs
 FEWEST_DISPATCHES = 2  # that are timed of each run of the loop, if it does not end before
+QUICK = 0.2  # the quantile over rounds that counts: what else the machine does can only add to a time
 
 Choice = tuple[int, ...]  # what policy.hold takes
 Steps = Generator[tuple[StepOutput, float]]  # of dispatch after dispatch: what it decided, when the host knew
@@ -51,7 +52,7 @@ def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
     # all that a rest and the steps around it take, as often as another is timed
     dispatches[rested] = -(-(FRESH_ROOM + 1) // steps_per_dispatch)
     times = _times(run, dispatches)
-    ms = {choice: statistics.median(each.step_ms for each in timed) for choice, timed in times.items()}
+    ms = {choice: _quick(timed) for choice, timed in times.items()}
     # more never costs less: what says so is noise
     draft = np.maximum.accumulate([0.0, *(ms[rung, 0] - ms[0, 0] for rung in rungs)])
     verify = np.maximum.accumulate([ms[0, 0], *(ms[rung, rung] - draft[rung] for rung in rungs)])
@@ -65,8 +66,13 @@ def measure_whole_steps(ladder: Ladder, run: Run) -> Costs:
     """As `measure`, where all steps of a dispatch draft and verify the same number of tokens: a step is not told apart
     into drafting and verifying (all of it is in verify_ms), and resuming, once in a dispatch, is not counted."""
     times = _times(run, dict.fromkeys([(rung, rung) for rung in range(len(ladder))], 1))
-    ms = [statistics.median(each.step_ms for each in timed) for timed in times.values()]
+    ms = [_quick(timed) for timed in times.values()]
     return _costs(np.zeros(len(ladder)), np.maximum.accumulate(ms), 0.0)
+
+
+def _quick(timed: Sequence["_Time"]) -> float:
+    """Milliseconds of a step, by the quick ones among the times."""
+    return float(np.quantile([each.step_ms for each in timed], QUICK))
 
 
 def _costs(draft_ms: np.ndarray, verify_ms: np.ndarray, resume_ms: float) -> Costs:
