@@ -2,9 +2,11 @@
 in a file beside the user's other caches, and measured again wherever anything they depend on is another.
 
 A machine that is busy for a moment gives costs that are wrong for a long time, so the first runs measure each once
-more, and what counts is the median of what they found.
+more, and what counts is the median of what they found. Where all steps of a dispatch share a choice, what dispatches
+take while requests are decoded corrects it (`Running`).
 """
 
+import collections
 import hashlib
 import importlib.metadata
 import json
@@ -32,6 +34,8 @@ FEWEST_ROUNDS, MOST_ROUNDS = 5, 25  # the first does not count
 MEASUREMENTS = 5  # of as many runs
 FEWEST_DISPATCHES = 2  # that are timed of each run of the loop, if it does not end before
 QUICK = 0.2  # the quantile over rounds that counts: what else the machine does can only add to a time
+RECENT = 16  # dispatches of a rung that its running cost is made of
+WORTH = 4  # of them, that what was measured beforehand stands for in the beginning
 
 Choice = tuple[int, ...]  # what policy.hold takes
 Steps = Generator[tuple[StepOutput, float]]  # of dispatch after dispatch: what it decided, when the host knew
@@ -66,13 +70,40 @@ def measure_whole_steps(ladder: Ladder, run: Run) -> Costs:
     """As `measure`, where all steps of a dispatch draft and verify the same number of tokens: a step is not told apart
     into drafting and verifying (all of it is in verify_ms), and resuming, once in a dispatch, is not counted."""
     times = _times(run, dict.fromkeys([(rung, rung) for rung in range(len(ladder))], 1))
-    ms = [_quick(timed) for timed in times.values()]
-    return _costs(np.zeros(len(ladder)), np.maximum.accumulate(ms), 0.0)
+    return _whole_steps([_quick(timed) for timed in times.values()])
+
+
+class Running:
+    """The costs of whole steps as they are now: those measured beforehand, corrected by what dispatches took since. A
+    number of drafts that did not run became slower or quicker as others did."""
+
+    def __init__(self, measured: Costs) -> None:
+        self._measured = np.asarray(measured.verify_ms, np.float64)
+        self._recent = [collections.deque([float(ms)] * WORTH, maxlen=RECENT) for ms in self._measured]
+        self._ran: set[int] = set()
+
+    def see(self, rung: int, step_ms: float) -> None:
+        """A dispatch of this rung took so long a step."""
+        self._recent[rung].append(step_ms)
+        self._ran.add(rung)
+
+    def costs(self) -> Costs:
+        now = np.array([np.quantile(recent, QUICK) for recent in self._recent])
+        drafted = sorted(self._ran - {0})
+        untried = sorted(set(range(1, len(now))) - self._ran)
+        if drafted:
+            now[untried] *= np.median(now[drafted] / self._measured[drafted])
+        return _whole_steps(now)
 
 
 def _quick(timed: Sequence["_Time"]) -> float:
     """Milliseconds of a step, by the quick ones among the times."""
     return float(np.quantile([each.step_ms for each in timed], QUICK))
+
+
+def _whole_steps(ms: Sequence[float] | np.ndarray) -> Costs:
+    """Fewer drafts never cost more: what says so is what else the machine did."""
+    return _costs(np.zeros(len(ms)), np.minimum.accumulate(ms[::-1])[::-1], 0.0)
 
 
 def _costs(draft_ms: np.ndarray, verify_ms: np.ndarray, resume_ms: float) -> Costs:

@@ -26,7 +26,7 @@ import numpy as np
 from peagle import costs, policy
 from peagle.autoregressive import NoDrafter
 from peagle.config import Ladder, SamplingConfig, SpeculationConfig
-from peagle.costs import Steps
+from peagle.costs import Running, Steps
 from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.policy import Costs, Course, Outlook
@@ -163,9 +163,10 @@ class Engine:
     """A target and a drafter with the shape of a run. `compile_s` adds up what `warm_up` took.
 
     steps_per_dispatch changes when tokens reach the host, and how often an adaptive run chooses; never which tokens.
-    costs are what it chooses by; where none are given they are found before the first request (peagle.costs), and
-    costs_found says how. Where they say that drafting cannot pay, or a drafter that did not pay still rests for longer
-    than a request may get, `plain` decodes in this engine's place, if there is one.
+    costs are what it chooses by; where none are given they are found before the first request (peagle.costs),
+    costs_found says how, and, where the steps of a dispatch share a choice, each request corrects them for the next.
+    Where they say that drafting cannot pay, or a drafter that did not pay still rests for longer than a request may
+    get, `plain` decodes in this engine's place, if there is one.
     """
 
     target: Target
@@ -178,6 +179,7 @@ class Engine:
     compile_s: float = field(default=0.0, init=False)
     costs_found: str | None = field(default=None, init=False)
     _outlooks: tuple[Outlook, Outlook] | None = field(default=None, init=False, repr=False)
+    _running_costs: Running | None = field(default=None, init=False, repr=False)
     _warm: set[int] = field(default_factory=set, init=False, repr=False)
 
     def check(self, request: Request) -> None:
@@ -241,7 +243,7 @@ class Engine:
         known = costs.identity(self.target, self.drafter, self.config, self.steps_per_dispatch)
         measured, self._outlooks = costs.load(known), None
         if len(measured) == costs.MEASUREMENTS:
-            self.costs, self.costs_found = costs.typical(measured), "kept from earlier runs"
+            self._go_by(costs.typical(measured), "kept from earlier runs")
             return
         started = time.perf_counter()
         bucket, capacity, batch = max(self._warm), self.config.capacity, self.config.batch_size
@@ -261,9 +263,12 @@ class Engine:
             measured += [costs.measure_whole_steps(self.config.ladder, run)]
         else:
             measured += [costs.measure(self.config.ladder, run, self.steps_per_dispatch)]
-        self.costs = costs.typical(measured)
         kept = "kept for later" if costs.save(known, measured) else f"not kept, {costs.directory()} cannot be written"
-        self.costs_found = f"measured in {time.perf_counter() - started:.1f} s, {kept}"
+        self._go_by(costs.typical(measured), f"measured in {time.perf_counter() - started:.1f} s, {kept}")
+
+    def _go_by(self, found: Costs, how: str) -> None:
+        self.costs, self.costs_found = found, how
+        self._running_costs = Running(found) if self.chooses_by_dispatch else None
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Emission]:
         """Decodes the requests, batch_size together, and yields each step's tokens as soon as the host knows them."""
@@ -363,14 +368,19 @@ class Engine:
         the dispatch that gave the state, if one did."""
         if in_flight is None:
             state, in_flight = self._dispatch(state, self._rung(course))
+        before = None  # when the device was done with the dispatch before, if the host knows that
         try:
             while True:
                 state, following = self._dispatch(state, self._rung(course))
+                waits = not in_flight.ready()
                 outputs = StepOutput.unpack(np.asarray(in_flight.outputs), in_flight.num_drafts)
+                now = time.perf_counter()
                 if course is not None and in_flight.plan is not None:
                     course.hear(in_flight.plan)
-                in_flight = following
-                yield outputs, time.perf_counter()
+                if waits and before is not None:
+                    self._see(in_flight, outputs, now - before)
+                before, in_flight = now if waits else None, following
+                yield outputs, now
                 if outputs.done[-1].all():
                     break
             if self._outlooks is not None and state.outlook is not None:
@@ -380,6 +390,12 @@ class Engine:
                 self._outlooks = self._outlooks[0], last
         finally:
             jax.block_until_ready(in_flight.outputs)  # sent off in vain, and not to run into what is measured next
+
+    def _see(self, dispatch: "_InFlight", outputs: StepOutput, seconds: float) -> None:
+        """What the device took for a dispatch is among the running costs, if all its steps ran."""
+        ran = np.any(outputs.num_accepted >= 0, axis=1)
+        if self._running_costs is not None and dispatch.rung is not None and ran.all():
+            self._running_costs.see(dispatch.rung, 1e3 * seconds / len(ran))
 
     def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array, Course | None]:
         """Prefill of a batch: the state, the first tokens, the course where the host has one to keep. Rows without a
@@ -399,6 +415,8 @@ class Engine:
                 blank = policy.begin(self.config.ladder, self.costs or Costs.even(self.config.ladder))
                 self._outlooks = blank, blank
             before = self._outlooks
+            if self._running_costs is not None:
+                before = before[0], dataclasses.replace(before[1], costs=self._running_costs.costs())
         state, first_token, outlook, plan = _prefill(
             self.target, self.drafter, token_ids, lengths, budgets, seeds, indices, stops, before, config=self.config
         )
@@ -418,7 +436,7 @@ class Engine:
         after = jax.tree.unflatten(tree, leaves)
         if rung == 0:
             after = dataclasses.replace(after, drafter_state=state.drafter_state, outlook=state.outlook)
-        return after, _InFlight(outputs, plan, self.config.ladder[-1 if rung is None else rung])
+        return after, _InFlight(outputs, plan, rung, self.config.ladder[-1 if rung is None else rung])
 
 
 @dataclass(frozen=True)
@@ -427,7 +445,12 @@ class _InFlight:
 
     outputs: jax.Array  # packed
     plan: jax.Array | None  # policy.plan behind it
+    rung: int | None  # that all its steps share
     num_drafts: int  # places for drafts in the outputs
+
+    def ready(self) -> bool:
+        """Whether reading would not have to wait."""
+        return bool(self.outputs.is_ready())  # type: ignore[attr-defined]  # not in jax's stubs
 
 
 def _read(outputs: StepOutput) -> tuple[np.ndarray, ...]:

@@ -109,6 +109,39 @@ def test_where_steps_share_a_choice_a_step_is_timed_as_a_whole(monkeypatch: pyte
     assert found.resume_ms == 0
 
 
+def test_what_was_measured_in_a_busy_moment_is_corrected_by_what_dispatches_take() -> None:
+    """Measured: 1, 4, 5, 6; drafting takes half of that, which is seen where two drafts are tried, now and then in busy
+    moments again."""
+    running = costs.Running(Costs(jnp.zeros((4,)), jnp.asarray([1.0, 4.0, 5.0, 6.0]), jnp.zeros(())))
+    np.testing.assert_allclose(running.costs().verify_ms, [1, 4, 5, 6])
+    for number in range(costs.RECENT):
+        running.see(0, 1.0)
+        running.see(2, 5.0 if number % 3 else 2.5)
+    found = running.costs()
+    np.testing.assert_allclose(found.verify_ms[:3:2], [1, 2.5])
+    assert found.verify_ms[1] <= found.verify_ms[2] <= found.verify_ms[3] < 6, "others drift as those that ran"
+    for _ in range(costs.RECENT):
+        running.see(2, 7.0)
+    np.testing.assert_allclose(running.costs().verify_ms[2], 7.0)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_request_goes_by_what_those_before_it_took(target) -> None:
+    engine = Engine(target, NGram(), CONFIGURATION, steps_per_dispatch=8)
+    engine.warm_up([REQUEST])
+    assert engine._running_costs is not None
+    for _ in range(costs.RECENT):
+        engine._running_costs.see(2, 1e6)
+    list(engine.generate([REQUEST]))
+    assert engine._outlooks is not None
+    assert engine._outlooks[0].costs.verify_ms[2] == 1e6
+
+    given = Engine(target, NGram(), CONFIGURATION, steps_per_dispatch=8, costs=plain_step(1.0))
+    list(given.generate([REQUEST]))
+    assert given._outlooks is not None
+    assert given._outlooks[1].costs.verify_ms[2] == 1.0, "what was given stays"
+
+
 @pytest.mark.usefixtures("cache")
 def test_a_run_that_ends_in_its_first_dispatch_has_costs(target) -> None:
     engine = Engine(target, NGram(), dataclasses.replace(CONFIGURATION, capacity=8), steps_per_dispatch=32)

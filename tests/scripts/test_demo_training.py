@@ -13,6 +13,7 @@ from scripts.demo.checkpoint import load_tree, save_tree
 from scripts.demo.train_target import Rows, Schedule, positions_of
 from target import model
 from target.packed_attention import attend_packed
+from target.params import TargetParams
 from tests.peagle.toys import CONFIG, tiny_target
 
 
@@ -30,9 +31,14 @@ def test_packed_attention_is_the_models_attention() -> None:
     positions = jnp.asarray(positions_of(np.asarray(segment_ids)))
     token_ids = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 150)), jnp.int32)
     params = tiny_target().params
-    expected, _ = model.forward(params, CONFIG, token_ids, positions, segment_ids=segment_ids)
-    attend = attend_packed(CONFIG, segment_ids)
-    logits, _ = model.forward(params, CONFIG, token_ids, positions, attend=attend)
+
+    @jax.jit
+    def both(params: TargetParams) -> tuple[jax.Array, jax.Array]:
+        expected, _ = model.forward(params, CONFIG, token_ids, positions, segment_ids=segment_ids)
+        attend = attend_packed(CONFIG, segment_ids)
+        return expected, model.forward(params, CONFIG, token_ids, positions, attend=attend)[0]
+
+    expected, logits = both(params)
     np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 

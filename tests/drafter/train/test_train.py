@@ -15,7 +15,7 @@ from drafter.params import init_params
 from drafter.train import forward, loss
 from drafter.train.cod import Cod, Segments, sample_chains
 from drafter.train.forward import forward_chains, rows_of
-from drafter.train.loss import LOSSES, Labels, chain_loss, labels_of_best, labels_of_logits
+from drafter.train.loss import LOSSES, Labels, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
 from peagle.ops.messages import Fresh
 from peagle.ops.rope import RopeConfig
@@ -36,6 +36,7 @@ CONFIG = DrafterConfig(
 # where gradients are compiled many times
 SMALL = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1, mlp_width=12)
 T = 24
+loss_of_chains = jax.jit(loss.chain_loss, static_argnames=("config", "loss", "counts", "part"))
 QUICKLY: Any = {"xla_backend_optimization_level": 0}  # what is compiled once and run once
 
 
@@ -99,7 +100,7 @@ def sums(
     """chain_loss with the labels of the data's logits."""
     device = on_device(data)
     logits = device.pop("target_logits")
-    return chain_loss(
+    return loss_of_chains(
         params, config, name, labels=labels_of_logits(logits, None) if labels is None else labels, **device, **given
     )
 
@@ -353,7 +354,7 @@ def test_a_token_that_cannot_be_proposed_teaches_nothing(small) -> None:
     config = dataclasses.replace(SMALL, draft_vocab_size=len(kept))
     device = on_device(data)
     logits = device.pop("target_logits")
-    found = chain_loss(
+    found = loss_of_chains(
         narrow, config, "cross_entropy", labels=labels_of_logits(logits, kept), **device,
         anchors=anchors, reach=reach, counts=counts,
     )  # fmt: skip
