@@ -55,24 +55,29 @@ def peers(folder: Path) -> list[str]:
 
 
 def speedup(folder: Path) -> list[str]:
-    """Speculation with each K over plain decoding, in the first setting of a sweep (peagle sweep)."""
+    """Speculation with each K over plain decoding in the first setting of a sweep (peagle sweep), its drafters side by
+    side."""
     rows = _record(folder)["rows"]
     setting = [rows[0][key] for key in SETTING]
-    lines = [
-        "| K | against own plain decoding, pooled (95 %) | median of prompts (95 %) | prompts slower for sure "
-        "| acceptance length | without loops |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        if row["k"] not in SHOWN or [row[key] for key in SETTING] != setting:
-            continue
-        slower = [each["slower"] for each in row["per_request"]]
-        lines.append(
-            f"| {row['label']} | {estimate_text(row['speedup'])} | {estimate_text(row['speedup_median'])} "
-            f"| {sum(map(bool, slower))} of {len(slower)} | {acceptance_text(row)} "
-            f"| {estimate_text(row['without_loops']['acceptance_length'])} |"
-        )
-    return lines
+    arms = {(row["k"], _drafter(row)): row for row in rows if row["k"] and [row[key] for key in SETTING] == setting}
+    drafters = list(dict.fromkeys(drafter for _, drafter in arms))
+    headings = ["K", *(f"{drafter}: speed-up (95 %), slower for sure | acceptance" for drafter in drafters)]
+    table = [[str(k), *(_gained(arms.get((k, drafter))) for drafter in drafters)] for k in SHOWN]
+    heading, *lines = [f"| {' | '.join(cells)} |" for cells in (headings, *table)]
+    return [heading, "|---" * (1 + 2 * len(drafters)) + "|", *lines]
+
+
+def _drafter(row: Json) -> str:
+    """The label without K."""
+    return str(row["label"]).partition(", ")[2] or "one drafter"
+
+
+def _gained(row: Json | None) -> str:
+    """Two cells: how much faster, on how many requests surely slower; and what a pass gave."""
+    if row is None:
+        return "- | -"
+    slower = sum(bool(each["slower"]) for each in row["per_request"])
+    return f"{estimate_text(row['speedup'])}, {slower} | {acceptance_text(row)}"
 
 
 def runs(folder: Path) -> list[str]:
@@ -93,7 +98,7 @@ def runs(folder: Path) -> list[str]:
     return lines
 
 
-SHOWN = (1, 2, 3, 5, 7, "auto")  # K of a sweep; the run's page has all
+SHOWN = (1, 2, 3, 4, 5, 7, "auto")  # K of a sweep; the run's page has all
 SETTING = ("prompts", "raw", "temperature")
 KINDS: dict[str, Callable[[Path], list[str]]] = {"peers": peers, "speedup": speedup, "runs": runs}
 

@@ -1,7 +1,7 @@
-"""Write the demo pair's card, peagle/demo/README.md, from the records of a build and of a sweep.
+"""Write the demo pair's card, peagle/demo/README.md, from the records of a build and of sweeps.
 
-    python -m scripts.demo.card --work DIR [--sweep results/RUN]
-    python -m scripts.demo.card --sweep results/RUN              # its acceptance anew, and all else as it is
+    python -m scripts.demo.card --work DIR [--sweep results/RUN ...]
+    python -m scripts.demo.card --sweep results/RUN ...          # its acceptance anew, and all else as it is
 
 Every figure in it comes from those records or is measured here (the held-out losses of what ships).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from peagle.sweep.plan import AUTO, Setting
 from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate
-from scripts.readme_tables import SETTING, SHOWN
+from scripts.readme_tables import SETTING
 from target.load import LoadedTarget, inspect_target, load_target
 
+SHOWN = (3, 7, AUTO)  # K of a sweep; the runs' pages have all
 ACCEPTANCE, LIMITS = "\n## Acceptance\n\n", "\n\n## Limits\n"  # what the figures of a sweep stand between
 CARD = """\
 # The demo pair
@@ -121,14 +123,15 @@ def training_text(run: Path) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def acceptance_text(sweep: Path | None) -> str:
-    """The sweep's table in a few lines, or that there is none."""
-    if sweep is None:
+def acceptance_text(sweeps: Sequence[Path]) -> str:
+    """The sweeps' table in a few lines, or that there is none."""
+    if not sweeps:
         return "Not measured yet: `peagle sweep --out DIR`."
-    rows = rows_of(open_run(sweep))
+    rows = [row for sweep in sweeps for row in rows_of(open_run(sweep))]
     lines = [
         f"{rows[0]['num_requests']} held-out prompts; {Setting(*(rows[0][key] for key in SETTING)).label}: "
-        f"{rows[0]['looping_frac']:.0%} of the outputs loop. Intervals: 95 %. Everything: results/{sweep.name}.",
+        f"{rows[0]['looping_frac']:.0%} of the outputs loop. Intervals: 95 %. Everything: "
+        f"{', '.join(f'results/{sweep.name}' for sweep in sweeps)}.",
         "",
         "| prompts | temperature | K | acceptance length | without loops | speed-up over plain (CPU, pooled) |",
         "|---|---|---|---|---|---|",
@@ -145,7 +148,7 @@ def acceptance_text(sweep: Path | None) -> str:
 def by_task(rows: list[dict[str, Any]]) -> list[str]:
     """The table of acceptance and speed by task, chat prompts, at the largest K shown; nothing where prompts have no
     task."""
-    chat = [row for row in rows if not row["raw"] and row["k"] in SHOWN and row["k"] not in (0, AUTO)]
+    chat = [row for row in rows if not row["raw"] and row["k"] in SHOWN and row["k"] != AUTO]
     if not any(row["by_category"] for row in chat):
         return []
     largest = max(row["k"] for row in chat)
@@ -173,7 +176,7 @@ def held_out_loss(loaded: LoadedTarget, data: Path) -> dict[str, float]:
     }
 
 
-def card(work: Path, sweep: Path | None) -> str:
+def card(work: Path, sweeps: Sequence[Path]) -> str:
     """The text of the card."""
     manifest = json.loads((work / "dataset" / "manifest.json").read_text(encoding="utf-8"))
     target_run, practice_run = (
@@ -222,7 +225,7 @@ def card(work: Path, sweep: Path | None) -> str:
         chat_loss=loss["chat"],
         chat_loss_before=before["chat_heldout"],
         trainings="\n".join(training_text(work / name) for name in ("drafter_begun", *DRAFTERS)),
-        acceptance=acceptance_text(sweep),
+        acceptance=acceptance_text(sweeps),
     )
 
 
@@ -230,9 +233,9 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="the folder of scripts.demo.build")
-    parser.add_argument("--sweep", type=Path, help="a run of peagle sweep with this pair")
+    parser.add_argument("--sweep", type=Path, nargs="+", default=[], help="runs of peagle sweep with this pair")
     arguments = parser.parse_args()
-    if arguments.work is None and arguments.sweep is None:
+    if arguments.work is None and not arguments.sweep:
         parser.error("expected --work, --sweep or both")
     path = DEMO / "README.md"
     text = card(arguments.work, arguments.sweep) if arguments.work else path.read_text(encoding="utf-8")

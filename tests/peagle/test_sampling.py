@@ -1,11 +1,15 @@
 """Truncation and draws against their definitions, written with sorting in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle import sampling as functions
 from peagle.config import SamplingConfig
-from peagle.sampling import BLOCK, draw, probabilities
+from peagle.sampling import BLOCK, probabilities
+
+draw = jax.jit(functions.draw)
 
 
 def defined(logits: np.ndarray, sampling: SamplingConfig) -> np.ndarray:

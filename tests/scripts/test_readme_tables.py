@@ -47,6 +47,32 @@ def test_a_table_of_peers(tmp_path: Path) -> None:
     assert rendered(made, tmp_path) == made
 
 
+def test_a_table_of_speedups_has_a_column_for_each_drafter(tmp_path: Path) -> None:
+    """Of the first setting alone; what was not run is a dash."""
+
+    def row(k: int, drafter: str, gained: float, raw: bool = False) -> dict[str, object]:
+        setting = {"prompts": "demo", "raw": raw, "temperature": 0.0}
+        figures = {name: {"value": gained, "low": None, "high": None} for name in ("speedup", "acceptance_length")}
+        counted = {"num_plain_steps": 0, "num_spec_steps": 7, "per_request": [{"slower": True}, {"slower": None}]}
+        return {**setting, "k": k, "label": f"{k}, {drafter}" if k else "0", **figures, **counted}
+
+    rows = [
+        row(0, "", 1),
+        row(3, "demo", 1.5),
+        row(3, "ngram", 1.25),
+        row(5, "demo", 1.75),
+        row(3, "demo", 9, raw=True),
+    ]
+    (tmp_path / "results/run").mkdir(parents=True)
+    (tmp_path / "results/run/run.json").write_text(json.dumps({"rows": rows}))
+    lines = rendered("<!-- speedup results/run -->\n<!-- end of speedup -->\n", tmp_path).splitlines()
+    assert lines[1].startswith("| K | demo: ")
+    assert "| ngram: " in lines[1]
+    assert "| 3 | 1.50, 1 | 1.50 | 1.25, 1 | 1.25 |" in lines
+    assert "| 5 | 1.75, 1 | 1.75 | - | - |" in lines
+    assert "9.00" not in "".join(lines)
+
+
 @pytest.mark.parametrize(("kind", "says"), [("peers", "cannot be read"), ("sales", "a table of kind 'sales'")])
 def test_what_cannot_be_made_is_one_line(tmp_path: Path, kind: str, says: str) -> None:
     with pytest.raises(InputError, match=says):

@@ -57,14 +57,14 @@ def sequence(seed: int) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def params():
-    leaves, tree = jax.tree.flatten(init_params(CONFIG, jax.random.key(0)))
+    leaves, tree = jax.tree.flatten(jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0)))
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [leaf + jnp.asarray(rng.normal(0, 0.1, leaf.shape), leaf.dtype) for leaf in leaves])
 
 
 @pytest.fixture(scope="module")
 def small():
-    return init_params(SMALL, jax.random.key(2))
+    return jax.jit(init_params, static_argnums=0)(SMALL, jax.random.key(2))
 
 
 def on_device(data: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -116,7 +116,7 @@ def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(pa
     anchor, depth = rows_of(jnp.asarray(anchors), counts, T)
     take = lambda values: jnp.take_along_axis(jnp.asarray(values), anchor, axis=1)  # noqa: E731
     starts = take(np.arange(T, dtype=np.int32)[None] - data["positions"])
-    expected = model.forward(
+    expected = jax.jit(model.forward, static_argnames="config")(
         params,
         CONFIG,
         take(data["token_ids"]),
@@ -334,12 +334,12 @@ def test_labels_from_all_tokens_and_from_the_best_agree() -> None:
     best, ids = jax.lax.top_k(logits, 9)
     total = jax.nn.logsumexp(logits, axis=-1)
     for draft_to_target in (None, jnp.asarray([1, 4, 5, 8], jnp.int32)):
-        whole = labels_of_logits(logits, draft_to_target)
-        listed = labels_of_best(ids, best, total, draft_to_target, 9)
+        whole = jax.jit(labels_of_logits)(logits, draft_to_target)
+        listed = jax.jit(labels_of_best, static_argnums=4)(ids, best, total, draft_to_target, 9)
         assert listed.ids is not None
         spread = np.zeros(whole.probs.shape)
-        for place in np.ndindex(listed.ids.shape):
-            spread[(*place[:2], int(listed.ids[place]))] += float(listed.probs[place])
+        for row in np.ndindex(spread.shape[:2]):
+            np.add.at(spread[row], np.asarray(listed.ids)[row], np.asarray(listed.probs)[row])
         np.testing.assert_allclose(spread, whole.probs, atol=1e-6)
         np.testing.assert_array_equal(listed.best, whole.best)
     assert int(whole.best[0, 0]) in (-1, 0, 1, 2, 3)
