@@ -108,9 +108,9 @@ def ablate(arguments: argparse.Namespace) -> int:
     raw: list[Json] = []
     records: list[Json] = []
     for number, (variant, seed) in enumerate(runs):
-        left = (time.monotonic() - started) / number * (len(runs) - number) / 60 if number else float("nan")
-        shown = f"{number + 1} of {len(runs)}: {variant.name}, seed {seed}; {left:.0f} min left"
-        print(shown, file=sys.stderr, flush=True)
+        took = (time.monotonic() - started) / 60
+        left = f"; {took / number * (len(runs) - number):.0f} min left" if number else ""
+        print(f"{number + 1} of {len(runs)}: {variant.name}, seed {seed}{left}", file=sys.stderr, flush=True)
         folder = train(arguments, variant, seed)
         records.append(training_record(variant, seed, folder))
         raw += evaluated(arguments, variant, seed, folder)
