@@ -56,7 +56,7 @@ def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
     # all that a rest and the steps around it take, as often as another is timed
     dispatches[rested] = -(-(FRESH_ROOM + 1) // steps_per_dispatch)
     times = _times(run, dispatches)
-    ms = {choice: _quick(timed) for choice, timed in times.items()}
+    ms = {choice: _step_ms(timed) for choice, timed in times.items()}
     # more never costs less: what says so is noise
     draft = np.maximum.accumulate([0.0, *(ms[rung, 0] - ms[0, 0] for rung in rungs)])
     verify = np.maximum.accumulate([ms[0, 0], *(ms[rung, rung] - draft[rung] for rung in rungs)])
@@ -70,7 +70,7 @@ def measure_whole_steps(ladder: Ladder, run: Run) -> Costs:
     """As `measure`, where all steps of a dispatch draft and verify the same number of tokens: a step is not told apart
     into drafting and verifying (all of it is in verify_ms), and resuming, once in a dispatch, is not counted."""
     times = _times(run, dict.fromkeys([(rung, rung) for rung in range(len(ladder))], 1))
-    return _whole_steps([_quick(timed) for timed in times.values()])
+    return _whole_steps([_step_ms(timed) for timed in times.values()])
 
 
 class Running:
@@ -88,7 +88,7 @@ class Running:
         self._ran.add(rung)
 
     def costs(self) -> Costs:
-        now = np.array([np.quantile(recent, QUICK) for recent in self._recent])
+        now = np.array([_quick(recent) for recent in self._recent])
         drafted = sorted(self._ran - {0})
         untried = sorted(set(range(1, len(now))) - self._ran)
         if drafted:
@@ -96,13 +96,18 @@ class Running:
         return _whole_steps(now)
 
 
-def _quick(timed: Sequence["_Time"]) -> float:
-    """Milliseconds of a step, by the quick ones among the times."""
-    return float(np.quantile([each.step_ms for each in timed], QUICK))
+def _quick(ms: Sequence[float]) -> float:
+    """The quick ones among the times."""
+    return float(np.quantile(ms, QUICK))
+
+
+def _step_ms(timed: Sequence["_Time"]) -> float:
+    """Milliseconds of a step."""
+    return _quick([each.step_ms for each in timed])
 
 
 def _whole_steps(ms: Sequence[float] | np.ndarray) -> Costs:
-    """Fewer drafts never cost more: what says so is what else the machine did."""
+    """Fewer drafts never cost more: what says so is what else the machine did, which can only add to a time."""
     return _costs(np.zeros(len(ms)), np.minimum.accumulate(ms[::-1])[::-1], 0.0)
 
 

@@ -316,7 +316,7 @@ def load(
         dtype=dtype,
         experts=loaded.experts,
         kernels=native_status()[1] if kernels != "xla" else "XLA",
-        steps_per_dispatch=_steps_per_dispatch(loaded.params) if native else 1,
+        steps_per_dispatch=_steps_per_dispatch(loaded.params),
     )
     return with_drafter(pair, target, drafter, draft_vocab=draft_vocab)
 
@@ -455,7 +455,10 @@ def _in_words(size: int) -> str:
 
 def _steps_per_dispatch(params: PyTree) -> int:
     """As many steps as read some 160 MB of weights: 10 ms on a machine that reads 16 GB/s, beside which the millisecond
-    that the host takes to send off a program with all its arguments does not count."""
+    that the host takes to send off a program with all its arguments does not count. One where a loop over steps on the
+    device would ask the host after each."""
+    if jax.default_backend() != "cpu":
+        return 1
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return int(np.clip(160_000_000 // weights, 1, MOST_STEPS_PER_DISPATCH))
 
