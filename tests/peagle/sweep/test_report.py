@@ -1,6 +1,7 @@
 """Reports: of a run, of an unfinished one, of two that are compared; what cannot be compared is said."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,22 @@ import pytest
 from peagle.cli import main
 from peagle.sweep.compare import differences
 from peagle.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio
-from peagle.sweep.folder import RAW, RUN, Folder
+from peagle.sweep.folder import RAW, RUN, Folder, open_run
 from peagle.sweep.page import Heading, Picture, Table, Text, markdown, page
 from tests.peagle.sweep.runs import swept
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
+
+
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Folder, Folder]:
-    return tuple(swept(monkeypatch, tmp_path / name) for name in ("one", "two"))  # type: ignore[return-value]
+def runs(finished: Path, tmp_path: Path) -> tuple[Folder, Folder]:
+    """Two runs that found the same."""
+    one, two = (open_run(Path(shutil.copytree(finished, tmp_path / name))) for name in ("one", "two"))
+    return one, two
 
 
 def change(folder: Folder, **plan: object) -> None:
