@@ -175,7 +175,7 @@ def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> Non
     assert tried[0] == 0, "it is tried at once"
     assert len(tried) <= 10
     used_up, *rests = [rest for rest in np.diff(tried) if rest > 1]
-    assert used_up > 1 / policy.ALLOWANCE, "the credit is used up, and that takes many plain steps to mend"
+    assert used_up > 4 * policy.FIRST_PAUSE, "the credit is used up, and that takes many plain steps to mend"
     assert rests == sorted(rests), "and then ever more seldom"
 
 
@@ -218,6 +218,22 @@ def test_steps_that_share_a_choice_teach_what_one_step_would(seed: int) -> None:
     np.testing.assert_allclose(together.survival[: LADDER[rung]], moved, atol=1e-5)
     nothing = policy.learn_together(known, LADDER, rung, undone)
     jax.tree.map(np.testing.assert_array_equal, nothing, known)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=25)
+def test_a_draft_that_many_steps_did_not_make_follows_the_one_before_it(seed: int) -> None:
+    """About as far as if they were learned from one by one, so that a longer draft is tried in time."""
+    rng = np.random.default_rng(seed)
+    known, rung = outlook(rng), int(rng.integers(1, len(LADDER) - 1))
+    singly = policy.hold(known, rung, rung)
+    all_right = jnp.full((1,), LADDER[rung])
+    together = policy.learn_together(singly, LADDER, rung, jnp.broadcast_to(all_right, (24, 1)))
+    for _ in range(24):
+        singly = LEARN(singly, LADDER, rung, rung, jnp.zeros((1, K)), all_right, jnp.ones((1,), bool))
+    known, together, singly = (np.asarray(each.survival)[LADDER[rung]] for each in (known, together, singly))
+    assert together > known
+    assert together == pytest.approx(singly, abs=0.1)
 
 
 def test_a_course_rests_drafts_and_waits_for_what_a_probe_finds() -> None:
