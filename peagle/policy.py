@@ -43,7 +43,7 @@ FORGET = 0.98  # what a step leaves of the counts before it
 FIRST_SURVIVAL = 0.76  # of each draft, before anything was seen: published P-EAGLEs accept 3.7 tokens at K = 7
 LEARN, LEARN_FROM_PROBE = 0.2, 0.35  # weight of a step in the running survival; of one after a rest
 REMEMBER = 0.25  # weight of a request in what the next one begins with
-NEIGHBOUR = 0.2  # how much, in a step, a draft that was not made is thought to be like the one before it
+NEIGHBOUR = 0.2  # how much a draft that was not tried is thought to be like the one before it
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps between probes
 FOREVER = 1 << 30
 MARGIN = 1.03  # how much better than plain decoding drafting must be: costs are measured on a machine that does more
@@ -156,7 +156,7 @@ def usual_confidence(outlook: Outlook | None, token_ids: Int[Array, "B n"]) -> F
     """What stands for the confidence of a drafter that has none: how often such drafts were right of late."""
     if outlook is None:
         return jnp.zeros(token_ids.shape, jnp.float32)
-    return jnp.broadcast_to(_conditional(outlook.survival)[None, : token_ids.shape[1]], token_ids.shape)
+    return jnp.broadcast_to(_conditional(outlook)[None, : token_ids.shape[1]], token_ids.shape)
 
 
 def chances(outlook: Outlook, confidence: Float[Array, "B K"]) -> Float[Array, "B K"]:
@@ -202,9 +202,7 @@ def learn(
     hits = FORGET * outlook.hits + jnp.sum(counted & was_right[:, :, None], axis=(0, 1), dtype=jnp.float32)
 
     # what was drafted and not tried is as likely as its confidence
-    conditional = _conditional(outlook.survival)
-    guessed = _guessed(conditional, conditional, NEIGHBOUR)
-    untried = jnp.where(index < sizes[drafted], chances(outlook, confidence), guessed[None, :])
+    untried = jnp.where(index < sizes[drafted], chances(outlook, confidence), _guessed(outlook)[None, :])
     survived = _mean(_chain(jnp.where(tried, was_right.astype(jnp.float32), untried)), active)
     emitted = 1 + _mean(accepted.astype(jnp.float32), active)[0]
     took = outlook.costs.draft_ms[drafted] + outlook.costs.verify_ms[verified]
@@ -221,13 +219,7 @@ def learn_together(outlook: Outlook, ladder: Ladder, rung: int, num_accepted: In
         index = jnp.arange(ladder[-1], dtype=jnp.int32)
         drafted = index < ladder[rung]
         right = _mean((index[None, :] < num_accepted.reshape(-1, 1)).astype(jnp.float32), active.reshape(-1))
-        # a draft that was not made follows, step by step, the one before it, which moved meanwhile
-        one, all_steps = _weight(outlook), _weight(outlook, num_steps)
-        meanwhile = 1 - all_steps / (num_steps * one)
-        conditional = _conditional(outlook.survival)
-        neighbour = conditional + meanwhile * jnp.where(drafted, _conditional(right) - conditional, 0.0)
-        pull = _weight(outlook, num_steps, NEIGHBOUR) / all_steps
-        beyond = _chain(jnp.where(drafted, 1.0, _guessed(conditional, neighbour, pull))[None, :])[0]
+        beyond = _chain(jnp.where(drafted, 1.0, _guessed(outlook))[None, :])[0]
         survived = jnp.where(drafted, right, right[ladder[rung] - 1]) * beyond
         took = outlook.costs.draft_ms[rung] + outlook.costs.verify_ms[rung]
         return _taught(outlook, ladder, survived, 1 + jnp.sum(right), took, num_steps)
@@ -245,7 +237,7 @@ def _taught(
 ) -> Outlook:
     """The outlook after steps whose first i drafts were right in survived[i] of the cases, which emitted so many tokens
     and took so many ms each."""
-    weight = _weight(outlook, num_steps)
+    weight = 1 - (1 - jnp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)) ** num_steps
     survival = outlook.survival + weight * (survived - outlook.survival)
     plain_ms = outlook.costs.verify_ms[0]
     gave = emitted * plain_ms / MARGIN
@@ -310,24 +302,17 @@ def _probes(outlook: Outlook) -> Bool[Array, ""]:
     return outlook.pause > FIRST_PAUSE
 
 
-def _weight(outlook: Outlook, num_steps: Float[Array, ""] | float = 1.0, share: float = 1.0) -> Float[Array, ""]:
-    """How far so many steps move an estimate, each by a share of what a step does."""
-    return 1 - (1 - share * jnp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)) ** num_steps
+def _guessed(outlook: Outlook) -> Float[Array, " K"]:
+    """The chances of drafts that were not made, those before them being right: much as they were before."""
+    conditional = _conditional(outlook)
+    neighbour = jnp.concatenate([conditional[:1], conditional[:-1]])
+    return conditional + NEIGHBOUR * (neighbour - conditional)
 
 
-def _guessed(
-    conditional: Float[Array, " K"], neighbour: Float[Array, " K"], pull: Float[Array, ""] | float
-) -> Float[Array, " K"]:
-    """The chances of drafts that were not made, those before them being right: much as they were before, and somewhat
-    as their neighbour's."""
-    before = jnp.concatenate([neighbour[:1], neighbour[:-1]])
-    return conditional + pull * (before - conditional)
-
-
-def _conditional(survival: Float[Array, " K"]) -> Float[Array, " K"]:
-    """The share of right drafts among those whose predecessors are right."""
-    before = jnp.concatenate([jnp.ones((1,), jnp.float32), survival[:-1]])
-    return survival / jnp.maximum(before, 1e-6)
+def _conditional(outlook: Outlook) -> Float[Array, " K"]:
+    """The estimated share of right drafts among those whose predecessors are right."""
+    before = jnp.concatenate([jnp.ones((1,), jnp.float32), outlook.survival[:-1]])
+    return outlook.survival / jnp.maximum(before, 1e-6)
 
 
 # Running products and sums are written as reductions over a few dozen numbers: XLA's own running operations, and its

@@ -220,22 +220,6 @@ def test_steps_that_share_a_choice_teach_what_one_step_would(seed: int) -> None:
     jax.tree.map(np.testing.assert_array_equal, nothing, known)
 
 
-@given(st.integers(0, 10_000))
-@settings(max_examples=25)
-def test_a_draft_that_many_steps_did_not_make_follows_the_one_before_it(seed: int) -> None:
-    """About as far as if they were learned from one by one, so that a longer draft is tried in time."""
-    rng = np.random.default_rng(seed)
-    known, rung = outlook(rng), int(rng.integers(1, len(LADDER) - 1))
-    singly = policy.hold(known, rung, rung)
-    all_right = jnp.full((1,), LADDER[rung])
-    together = policy.learn_together(singly, LADDER, rung, jnp.broadcast_to(all_right, (24, 1)))
-    for _ in range(24):
-        singly = LEARN(singly, LADDER, rung, rung, jnp.zeros((1, K)), all_right, jnp.ones((1,), bool))
-    known, together, singly = (np.asarray(each.survival)[LADDER[rung]] for each in (known, together, singly))
-    assert together > known
-    assert together == pytest.approx(singly, abs=0.1)
-
-
 def test_a_course_rests_drafts_and_waits_for_what_a_probe_finds() -> None:
     course = policy.Course(jnp.asarray([20, 2, 0]))
     assert [course.choose(8) for _ in range(5)] == [0, 0, 0, 2, 2], "20 plain steps are three dispatches"
