@@ -48,7 +48,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps between probes
 FOREVER = 1 << 30
 MARGIN = 1.03  # how much better than plain decoding drafting must be: costs are measured on a machine that does more
 PROMISE = 0.9  # of plain decoding's rate is enough while the credit lasts: estimates from a few steps are off by more
-FIRST_CREDIT, MOST_CREDIT = 6.0, 24.0  # plain steps whose time may be lost
+FIRST_CREDIT, MOST_CREDIT = 6.0, 100.0  # plain steps whose time may be lost; a dispatch of many steps loses 50 at once
 ALLOWANCE = 0.02  # of the time of plain steps that finding out may take
 
 
