@@ -40,7 +40,7 @@ BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 BIN_CENTRES = (0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.935, 0.985)
 PRIOR_TRIALS = 8.0  # how many observed drafts the confidence itself is worth
 FORGET = 0.98  # what a step leaves of the counts before it
-FIRST_SURVIVAL = 0.76  # of each draft, before anything was seen: published P-EAGLEs accept 3.7 tokens at K = 7
+FIRST_SURVIVAL = 0.65  # of each draft, before anything was seen
 LEARN, LEARN_FROM_PROBE = 0.2, 0.35  # weight of a step in the running survival; of one after a rest
 REMEMBER = 0.25  # weight of a request in what the next one begins with
 NEIGHBOUR = 0.2  # how much a draft that was not tried is thought to be like the one before it

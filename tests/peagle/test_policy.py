@@ -175,7 +175,7 @@ def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> Non
     assert tried[0] == 0, "it is tried at once"
     assert len(tried) <= 10
     used_up, *rests = [rest for rest in np.diff(tried) if rest > 1]
-    assert used_up > 4 * policy.FIRST_PAUSE, "the credit is used up, and that takes many plain steps to mend"
+    assert used_up > 1 / policy.ALLOWANCE, "the credit is used up, and that takes many plain steps to mend"
     assert rests == sorted(rests), "and then ever more seldom"
 
 
