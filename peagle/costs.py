@@ -34,8 +34,9 @@ FEWEST_ROUNDS, MOST_ROUNDS = 5, 25  # the first does not count
 MEASUREMENTS = 5  # of as many runs
 FEWEST_DISPATCHES = 2  # that are timed of each run of the loop, if it does not end before
 QUICK = 0.2  # the quantile over rounds that counts: what else the machine does can only add to a time
-RECENT = 16  # dispatches of a rung that its running cost is made of
-WORTH = 4  # of them, that what was measured beforehand stands for in the beginning
+NOW = 8  # newest dispatches that say how fast the machine is
+RECENT = 24  # dispatches of a rung that its running cost is made of
+WORTH = 8  # of them, that what was measured beforehand stands for in the beginning
 
 Choice = tuple[int, ...]  # what policy.hold takes
 Steps = Generator[tuple[StepOutput, float]]  # of dispatch after dispatch: what it decided, when the host knew
@@ -74,36 +75,37 @@ def measure_whole_steps(ladder: Ladder, run: Run) -> Costs:
 
 
 class Running:
-    """The costs of whole steps as they are now: those measured beforehand, corrected by what dispatches took since. A
-    number of drafts that did not run became slower or quicker as others did."""
+    """The costs of whole steps as relations that hold now: those measured beforehand, corrected by what dispatches took
+    since. A busy machine slows all rungs down together, which changes nothing of what pays; so what is learned of a
+    rung is how its time over the measured one compares with that of the dispatches, of any rung, before it. A number
+    of drafts that did not run became dearer or cheaper as others did."""
 
     def __init__(self, measured: Costs) -> None:
         self._measured = np.asarray(measured.verify_ms, np.float64)
-        self._recent = [collections.deque([float(ms)] * WORTH, maxlen=RECENT) for ms in self._measured]
+        self._level = collections.deque[float](maxlen=NOW)  # times over those expected, of any rung
+        self._own = [collections.deque([1.0] * WORTH, maxlen=RECENT) for _ in self._measured]
         self._ran: set[int] = set()
 
     def see(self, rung: int, step_ms: float) -> None:
         """A dispatch of this rung took so long a step."""
-        self._recent[rung].append(step_ms)
-        self._ran.add(rung)
+        slowness = step_ms / self._measured[rung]
+        if self._level:
+            self._own[rung].append(slowness / statistics.median(self._level))
+            self._ran.add(rung)
+        self._level.append(slowness / statistics.median(self._own[rung]))
 
     def costs(self) -> Costs:
-        now = np.array([_quick(recent) for recent in self._recent])
+        own = np.array([statistics.median(recent) for recent in self._own])
         drafted = sorted(self._ran - {0})
-        untried = sorted(set(range(1, len(now))) - self._ran)
+        untried = sorted(set(range(1, len(own))) - self._ran)
         if drafted:
-            now[untried] *= np.median(now[drafted] / self._measured[drafted])
-        return _whole_steps(now)
-
-
-def _quick(ms: Sequence[float]) -> float:
-    """The quick ones among the times."""
-    return float(np.quantile(ms, QUICK))
+            own[untried] = np.median(own[drafted])
+        return _whole_steps(self._measured * own)
 
 
 def _step_ms(timed: Sequence["_Time"]) -> float:
-    """Milliseconds of a step."""
-    return _quick([each.step_ms for each in timed])
+    """Milliseconds of a step: the quick ones among the times."""
+    return float(np.quantile([each.step_ms for each in timed], QUICK))
 
 
 def _whole_steps(ms: Sequence[float] | np.ndarray) -> Costs:

@@ -281,7 +281,7 @@ class Engine:
             if decoder is self and self._rests_through(batch):
                 yield from self._rest_through(batch)
             else:
-                yield from decoder._decode(batch, self._bucket(batch))
+                yield from decoder._decode(batch, self._bucket(batch), self._running_costs)
 
     def _rests_through(self, requests: Sequence[Request]) -> bool:
         """Whether the drafter would rest from the beginning of these requests to their end, however long they get."""
@@ -295,7 +295,7 @@ class Engine:
         assert self.plain is not None
         assert self._outlooks is not None
         steps = collections.Counter[int]()
-        for emission in self.plain._decode(requests, self._bucket(requests)):
+        for emission in self.plain._decode(requests, self._bucket(requests), self._running_costs):
             steps[emission.request.index] += len(emission.token_ids)
             yield emission
         first, last = self._outlooks
@@ -337,7 +337,8 @@ class Engine:
         longest = max(len(request.prompt_ids) for request in requests)
         return min(max(SMALLEST_BUCKET, 1 << (longest - 1).bit_length()), self.config.capacity)
 
-    def _decode(self, requests: Sequence[Request], bucket: int) -> Iterator[Emission]:
+    def _decode(self, requests: Sequence[Request], bucket: int, running: Running | None = None) -> Iterator[Emission]:
+        """The requests of one batch; what its dispatches take is told to `running`."""
         state, first_token, course = self._start(requests, bucket)
         # read before a step is sent off: where the device is the host's own cores, steps would delay the first token
         firsts = np.asarray(first_token)
@@ -346,7 +347,7 @@ class Engine:
         lengths = [len(request.prompt_ids) for request in requests]
         for request, token in zip(requests, firsts, strict=False):
             yield Emission(request, (int(token),), now)
-        for outputs, now in self._steps(state, course, in_flight):
+        for outputs, now in self._steps(state, course, in_flight, running):
             for tokens, counts, accepted, verified, drafts, confidence in zip(
                 *map(np.ndarray.tolist, _read(outputs)), strict=True
             ):
@@ -363,7 +364,13 @@ class Engine:
                         lengths[row] += accepted[row] + 1
                         yield Emission(request, tuple(tokens[row][: counts[row]]), now, decision)
 
-    def _steps(self, state: DecodeState, course: Course | None, in_flight: "_InFlight | None" = None) -> Steps:
+    def _steps(
+        self,
+        state: DecodeState,
+        course: Course | None,
+        in_flight: "_InFlight | None" = None,
+        running: Running | None = None,
+    ) -> Steps:
         """The outputs of dispatch after dispatch until all rows are done, and when the host knew them. `in_flight` is
         the dispatch that gave the state, if one did."""
         if in_flight is None:
@@ -377,8 +384,8 @@ class Engine:
                 now = time.perf_counter()
                 if course is not None and in_flight.plan is not None:
                     course.hear(in_flight.plan)
-                if waits and before is not None:
-                    self._see(in_flight, outputs, now - before)
+                if running is not None and waits and before is not None:
+                    _see(running, in_flight, outputs, now - before)
                 before, in_flight = now if waits else None, following
                 yield outputs, now
                 if outputs.done[-1].all():
@@ -390,12 +397,6 @@ class Engine:
                 self._outlooks = self._outlooks[0], last
         finally:
             jax.block_until_ready(in_flight.outputs)  # sent off in vain, and not to run into what is measured next
-
-    def _see(self, dispatch: "_InFlight", outputs: StepOutput, seconds: float) -> None:
-        """What the device took for a dispatch is among the running costs, if all its steps ran."""
-        ran = np.any(outputs.num_accepted >= 0, axis=1)
-        if self._running_costs is not None and dispatch.rung is not None and ran.all():
-            self._running_costs.see(dispatch.rung, 1e3 * seconds / len(ran))
 
     def _start(self, requests: Sequence[Request], bucket: int) -> tuple[DecodeState, jax.Array, Course | None]:
         """Prefill of a batch: the state, the first tokens, the course where the host has one to keep. Rows without a
@@ -451,6 +452,13 @@ class _InFlight:
     def ready(self) -> bool:
         """Whether reading would not have to wait."""
         return bool(self.outputs.is_ready())  # type: ignore[attr-defined]  # not in jax's stubs
+
+
+def _see(running: Running, dispatch: _InFlight, outputs: StepOutput, seconds: float) -> None:
+    """What the device took for a dispatch is among the running costs, if all its steps ran."""
+    ran = np.any(outputs.num_accepted >= 0, axis=1)
+    if ran.all():
+        running.see(dispatch.rung or 0, 1e3 * seconds / len(ran))
 
 
 def _read(outputs: StepOutput) -> tuple[np.ndarray, ...]:

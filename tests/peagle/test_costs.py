@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle import costs
+from peagle import costs, generate
+from peagle.autoregressive import NoDrafter
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.ngram import NGram
@@ -109,37 +110,76 @@ def test_where_steps_share_a_choice_a_step_is_timed_as_a_whole(monkeypatch: pyte
     assert found.resume_ms == 0
 
 
+MEASURED = Costs(jnp.zeros((4,)), jnp.asarray([1.0, 4.0, 5.0, 6.0]), jnp.zeros(()))
+
+
+def see_in_turn(running: costs.Running, plain_ms: float, drafted_ms: float) -> None:
+    """Plain dispatches and those of two drafts until the past is forgotten; now and then, three times as slow."""
+    for number in range(3 * costs.RECENT):
+        running.see(0, plain_ms * (3 if number % 7 == 2 else 1))
+        running.see(2, drafted_ms * (3 if number % 5 == 4 else 1))
+
+
 def test_what_was_measured_in_a_busy_moment_is_corrected_by_what_dispatches_take() -> None:
-    """Measured: 1, 4, 5, 6; drafting takes half of that, which is seen where two drafts are tried, now and then in busy
-    moments again."""
-    running = costs.Running(Costs(jnp.zeros((4,)), jnp.asarray([1.0, 4.0, 5.0, 6.0]), jnp.zeros(())))
-    np.testing.assert_allclose(running.costs().verify_ms, [1, 4, 5, 6])
-    for number in range(costs.RECENT):
-        running.see(0, 1.0)
-        running.see(2, 5.0 if number % 3 else 2.5)
+    running = costs.Running(MEASURED)
+    np.testing.assert_allclose(running.costs().verify_ms, MEASURED.verify_ms)
+    see_in_turn(running, 1.0, 2.5)
     found = running.costs()
     np.testing.assert_allclose(found.verify_ms[:3:2], [1, 2.5])
     assert found.verify_ms[1] <= found.verify_ms[2] <= found.verify_ms[3] < 6, "others drift as those that ran"
-    for _ in range(costs.RECENT):
-        running.see(2, 7.0)
-    np.testing.assert_allclose(running.costs().verify_ms[2], 7.0)
+    see_in_turn(running, 1.0, 7.0)
+    found = running.costs()
+    np.testing.assert_allclose(found.verify_ms[2] / found.verify_ms[0], 7.0)
+
+
+def test_plain_steps_that_were_measured_too_dear_are_corrected_too() -> None:
+    running = costs.Running(MEASURED)
+    see_in_turn(running, 0.5, 5.0)
+    found = running.costs()
+    np.testing.assert_allclose(found.verify_ms[2] / found.verify_ms[0], 10.0)
+
+
+@pytest.mark.parametrize("rungs", [(0,), (2,), (0, 2)])
+def test_a_machine_that_is_slower_as_a_whole_changes_no_cost(rungs: tuple[int, ...]) -> None:
+    running = costs.Running(MEASURED)
+    for number in range(4 * costs.RECENT):
+        rung = rungs[number % len(rungs)]
+        running.see(rung, float(MEASURED.verify_ms[rung]) * (1 + number // costs.RECENT))
+    np.testing.assert_allclose(running.costs().verify_ms, MEASURED.verify_ms)
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_request_goes_by_what_those_before_it_took(target) -> None:
     engine = Engine(target, NGram(), CONFIGURATION, steps_per_dispatch=8)
     engine.warm_up([REQUEST])
+    assert engine.costs is not None
     assert engine._running_costs is not None
-    for _ in range(costs.RECENT):
-        engine._running_costs.see(2, 1e6)
+    plain_ms = float(engine.costs.verify_ms[0])
+    see_in_turn(engine._running_costs, plain_ms, 1e3 * plain_ms)
     list(engine.generate([REQUEST]))
     assert engine._outlooks is not None
-    assert engine._outlooks[0].costs.verify_ms[2] == 1e6
+    used = engine._outlooks[0].costs.verify_ms
+    np.testing.assert_allclose(used[2] / used[0], 1e3, rtol=1e-5)
 
     given = Engine(target, NGram(), CONFIGURATION, steps_per_dispatch=8, costs=plain_step(1.0))
     list(given.generate([REQUEST]))
     assert given._outlooks is not None
     assert given._outlooks[1].costs.verify_ms[2] == 1.0, "what was given stays"
+
+
+@pytest.mark.usefixtures("cache")
+def test_dispatches_of_a_request_that_a_rest_outlasts_are_seen_too(target, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Engine(target, NoDrafter(), CONFIGURATION.plain, steps_per_dispatch=8)
+    engine = Engine(target, NGram(), CONFIGURATION, steps_per_dispatch=8, plain=plain)
+    request = dataclasses.replace(REQUEST, max_new_tokens=41)
+    engine.warm_up([request])
+    list(engine.generate([request]))
+    seen: list[int] = []
+    monkeypatch.setattr(engine._running_costs, "see", lambda rung, _: seen.append(rung))
+    monkeypatch.setattr(generate._InFlight, "ready", lambda _: False)  # whatever the host was late for
+    monkeypatch.setattr(Engine, "_rests_through", lambda *_: True)
+    list(engine.generate([request]))
+    assert seen == [0] * 4, "of five dispatches, the first of which has none before it"
 
 
 @pytest.mark.usefixtures("cache")
