@@ -24,7 +24,6 @@ HANDLERS = ("linear", "experts", "attention", "decode_attention", "likeliest")
 VARIABLE = "PEAGLE_KERNELS"
 DIRECTORY = "PEAGLE_KERNELS_DIR"
 XLA = "xla"
-FAST = ("avx512vnni", "avx512")  # the sets that beat XLA's own code; the others run when they are asked for by name
 
 
 @functools.cache
@@ -41,7 +40,7 @@ def status() -> tuple[str | None, str]:
     isa, why = _choose(wanted)
     if isa is None and wanted:
         raise InputError(f"{VARIABLE} is {wanted!r}, but {why}")
-    return (isa, f"native, {isa}") if isa else (None, f"XLA: {why}")
+    return (isa, f"native, {isa}{why}") if isa else (None, f"XLA: {why}")
 
 
 def available() -> bool:
@@ -65,6 +64,7 @@ def optional(values: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Ar
 
 
 def _choose(wanted: str) -> tuple[str | None, str]:
+    """(the instruction set or None; why there is none, or what is to be said of the one there is)."""
     if jax.default_backend() != "cpu":
         return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
     built = [isa for isa in instruction_sets() if _library(isa).exists()]
@@ -80,13 +80,10 @@ def _choose(wanted: str) -> tuple[str | None, str]:
         if wanted and wanted not in runs:
             return None, f"this CPU runs {', '.join(runs)} only"
         isa = wanted or runs[0]
-        if isa not in FAST and not wanted:
-            lacks = f"the {best} kernels were not compiled" if best in FAST else "this CPU has no AVX-512"
-            return None, f"{lacks}, and XLA is faster than the {isa} kernels ({VARIABLE}={isa} runs them)"
         _register(isa)
     except Exception as error:  # a library for another system, or for another version of XLA's FFI
         return None, f"the native kernels do not load ({' '.join(str(error).split())[:120]}); {again}"
-    return isa, ""
+    return isa, "" if wanted or isa == best else f" (those for {best} were not compiled; {again})"
 
 
 def _library(isa: str) -> Path:

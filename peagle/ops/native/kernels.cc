@@ -1,10 +1,12 @@
-// See kernels.h. One source for all instruction sets: vectors of sixteen lanes, which the compiler maps to what there is.
+// See kernels.h. One source for all instruction sets: vectors of as many lanes as the machine's registers have.
 
 #include "kernels.h"
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
+
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -13,12 +15,21 @@
 namespace peagle {
 namespace {
 
-// Sixteen lanes, whatever the machine's registers are: compilers split them where they must.
+// Those of one register: what is wider, compilers keep in memory.
+#if defined(__AVX512F__)
 constexpr int64_t kLanes = 16;
-using Floats = float __attribute__((vector_size(64)));
-using Words = uint32_t __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Halves = uint16_t __attribute__((vector_size(32)));
+constexpr bool kManyRegisters = true;  // 32, else 16
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8;
+constexpr bool kManyRegisters = false;
+#else
+constexpr int64_t kLanes = 4;
+constexpr bool kManyRegisters = false;
+#endif
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
 
 #define PEAGLE_INLINE inline __attribute__((always_inline))
 
@@ -66,21 +77,21 @@ PEAGLE_INLINE Floats Exp(Floats x) {
 PEAGLE_INLINE Floats Sigmoid(Floats x) { return 1.0f / (1.0f + Exp(-x)); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Panels: dot products of R neighbouring panels with T rows
+// Panels: dot products of R neighbouring columns with T rows. A column is as much of a panel as a register holds.
+
+constexpr int64_t kColumns = kPanelRows / kLanes;  // of a panel
+constexpr int kTileRows = 8;  // the most rows that panels are read for at once
+
+// Where column r of a group begins, in a panel's bytes or scales of `lane` each. A group is of whole panels, or of
+// columns of one.
+constexpr int64_t At(int64_t r, int64_t panel, int64_t lane) {
+  return r / kColumns * panel + r % kColumns * kLanes * lane;
+}
 
 PEAGLE_INLINE Floats Code(Words nibbles) {  // the low four bits of each lane as an e2m1 number
 #if defined(__AVX512F__)
   const __m512 table = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
   return reinterpret_cast<Floats>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(nibbles), table));
-#elif defined(__AVX2__)
-  const __m256 table = _mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6);
-  Words sign = (nibbles & 8u) << 28;
-  __m256i halves[2];
-  std::memcpy(halves, &nibbles, sizeof(halves));
-  __m256 found[2] = {_mm256_permutevar8x32_ps(table, halves[0]), _mm256_permutevar8x32_ps(table, halves[1])};
-  Words magnitude;
-  std::memcpy(&magnitude, found, sizeof(magnitude));
-  return reinterpret_cast<Floats>(magnitude | sign);
 #else
   // e2m1 by arithmetic: magnitudes 0..7 are 0 .5 1 1.5 2 3 4 6
   Words magnitude = nibbles & 7u, exponent = magnitude >> 1, mantissa = magnitude & 1u;
@@ -100,29 +111,35 @@ PEAGLE_INLINE void AddOuter(const Floats (&weights)[R], const float* const* x, i
   }
 }
 
-// Asks the memory for weights before their turn: those `distance` bytes on in each of R panels that are read side by
-// side, and at a panel's end the beginning of the next group's. Processors do so themselves, but not for several panels
-// at once. Nothing is read: past the end is no harm.
+// Asks the memory for weights before their turn: those `distance` bytes on in each of the panels of R columns that are
+// read side by side, and at a panel's end the beginning of the next group's. Processors do so themselves, but not for
+// several panels at once. Nothing is read: past the end is no harm.
 constexpr int64_t kAheadDense = 8192, kAheadMxfp4 = 2048;  // bytes; those of four bits last longer (tried on Zen 5)
 
 template <int R>
 class Ahead {
  public:
   Ahead(int64_t panel, int64_t distance)
-      : near_(std::min(distance, panel)), far_(near_ + (R - 1) * panel), turn_(panel - near_) {}
+      : near_(std::min(distance, panel)), far_(near_ + (R - 1) / kColumns * panel), turn_(panel - near_) {}
 
-  PEAGLE_INLINE void Fetch(const char* weights, int64_t position) const {
-    __builtin_prefetch(weights + (position < turn_ ? near_ : far_));
+  PEAGLE_INLINE void Fetch(int r, const char* weights, int64_t position) const {
+    if (r % kColumns == 0) __builtin_prefetch(weights + (position < turn_ ? near_ : far_));
   }
 
  private:
   int64_t near_, far_, turn_;
 };
 
-struct Float32 {
+// How many rows go together, and how many columns with so many of them. One row's sum is one chain of additions, and a core
+// works on eight or so at a time; more sums than registers are none the quicker.
+struct Dense {
   using Input = float;
-  static constexpr int kRowsOfFour = 4, kRowsOfTwo = 8;  // the most rows with which so many panels go together
-  static int64_t PanelBytes(int64_t inputs) { return inputs * kLanes * 4; }
+  static constexpr int kRows = kManyRegisters ? kTileRows : 4;
+  static constexpr int Columns(int rows) { return rows <= (kManyRegisters ? kRows / 2 : 1) ? 4 : 2; }
+};
+
+struct Float32 : Dense {
+  static int64_t PanelBytes(int64_t inputs) { return inputs * kPanelRows * 4; }
 
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const float* const* x, int64_t inputs,
@@ -132,18 +149,17 @@ struct Float32 {
     for (int64_t k = 0; k < inputs; ++k) {
       Floats weights[R];
       for (int r = 0; r < R; ++r) {
-        weights[r] = Load<Floats>(panels + r * panel + k * 64);
-        ahead.Fetch(panels + r * panel + k * 64, k * 64);
+        const char* at = panels + At(r, panel, 4) + k * 64;
+        weights[r] = Load<Floats>(at);
+        ahead.Fetch(r, at, k * 64);
       }
       AddOuter<T, R>(weights, x, k, sums);
     }
   }
 };
 
-struct Bfloat16 {
-  using Input = float;
-  static constexpr int kRowsOfFour = 4, kRowsOfTwo = 8;  // the most rows with which so many panels go together
-  static int64_t PanelBytes(int64_t inputs) { return (inputs + 1) / 2 * kLanes * 4; }
+struct Bfloat16 : Dense {
+  static int64_t PanelBytes(int64_t inputs) { return (inputs + 1) / 2 * kPanelRows * 4; }
 
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const float* const* x, int64_t inputs,
@@ -153,8 +169,8 @@ struct Bfloat16 {
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
       Floats first[R], second[R];
       for (int r = 0; r < R; ++r) {
-        const char* both = panels + r * panel + pair * 64;
-        ahead.Fetch(both, pair * 64);
+        const char* both = panels + At(r, panel, 4) + pair * 64;
+        ahead.Fetch(r, both, pair * 64);
         first[r] = reinterpret_cast<Floats>(Load<Words>(both) << 16);
         second[r] = reinterpret_cast<Floats>(Load<Words>(both) & 0xffff0000u);
       }
@@ -164,24 +180,30 @@ struct Bfloat16 {
     if (inputs % 2) {
       Floats last[R];
       for (int r = 0; r < R; ++r)
-        last[r] = reinterpret_cast<Floats>(Load<Words>(panels + r * panel + inputs / 2 * 64) << 16);
+        last[r] = reinterpret_cast<Floats>(Load<Words>(panels + At(r, panel, 4) + inputs / 2 * 64) << 16);
       AddOuter<T, R>(last, x, inputs - 1, sums);
     }
   }
 };
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define PEAGLE_DIGITS
 // Thirty-two neighbouring inputs of a row, for machines that add up products of bytes: integers of 23 bits times one
 // power of two, which the largest of them decides. So each is off by at most 2^-23 of the largest, as its products with
 // the others would be in a sum of floats; and sums of their products with codes are exact.
 struct Digits {
   int8_t digits[3][32];  // to base 256, -128 .. 127, the highest first; of eight inputs 0, 2, 4, 6, 1, 3, 5, 7
   int32_t offset[3];     // what makes up for kCodeOffset: -kCodeOffset * the sum of the digits
+#if defined(__AVX512VNNI__)
   float exponent;        // of half an integer's unit; NaN where an input is no number
+#else
+  float unit[2];         // half an integer's unit is their product, which may be no normal number; NaN as above
+#endif
 };
 
 constexpr int kCodeOffset = 12;  // codes count as twice their value and so much more: unsigned bytes
 
+#if defined(__AVX512VNNI__)
 void ToDigits(const float* x, int64_t inputs, Digits* out) {
   const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
   for (; inputs > 0; inputs -= 32, x += 32, ++out) {
@@ -210,12 +232,60 @@ void ToDigits(const float* x, int64_t inputs, Digits* out) {
     out->exponent = exponent == 128 ? __builtin_nanf("") : static_cast<float>(exponent - 22);
   }
 }
+#else
+// 2^n = factors[0] * factors[1], both normal numbers, for n in -252 .. 254
+PEAGLE_INLINE void Factors(int n, float (&factors)[2]) {
+  const int32_t halves[2] = {n >> 1, n - (n >> 1)};
+  for (int i = 0; i < 2; ++i) {
+    const int32_t bits = (halves[i] + 127) << 23;
+    factors[i] = Load<float>(&bits);
+  }
+}
+
+void ToDigits(const float* x, int64_t inputs, Digits* out) {
+  // of each four integers the highest digits of the even and the odd ones, then the second, then the third
+  const __m256i by_digit =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 10, 6, 14, 1, 9, 5, 13, 0, 8, 4, 12, -1, -1, -1, -1));
+  const __m256i carry = _mm256_set1_epi32(0x8080), magnitude = _mm256_set1_epi32(0x7fffffff);
+  for (; inputs > 0; inputs -= 32, x += 32, ++out) {
+    __m256i largest = _mm256_setzero_si256();
+    for (int i = 0; i < 32; i += 8)
+      largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), magnitude));
+    const Words each = reinterpret_cast<Words>(largest);
+    uint32_t most = each[0];
+    for (int i = 1; i < kLanes; ++i) most = std::max(most, each[i]);
+    const int exponent = static_cast<int>(most >> 23) - 127;
+    float factors[2];
+    Factors(21 - exponent, factors);
+    for (int i = 0; i < 32; i += 8) {
+      const __m256 scaled = _mm256_loadu_ps(x + i) * factors[0] * factors[1];
+      // carries to the digit above where one is beyond 127, and its byte as a signed one
+      const __m256i bytes = _mm256_xor_si256(_mm256_add_epi32(_mm256_cvtps_epi32(scaled), carry), carry);
+      const __m256i sorted = _mm256_shuffle_epi8(bytes, by_digit);
+      const __m128i four = _mm256_castsi256_si128(sorted), more = _mm256_extracti128_si256(sorted, 1);
+      const __m128i higher = _mm_unpacklo_epi16(four, more), lowest = _mm_unpackhi_epi16(four, more);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[0] + i), higher);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[1] + i), _mm_srli_si128(higher, 8));
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[2] + i), lowest);
+    }
+    for (int i = 0; i < 3; ++i) {
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(kCodeOffset), Load<__m256i>(out->digits[i]));
+      const Ints sums = reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(-1)));
+      out->offset[i] = 0;
+      for (int lane = 0; lane < kLanes; ++lane) out->offset[i] += sums[lane];
+    }
+    Factors(exponent - 22, out->unit);
+    if (exponent == 128) out->unit[0] = __builtin_nanf("");
+  }
+}
+#endif
 #endif
 
 struct Mxfp4 {
-  static int64_t PanelBytes(int64_t inputs) { return inputs / 8 * kLanes * 4; }
+  static constexpr int kRows = kTileRows;
+  static int64_t PanelBytes(int64_t inputs) { return inputs / 8 * kPanelRows * 4; }
 
-  // 2^(scale - 127) for each of 16 rows. XLA flushes denormals, so scale 0 (2^-127) counts as 0.
+  // 2^(scale - 127) for each row of a column. XLA flushes denormals, so scale 0 (2^-127) counts as 0.
   static PEAGLE_INLINE Floats Power(const uint8_t* scales) {
     Words exponents;
     for (int i = 0; i < kLanes; ++i) exponents[i] = scales[i];
@@ -224,7 +294,7 @@ struct Mxfp4 {
 
 #if defined(__AVX512VNNI__)
   using Input = Digits;
-  static constexpr int kRowsOfFour = 1, kRowsOfTwo = 4;  // sums of three digits beside those of the row
+  static constexpr int Columns(int rows) { return rows <= 1 ? 4 : rows <= 4 ? 2 : 1; }  // sums of three digits, too
 
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits* const* x, int64_t inputs,
@@ -245,7 +315,7 @@ struct Mxfp4 {
         for (int r = 0; r < R; ++r) {
           const int64_t at = (4 * block + word) * 64;
           const __m512i codes = _mm512_loadu_si512(panels + r * panel + at);
-          ahead.Fetch(panels + r * panel + at, at);
+          ahead.Fetch(r, panels + r * panel + at, at);
           even[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(codes, low));
           odd[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
         }
@@ -261,7 +331,7 @@ struct Mxfp4 {
           }
       }
       for (int r = 0; r < R; ++r) {
-        const Floats power = Power(scales + (r * blocks + block) * kLanes);
+        const Floats power = Power(scales + At(r, blocks * kPanelRows, 1) + block * kPanelRows);
         for (int t = 0; t < T; ++t) {
           // both are below 2^24 in magnitude: floats hold them
           const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(part[r][t][1], 8), part[r][t][2]);
@@ -273,9 +343,59 @@ struct Mxfp4 {
       }
     }
   }
+#elif defined(PEAGLE_DIGITS)
+  using Input = Digits;
+  static constexpr int Columns(int) { return 1; }  // a block of one column fills eight registers
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    static_assert(R == 1);
+    const __m256i values = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));  // 2 * e2m1 + kCodeOffset
+    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
+    const Ahead<R> ahead(panel, kAheadMxfp4);
+    for (int64_t block = 0; block < blocks; ++block) {
+      __m256i codes[8];
+#pragma GCC unroll 4
+      for (int64_t word = 0; word < 4; ++word) {
+        const int64_t at = (4 * block + word) * 64;
+        const __m256i both = Load<__m256i>(panels + at);
+        ahead.Fetch(0, panels + at, at);
+        codes[2 * word] = _mm256_shuffle_epi8(values, _mm256_and_si256(both, low));
+        codes[2 * word + 1] = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+      }
+      const Floats power = Power(scales + block * kPanelRows);
+      for (int t = 0; t < T; ++t) {
+        const Digits& row = x[t][block];
+        __m256i part[3];
+#pragma GCC unroll 3
+        for (int i = 0; i < 3; ++i) {
+          // products of two bytes are below 6144 in magnitude: four of them fit into sixteen bits
+          auto products = [&](int64_t first) {
+            __m256i sum = _mm256_setzero_si256();
+#pragma GCC unroll 4
+            for (int64_t j = first; j < first + 4; ++j)
+              sum = _mm256_add_epi16(
+                  sum, _mm256_maddubs_epi16(codes[j], _mm256_set1_epi32(Load<int32_t>(row.digits[i] + 4 * j))));
+            return _mm256_madd_epi16(sum, ones);
+          };
+          part[i] = _mm256_add_epi32(_mm256_add_epi32(products(0), products(4)), _mm256_set1_epi32(row.offset[i]));
+        }
+        // both are below 2^24 in magnitude: floats hold them
+        const __m256i lower = _mm256_add_epi32(_mm256_slli_epi32(part[1], 8), part[2]);
+        const __m256 sum =
+            _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[0]), _mm256_set1_ps(65536.0f), _mm256_cvtepi32_ps(lower));
+        sums[0][t] += reinterpret_cast<Floats>(sum * row.unit[0] * row.unit[1]) * power;
+      }
+    }
+  }
 #else
   using Input = float;
-  static constexpr int kRowsOfFour = 1, kRowsOfTwo = 8;  // sums of a block beside those of the row: more registers
+  static constexpr int Columns(int rows) {  // sums of a block beside those of the row: more registers
+    return kManyRegisters ? (rows <= 1 ? 4 : 2) : (rows <= 1 ? 2 : 1);
+  }
 
   template <int T, int R>
   static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const float* const* x, int64_t inputs,
@@ -287,8 +407,9 @@ struct Mxfp4 {
       for (int64_t word = 4 * block; word < 4 * block + 4; ++word) {
         Words nibbles[R];
         for (int r = 0; r < R; ++r) {
-          nibbles[r] = Load<Words>(panels + r * panel + word * 64);
-          ahead.Fetch(panels + r * panel + word * 64, word * 64);
+          const char* at = panels + At(r, panel, 4) + word * 64;
+          nibbles[r] = Load<Words>(at);
+          ahead.Fetch(r, at, word * 64);
         }
 #pragma GCC unroll 8
         for (int j = 0; j < 8; ++j) {
@@ -298,7 +419,7 @@ struct Mxfp4 {
         }
       }
       for (int r = 0; r < R; ++r) {
-        Floats power = Power(scales + (r * blocks + block) * kLanes);
+        const Floats power = Power(scales + At(r, blocks * kPanelRows, 1) + block * kPanelRows);
         for (int t = 0; t < T; ++t) sums[r][t] += part[r][t] * power;
       }
     }
@@ -306,12 +427,11 @@ struct Mxfp4 {
 #endif
 };
 
-constexpr int kTileRows = 8;      // rows of a tile: their sums stay in registers
 constexpr int kTilePanels = 16;   // panels of a chunk
 constexpr int64_t kBlockRows = 64;  // rows whose inputs stay in cache while all panels pass by
 
 struct Tile {
-  float values[kTilePanels][kTileRows][kLanes];  // [panel][row][output of the panel]
+  float values[kTilePanels][kTileRows][kPanelRows];  // [panel][row][output of the panel]
 };
 
 // Rows of inputs in the form in which the weights' format multiplies them.
@@ -333,25 +453,27 @@ __attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scale
   Floats sums[R][T] = {};
   W::template Dot<T, R>(panels, scales, rows, inputs, sums);
   for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) Store(out + (r * kTileRows + t) * kLanes, sums[r][t]);
+    for (int t = 0; t < T; ++t) Store(out + At(r, kTileRows * kPanelRows, 1) + t * kPanelRows, sums[r][t]);
 }
 
-// The tile of `count` panels (from `first` on) and T rows. With few rows several panels go together: one row's sum is
-// one chain of additions, and a core works on eight or so at a time.
+// The tile of `count` panels (from `first` on) and T rows, by groups of columns.
 template <class W, int T>
 void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, Tile& tile) {
-#if defined(__AVX512F__)
-  constexpr int kMost = T <= W::kRowsOfFour ? 4 : T <= W::kRowsOfTwo ? 2 : 1;
-#else
-  constexpr int kMost = T == 1 ? 2 : 1;
-#endif
-  const int64_t bytes = W::PanelBytes(matrix.inputs), scale_bytes = matrix.inputs / 32 * kLanes;
+  constexpr int kMost = W::Columns(T);
+  const int64_t bytes = W::PanelBytes(matrix.inputs), scale_bytes = matrix.inputs / 32 * kPanelRows;
   auto panels = static_cast<const char*>(matrix.panels) + first * bytes;
   auto scales = matrix.scales == nullptr ? nullptr : matrix.scales + first * scale_bytes;
-  int64_t p = 0;
+  int64_t c = 0;
   auto group = [&]<int R>() {
-    for (; p + R <= count; p += R)
-      DotGroup<W, T, R>(panels + p * bytes, scales + p * scale_bytes, matrix.inputs, x, tile.values[p][0]);
+    for (; c + R <= count * kColumns; c += R) {
+      const char* weights = panels + At(c, bytes, 4);
+      const uint8_t* powers = scales + At(c, scale_bytes, 1);
+      float* out = tile.values[0][0] + At(c, kTileRows * kPanelRows, 1);
+      constexpr int kFirst = std::min(T, W::kRows);
+      DotGroup<W, kFirst, R>(weights, powers, matrix.inputs, x, out);
+      if constexpr (kFirst < T)
+        DotGroup<W, T - kFirst, R>(weights, powers, matrix.inputs, x + kFirst, out + kFirst * kPanelRows);
+    }
   };
   if constexpr (kMost >= 4) group.template operator()<4>();
   if constexpr (kMost >= 2) group.template operator()<2>();
@@ -417,7 +539,7 @@ void ForEach(Parallel& parallel, int64_t chunks, int64_t work, const Body& body)
 
 Inputs::Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel)
     : row_(new const void*[rows]) {
-#if defined(__AVX512VNNI__)
+#if defined(PEAGLE_DIGITS)
   if (matrix.format == Format::kMxfp4) {
     const int64_t bytes = matrix.inputs / 32 * static_cast<int64_t>(sizeof(Digits));
     room_ = std::make_unique_for_overwrite<char[]>(rows * bytes);
@@ -627,12 +749,15 @@ void RunExperts(const Experts& op, Parallel& parallel) {
       for (int64_t t = 0; t < rows; ++t) x[t] = *inputs.From(routing.choices[choice + t].row);
       Dot(matrix, 2 * first, 2 * count, x, rows, tile);
       for (int64_t p = 0; p < count; ++p) {
-        const Floats gate_bias = Load<Floats>(bias + 2 * (first + p) * kPanelRows);
-        const Floats up_bias = Load<Floats>(bias + (2 * (first + p) + 1) * kPanelRows);
+        const float* gate_bias = bias + 2 * (first + p) * kPanelRows;
+        const float* up_bias = gate_bias + kPanelRows;
         for (int64_t t = 0; t < rows; ++t) {
-          Floats gate = Load<Floats>(tile.values[2 * p][t]) + gate_bias;
-          Floats up = Load<Floats>(tile.values[2 * p + 1][t]) + up_bias;
-          Store(activations.get() + (choice + t) * padded + (first + p) * kPanelRows, SwiGlu(gate, up, op.limit));
+          float* activated = activations.get() + (choice + t) * padded + (first + p) * kPanelRows;
+          for (int64_t i = 0; i < kPanelRows; i += kLanes) {
+            const Floats gate = Load<Floats>(tile.values[2 * p][t] + i) + Load<Floats>(gate_bias + i);
+            const Floats up = Load<Floats>(tile.values[2 * p + 1][t] + i) + Load<Floats>(up_bias + i);
+            Store(activated + i, SwiGlu(gate, up, op.limit));
+          }
         }
       }
     }
@@ -680,10 +805,15 @@ namespace {
 // Attention
 
 template <bool kHalf>
-PEAGLE_INLINE Floats LoadSixteen(const void* base, int64_t index) {
+PEAGLE_INLINE Floats LoadLanes(const void* base, int64_t index) {
   if constexpr (kHalf) {
-    Halves halves = Load<Halves>(static_cast<const uint16_t*>(base) + index);
-    return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+    const Halves halves = Load<Halves>(static_cast<const uint16_t*>(base) + index);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const Words words = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(halves)));  // gcc: by lane
+#else
+    const Words words = __builtin_convertvector(halves, Words);
+#endif
+    return reinterpret_cast<Floats>(words << 16);
   } else {
     return Load<Floats>(static_cast<const float*>(base) + index);
   }
@@ -713,62 +843,60 @@ PEAGLE_INLINE void Put(void* base, int64_t index, float value) {
     static_cast<float*>(base)[index] = value;
 }
 
+// The lanes of a, then of b, that `place` names for each lane.
+template <class Place, int32_t... lane>
+PEAGLE_INLINE Floats Pick(Floats a, Floats b, Place place, std::integer_sequence<int32_t, lane...>) {
 #if defined(__clang__)
-#define PEAGLE_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+  return __builtin_shufflevector(a, b, place(lane)...);
 #else
-#define PEAGLE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+  return __builtin_shuffle(a, b, Ints{place(lane)...});
 #endif
+}
+
+using EachLane = std::make_integer_sequence<int32_t, kLanes>;
 
 // Of each 2 n lanes the first n of a, then the first n of b.
 template <int n>
 PEAGLE_INLINE Floats Firsts(Floats a, Floats b) {
-  if constexpr (n == 1) return PEAGLE_SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-  if constexpr (n == 2) return PEAGLE_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-  if constexpr (n == 4) return PEAGLE_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-  if constexpr (n == 8) return PEAGLE_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+  return Pick(a, b, [](int32_t lane) constexpr { return lane % (2 * n) < n ? lane : lane - n + int32_t{kLanes}; }, EachLane());
 }
 
 // Of each 2 n lanes the last n of a, then the last n of b.
 template <int n>
 PEAGLE_INLINE Floats Lasts(Floats a, Floats b) {
-  if constexpr (n == 1) return PEAGLE_SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-  if constexpr (n == 2) return PEAGLE_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  if constexpr (n == 4) return PEAGLE_SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-  if constexpr (n == 8) return PEAGLE_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  return Pick(a, b, [](int32_t lane) constexpr { return lane % (2 * n) < n ? lane + n : lane + int32_t{kLanes}; }, EachLane());
 }
 
-// Lane i = the sum over the lanes of parts[i]: four rounds of adding neighbours.
-PEAGLE_INLINE Floats SumEach(Floats (&v)[16]) {
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) v[i] = Firsts<1>(v[2 * i], v[2 * i + 1]) + Lasts<1>(v[2 * i], v[2 * i + 1]);
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) v[i] = Firsts<2>(v[2 * i], v[2 * i + 1]) + Lasts<2>(v[2 * i], v[2 * i + 1]);
-  for (int i = 0; i < 2; ++i) v[i] = Firsts<4>(v[2 * i], v[2 * i + 1]) + Lasts<4>(v[2 * i], v[2 * i + 1]);
-  return Firsts<8>(v[0], v[1]) + Lasts<8>(v[0], v[1]);
-}
-
+// The first of v are the sums of two neighbours each, by n lanes.
 template <int n>
-PEAGLE_INLINE void TurnBy(Floats (&v)[16]) {
+PEAGLE_INLINE void AddNeighbours(Floats (&v)[kLanes]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes / (2 * n); ++i) v[i] = Firsts<n>(v[2 * i], v[2 * i + 1]) + Lasts<n>(v[2 * i], v[2 * i + 1]);
+  if constexpr (4 * n <= kLanes) AddNeighbours<2 * n>(v);
+}
+
+// Lane i = the sum over the lanes of parts[i]: rounds of adding neighbours.
+PEAGLE_INLINE Floats SumEach(Floats (&parts)[kLanes]) {
+  AddNeighbours<1>(parts);
+  return parts[0];
+}
+
+// Rows become columns in squares of 2 n, then in smaller ones.
+template <int n = kLanes / 2>
+PEAGLE_INLINE void Turn(Floats (&v)[kLanes]) {
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < kLanes; ++i) {
     if (i & n) continue;
     const Floats a = v[i], b = v[i + n];
     v[i] = Firsts<n>(a, b);
     v[i + n] = Lasts<n>(a, b);
   }
-}
-
-// Rows become columns.
-PEAGLE_INLINE void Turn(Floats (&v)[16]) {
-  TurnBy<8>(v);
-  TurnBy<4>(v);
-  TurnBy<2>(v);
-  TurnBy<1>(v);
+  if constexpr (n > 1) Turn<n / 2>(v);
 }
 
 constexpr int64_t kStretch = 64;  // positions whose values go together
 
-// Where the vectors of neighbouring positions start in the cache, from a multiple of 16 on. Positions outside of those
+// Where the vectors of neighbouring positions start in the cache, from a multiple of kLanes on. Positions outside of those
 // that some query reads stand for the nearest that one does.
 struct Places {
   int64_t at[kStretch];
@@ -790,40 +918,41 @@ PEAGLE_INLINE bool Overlaps(const Query& query, int64_t position) {
   return position <= query.newest && position + kLanes > query.oldest;
 }
 
-// The scores of a tile are the dot products of a query with its keys. A head's inputs are multiplied lane by lane, sixteen
-// after sixteen, then the lanes are added up, each with its neighbour. What is behind the last sixteen comes last.
+// The scores of a tile are the dot products of a query with its keys, kLanes of them. A head's inputs are multiplied lane
+// by lane, kLanes after kLanes, then the lanes are added up, each with its neighbour. What is behind the last kLanes comes
+// last.
 
 // kHead: the head's width where it is known, else 0
 template <bool kHalf, int kHead>
 PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const int64_t* at, int64_t width) {
   const int64_t whole = (kHead > 0 ? kHead : width) / kLanes * kLanes;
-  Floats parts[16];
+  Floats parts[kLanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < kLanes; ++i) {
     Floats part = {};
 #pragma GCC unroll 4
     for (int64_t h = 0; h < whole; h += kLanes)
-      part += Load<Floats>(query.vector + h) * LoadSixteen<kHalf>(keys, at[i] + h);
+      part += Load<Floats>(query.vector + h) * LoadLanes<kHalf>(keys, at[i] + h);
     parts[i] = part;
   }
   return SumEach(parts);
 }
 
-// A tile's keys as [head_dim][16], without what is behind the last sixteen inputs: then a lane is a position, and several
+// A tile's keys as [head_dim][kLanes], without what is behind the last kLanes inputs: then a lane is a position, and several
 // queries take the same values.
 template <bool kHalf>
 void TurnKeys(const void* keys, const int64_t* at, int64_t width, float* turned) {
   for (int64_t h = 0; h + kLanes <= width; h += kLanes) {
-    Floats rows[16];
+    Floats rows[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) rows[i] = LoadSixteen<kHalf>(keys, at[i] + h);
+    for (int i = 0; i < kLanes; ++i) rows[i] = LoadLanes<kHalf>(keys, at[i] + h);
     Turn(rows);
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) Store(turned + (h + i) * kLanes, rows[i]);
+    for (int i = 0; i < kLanes; ++i) Store(turned + (h + i) * kLanes, rows[i]);
   }
 }
 
-// sums[q] = what inputs first .. first + count - 1 of every sixteen bring, added up as in Scores
+// sums[q] = what inputs first .. first + count - 1 of every kLanes bring, added up as in Scores
 template <int kQueries, int kFirst, int kCount, int kHead>
 PEAGLE_INLINE void AddInputs(const float* const (&vectors)[kQueries], const float* turned, int64_t width,
                              Floats (&sums)[kQueries]) {
@@ -851,13 +980,14 @@ __attribute__((noinline)) void ScoresTurned(const Query* queries, const float* t
   AddInputs<kQueries, 0, kLanes, kHead>(vectors, turned, width, scores);
 }
 
-// The scores whole: what is behind the last sixteen inputs comes to them, and -inf for what the query does not read.
+// The scores whole: what is behind the last kLanes inputs comes to them, and -inf for what the query does not read.
 template <bool kHalf>
 PEAGLE_INLINE Floats Finish(Floats scores, const Query& query, const void* keys, const int64_t* at, int64_t position,
                             int64_t width) {
   for (int64_t h = width / kLanes * kLanes; h < width; ++h)
     for (int i = 0; i < kLanes; ++i) scores[i] += query.vector[h] * LoadOne<kHalf>(keys, at[i] + h);
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
   const int32_t before = static_cast<int32_t>(std::clamp<int64_t>(query.oldest - position, 0, kLanes));
   const int32_t behind = static_cast<int32_t>(std::clamp<int64_t>(query.newest - position, -1, kLanes));
   scores = lane < before ? Broadcast(-__builtin_inff()) : scores;
@@ -888,17 +1018,18 @@ void AddValues(const Query* queries, int64_t offset, const void* values, const i
                int64_t head_dim) {
   const float* weights[kQueries];
   for (int q = 0; q < kQueries; ++q) weights[q] = queries[q].weights + offset;
+  constexpr int kBlocks = kManyRegisters ? 4 : 2;  // sums that registers hold
   int64_t h = 0;
-  for (; h + 4 * kLanes <= head_dim; h += 4 * kLanes) {
-    Floats sums[kQueries][2][4];
+  for (; h + kBlocks * kLanes <= head_dim; h += kBlocks * kLanes) {
+    Floats sums[kQueries][2][kBlocks];
     for (int q = 0; q < kQueries; ++q)
       for (int j = 0; j < 2; ++j)
-        for (int b = 0; b < 4; ++b) sums[q][j][b] = Load<Floats>(queries[q].sums + j * head_dim + h + b * kLanes);
+        for (int b = 0; b < kBlocks; ++b) sums[q][j][b] = Load<Floats>(queries[q].sums + j * head_dim + h + b * kLanes);
     auto add = [&](int64_t i, int j) {
-      Floats four[4];
-      for (int b = 0; b < 4; ++b) four[b] = LoadSixteen<kHalf>(values, at[i] + h + b * kLanes);
+      Floats read[kBlocks];
+      for (int b = 0; b < kBlocks; ++b) read[b] = LoadLanes<kHalf>(values, at[i] + h + b * kLanes);
       for (int q = 0; q < kQueries; ++q)
-        for (int b = 0; b < 4; ++b) sums[q][j][b] += weights[q][i] * four[b];
+        for (int b = 0; b < kBlocks; ++b) sums[q][j][b] += weights[q][i] * read[b];
     };
     int64_t i = begin;
     if (i % 2 == 1 && i < end) add(i++, 1);
@@ -909,7 +1040,7 @@ void AddValues(const Query* queries, int64_t offset, const void* values, const i
     if (i < end) add(i, 0);
     for (int q = 0; q < kQueries; ++q)
       for (int j = 0; j < 2; ++j)
-        for (int b = 0; b < 4; ++b) Store(queries[q].sums + j * head_dim + h + b * kLanes, sums[q][j][b]);
+        for (int b = 0; b < kBlocks; ++b) Store(queries[q].sums + j * head_dim + h + b * kLanes, sums[q][j][b]);
   }
   for (; h < head_dim; ++h)
     for (int64_t i = begin; i < end; ++i)
@@ -1093,7 +1224,7 @@ Peak FindPeak(const void* row, int64_t begin, int64_t end) {
   Ints odd = {};  // lanes in which something was no number
   int64_t i = begin;
   const auto take = [&](Floats& high, int64_t at) {
-    const Floats values = LoadSixteen<kHalf>(row, at);
+    const Floats values = LoadLanes<kHalf>(row, at);
     odd |= values != values;
     high = Max(values, high);
   };
@@ -1115,7 +1246,7 @@ Peak FindPeak(const void* row, int64_t begin, int64_t end) {
   if (nan) return {value, -1};
   i = begin;
   for (; i + kLanes <= end; i += kLanes) {
-    const Ints found = LoadSixteen<kHalf>(row, i) == value;
+    const Ints found = LoadLanes<kHalf>(row, i) == value;
     int32_t any = 0;
     for (int lane = 0; lane < kLanes; ++lane) any |= found[lane];
     if (any != 0) break;
@@ -1128,7 +1259,7 @@ template <bool kHalf>
 float SumOfExp(const void* row, int64_t begin, int64_t end, float peak) {
   Floats sums = {};
   int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) sums += Exp(LoadSixteen<kHalf>(row, i) - peak);
+  for (; i + kLanes <= end; i += kLanes) sums += Exp(LoadLanes<kHalf>(row, i) - peak);
   float total = 0;
   for (int lane = 0; lane < kLanes; ++lane) total += sums[lane];
   for (; i < end; ++i) total += Exp(Broadcast(LoadOne<kHalf>(row, i) - peak))[0];

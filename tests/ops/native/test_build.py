@@ -130,25 +130,11 @@ def test_each_set_is_there_and_runs_where_the_cpu_does(isa: str, monkeypatch: py
 
 
 @needs_libraries
-def test_without_a_word_the_sets_that_beat_xla_run() -> None:
-    isa, line = native.status()
-    assert native.available() == (isa is not None)
-    if isa is None:
-        assert one_line(line).startswith("XLA: this CPU has no AVX-512")
-    else:
-        assert isa in native.FAST
-        assert line == f"native, {isa}"
-
-
-@needs_libraries
-def test_sets_that_xla_beats_run_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "FAST", ())
-    line = reason()
-    assert re.fullmatch(r"XLA: this CPU has no AVX-512, .*\(PEAGLE_KERNELS=\w+ runs them\)", line)
-    asked = line.split("=")[1].split()[0]
-    monkeypatch.setenv(native.VARIABLE, asked)
-    native.status.cache_clear()
-    assert native.status() == (asked, f"native, {asked}")
+def test_without_a_word_the_best_that_the_cpu_has_runs() -> None:
+    library = ctypes.CDLL(str(build.library("portable")))
+    library.peagle_machine.restype = ctypes.c_char_p
+    best = library.peagle_machine().decode()
+    assert native.status() == (best, f"native, {best}")
 
 
 @pytest.mark.usefixtures("fresh")
@@ -187,18 +173,26 @@ def test_without_libraries_it_is_xla_and_the_line_says_what_to_do(monkeypatch: p
 
 
 @needs_libraries
-def test_a_library_that_is_missing_is_xla_or_an_error(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
-    """All that are fast: the CPU could run them, and nobody is told that it could not."""
+def test_where_the_best_is_missing_the_next_runs_and_says_so(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
     best = native.status()[0]
-    if best is None:
-        pytest.skip(native.status()[1])
-    for isa in SETS:
-        if isa not in native.FAST:
-            build.library(isa, out).symlink_to(build.library(isa))
+    others = [isa for isa in SETS if isa != best]
+    for isa in others:
+        build.library(isa, out).symlink_to(build.library(isa))
     monkeypatch.setenv(native.DIRECTORY, str(out))
-    assert reason().startswith(f"XLA: the {best} kernels were not compiled, and XLA is faster than the ")
-    monkeypatch.setenv(native.VARIABLE, best)
-    assert refusal().startswith(f"PEAGLE_KERNELS is {best!r}, but the native kernels were not compiled; ")
+    native.status.cache_clear()
+    isa, line = native.status()
+    if best == "portable":
+        assert (isa, line[:5]) == (None, "XLA: "), "there is none behind it"
+    else:
+        assert best is not None
+        assert isa == SETS[SETS.index(best) + 1]
+        again = "python -m peagle.ops.native compiles them where a C++ compiler is"
+        assert line == f"native, {isa} (those for {best} were not compiled; {again})"
+        monkeypatch.setenv(native.VARIABLE, best)
+        assert refusal().startswith(f"PEAGLE_KERNELS is {best!r}, but the native kernels were not compiled; ")
+        monkeypatch.setenv(native.VARIABLE, isa)
+        native.status.cache_clear()
+        assert native.status() == (isa, f"native, {isa}"), "it was asked for"
 
 
 @pytest.mark.usefixtures("fresh")
