@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-
 #include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
