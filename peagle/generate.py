@@ -455,7 +455,8 @@ class _InFlight:
 
 
 def _see(running: Running, dispatch: _InFlight, outputs: StepOutput, seconds: float) -> None:
-    """What the device took for a dispatch is among the running costs, if all its steps ran."""
+    """What the device took for a dispatch is among the running costs, if all its steps ran. One without a rung is
+    plain decoding's own."""
     ran = np.any(outputs.num_accepted >= 0, axis=1)
     if ran.all():
         running.see(dispatch.rung or 0, 1e3 * seconds / len(ran))

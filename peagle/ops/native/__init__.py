@@ -37,10 +37,10 @@ def status() -> tuple[str | None, str]:
         raise InputError(f"{VARIABLE} is {wanted!r}; expected {', '.join([*instruction_sets(), XLA])}, or nothing")
     if wanted == XLA:
         return None, f"XLA ({VARIABLE}={XLA})"
-    isa, why = _choose(wanted)
+    isa, said = _choose(wanted)
     if isa is None and wanted:
-        raise InputError(f"{VARIABLE} is {wanted!r}, but {why}")
-    return (isa, f"native, {isa}{why}") if isa else (None, f"XLA: {why}")
+        raise InputError(f"{VARIABLE} is {wanted!r}, but {said}")
+    return (isa, f"native, {isa}{said}") if isa else (None, f"XLA: {said}")
 
 
 def available() -> bool:

@@ -19,6 +19,7 @@ namespace {
 constexpr int64_t kLanes = 16;
 constexpr bool kManyRegisters = true;  // 32, else 16
 #elif defined(__AVX2__)
+#define PEAGLE_AVX2  // the best there is
 constexpr int64_t kLanes = 8;
 constexpr bool kManyRegisters = false;
 #else
@@ -185,7 +186,7 @@ struct Bfloat16 : Dense {
   }
 };
 
-#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(__AVX512VNNI__) || defined(PEAGLE_AVX2)
 #define PEAGLE_DIGITS
 // Thirty-two neighbouring inputs of a row, for machines that add up products of bytes: integers of 23 bits times one
 // power of two, which the largest of them decides. So each is off by at most 2^-23 of the largest, as its products with
@@ -342,7 +343,7 @@ struct Mxfp4 {
       }
     }
   }
-#elif defined(PEAGLE_DIGITS)
+#elif defined(PEAGLE_AVX2)
   using Input = Digits;
   static constexpr int Columns(int) { return 1; }  // a block of one column fills eight registers
 
@@ -371,7 +372,7 @@ struct Mxfp4 {
         __m256i part[3];
 #pragma GCC unroll 3
         for (int i = 0; i < 3; ++i) {
-          // products of two bytes are below 6144 in magnitude: four of them fit into sixteen bits
+          // products of two bytes are 6144 at most in magnitude, with the one beside: four such sums fit into sixteen bits
           auto products = [&](int64_t first) {
             __m256i sum = _mm256_setzero_si256();
 #pragma GCC unroll 4
@@ -807,7 +808,7 @@ template <bool kHalf>
 PEAGLE_INLINE Floats LoadLanes(const void* base, int64_t index) {
   if constexpr (kHalf) {
     const Halves halves = Load<Halves>(static_cast<const uint16_t*>(base) + index);
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(PEAGLE_AVX2)
     const Words words = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(halves)));  // gcc: by lane
 #else
     const Words words = __builtin_convertvector(halves, Words);
