@@ -9,8 +9,8 @@ are practically never accepted, so that every step verifies all of them and give
 (drafter, K) run in turn, `--rounds` times; a cost is the median over the rounds of (milliseconds of a step over
 milliseconds of a plain one in the same round).
 
-Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl (a line per round and shape), README.md and
-crossover.png.
+Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl (a line per round and shape, as soon as it is
+known), README.md and crossover.png.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from peagle.ops.rope import RopeConfig
 from peagle.pair import DEMO, Pair, resolve
 from scripts.make_random_checkpoint import SIZES
 from scripts.peers.cost import MXFP4_BYTES, Storage, stored_weights
-from scripts.results import in_one_line, origin, write_run
+from scripts.results import RawLines, in_one_line, origin, write_page
 from target.config import TargetConfig
 from target.load import inspect_target
 
@@ -118,10 +118,11 @@ def measure(arguments: argparse.Namespace) -> int:
     if len(directories) < len(arguments.targets):
         raise InputError("two targets have the same name; expected directories with names of their own")
     configs = {name: inspect_target(directory).config for name, directory in directories.items()}
-    raw: list[Json] = []
+    raw = RawLines(arguments.out)
     for name, directory in directories.items():
-        raw += measured(name, directory, configs[name], ks, arguments)
-    rows = [row for name, config in configs.items() for row in summary(name, config, ks, raw)]
+        for line in measured(name, directory, configs[name], ks, arguments):
+            raw.add(line)
+    rows = [row for name, config in configs.items() for row in summary(name, config, ks, raw.lines)]
     record = {
         "schema": 1,
         "provenance": origin("scripts.crossover"),
@@ -129,7 +130,7 @@ def measure(arguments: argparse.Namespace) -> int:
         "rows": rows,
         "by_bytes": [row for name in ("20b", "120b") for row in by_bytes(name, SIZES[name], ks)],
     }
-    write_run(arguments.out, record, raw, page(record))
+    write_page(arguments.out, record, page(record))
     draw(record, arguments.out / "crossover.png")
     return 0
 
@@ -251,6 +252,7 @@ def page(record: Json) -> str:
             gains = ["-" if kind is IN_TURN else f"{cells[k]['over_in_turn']:.2f}" for k in ks]
             lines.append(f"| {kind.name} | {' | '.join([*costs, *gains])} |")
         lines.append("")
+    lines += verdict(record)
     lines += [
         "## The real targets, by bytes",
         "",
@@ -269,6 +271,38 @@ def page(record: Json) -> str:
         lines.append(f"| {target}, {vocab:,}, {name} | {' | '.join([f'{c:.2f}' for c in costs] + shown)} |")
     lines += ["", "![crossover](crossover.png)", ""]
     return "\n".join(lines)
+
+
+def verdict(record: Json) -> list[str]:
+    """Of each target, measured and by bytes: the K from which on drafting in one pass is the cheaper step."""
+    costs: dict[str, dict[tuple[str, int], float]] = {}
+    gains: dict[str, dict[tuple[str, int], float]] = {}
+    for row in record["rows"]:
+        gains.setdefault(f"{row['target']}, measured", {})[row["drafter"], row["k"]] = row["over_in_turn"]
+    for row in record["by_bytes"]:
+        name = f"{row['target']}, {row['draft_vocab']:,} draft tokens, by bytes"
+        costs.setdefault(name, {})[row["drafter"], row["k"]] = row["cost"]
+    for name, cost in costs.items():
+        gains[name] = {(drafter, k): cost[IN_TURN.name, k] / value for (drafter, k), value in cost.items()}
+    in_one_pass = [kind.name for kind in KINDS if kind.parallel]
+    lines = ["## Drafting in one pass is the cheaper step", ""]
+    lines += _table([f"{name}: from K =" for name in in_one_pass], "target")
+    for target, gain in gains.items():
+        first = [
+            cheaper_from([(k, value) for (name, k), value in gain.items() if name == each]) for each in in_one_pass
+        ]
+        lines.append(f"| {target} | {' | '.join('never here' if k is None else str(k) for k in first)} |")
+    return [*lines, ""]
+
+
+def cheaper_from(gains: Sequence[tuple[int, float]]) -> int | None:
+    """The least K from which on every gain is above 1; None where the last one is not."""
+    first = None
+    for k, gain in sorted(gains, reverse=True):
+        if gain <= 1:
+            break
+        first = k
+    return first
 
 
 def _table(columns: Sequence[str], first: str = "drafter") -> list[str]:

@@ -45,7 +45,7 @@ from peagle.pair import Pair
 from peagle.profile import profile
 from scripts.crossover import IN_TURN, NARROW_VOCAB, Kind
 from scripts.make_random_checkpoint import SIZES
-from scripts.results import in_one_line, origin, write_page
+from scripts.results import RawLines, in_one_line, origin, write_page
 from target.config import TargetConfig
 from target.model import GptOss
 from target.random import random_bytes, random_params
@@ -65,25 +65,6 @@ class Section:
     name: str
     run: Callable[[], Iterator[Json]]
     seconds: float  # it may take
-
-
-class Log:
-    """raw.jsonl, a line at a time, and what it says so far."""
-
-    def __init__(self, out: Path) -> None:
-        self.lines: list[Json] = []
-        self._path = out / "raw.jsonl"
-        out.mkdir(parents=True)
-
-    def add(self, section: str, line: Json) -> None:
-        self.lines.append({"section": section, **line})
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.lines[-1]) + "\n")
-        print(f"{section}: {json.dumps(line)[:200]}", flush=True)
-
-    @property
-    def wrong(self) -> bool:
-        return any(line.get("ok") is False for line in self.lines)
 
 
 def bandwidth() -> Iterator[Json]:
@@ -320,7 +301,12 @@ def check(arguments: argparse.Namespace) -> int:
             f"JAX computes on {jax.default_backend()}, not on a GPU; give --any-device to go on all the same"
         )
     expect_new(arguments.out)
-    log = Log(arguments.out)
+    raw = RawLines(arguments.out)
+
+    def log(section: Section, line: Json) -> None:
+        raw.add({"section": section.name, **line})
+        print(f"{section.name}: {json.dumps(line)[:200]}", flush=True)
+
     sections = [Section("bandwidth", bandwidth, 10), Section("parity", parity, 30)]
     sections += [Section("losslessness", losslessness, 40), Section("conformance", conformance, 120)]
     sections += [section for name in shapes for section in shape_sections(name, 90)]
@@ -328,16 +314,16 @@ def check(arguments: argparse.Namespace) -> int:
     for section in sections:
         left = 60 * arguments.minutes - (time.monotonic() - started)
         if left < section.seconds / 2:
-            log.add(section.name, {"left_out": f"{left:.0f} s are left of --minutes {arguments.minutes:g}"})
+            log(section, {"left_out": f"{left:.0f} s are left of --minutes {arguments.minutes:g}"})
             continue
         try:
             for line in section.run():
-                log.add(section.name, line)
+                log(section, line)
         except Exception as error:  # one section's failure must not cost the others' figures
-            log.add(section.name, {"ok": False, "error": repr(error)[:500], "at": traceback.format_exc()[-1500:]})
-    record = {"schema": 1, "provenance": origin("scripts.gpu_check"), "config": {"shapes": shapes}, "rows": log.lines}
+            log(section, {"ok": False, "error": repr(error)[:500], "at": traceback.format_exc()[-1500:]})
+    record = {"schema": 1, "provenance": origin("scripts.gpu_check"), "config": {"shapes": shapes}, "rows": raw.lines}
     write_page(arguments.out, record, page(record))
-    return 1 if log.wrong else 0
+    return 1 if any(line.get("ok") is False for line in raw.lines) else 0
 
 
 def page(record: Json) -> str:

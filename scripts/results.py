@@ -25,15 +25,30 @@ def origin(module: str) -> dict[str, Any]:
     return provenance() | {"command": shlex.join(["python", "-m", module, *sys.argv[1:]])}
 
 
+class RawLines:
+    """raw.jsonl of a new run, a line at a time: what is known is kept, whatever stops the run."""
+
+    def __init__(self, out: Path) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._path = out / "raw.jsonl"
+        out.mkdir(parents=True)
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
 def write_run(out: Path, record: dict[str, Any], raw: Sequence[dict[str, Any]], page: str) -> None:
     """The new folder holds run.json, raw.jsonl (a line each) and README.md, which is shown, too."""
-    out.mkdir(parents=True)
-    (out / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw), encoding="utf-8")
+    kept = RawLines(out)
+    for line in raw:
+        kept.add(line)
     write_page(out, record, page)
-    print(page)
 
 
 def write_page(out: Path, record: dict[str, Any], page: str) -> None:
-    """The folder, whose raw lines are there, holds run.json and README.md."""
+    """The folder, whose raw lines are there, holds run.json and README.md, which is shown, too."""
     (out / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (out / "README.md").write_text(page, encoding="utf-8")
+    print(page)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import crossover
-from scripts.crossover import IN_TURN, KINDS, by_bytes
+from scripts.crossover import IN_TURN, KINDS, by_bytes, cheaper_from
 from scripts.make_random_checkpoint import SIZES
 
 
@@ -35,6 +35,19 @@ def test_by_bytes_one_draft_is_cheapest_in_one_layer_and_many_in_one_pass() -> N
     assert all(cost[name, 7, whole] > cost[name, 7, crossover.NARROW_VOCAB] for name in names)
 
 
+@pytest.mark.parametrize(
+    ("gains", "first"),
+    [
+        ([(1, 0.9), (3, 1.2), (7, 1.5)], 3),
+        ([(1, 1.1), (3, 0.9), (7, 1.5)], 7),
+        ([(7, 1.5), (1, 1.1), (3, 1.2)], 1),
+        ([(1, 1.1), (3, 1.2), (7, 1.0)], None),
+    ],
+)
+def test_cheaper_from_is_where_all_larger_numbers_gain(gains: list[tuple[int, float]], first: int | None) -> None:
+    assert cheaper_from(gains) == first
+
+
 @pytest.mark.slow
 def test_a_run_leaves_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -52,6 +65,8 @@ def test_a_run_leaves_its_page(
     page = (out / "README.md").read_text()
     assert "## demo: a plain step takes" in page
     assert "| 120b, 32,768, P-EAGLE, 4 layers |" in page
+    assert "| demo, measured |" in page
+    assert "| 20b, 201,088 draft tokens, by bytes | 2 | 2 |" in page
     assert (out / "crossover.png").stat().st_size > 20_000
     assert crossover.main() == 2
     assert "so that no result is overwritten" in capsys.readouterr().err
