@@ -49,6 +49,7 @@ class SamplingConfig:
 
 Ladder = tuple[int, ...]  # the numbers of drafts a step may choose from, ascending
 MAX_NUM_DRAFTS = 128  # a pass over more rows is a prefill: no acceptance pays for it
+SHARED_ROWS = 8  # caches have room for a multiple of so many rows of a pass
 RUNGS = (0, 1, 2, 3, 5)  # of which each is a program of its own; the last rung is K itself
 
 
@@ -100,3 +101,10 @@ class SpeculationConfig:
         """The numbers of drafts of a step."""
         k = self.num_speculative_tokens
         return (*(rung for rung in RUNGS if rung < k), k) if self.adaptive else (k,)
+
+    @property
+    def draft_places(self) -> int:
+        """The drafts that caches have room for: K or a few more, the same for neighbouring K, so that these share the
+        program of prefill, which takes the longest of all to compile. Plain decoding has its own: none."""
+        k = self.num_speculative_tokens
+        return -(-(k + 1) // SHARED_ROWS) * SHARED_ROWS - 1 if k else 0

@@ -30,7 +30,7 @@ from peagle.costs import Running, Steps
 from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.policy import Costs, Course, Outlook
-from peagle.protocols import Drafter, Target
+from peagle.protocols import Drafter, PyTree, Target
 from peagle.sampling import TARGET, choose, row_keys, uniforms
 from peagle.state import DecodeState, StepOutput, init_state
 from peagle.step import steps, steps_of
@@ -82,11 +82,26 @@ Readable = tuple[jax.Array, jax.Array | None]  # packed outputs; policy.plan, wh
 _traces = collections.Counter({"prefill": 0, "step": 0})
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("capacity", "draft_places"))
 def _prefill(
-    target: Target,
-    drafter: Drafter,
-    token_ids: jax.Array,
+    target: Target, drafter: Drafter, token_ids: jax.Array, lengths: jax.Array, *, capacity: int, draft_places: int
+) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
+    """(logits after the last token [B, V], its aux_hidden [B, A], target caches, drafter state) of the prompts
+    token_ids[:, :lengths]. Nothing here is about what happens to the logits: all samplings, and neighbouring K, share
+    this program."""
+    _traces["prefill"] += 1
+    batch = token_ids.shape[0]
+    output, caches = target.prefill(token_ids, lengths, target.init_cache(batch, capacity, draft_places + 1))
+    drafter_state = drafter.init_state(batch, capacity, draft_places)
+    drafter_state = drafter.prefill(drafter_state, token_ids, lengths, output.aux_hidden)
+    last_aux = jnp.take_along_axis(output.aux_hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    return output.logits, last_aux, caches, drafter_state
+
+
+@functools.partial(jax.jit, static_argnames=("ladder", "sampling"))
+def _first(
+    logits: jax.Array,
+    last_aux: jax.Array,
     lengths: jax.Array,
     budgets: jax.Array,
     seeds: jax.Array,
@@ -94,25 +109,18 @@ def _prefill(
     stop_token_ids: jax.Array,
     before: tuple[Outlook, Outlook] | None,
     *,
-    config: SpeculationConfig,
+    ladder: Ladder,
+    sampling: SamplingConfig,
 ) -> tuple[DecodeState, jax.Array, Outlook | None, jax.Array | None]:
-    """(state, first token [B], its outlook, the plan of that) of the prompts token_ids[:, :lengths]; a row of budget 0
-    is done from the start. `before`: the outlooks at the beginning and at the end of the requests before, in an
-    adaptive run."""
-    _traces["prefill"] += 1
-    batch, num_drafts, sampling = token_ids.shape[0], config.num_speculative_tokens, config.sampling
-    output, cache = target.prefill(token_ids, lengths, target.init_cache(batch, config.capacity, num_drafts + 1))
-    drafter_state = drafter.init_state(batch, config.capacity, num_drafts)
-    drafter_state = drafter.prefill(drafter_state, token_ids, lengths, output.aux_hidden)
+    """(state but for caches, first token [B], its outlook, the plan of that) of prompts with these logits behind them;
+    a row of budget 0 is done from the start. `before`: the outlooks at the beginning and at the end of the requests
+    before, in an adaptive run."""
     keys = row_keys(seeds, indices)
     random = None if sampling.greedy else uniforms(keys, lengths[:, None])[:, 0, TARGET]
-    first_token = choose(output.logits, sampling, random)
-    last_aux = jnp.take_along_axis(output.aux_hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    outlook = None if before is None else policy.again(config.ladder, *before)
-    state = init_state(
-        first_token, lengths, last_aux, config.ladder, outlook, cache, drafter_state, budgets, keys, stop_token_ids
-    )
-    return state, first_token, outlook, None if outlook is None else policy.plan(outlook)
+    token = choose(logits, sampling, random)
+    outlook = None if before is None else policy.again(ladder, *before)
+    state = init_state(token, lengths, last_aux, ladder, outlook, budgets, keys, stop_token_ids)
+    return state, token, outlook, None if outlook is None else policy.plan(outlook)
 
 
 @functools.cache
@@ -154,7 +162,7 @@ def _counted_as_long(outputs: jax.Array) -> jax.Array:
 
 def trace_counts() -> dict[str, int]:
     """Programs traced so far in this process: one step per (batch, K, capacity) of a pair, or one for each number of
-    drafts where the steps of a dispatch share it, and one prefill per bucket of each."""
+    drafts where the steps of a dispatch share it, and one prefill per bucket, which neighbouring K share."""
     return dict(_traces)
 
 
@@ -418,11 +426,30 @@ class Engine:
             before = self._outlooks
             if self._running_costs is not None:
                 before = before[0], dataclasses.replace(before[1], costs=self._running_costs.costs())
-        state, first_token, outlook, plan = _prefill(
-            self.target, self.drafter, token_ids, lengths, budgets, seeds, indices, stops, before, config=self.config
+        config = self.config
+        logits, last_aux, caches, drafter_state = _prefill(
+            self.target,
+            self.drafter,
+            token_ids,
+            lengths,
+            capacity=config.capacity,
+            draft_places=config.draft_places,
+        )
+        state, first_token, outlook, plan = _first(
+            logits,
+            last_aux,
+            lengths,
+            budgets,
+            seeds,
+            indices,
+            stops,
+            before,
+            ladder=config.ladder,
+            sampling=config.sampling,
         )
         if outlook is not None:
             self._outlooks = outlook, outlook
+        state = dataclasses.replace(state, target_cache=caches, drafter_state=drafter_state)
         return state, first_token, Course(plan) if plan is not None and self.chooses_by_dispatch else None
 
     def _rung(self, course: Course | None) -> int | None:

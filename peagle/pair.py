@@ -196,9 +196,9 @@ class Pair:
         if key not in self._engines:
             target = self.target if k else self.plain_target
             drafter = self._drafter(config.sampling.draft_sampling) if k else NoDrafter()
-            rows, capacity = config.batch_size, config.capacity
+            rows, capacity, places = config.batch_size, config.capacity, config.draft_places
             caches = jax.eval_shape(
-                lambda: (target.init_cache(rows, capacity, k + 1), drafter.init_state(rows, capacity, k))
+                lambda: (target.init_cache(rows, capacity, places + 1), drafter.init_state(rows, capacity, places))
             )
             what = f"the caches of {capacity} positions" + (f" in {rows} rows" if rows > 1 else "")
             refuse_too_large({what: cache_bytes(caches)}, "lower --context, -n or --batch")

@@ -119,13 +119,12 @@ def init_state(
     last_aux_hidden: Float[Array, "B A"],
     ladder: Ladder,
     outlook: Outlook | None,
-    target_cache: PyTree,
-    drafter_state: PyTree,
     budgets: Int[Array, " B"],
     key: jax.Array,
     stop_token_ids: Int[Array, " S"],
 ) -> DecodeState:
-    """The state after prefill and the first token, which counts as emitted. A row of budget 0 is done from the start.
+    """The state after prefill and the first token, which counts as emitted, but for what the target and the drafter
+    keep. A row of budget 0 is done from the start.
 
     A ladder of several numbers needs an outlook.
     """
@@ -143,8 +142,8 @@ def init_state(
         length=lengths,
         pending_token=first_token,
         fresh=fresh,
-        target_cache=target_cache,
-        drafter_state=drafter_state,
+        target_cache=None,
+        drafter_state=None,
         done=(budgets <= 1) | _is_stop(first_token, stop_token_ids),
         remaining=budgets - 1,
         key=key,

@@ -169,6 +169,23 @@ def test_no_retrace_after_warm_up(target, requests) -> None:
     assert trace_counts() == before
 
 
+def test_neighbouring_k_and_all_samplings_share_the_program_of_prefill() -> None:
+    target = MarkovTarget(jnp.zeros((3, 3), jnp.float32))
+
+    def prefills(k: int, sampling: SamplingConfig = SamplingConfig()) -> int:  # noqa: B008
+        before = trace_counts()["prefill"]
+        run(
+            Engine(target, NGram(longest=1), SpeculationConfig(k, capacity=11, sampling=sampling)),
+            [Request(0, (0,), 2)],
+        )
+        return trace_counts()["prefill"] - before
+
+    assert prefills(1) == 1
+    assert [prefills(k) for k in (2, 3, 7)] == [0, 0, 0]
+    assert prefills(5, SamplingConfig(temperature=0.5, top_k=2)) == 0
+    assert prefills(8) == 1  # its caches are longer
+
+
 @pytest.mark.parametrize("together", [2, 8])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_steps_that_are_dispatched_together_change_nothing(target, requests, drafts, together) -> None:
