@@ -22,13 +22,15 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from peagle.ops.checkpoint import save_tensors
 from peagle.ops.errors import InputError
-from peagle.ops.files import write_whole
+from peagle.ops.files import holds_files, write_whole
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
+NAME = "target"  # in the manifest: as it was typed; WEIGHTS says which it is
+WEIGHTS = "weights"  # in the manifest: peagle.ops.checkpoint.fingerprint of the target
 DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends")
 TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # by choice
@@ -47,13 +49,13 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard_{number:05d}.safetensors"
 
 
-def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
-    """The folder is there with a manifest of what makes its shards. Raises InputError where it holds another one's."""
+def expect_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
+    """Raises InputError where the folder is no new one and was not begun with the same, and writes nothing. The name of
+    the target may differ: one directory has several."""
     manifest = {"schema": SCHEMA, **made_by}
-    path = folder / MANIFEST
-    if path.exists():
+    if (folder / MANIFEST).exists():
         stored = read_manifest(folder)
-        differing = sorted(key for key in {*stored, *manifest} if stored.get(key) != manifest.get(key))
+        differing = sorted(key for key in {*stored, *manifest} - {NAME} if stored.get(key) != manifest.get(key))
         if differing:
             key = differing[0]
             raise InputError(
@@ -61,8 +63,18 @@ def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
                 " take another --out"
             )
         return
-    if folder.exists() and any(folder.iterdir()):
-        raise InputError(f"{folder} holds files, but no {MANIFEST}; expected a new folder, or one of training data")
+    if folder.exists() and (not folder.is_dir() or holds_files(folder)):
+        what = "holds files, but no " + MANIFEST if folder.is_dir() else "is a file"
+        raise InputError(f"{folder} {what}; expected a new folder, or one of training data")
+
+
+def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
+    """The folder is there with a manifest of what makes its shards. Raises InputError where it holds another one's."""
+    expect_folder(folder, made_by)
+    path = folder / MANIFEST
+    if path.exists():
+        return
+    manifest = {"schema": SCHEMA, **made_by}
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8"))
 
@@ -92,16 +104,22 @@ def write_shard(folder: Path, number: int, documents: Sequence[Document]) -> Non
     for name in documents[0].teacher:
         arrays[name] = np.ascontiguousarray(np.concatenate([each.teacher[name] for each in documents]))
     metadata = {DIGEST: _digest(arrays)}
-    write_whole(shard_path(folder, number), lambda temporary: save_file(arrays, temporary, metadata=metadata))
+    write_whole(shard_path(folder, number), lambda temporary: save_tensors(temporary, arrays, metadata))
 
 
 def read_shards(folder: Path) -> list[Document]:
     """All documents of a folder, in order. Raises InputError for a folder without any, and for a shard that is corrupt
     or does not go with the others."""
-    read_manifest(folder)
+    manifest = read_manifest(folder)
     paths = sorted(folder.glob("shard_*.safetensors"))
     if not paths:
         raise InputError(f"{folder} holds no shards; expected some: run peagle data to its end")
+    expected = -(-manifest.get("num_prompts", 0) // manifest.get("shard_prompts", 1))
+    if len(paths) < expected:
+        raise InputError(
+            f"{folder} holds {len(paths)} of {expected} shards; run peagle data to its end: the same command makes those "
+            "that are missing"
+        )
     documents = [document for path in paths for document in read_shard(path)]
     kinds = {tuple(sorted(each.teacher)) for each in documents}
     if len(kinds) > 1:

@@ -8,9 +8,12 @@ function of (recipe, data, step), so a training that was killed goes on to the b
 """
 
 import dataclasses
+import errno
 import functools
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,6 +87,11 @@ class Recipe:
             )
         if not all(0 < rate < math.inf for rate in (self.learning_rate, self.other_rate)):
             raise InputError(f"learning rates {self.learning_rate} and {self.other_rate}; expected numbers above 0")
+        if not 0 <= self.weight_decay < math.inf or not (self.clip_norm is None or self.clip_norm > 0):
+            raise InputError(
+                f"weight decay {self.weight_decay} and gradients clipped at {self.clip_norm}; expected 0 or more, and "
+                "more than 0"
+            )
 
     @property
     def segments(self) -> Segments:
@@ -264,7 +272,7 @@ class Trainer:
                 return self._go_on(checkpoints, step, initial)
             except OSError as error:
                 raise TrainingStopped(
-                    f"{self.out} cannot be written: {error.strerror}; {self._last_good(checkpoints)}"
+                    f"{self.out} cannot be written: {error.strerror or error}; {self._last_good(checkpoints)}"
                 ) from None
 
     def _go_on(
@@ -274,23 +282,33 @@ class Trainer:
         initial: DrafterParams,
     ) -> DrafterParams:
         state, first = self._restored(checkpoints, self.begin(initial))
-        self._keep_log_until(first)
+        evaluated = self._keep_log_until(first)
+        if first and not evaluated:  # it was killed while it evaluated, or nothing evaluated it
+            self._evaluate(first, state)
         started, records = time.monotonic(), []
         for number in range(first, self.recipe.steps):
             state, record = step(state, self.batches.at(number))
             records.append(record)
             done = number + 1
             last = done == self.recipe.steps
-            saves, evaluates = done % self.save_every == 0, self.evaluate_every and done % self.evaluate_every == 0
-            if done % self.log_every == 0 or saves or evaluates or last:
+            saves = done % self.save_every == 0
+            if done % self.log_every == 0 or saves or self._evaluates(done) or last:
                 elapsed = time.monotonic() - started
                 self._log_records(checkpoints, done, records, elapsed, elapsed / (done - first))
                 records = []
             if (saves or last) and checkpoints.latest_step() != done:
                 self._save(checkpoints, done, state)
-            if self.evaluate is not None and (evaluates or last):
-                self._log({"step": done, "evaluation": dict(self.evaluate(self._whole(state.params)))})
+            self._evaluate(done, state)
         return self._whole(state.params)
+
+    def _evaluates(self, done: int) -> bool:
+        asked = self.evaluate_every > 0 and done % self.evaluate_every == 0
+        return self.evaluate is not None and (asked or done == self.recipe.steps)
+
+    def _evaluate(self, done: int, state: State) -> None:
+        """The log has the figures of this step, if it is one that is evaluated."""
+        if self.evaluate is not None and self._evaluates(done):
+            self._log({"step": done, "evaluation": dict(self.evaluate(self._whole(state.params)))})
 
     def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
         """A step over all devices; it takes the state's memory."""
@@ -331,7 +349,7 @@ class Trainer:
             # asked first: a restore that fails half way leaves reads behind that complain when they are collected
             _same_shapes(checkpoints.item_metadata(latest), shapes)
             return cast(State, checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))), latest
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except Exception as error:  # the library passes on what its storage says of a cut file as a bare Exception
             why = str(error).partition("\n")[0]
             raise InputError(
                 f"{self.out / CHECKPOINTS}: step {latest} cannot be gone on from: {why}; remove that folder of the "
@@ -339,6 +357,12 @@ class Trainer:
             ) from None
 
     def _save(self, checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
+        size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.out).free
+        if free < size:  # asked first: where the disk is full half way, the library's threads complain at length
+            raise TrainingStopped(
+                f"the checkpoint of step {step} takes {size / 1e6:.0f} MB, the disk of {self.out / CHECKPOINTS} has "
+                f"{free / 1e6:.0f} MB left: {os.strerror(errno.ENOSPC)}; {self._last_good(checkpoints)}"
+            )
         try:
             checkpoints.save(step, args=ocp.args.StandardSave(state))
         except (OSError, ValueError, RuntimeError) as error:  # the library passes on what its storage says as it is
@@ -391,12 +415,13 @@ class Trainer:
             file.write(json.dumps(line) + "\n")
         self.watch(line)
 
-    def _keep_log_until(self, step: int) -> None:
-        """The log ends at the step that is gone on from."""
+    def _keep_log_until(self, step: int) -> bool:
+        """The log ends at the step that is gone on from. Returns whether it has an evaluation of that."""
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        return any(line["step"] == step and "evaluation" in line for line in kept)
 
 
 def _same_shapes(kept: Any, wanted: Any) -> None:

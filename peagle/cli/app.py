@@ -541,6 +541,9 @@ def guarded(run: Callable[[], int]) -> int:
         # whoever read the output has gone; nothing is left to say, and nothing to flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:
+        where = "" if error.filename is None else f"{error.filename}: "
+        return _complain(f"{where}{error.strerror or error}; expected a place that can be read and written")
     except Exception as error:
         if _out_of_memory(error):
             return _complain(

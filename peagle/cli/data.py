@@ -13,12 +13,22 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from drafter.train.shards import Document, open_folder, shard_path, total_tokens, write_shard
+from drafter.train.shards import (
+    NAME,
+    WEIGHTS,
+    Document,
+    expect_folder,
+    open_folder,
+    shard_path,
+    total_tokens,
+    write_shard,
+)
 from peagle.answers import Answer, Asking, answer
 from peagle.cli.display import Display
 from peagle.cli.run import rendering_of
 from peagle.cli.settings import DataSettings
 from peagle.config import SamplingConfig
+from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, load, resolve
 from peagle.prompt_files import read_prompt_file
@@ -42,15 +52,20 @@ def data_command(settings: DataSettings) -> int:
     left_out = [line for one in sets for line in one.skipped]
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
-    if settings.shard_prompts < 1 or settings.batch < 1 or settings.top < 0:
-        raise InputError("--shard-prompts and --batch must be 1 or more, --top 0 or more")
+    if min(settings.shard_prompts, settings.batch, settings.max_new_tokens) < 1 or min(settings.top, settings.seed) < 0:
+        raise InputError("--shard-prompts, --batch and -n must be 1 or more, --top and --seed 0 or more")
     rendering = rendering_of(settings)
     sampling = SamplingConfig(settings.temperature, settings.top_k, settings.top_p)
     starts = range(0, len(conversations), settings.shard_prompts)
     out = Path(settings.out)
-    layers = inspect_target(directory).config.num_layers
-    taps = chosen_taps(settings.taps, layers) if settings.hidden else ()
-    open_folder(out, _made_by(settings, name, len(conversations), rendering, sampling, taps))
+    config = inspect_target(directory).config
+    if settings.top > config.vocab_size:
+        raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
+    if settings.taps is not None and not settings.hidden:
+        raise InputError("--taps names hidden states to keep, and none are kept: give --hidden, too, or leave it out")
+    taps = chosen_taps(settings.taps, config.num_layers) if settings.hidden else ()
+    made_by = _made_by(settings, name, fingerprint(directory), len(conversations), rendering, sampling, taps)
+    expect_folder(out, made_by)
     missing = [number for number in range(len(starts)) if not shard_path(out, number).exists()]
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
     if not missing:
@@ -69,6 +84,7 @@ def data_command(settings: DataSettings) -> int:
         settings.batch,
         settings.seed,
     )
+    open_folder(out, made_by)
     skipped: list[str] = []
     finished, wanted = 0, sum(len(conversations[starts[n] : starts[n] + settings.shard_prompts]) for n in missing)
     counts, started = np.zeros((3,), np.int64), time.perf_counter()
@@ -122,6 +138,7 @@ def document(each: Answer) -> Document:
 def _made_by(
     settings: DataSettings,
     name: str,
+    weights: str,
     num_prompts: int,
     rendering: Rendering,
     sampling: SamplingConfig,
@@ -129,7 +146,9 @@ def _made_by(
 ) -> dict[str, Any]:
     """What the shards are a function of, for their manifest."""
     made: dict[str, Any] = {
-        "target": name,
+        NAME: name,
+        WEIGHTS: weights,
+        **{kind: getattr(settings, kind) for kind in ("dtype", "experts", "kernels")},
         "prompts": [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in settings.prompt_files],
         "num_prompts": num_prompts,
         "shard_prompts": settings.shard_prompts,

@@ -51,8 +51,10 @@ def export_command(settings: ExportSettings) -> int:
     source, out = resolve(settings.drafter, "drafter"), Path(settings.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists; expected a new folder, so that nothing is overwritten")
-    params, config = load_drafter(source)
     dialect = cast(Dialect, settings.dialect)
+    if dialect == "speculators" and settings.verifier is None:
+        raise InputError("--dialect speculators needs --verifier, the target: it does not load a drafter without")
+    params, config = load_drafter(source)
     beside = {FREQUENT_TOKENS: source / FREQUENT_TOKENS}  # what --draft-vocab N goes by
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
     write_with_card(out, params, config, dialect, settings.verifier, source.parent, files)
@@ -79,7 +81,7 @@ def write_with_card(
     try:
         save_drafter(out, params, config, dialect, verifier, {**(files or {}), "README.md": text})
     except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror or error}") from None
+        raise InputError(f"{error.filename or out} cannot be written: {error.strerror or error}") from None
 
 
 def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, run: Path) -> str:

@@ -19,7 +19,7 @@ from drafter.propose import drafter_of
 from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
 from drafter.train.folder import LOG, RECIPE, read_log
-from drafter.train.shards import Document, read_manifest, read_shards
+from drafter.train.shards import NAME, WEIGHTS, Document, read_manifest, read_shards
 from drafter.train.trainer import Recipe, Trainer, TrainingStopped
 from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
 from peagle.cli.curve import draw
@@ -30,9 +30,9 @@ from peagle.cli.settings import TrainSettings
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine
 from peagle.metrics import decode, pooled_counters
-from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.checkpoint import fingerprint, read_checkpoint
 from peagle.ops.errors import InputError
-from peagle.ops.files import write_whole
+from peagle.ops.files import holds_files, write_whole
 from peagle.ops.rope import RopeConfig
 from peagle.pair import DEMO, Pair, default_dtype, load, resolve
 from peagle.prompt_files import read_prompt_file
@@ -63,7 +63,11 @@ def train_command(settings: TrainSettings) -> int:
     sources, documents = _sources(settings)
     config, vocab = _drafter_config(settings, files.config, files.stop_token_ids, directory, documents)
     _check_tokens(documents, config)
+    weights = fingerprint(directory)
+    _check_teachers(settings, config, weights)
     recipe = _recipe(settings, steps=settings.steps or 1)
+    if not 1 <= settings.mask_hiddens <= max(1, settings.depth - 1):
+        raise InputError(f"--mask-hiddens is {settings.mask_hiddens}; expected 1..{max(1, settings.depth - 1)}")
     counts = recipe.segments.counts(recipe.cod, _anchors(sources, recipe.width))
     batches = Batches(sources, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
     begun = _begun(out)
@@ -85,7 +89,7 @@ def train_command(settings: TrainSettings) -> int:
         with display.stage("measuring a step", animated=False):
             steps = max(1, int(cast(float, settings.minutes) * 60 / _seconds_per_step(trainer, initial)))
     recipe = dataclasses.replace(recipe, steps=steps)
-    _record(out, begun, recipe, config, settings, documents)
+    _record(out, begun, recipe, config, settings, documents, weights)
 
     started = time.monotonic()
     with display.stage("training", animated=False) as progress:
@@ -109,7 +113,7 @@ def train_command(settings: TrainSettings) -> int:
     trained = dataclasses.replace(params, draft_to_target=None)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
     shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
-    write_with_card(out / "drafter", shipped, config, cast(Any, settings.dialect), None, out)
+    write_with_card(out / "drafter", shipped, config, cast(Any, settings.dialect), name, out)
     lines = [f"drafter      {out / 'drafter'} | {recipe.steps} steps | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
     display.summary(lines)
@@ -120,7 +124,7 @@ def _sources(settings: TrainSettings) -> tuple[tuple[Source, ...], list[Document
     """The folders named by --data, with their shares of a step's rows; and all their documents."""
     parts = _shares(settings)
     total = sum(share for _, share in parts)
-    if settings.rows < 1 or settings.rows * min(share for _, share in parts) % total:
+    if settings.rows < 1 or any(settings.rows * share % total for _, share in parts):
         raise InputError(f"--rows is {settings.rows}; expected a multiple of {total}, the sum of the shares of --data")
     sources: list[Source] = []
     documents: list[Document] = []
@@ -169,13 +173,14 @@ def _drafter_config(
     if settings.draft_vocab is not None:
         vocab = _draft_vocab(settings.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
     if settings.init is not None:
-        config = parse_config(read_checkpoint(Path(settings.init)))
+        config = parse_config(read_checkpoint(resolve(settings.init, "drafter")))
         if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
             raise InputError(f"--init {settings.init} does not fit the target; use a drafter of this target")
         if settings.autoregressive and config.parallel:
             raise InputError(f"--init {settings.init} is a P-EAGLE drafter; leave out --autoregressive, or --init")
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
+        _check_shape_of_init(settings, config)
         return config, None
     taps = chosen_taps(settings.taps, target.num_layers)
     hidden = settings.hidden_size or target.hidden_size
@@ -248,6 +253,42 @@ def _check_tokens(documents: Sequence[Document], config: DrafterConfig) -> None:
             )
 
 
+def _check_shape_of_init(settings: TrainSettings, config: DrafterConfig) -> None:
+    """Raises InputError where an option asks for another shape than the drafter has that training begins with."""
+    asked = {
+        "--layers": (settings.layers, config.num_layers),
+        "--hidden-size": (settings.hidden_size, config.hidden_size),
+        "--heads": (settings.heads, config.num_heads),
+        "--kv-heads": (settings.kv_heads, config.num_kv_heads),
+        "--head-dim": (settings.head_dim, config.head_dim),
+        "--mlp-width": (settings.mlp_width, config.mlp_width),
+        "--taps": (settings.taps, config.aux_layer_ids),
+        "--mask-token": (settings.mask_token, config.mask_token_id),
+        "--mask-hiddens": (settings.mask_hiddens if settings.mask_hiddens > 1 else None, config.num_mask_hiddens),
+    }
+    for option, (wanted, has) in asked.items():
+        if wanted is not None and wanted != has:
+            raise InputError(f"{option} asks for {wanted}, but --init {settings.init} has {has}; leave out one of them")
+
+
+def _check_teachers(settings: TrainSettings, config: DrafterConfig, weights: str) -> None:
+    """Raises InputError where hidden states or logits that the data holds are not those that this target would give
+    this drafter."""
+    for folder, _ in _shares(settings):
+        manifest = read_manifest(folder)
+        taps = manifest.get("taps")
+        if taps and config.aux_layer_ids is not None and tuple(taps) != config.aux_layer_ids:
+            told = ",".join(map(str, taps))
+            raise InputError(
+                f"{folder} holds the outputs of layers {taps}, the drafter reads {list(config.aux_layer_ids)}; "
+                f"expected the same: give --taps {told}, or make the data with the drafter's"
+            )
+        if (taps or manifest.get("top")) and manifest.get(WEIGHTS, weights) != weights:
+            raise InputError(
+                f"{folder} holds what another target computed ({manifest.get(NAME)}); expected data of --target"
+            )
+
+
 def _recipe(settings: TrainSettings, steps: int) -> Recipe:
     return Recipe(
         steps=steps,
@@ -274,7 +315,7 @@ def _initial(
     """What training begins with: --init; or random layers, and from the target, where the widths agree, embedding,
     final norm and head, and an fc that passes the last tap through."""
     if settings.init is not None:
-        return load_drafter(Path(settings.init), jnp.float32)[0]
+        return load_drafter(resolve(settings.init, "drafter"), jnp.float32)[0]
     params = init_params(config, jax.random.key(settings.seed))
     ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
     params = dataclasses.replace(params, draft_to_target=ids)
@@ -300,8 +341,9 @@ def _begun(out: Path) -> dict[str, Any] | None:
             return cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             raise InputError(f"{path} cannot be read; expected what peagle train writes: take another --out") from None
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"{out} holds files, but no {RECIPE}; expected a new folder, or one of a training")
+    if out.exists() and (not out.is_dir() or holds_files(out)):
+        what = f"holds files, but no {RECIPE}" if out.is_dir() else "is a file"
+        raise InputError(f"{out} {what}; expected a new folder, or one of a training")
     return None
 
 
@@ -312,6 +354,7 @@ def _record(
     config: DrafterConfig,
     settings: TrainSettings,
     documents: Sequence[Document],
+    weights: str,
 ) -> None:
     """recipe.json is there; where it was, it says the same. Raises InputError where it says something else."""
     folders = [folder for folder, _ in _shares(settings)]
@@ -319,6 +362,7 @@ def _record(
         "schema": 1,
         "recipe": dataclasses.asdict(recipe),
         "drafter": dataclasses.asdict(config),
+        "target": {WEIGHTS: weights},
         "data": {"given": list(settings.data), "manifests": [read_manifest(folder) for folder in folders]}
         | {"documents": len(documents), "tokens": sum(len(each.token_ids) for each in documents)},
         "rows_per_step": settings.rows,

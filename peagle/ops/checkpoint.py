@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -224,6 +225,19 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def save_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
+    """The safetensors file is there. Raises OSError where it cannot be written, as for any other file: the library has
+    an error of its own for that."""
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number.group(1))
+        raise OSError(code, os.strerror(code), str(path)) from None
+
+
 def write_checkpoint(
     directory: Path,
     config: Mapping[str, Any],
@@ -322,7 +336,7 @@ def _write_weights(
 
     def flush() -> None:
         path = directory / f"shard-{len(shards)}"
-        save_file(shard, path, metadata={"format": "pt"})
+        save_tensors(path, shard, {"format": "pt"})
         path.chmod(0o666 & ~umask())  # the library makes it its owner's alone
         shards.append(list(shard))
         shard.clear()

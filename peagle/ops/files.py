@@ -6,17 +6,26 @@ from pathlib import Path
 
 from peagle.ops.errors import InputError
 
+_TEMPORARY = ".{}.tmp"
+
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """What `write` makes at the path it is given is at `path`, with the permissions of any new file. Where it cannot be
     written, `path` is what it was before."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(_TEMPORARY.format(path.name))
     try:
         write(temporary)
         temporary.chmod(0o666 & ~umask())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def holds_files(folder: Path) -> bool:
+    """Whether there is anything in it but what write_whole leaves behind where it is killed."""
+    prefix, suffix = _TEMPORARY.split("{}")
+    ours = (path.name.startswith(prefix) and path.name.endswith(suffix) for path in folder.iterdir())
+    return not all(ours)
 
 
 def umask() -> int:

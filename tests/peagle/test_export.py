@@ -49,5 +49,7 @@ def test_the_demo_drafter_keeps_its_list_of_tokens_and_nothing_is_overwritten(
         assert (tmp_path / "out" / name).read_bytes() == (DEMO_DIRECTORY / "drafter" / name).read_bytes()
     assert export("demo", tmp_path / "out") == 2
     assert "exists; expected a new folder" in capsys.readouterr().err
+    assert export("demo", tmp_path / "other", "--dialect", "speculators") == 2
+    assert "needs --verifier" in capsys.readouterr().err
     assert export(tmp_path / "missing", tmp_path / "other") == 2
     assert not (tmp_path / "other").exists()

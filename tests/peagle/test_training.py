@@ -1,5 +1,6 @@
 """`peagle data` and `peagle train` from a target to a drafter that runs, and what they say to what cannot work."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -26,11 +27,12 @@ PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """(exit code, the last line on standard error)."""
+    """(exit code, the last line on standard error); of what is refused there is one that says why."""
 
     def call(*arguments: object) -> tuple[int, str]:
         code = main([str(each) for each in arguments])
         lines = capsys.readouterr().err.splitlines()
+        assert sum("error" in line for line in lines) == (code == 2), lines
         return code, lines[-1] if lines else ""
 
     return call
@@ -197,7 +199,7 @@ def test_a_smaller_draft_vocabulary_and_the_other_dialect(
 def test_training_goes_on_from_a_drafter(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
     assert run(*train(directories, made, tmp_path / "first"))[0] == 0
     begun, shape = load_drafter(tmp_path / "first" / "drafter", np.dtype(np.float32))
-    more = ("--init", tmp_path / "first" / "drafter", "--layers", 3, "--learning-rate", 1e-9)
+    more = ("--init", tmp_path / "first" / "drafter", "--learning-rate", 1e-9)
     code, said = run(*train(directories, made, tmp_path / "second", *more))
     assert code == 0, said
     params, config = load_drafter(tmp_path / "second" / "drafter", np.dtype(np.float32))
@@ -220,6 +222,9 @@ def test_training_goes_on_from_a_drafter(directories: Directories, made: Path, t
         (("--parts", 99), "99 parts of a sequence of 32"),
         (("--learning-rate", -1), "expected numbers above 0"),
         (("--heads", 5), "5 query heads do not divide"),
+        (("--weight-decay", -1), "weight decay -1.0"),
+        (("--clip", 0), "gradients clipped at 0.0"),
+        (("--mask-hiddens", 3), "--mask-hiddens is 3; expected 1..2"),
         (("--data", "missing"), "cannot be read"),
     ],
 )
@@ -237,6 +242,98 @@ def test_a_drafter_to_begin_with_keeps_its_kind(directories: Directories, made: 
     code, said = run(*train(directories, made, tmp_path / "run", *more))
     assert code == 2
     assert "is a P-EAGLE drafter; leave out --autoregressive" in said
+
+
+def test_a_drafter_to_begin_with_keeps_its_shape(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    _, config = load_drafter(directories.drafter)
+    more = ("--init", directories.drafter, "--mlp-width", config.mlp_width, "--layers", config.num_layers + 1)
+    code, said = run(*train(directories, made, tmp_path / "run", *more))
+    assert code == 2
+    assert (
+        f"--layers asks for {config.num_layers + 1}, but --init {directories.drafter} has {config.num_layers}" in said
+    )
+
+
+def test_each_share_is_a_whole_number_of_rows(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
+    shares = ("--rows", 4, "--data", f"{made}:3", "--data", f"{made}:3")
+    code, said = run(*train(directories, f"{made}:2", tmp_path / "run", *shares))
+    assert code == 2
+    assert "--rows is 4; expected a multiple of 8" in said
+
+
+@pytest.fixture(scope="module")
+def taught(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data that hold the taps 0, 1, 2, too."""
+    out = tmp_path_factory.mktemp("taught") / "data"
+    arguments = ["data", "--target", directories.target, "--prompt-file", prompts, "--out", out, "-n", 4]
+    assert main([*map(str, arguments), "--hidden", "--top", "2", "--taps", "0,1,2", "--quiet"]) == 0
+    return out
+
+
+def test_hidden_states_are_those_that_the_drafter_reads(
+    directories: Directories, taught: Path, tmp_path: Path, run: Run
+) -> None:
+    code, said = run(*train(directories, taught, tmp_path / "run", "--taps", "0,2,1"))
+    assert code == 2
+    assert "holds the outputs of layers [0, 1, 2], the drafter reads [0, 2, 1]" in said
+    assert "give --taps 0,1,2" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_hidden_states_and_a_training_are_of_one_target(
+    directories: Directories, made: Path, taught: Path, tmp_path: Path, run: Run
+) -> None:
+    assert run(*train(directories, made, tmp_path / "begun"))[0] == 0
+    other = tmp_path / "other"
+    shutil.copytree(directories.target, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    elsewhere = dataclasses.replace(directories, target=other)
+    code, said = run(*train(elsewhere, taught, tmp_path / "run"))
+    assert code == 2
+    assert "holds what another target computed" in said
+    code, said = run(*train(elsewhere, made, tmp_path / "begun"))
+    assert code == 2
+    assert "was begun with target.weights" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("-n", 0), "-n must be 1 or more"),
+        (("--seed", -1), "--seed 0 or more"),
+        (("--top", 100_000), f"--top is 100000; expected at most {VOCAB_SIZE}"),
+        (("--taps", "0,1,2"), "give --hidden, too"),
+    ],
+)
+def test_a_mistake_in_what_is_asked_leaves_no_folder(
+    directories: Directories, prompts: Path, tmp_path: Path, run: Run, more: tuple[object, ...], says: str
+) -> None:
+    out = tmp_path / "data"
+    code, said = run("data", "--target", directories.target, "--prompt-file", prompts, "--out", out, *more)
+    assert code == 2
+    assert says in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("inside", ["", "data"])
+def test_a_file_in_the_place_of_a_folder_is_one_line(
+    directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run, inside: str
+) -> None:
+    out = tmp_path / "file"
+    out.write_text("mine")
+    for arguments in (
+        ("data", "--target", directories.target, "--prompt-file", prompts, "-n", 4, "--out", out / inside),
+        train(directories, made, out / inside),
+        ("export", "demo", "--out", out / inside),
+    ):
+        code, said = run(*arguments)
+        assert code == 2
+        assert str(out) in said
+    assert out.read_text() == "mine"
 
 
 def test_a_run_is_not_mixed_with_another(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:

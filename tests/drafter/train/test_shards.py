@@ -2,16 +2,23 @@
 
 import json
 import os
+import resource
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from drafter.train import shards
 from drafter.train.batches import Row, Source, pack
-from drafter.train.shards import Document, open_folder, read_shard, read_shards, shard_path, write_shard
+from drafter.train.shards import (
+    Document,
+    expect_folder,
+    open_folder,
+    read_shard,
+    read_shards,
+    shard_path,
+    write_shard,
+)
 from peagle.ops.errors import InputError
 
 
@@ -60,17 +67,30 @@ def test_a_cut_and_an_altered_shard_are_named(tmp_path: Path) -> None:
         read_shard(path)
 
 
-def test_a_full_disk_leaves_no_part_of_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_cannot_be_written_is_not_there_in_part(tmp_path: Path) -> None:
     open_folder(tmp_path / "data", {})
-
-    def full(_: Any, path: Path, **__: Any) -> None:
-        path.write_bytes(b"some")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(shards, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_shard(tmp_path / "data", 0, documents(0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_shard(tmp_path / "data", 0, documents(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert sorted(os.listdir(tmp_path / "data")) == ["manifest.json"]
+
+
+def test_a_folder_that_was_left_half_way_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+    open_folder(tmp_path / "data", {"num_prompts": 5, "shard_prompts": 2})
+    write_shard(tmp_path / "data", 0, documents(0))
+    with pytest.raises(InputError, match="holds 1 of 3 shards; run peagle data to its end"):
+        read_shards(tmp_path / "data")
+
+
+def test_what_a_killed_write_leaves_is_no_file_of_somebody_else(tmp_path: Path) -> None:
+    (tmp_path / ".manifest.json.tmp").write_text("{")
+    expect_folder(tmp_path, {"seed": 1})
+    open_folder(tmp_path, {"seed": 1})
+    assert os.listdir(tmp_path) == ["manifest.json"]
 
 
 def test_a_folder_goes_on_with_what_it_was_begun_with(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flax.struct
@@ -228,6 +229,41 @@ def test_what_it_evaluates_is_in_the_log(tmp_path: Path) -> None:
     evaluated = [line["step"] for line in read_log(tmp_path / "run" / LOG) if "evaluation" in line]
     assert evaluated == [5, 10, 12]
     assert same(seen[-1], params)
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path: Path) -> None:
+    def killed(_: DrafterParams) -> dict[str, Any]:
+        raise Killed
+
+    def evaluate(_: DrafterParams) -> dict[str, Any]:
+        return {"acceptance_length": 1.5}
+
+    out = tmp_path / "run"
+    for every in (4, 0):  # within the training, and at its end
+        with pytest.raises(Killed):
+            trainer(out, evaluate=killed, evaluate_every=every).run(initial())
+        trainer(out, evaluate=evaluate, evaluate_every=every).run(initial())
+        (out / LOG).write_text("".join(f"{json.dumps(line)}\n" for line in read_log(out / LOG) if line["step"] < 12))
+    trainer(out, evaluate=evaluate, evaluate_every=4).run(initial())
+    assert [line["step"] for line in read_log(out / LOG) if "evaluation" in line] == [4, 8, 12]
+
+
+def test_a_checkpoint_that_was_cut_is_one_line(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trainer(out).run(initial())
+    largest = max((out / CHECKPOINTS / "12").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    largest.write_bytes(largest.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"step 12 cannot be gone on from.*go on from the one before") as error:
+        trainer(out).run(initial())
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(TrainingStopped, match="has 0 MB left: No space left on device; there is no checkpoint yet"):
+        trainer(out).run(initial())
+    assert not list((out / CHECKPOINTS).iterdir())
 
 
 PROCESS = """
