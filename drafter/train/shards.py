@@ -117,8 +117,8 @@ def read_shards(folder: Path) -> list[Document]:
     expected = -(-manifest.get("num_prompts", 0) // manifest.get("shard_prompts", 1))
     if len(paths) < expected:
         raise InputError(
-            f"{folder} holds {len(paths)} of {expected} shards; run peagle data to its end: the same command makes those "
-            "that are missing"
+            f"{folder} holds {len(paths)} of {expected} shards; run peagle data to its end: the same command makes the "
+            "missing ones"
         )
     documents = [document for path in paths for document in read_shard(path)]
     kinds = {tuple(sorted(each.teacher)) for each in documents}
