@@ -124,7 +124,8 @@ def lay_out_rows(
     """The F+K-1 rows of one proposing pass: C = num_fresh committed rows, K-1 mask slots, padding, at consecutive
     positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows.
 
-    Example (K = 3, mask id M; FACTS 5): C = 3 fresh rows 11 12 100 from position 5, and C = 4, 21 22 23 200, from 10:
+    Example (the rows of vLLM's own test; K = 3, mask id M): C = 3 fresh rows 11 12 100 from position 5, and C = 4,
+    21 22 23 200, from 10:
 
         row          0    1    2    3    4    5
         token_ids    11   12   100  M    M    (M)      draft_rows 2 3 4; row 5 is padding

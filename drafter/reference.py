@@ -1,8 +1,8 @@
 """The drafter once more: uncached, NumPy, float64. What parity is measured against, and not fast.
 
 It shares no code with model.py, nor with the loader: it reads a checkpoint's tensors as they are stored (output
-dimension first), and goes by the description of the model alone (FACTS 4 and 5; arXiv 2602.01469). Heads and rows are
-loops, so that there is nothing to get wrong by a shape.
+dimension first), and goes by the description of the model alone (arXiv 2602.01469; the checkpoints' layouts are those
+that vLLM and speculators read). Heads and rows are loops, so that there is nothing to get wrong by a shape.
 """
 
 import math

@@ -41,7 +41,8 @@ class Cod:
             )
 
     def counts(self, num_anchors: int) -> tuple[int, ...]:
-        """How many chains reach depth 1, 2, ..., depth - 1, given anchors at depth 0 (FACTS 6)."""
+        """How many chains reach depth 1, 2, ..., depth - 1, given anchors at depth 0 (arXiv 2602.01469,
+        conditional-on-depth sampling)."""
         return tuple(max(0, int((num_anchors - d) * max(self.ratio**d, self.min_ratio))) for d in range(1, self.depth))
 
 

@@ -17,7 +17,7 @@ def causal_mask(
 
 def group_causal_mask(anchor: Int[Array, "B T"], depth: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
     """True where query row (anchor, depth) sees key row (anchor', depth') in an uncached P-EAGLE pass
-    (arXiv 2602.01469, figure 3; FACTS 6):
+    (arXiv 2602.01469, figure 3):
 
         depth' == 0 and anchor' <= anchor       the true context up to and with the anchor
         anchor' == anchor and depth' <= depth   the mask slots of the same anchor, up to the row itself

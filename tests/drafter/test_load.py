@@ -137,7 +137,7 @@ def test_a_sparse_config_is_completed_by_the_tensors(tmp_path: Path) -> None:
 
 
 def test_taps_are_named_by_the_layer_whose_input_they_are(tmp_path: Path) -> None:
-    """FACTS 4: inputs [2, 12, 21] are outputs [1, 11, 20]."""
+    """As vLLM has it: inputs [2, 12, 21] are outputs [1, 11, 20]."""
 
     def edit(config: dict[str, Any], _tensors: Tensors) -> None:
         config["eagle_aux_hidden_state_layer_ids"] = [2, 12, 21]

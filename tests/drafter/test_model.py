@@ -33,7 +33,7 @@ def step(peagle: PEagle, state, texts, firsts, nums):
 
 
 def test_the_rows_are_those_of_the_golden_vector() -> None:
-    """FACTS 5 (vLLM's test): two requests, rejected [1, 0], next tokens [100, 200], mask id -2, one flat batch there.
+    """vLLM's test: two requests, rejected [1, 0], next tokens [100, 200], mask id -2, one flat batch there.
     Their padding row 5 has position 0 and no write; ours stands behind all rows that count, so it is left out here."""
     fresh = jnp.asarray([[11, 12, 100, 13], [21, 22, 23, 200]])
     rows = model.lay_out_rows(fresh, jnp.asarray([3, 4]), jnp.asarray([5, 10]), 3, -2)

@@ -68,7 +68,8 @@ LAYOUTS: dict[str, Callable[[Weights], Experts]] = {"packed": packed, "expanded"
 
 
 def by_definition(w: Weights, x: np.ndarray, router_logits: np.ndarray, limit: float = LIMIT) -> np.ndarray:
-    """FACTS 1, one token and one selected expert at a time; of equal logits the lower expert is taken."""
+    """As transformers' GPT-OSS has it, one token and one selected expert at a time; of equal logits the lower expert is
+    taken."""
     x, logits = x.astype(np.float64), router_logits.astype(np.float64)
     out = np.zeros_like(x)
     for t in range(len(x)):

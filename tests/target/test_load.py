@@ -329,7 +329,7 @@ def test_random_checkpoints_are_what_their_seed_says() -> None:
 
 
 def test_published_geometries() -> None:
-    """FACTS' 20b shapes, and the sizes of the baselines."""
+    """The shapes of the published 20b, and the sizes of the random checkpoints."""
     shapes = tensor_shapes(SIZES["20b"], mxfp4=True)
     assert shapes["model.layers.23.self_attn.q_proj.weight"] == (4096, 2880)
     assert shapes["model.layers.0.mlp.experts.gate_up_proj_blocks"] == (32, 5760, 90, 16)

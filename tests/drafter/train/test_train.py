@@ -190,8 +190,11 @@ def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its
     assert (np.asarray(found.hits) <= count).all()
 
 
-def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_every_depth(small) -> None:
+@pytest.mark.parametrize("mask_hiddens", [1, 3])  # shared, and one for each depth up to the third
+def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_every_depth(mask_hiddens: int) -> None:
     """What makes training and inference one thing: a chain grown from an anchor is what the drafter proposes there."""
+    config = dataclasses.replace(SMALL, num_mask_hiddens=mask_hiddens)
+    small = jax.jit(init_params, static_argnums=0)(config, jax.random.key(2))
     data, depth = sequence(5), 5
     device = on_device(data)
     anchor = 9  # of the second row, which is one document
@@ -200,17 +203,41 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
     counts = (1,) * (depth - 1)
     rest = (device["segment_ids"][1:], device["positions"][1:])
     run = jax.jit(forward_chains, static_argnames=("config", "counts"))
-    x = run(small, SMALL, shifted, aux, *rest, jnp.full((1, 1), anchor, jnp.int32), counts)
-    trained = model._logits(small, SMALL, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])]
-    caches = model.init_caches(SMALL, 1, 40, jnp.float32)
+    x = run(small, config, shifted, aux, *rest, jnp.full((1, 1), anchor, jnp.int32), counts)
+    trained = model._logits(small, config, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])]
+    caches = model.init_caches(config, 1, 40, jnp.float32)
     prefill = jax.jit(model.prefill, static_argnames="config")
-    caches = prefill(small, SMALL, shifted, aux, jnp.full((1,), anchor, jnp.int32), caches)
+    caches = prefill(small, config, shifted, aux, jnp.full((1,), anchor, jnp.int32), caches)
     one = jnp.full((1,), anchor, jnp.int32)
     fresh = Fresh(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
     drafted, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
-        small, SMALL, fresh, one, caches, depth
+        small, config, fresh, one, caches, depth
     )
     np.testing.assert_allclose(trained, drafted[0], atol=2e-5)
+
+
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_drafting_in_turn_and_training_in_turn_are_as_sure_of_the_same_tokens(norm_output: bool) -> None:
+    """EAGLE-3 reads its own drafts where training reads the text: where the text is those drafts, the two agree."""
+    config = dataclasses.replace(SMALL, num_layers=1, mask_token_id=None, norm_output=norm_output)
+    params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(3))
+    device, depth, anchor = on_device(sequence(5)), 4, 9
+    tokens, aux = device["token_ids"][1:], device["aux_hidden"][1:]
+    shifted = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    one = jnp.full((1,), anchor, jnp.int32)
+    caches = model.init_caches(config, 1, 40, jnp.float32)
+    caches = jax.jit(model.prefill, static_argnames="config")(params, config, shifted, aux, one, caches)
+    fresh = Fresh(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
+    drafts, confidence, _ = jax.jit(model.propose_in_turn, static_argnames=("config", "num_drafts"))(
+        params, config, fresh, one, caches, depth
+    )
+    said = shifted.at[:, anchor + 1 : anchor + depth].set(drafts[:, :-1])
+    rest = (device["segment_ids"][1:], device["positions"][1:])
+    run = jax.jit(forward_chains, static_argnames=("config", "counts"))
+    x = run(params, config, said, aux, *rest, one[None], (1,) * (depth - 1))
+    trained = jax.nn.softmax(model._logits(params, config, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])])
+    assert np.argmax(trained, axis=-1).tolist() == drafts[0].tolist()
+    np.testing.assert_allclose(np.max(trained, axis=-1), confidence[0], atol=2e-6)
 
 
 @pytest.mark.parametrize(

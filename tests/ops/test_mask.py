@@ -1,0 +1,32 @@
+"""Who sees whom, against what the masks stand for, row by row."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.ops.mask import causal_mask, group_causal_mask
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+def test_a_query_sees_the_positions_up_to_its_own_and_within_its_window(window: int | None) -> None:
+    queries, keys = np.array([0, 2, 5]), np.array([4, -1, 0, 5, 3, 1, 2])
+    seen = np.asarray(causal_mask(jnp.asarray(queries)[None], jnp.asarray(keys)[None], window))[0]
+    for row, query in zip(seen, queries, strict=True):
+        reach = range(0 if window is None else max(query - window + 1, 0), query + 1)
+        assert sorted(keys[row].tolist()) == list(reach)
+
+
+def test_a_row_sees_what_drafting_from_its_anchor_would_have_before_it() -> None:
+    """Drafting behind position a runs the context 0..a, then mask slots one after the other: row (a, d) sees exactly
+    the rows of that pass up to itself, wherever they stand; padding is nobody's."""
+    rng = np.random.default_rng(0)
+    rows = [(anchor, depth) for anchor in range(6) for depth in range(4)] + [(-1, 0), (-1, 2)]
+    for kept in (rows, [row for row in rows if row[1] == 0 or rng.random() < 0.6]):
+        order = [kept[place] for place in rng.permutation(len(kept))]
+        anchor, depth = (jnp.asarray([values]) for values in zip(*order, strict=True))
+        seen = np.asarray(group_causal_mask(anchor, depth))[0]
+        for place, (own_anchor, own_depth) in enumerate(order):
+            drafting = [(position, 0) for position in range(own_anchor + 1)]
+            drafting += [(own_anchor, slot) for slot in range(1, own_depth + 1)]
+            expected = [] if own_anchor < 0 else [row for row in order if row in drafting]
+            assert [row for row, sees in zip(order, seen[place], strict=True) if sees] == expected
