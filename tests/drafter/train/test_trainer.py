@@ -281,18 +281,26 @@ params = trainer(out, watch=slow, save_every=1, log_every=1).run(initial())
 def test_killed_at_any_moment_it_goes_on(
     tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]]
 ) -> None:
-    """kill -9 at moments that differ, within checkpoint writes among them."""
+    """kill -9 between steps, and while a checkpoint is written."""
     out = tmp_path / "run"
     out.mkdir()
-    rng = np.random.default_rng(0)
-    for _ in range(6):
+
+    def steps() -> int:
+        return len(curve(out)) if (out / LOG).exists() else 0
+
+    def is_written() -> bool:
+        return any("tmp" in path.name for path in (out / CHECKPOINTS).glob("*"))
+
+    for within_a_write in (False, True, False, True):
+        before = steps()
         process = subprocess.Popen([sys.executable, "-c", PROCESS, str(out)], cwd=ROOT, env={**os.environ})
-        deadline = time.monotonic() + 90
-        while not (out / LOG).exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(float(rng.uniform(0, 3)))
+        deadline = time.monotonic() + 120
+        while not (steps() > before and is_written() == within_a_write):
+            assert process.poll() is None, "it ended, or never began, before it could be killed"
+            assert time.monotonic() < deadline
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL
+        assert is_written() or not within_a_write
     params = trainer(out, save_every=1, log_every=1).run(initial())
     assert same(params, straight[0])
     lines = [json.loads(text) for text in (out / LOG).read_text().splitlines()]
