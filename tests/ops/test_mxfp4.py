@@ -1,5 +1,6 @@
 """MXFP4 against its definition, on the host and on the device; transformers' own code is in test_mxfp4_oracle.py."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -8,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from peagle.ops.mxfp4 import BLOCK, CODES, NAN_SCALE, dequantize, dequantize_on_device, products_on_device, quantize
+from peagle.ops import mxfp4
+from peagle.ops.mxfp4 import BLOCK, CODES, NAN_SCALE, dequantize, dequantize_on_device, quantize
+
+products_on_device = jax.jit(mxfp4.products_on_device)
 
 
 def every_byte_and_scale(scales: range) -> tuple[np.ndarray, np.ndarray]:

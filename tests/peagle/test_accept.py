@@ -152,7 +152,7 @@ def emitted_law_of_logits(
 def test_a_draft_of_zero_probability_is_rejected_even_at_uniform_zero() -> None:
     p = np.array([[[0.0, 0.5, 0.5], [0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]])
     q = np.array([[[1.0, 0.0, 0.0], [0.4, 0.3, 0.3]]])
-    result = accept(
+    result = jitted_accept(
         jnp.asarray([[0, 0]], jnp.int32),
         jnp.asarray(q, jnp.float32),
         jnp.asarray(log(p)),
@@ -166,7 +166,7 @@ def test_a_draft_of_zero_probability_is_rejected_even_at_uniform_zero() -> None:
 def test_greedy_accepts_the_longest_agreeing_prefix() -> None:
     logits = jnp.asarray([[[0, 5, 0], [5, 0, 0], [0, 0, 5]]] * 3, jnp.float32)
     drafts = jnp.asarray([[1, 0], [1, 2], [0, 0]], jnp.int32)
-    result = accept(drafts, None, logits, SamplingConfig(), None)
+    result = jitted_accept(drafts, None, logits, SamplingConfig(), None)
     assert result.num_accepted.tolist() == [2, 1, 0]
     assert result.next_token.tolist() == [2, 0, 1]
 
@@ -178,7 +178,7 @@ def test_synthetic_acceptance_has_the_rates_asked_for_whatever_the_drafts_are() 
     logits = jax.random.normal(jax.random.key(0), (rows, 5, 7))
     drafts = jnp.full((rows, 4), 6, jnp.int32)
     numbers = jax.random.uniform(jax.random.key(1), (rows, 5, 3))
-    found = accept(drafts, None, logits, sampling, numbers)
+    found = jitted_accept(drafts, None, logits, sampling, numbers)
     kept = np.asarray(found.num_accepted)
     np.testing.assert_allclose([(kept > i).mean() for i in range(4)], rates, atol=0.02)
     best = np.asarray(logits.argmax(-1))

@@ -174,10 +174,8 @@ def test_neighbouring_k_and_all_samplings_share_the_program_of_prefill() -> None
 
     def prefills(k: int, sampling: SamplingConfig = SamplingConfig()) -> int:  # noqa: B008
         before = trace_counts()["prefill"]
-        run(
-            Engine(target, NGram(longest=1), SpeculationConfig(k, capacity=11, sampling=sampling)),
-            [Request(0, (0,), 2)],
-        )
+        engine = Engine(target, NGram(longest=1), SpeculationConfig(k, capacity=11, sampling=sampling))
+        engine._start([Request(0, (0,), 2)], 8)
         return trace_counts()["prefill"] - before
 
     assert prefills(1) == 1

@@ -7,9 +7,10 @@ import pytest
 
 from peagle import sampling as functions
 from peagle.config import SamplingConfig
-from peagle.sampling import BLOCK, probabilities
+from peagle.sampling import BLOCK
 
 draw = jax.jit(functions.draw)
+probabilities = jax.jit(functions.probabilities, static_argnums=1)
 
 
 def defined(logits: np.ndarray, sampling: SamplingConfig) -> np.ndarray:
