@@ -48,6 +48,7 @@ PROMPTS = [tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).toli
 
 LEARN = jax.jit(policy.learn, static_argnames="ladder")
 WIDTH = jax.jit(policy.width, static_argnames=("ladder", "drafted"))
+LEARN_TOGETHER = jax.jit(policy.learn_together, static_argnames=("ladder", "rung"))
 
 
 def costs(draft: float, verify: float, ladder: Sequence[int] = LADDER, resume: float = 0.0) -> Costs:
@@ -207,16 +208,16 @@ def test_steps_that_share_a_choice_teach_what_one_step_would(seed: int) -> None:
     accepted = np.sort(rng.integers(0, LADDER[rung] + 1, 1))
     draws = jnp.asarray(np.repeat(accepted, 5)[:, None], jnp.int32)
     undone = jnp.full((3, 1), -1, jnp.int32)
-    together = policy.learn_together(known, LADDER, rung, jnp.concatenate([draws, undone]))
+    together = LEARN_TOGETHER(known, LADDER, rung, jnp.concatenate([draws, undone]))
     one = LEARN(known, LADDER, rung, rung, jnp.zeros((1, K)), jnp.asarray(accepted), jnp.ones((1,), bool))
-    alone = policy.learn_together(known, LADDER, rung, draws[:1])
+    alone = LEARN_TOGETHER(known, LADDER, rung, draws[:1])
     for name in ("survival", "credit", "resting", "pause", "choice", "rate"):
         np.testing.assert_allclose(getattr(alone, name), getattr(one, name), rtol=1e-5, err_msg=name)
     seen = (np.arange(K) < accepted)[: LADDER[rung]].astype(np.float32)
     weight = policy.LEARN_FROM_PROBE if int(known.pause) > policy.FIRST_PAUSE else policy.LEARN
     moved = seen + (1 - weight) ** 5 * (np.asarray(known.survival)[: LADDER[rung]] - seen)
     np.testing.assert_allclose(together.survival[: LADDER[rung]], moved, atol=1e-5)
-    nothing = policy.learn_together(known, LADDER, rung, undone)
+    nothing = LEARN_TOGETHER(known, LADDER, rung, undone)
     jax.tree.map(np.testing.assert_array_equal, nothing, known)
 
 
@@ -365,7 +366,7 @@ def test_the_width_is_the_best_by_its_definition(seed: int) -> None:
         value = gained - float(known.rate) * float(known.costs.verify_ms[rung])
         if value > best_value + 1e-5:
             best, best_value = rung, value
-    found = int(policy.width(known, LADDER, drafted, jnp.asarray(confidence), jnp.asarray(active)))
+    found = int(WIDTH(known, LADDER, drafted, jnp.asarray(confidence), jnp.asarray(active)))
     assert found == best
 
 
@@ -405,6 +406,7 @@ def test_what_a_step_committed_and_plain_steps_behind_it_wait_in_order(batch: in
     """Rows of the batch had another number accepted, so they come round at another step; the token at position p is p,
     and its hidden p / 2."""
     room, width, first = 6, 3, np.array([10, 30])[:batch]
+    parts, behind = jax.jit(overdue, static_argnums=1), jax.jit(_behind)
 
     def rows(start: np.ndarray, count: int) -> tuple[jax.Array, jax.Array]:
         tokens = start[:, None] + np.arange(count)
@@ -418,7 +420,7 @@ def test_what_a_step_committed_and_plain_steps_behind_it_wait_in_order(batch: in
     for number in range(17):
         num = accepted + number
         lost = np.maximum(num - room, 0)
-        older, newer = overdue(waiting, width)
+        older, newer = parts(waiting, width)
         assert newer.token_ids.shape == waiting.token_ids.shape
         before = np.maximum(num - lost - width, 0)
         assert older.num.tolist() == before.tolist()
@@ -432,7 +434,7 @@ def test_what_a_step_committed_and_plain_steps_behind_it_wait_in_order(batch: in
             assert older.aux_hidden[row, :split, 0].tolist() == (expected[:split] / 2).tolist()
             assert newer.token_ids[row, : len(expected) - split].tolist() == expected[split:].tolist()
             assert newer.aux_hidden[row, : len(expected) - split, 0].tolist() == (expected[split:] / 2).tolist()
-        waiting = _behind(fresh(first + num, 1, num * 0 + 1), waiting)
+        waiting = behind(fresh(first + num, 1, num * 0 + 1), waiting)
 
 
 def test_a_real_drafter_goes_on_after_rests_of_any_length(requests) -> None:
