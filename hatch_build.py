@@ -1,4 +1,4 @@
-"""Compiles the native CPU kernels while the package is built; without a compiler the package is pure Python."""
+"""Compiles the native kernels while the package is built; without a compiler the package is pure Python."""
 
 import importlib.util
 import sys
@@ -20,7 +20,7 @@ class CustomBuildHook(BuildHookInterface):
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
         try:
-            made = native.build()
+            made = [*native.build(), *native.build_launcher()]
         except native.BuildError as error:
             print(f"peagle: no native kernels, XLA's own code will run instead: {error}", file=sys.stderr)
             return

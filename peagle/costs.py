@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.config import Ladder, SpeculationConfig
-from peagle.ops import native
+from peagle.ops import kernels
 from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, StepOutput
@@ -177,7 +177,7 @@ def identity(target: Any, drafter: Any, config: SpeculationConfig, steps_per_dis
         "sampling": "greedy" if config.sampling.greedy else "drafts" if config.sampling.draft_sampling else "target",
         **({} if config.sampling.synthetic_acceptance is None else {"synthetic": True}),
         "steps_per_dispatch": steps_per_dispatch,
-        "kernels": native.status()[1],
+        "kernels": kernels.in_words(),
         "device": device(),
         "cpu": cpu_model(),
         "num_threads": num_threads(),

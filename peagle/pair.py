@@ -29,11 +29,13 @@ from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.metrics import Recorder, Result
 from peagle.ngram import NGram
+from peagle.ops import cuda
 from peagle.ops.errors import InputError
+from peagle.ops.expert_matmul import on_xla
+from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
-from peagle.ops.native import status as native_status
 from peagle.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.protocols import Drafter, PyTree, Target
 from peagle.text import DEFAULT_DATE, Tokenizer, load_tokenizer
@@ -306,7 +308,7 @@ def load(
         needed["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
     refuse_too_large(needed, "try --experts packed or --dtype bfloat16, or a smaller model")
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
-    plain = GptOss(loaded.params, loaded.config)
+    plain = GptOss(on_xla(loaded.params) if kernels == "xla" else loaded.params, loaded.config)
     pair = Pair(
         target=plain,
         plain_target=plain,
@@ -315,7 +317,7 @@ def load(
         stop_token_ids=loaded.stop_token_ids,
         dtype=dtype,
         experts=loaded.experts,
-        kernels=native_status()[1] if kernels != "xla" else "XLA",
+        kernels=kernels_in_words() if kernels != "xla" else "XLA",
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
     )
     return with_drafter(pair, target, drafter, draft_vocab=draft_vocab)
@@ -464,10 +466,10 @@ def _steps_per_dispatch(params: PyTree) -> int:
 
 
 def _native(kernels: KernelsChoice) -> bool:
-    """Whether the weights are to be loaded for the native kernels. Raises InputError where they were asked for by name
-    and do not run."""
-    if kernels == "native" and not native_available():
-        raise InputError(f"the native kernels do not run here: {native_status()[1]}")
+    """Whether the weights are to be loaded for the CPU's native kernels. Raises InputError where native kernels were
+    asked for by name and none run."""
+    if kernels == "native" and not (native_available() or cuda.available()):
+        raise InputError(f"the native kernels do not run here: {kernels_in_words()}")
     return kernels != "xla" and native_available()
 
 

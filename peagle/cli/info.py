@@ -14,10 +14,10 @@ from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
+from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import KVCache, cache_bytes
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
-from peagle.ops.native import status as native_status
 from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEMO, default_dtype, fitting_taps, resolve
 from peagle.text import TOKENIZER_FILE
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
@@ -99,7 +99,7 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("default taps", taps),
         ("stop tokens", _list(files.stop_token_ids) or "none"),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
-        ("kernels", native_status()[1]),
+        ("kernels", kernels_in_words()),
     ]
 
 
@@ -122,7 +122,7 @@ def drafter_rows(checkpoint: Checkpoint, config: DrafterConfig, path: Path) -> R
         ("on disk", _bytes(_disk_bytes(path))),
         ("in memory", f"{_bytes(parameters * 4)} float32, {_bytes(parameters * 2)} bfloat16"),
         (f"KV cache per {POSITIONS:,} positions", f"{_bytes(cells * 4)} float32, {_bytes(cells * 2)} bfloat16"),
-        ("kernels", native_status()[1]),
+        ("kernels", kernels_in_words()),
     ]
 
 

@@ -211,7 +211,7 @@ def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
         for kernels in ("native", "xla")
     }
     assert outputs["native"] == outputs["xla"]
-    monkeypatch.setattr("peagle.pair.native_status", lambda: (None, "XLA: no compiler was found"))
+    monkeypatch.setattr("peagle.pair.kernels_in_words", lambda: "XLA: no compiler was found")
     monkeypatch.setattr("peagle.pair.native_available", lambda: False)
     with pytest.raises(InputError, match="no compiler was found"):
         load(directories.target, None, kernels="native")

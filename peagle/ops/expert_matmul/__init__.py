@@ -2,7 +2,14 @@
 
 from peagle.ops.expert_matmul.api import expert_block, expert_mlp
 from peagle.ops.expert_matmul.native import alternate
-from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
+from peagle.ops.expert_matmul.weights import (
+    ExpandedExperts,
+    Experts,
+    FusedExperts,
+    PackedExperts,
+    PanelExperts,
+    on_xla,
+)
 
 __all__ = [
     "ExpandedExperts",
@@ -13,4 +20,5 @@ __all__ = [
     "alternate",
     "expert_block",
     "expert_mlp",
+    "on_xla",
 ]

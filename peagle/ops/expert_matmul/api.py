@@ -5,7 +5,7 @@ import functools
 import jax
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.expert_matmul import native, reference
+from peagle.ops.expert_matmul import cuda, native, reference
 from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
 from peagle.ops.linear import Panels, linear
 from peagle.ops.norm import Norm, rms_norm
@@ -51,10 +51,17 @@ def expert_mlp(
             x,
             router_logits,
             experts,
-            cuda=functools.partial(reference.all_pairs, top_k=top_k, limit=swiglu_limit),
+            cuda=functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit),
             default=functools.partial(_visit, top_k=top_k, limit=swiglu_limit),
         )
     return _visit(x, router_logits, experts, top_k, swiglu_limit)
+
+
+def _on_gpu(
+    x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: PackedExperts, top_k: int, limit: float
+) -> Float[Array, "T D"]:
+    form = cuda.routed if cuda.takes(x, experts) else reference.all_pairs
+    return form(x, router_logits, experts, top_k, limit)
 
 
 def _visit(

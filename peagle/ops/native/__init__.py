@@ -35,12 +35,17 @@ def status() -> tuple[str | None, str]:
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", XLA, *instruction_sets()):
         raise InputError(f"{VARIABLE} is {wanted!r}; expected {', '.join([*instruction_sets(), XLA])}, or nothing")
-    if wanted == XLA:
+    if wants_xla():
         return None, f"XLA ({VARIABLE}={XLA})"
     isa, said = _choose(wanted)
     if isa is None and wanted:
         raise InputError(f"{VARIABLE} is {wanted!r}, but {said}")
     return (isa, f"native, {isa}{said}") if isa else (None, f"XLA: {said}")
+
+
+def wants_xla() -> bool:
+    """Whether PEAGLE_KERNELS asks for XLA's own code, on whatever device."""
+    return os.environ.get(VARIABLE, "") == XLA
 
 
 def available() -> bool:

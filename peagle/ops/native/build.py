@@ -1,4 +1,5 @@
-"""Compiles the native CPU kernels: one shared library per instruction set, beside this file.
+"""Compiles the native CPU kernels, one shared library per instruction set beside this file, and what launches the GPU
+kernels (peagle.ops.cuda), which are themselves compiled when they are needed.
 
     python -m peagle.ops.native
 
@@ -20,6 +21,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCES = ("kernels.cc", "ffi.cc")
 SUFFIX = ".so"
+CUDA = HERE.parent / "cuda"
+LAUNCHER = CUDA / f"launch{SUFFIX}"
 _X86 = {
     "avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
@@ -66,36 +69,46 @@ def headers() -> Path:
 
 
 def build(directory: Path = HERE, *, sanitize: bool = False) -> list[Path]:
-    """The libraries are in `directory`, each whole or absent. Raises BuildError with the compiler's first error."""
-    cxx, include = compiler(), headers()
-    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
-    unique = () if "clang" in version else ("-fno-gnu-unique",)
+    """The CPU kernels' libraries are in `directory`, each whole or absent. Raises BuildError with the compiler's first
+    error."""
 
     def one(isa: str, flags: tuple[str, ...]) -> Path:
-        path = library(isa, directory)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        command = [
-            cxx, *FLAGS, *unique, *flags, *(SANITIZE if sanitize else ()), "-isystem", str(include),
-            *(str(HERE / source) for source in SOURCES), "-o", str(temporary),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            temporary.unlink(missing_ok=True)
-            errors = [line for line in done.stderr.splitlines() if "error" in line]
-            said = errors[0] if errors else " ".join(done.stderr.split())[-300:]
-            raise BuildError(f"{cxx} failed: {said or f'exit status {done.returncode}, and no word'}")
-        os.replace(temporary, path)
-        return path
+        sources = [HERE / source for source in SOURCES]
+        return compile_library(library(isa, directory), sources, *flags, *(SANITIZE if sanitize else ()))
 
     sets = instruction_sets()
     with ThreadPoolExecutor() as pool:
         return list(pool.map(one, sets.keys(), sets.values()))
 
 
+def build_launcher() -> list[Path]:
+    """What launches the GPU kernels is at LAUNCHER: on Linux, which is where JAX has CUDA; elsewhere nothing is. It
+    needs no CUDA to be compiled. Raises BuildError."""
+    return [compile_library(LAUNCHER, [CUDA / "launch.cc"])] if platform.system() == "Linux" else []
+
+
+def compile_library(path: Path, sources: list[Path], *flags: str) -> Path:
+    """A shared library of the sources is at `path`, which is returned; there is nothing half-made. Raises BuildError
+    with the compiler's first error."""
+    cxx, include = compiler(), headers()
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
+    unique = () if "clang" in version else ("-fno-gnu-unique",)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    command = [cxx, *FLAGS, *unique, *flags, "-isystem", str(include), *map(str, sources), "-o", str(temporary)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        temporary.unlink(missing_ok=True)
+        errors = [line for line in done.stderr.splitlines() if "error" in line]
+        said = errors[0] if errors else " ".join(done.stderr.split())[-300:]
+        raise BuildError(f"{cxx} failed: {said or f'exit status {done.returncode}, and no word'}")
+    os.replace(temporary, path)
+    return path
+
+
 def main() -> int:
     """The command."""
     try:
-        for path in build():
+        for path in [*build(), *build_launcher()]:
             print(path)
     except BuildError as error:
         print(f"peagle: the native kernels were not built: {error}", file=sys.stderr)

@@ -1,0 +1,297 @@
+// MXFP4 experts for passes of few rows, on NVIDIA GPUs with bfloat16 tensor cores (compute capability 8.0 and newer).
+//
+// Such a pass takes as long as its weights take to come out of memory. So each selected expert is read once, for all rows
+// that selected it; codes become bfloat16 in registers, and tensor cores multiply them with up to eight rows at a time,
+// which costs the same as with one.
+//
+// A block computes 16 outputs of one expert for all rows; its warps divide the inputs among themselves, always in the same
+// way, and their sums are added up in the same order: a row's bits do not depend on the other rows.
+//
+// Compiled at run time by NVRTC, for the device at hand. The tests compile it for the CPU, with functions of their own in
+// place of those under __CUDACC_RTC__.
+
+#if defined(__CUDACC_RTC__)
+
+struct alignas(16) Words {
+  unsigned of[4];
+};
+
+// Read once, and then of no use to anybody: not kept in the first-level cache.
+__device__ inline Words LoadOnce(const void* from) {
+  Words words;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(words.of[0]), "=r"(words.of[1]), "=r"(words.of[2]), "=r"(words.of[3])
+      : "l"(from));
+  return words;
+}
+
+__device__ inline Words Load(const void* from) { return *static_cast<const Words*>(from); }
+
+// Two bfloat16 products; exact where they are representable, denormal ones too. The addend is -0.
+__device__ inline unsigned MultiplyPairs(unsigned a, unsigned b) {
+  unsigned product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+  return product;
+}
+
+// sums [16, 8] += a [16, 16] b [16, 8], bfloat16 factors, float32 sums. PTX ISA, matrix fragments for mma.m16n8k16: with
+// lane = 4 group + quarter, a is rows group and group + 8 at inputs 2 quarter and 2 quarter + 1, then the same at inputs
+// 8 further; b is column group at these inputs; sums are rows group and group + 8 at columns 2 quarter, 2 quarter + 1.
+__device__ inline void MultiplyAdd(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#endif
+
+namespace {
+
+using Bytes = const unsigned char*;
+using Half = unsigned short;  // the bits of a bfloat16
+
+constexpr int kWarps = 4;          // of a block
+constexpr int kThreads = 32 * kWarps;
+constexpr int kOutputs = 16;       // of a block
+constexpr int kColumns = 8;        // rows of x that one product takes
+constexpr int kBlock = 32;         // inputs that share a scale: 16 bytes
+constexpr int kChunk = 4 * kBlock;  // inputs that a warp takes at a time: a block for each quarter
+constexpr int kAhead = 3;          // chunks whose loads are under way together
+constexpr int kMaxExperts = 1024;
+constexpr int kMaxTiles = 2;       // of kColumns rows
+
+__device__ inline float ToFloat(Half bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
+
+// To the nearest, ties to even.
+__device__ inline Half ToHalf(float value) {
+  const unsigned bits = __float_as_uint(value);
+  if (value != value) return 0x7fc0;
+  return static_cast<Half>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+__device__ inline unsigned Twice(unsigned half) { return half | half << 16; }
+
+// 2^(scale - 1) as two bfloat16, for scales up to 128.
+__device__ inline unsigned Power(unsigned scale) { return Twice((scale + 126) << 7); }
+
+// Values j and j + 4 of the eight in a word, times 2^-126: a code's three low bits are a bfloat16's last exponent bits and
+// its first mantissa bit, and the code that has no exponent becomes the denormal number that has none.
+__device__ inline unsigned Pair(unsigned word, int j) {
+  const unsigned codes = word >> 4 * j;
+  return (codes & 0x00070007u) << 6 | (codes & 0x00080008u) << 12;
+}
+
+// The bits 0-15, or 16-31, of two words.
+__device__ inline unsigned Lower(unsigned first, unsigned second) { return (first & 0xffffu) | second << 16; }
+__device__ inline unsigned Upper(unsigned first, unsigned second) { return first >> 16 | (second & 0xffff0000u); }
+
+// An expert's matrix [outputs, inputs], and its bias.
+struct Matrix {
+  Bytes blocks;
+  Bytes scales;
+  const Half* bias;
+  int outputs;
+  int inputs;
+
+  __device__ Matrix Of(int expert) const {
+    const long long rows = static_cast<long long>(expert) * outputs, scales_a_row = inputs / kBlock;
+    return {blocks + rows * scales_a_row * 16, scales + rows * scales_a_row, bias + rows, outputs, inputs};
+  }
+};
+
+// Who selected what: ids [rows, top_k]. A pair is a row and one of its choices, row * top_k + choice.
+struct Routing {
+  const int* ids;
+  int rows;
+  int top_k;
+  int num_experts;
+};
+
+struct Shared {
+  unsigned present[kMaxExperts / 32];  // a bit per expert that any row selected
+  int choice[kMaxTiles * kColumns];    // of a row that selected this block's expert, or -1
+  float sums[kWarps][kOutputs][kMaxTiles * kColumns];
+};
+
+// The selected expert that is this block's, counted in ascending order, and its rows' choices; -1 where there are fewer.
+__device__ int FindExpert(const Routing& routing, Shared& shared) {
+  const int thread = threadIdx.x, pairs = routing.rows * routing.top_k;
+  for (int i = thread; i < kMaxExperts / 32; i += kThreads) shared.present[i] = 0;
+  for (int i = thread; i < kMaxTiles * kColumns; i += kThreads) shared.choice[i] = -1;
+  __syncthreads();
+  for (int pair = thread; pair < pairs; pair += kThreads) {
+    const unsigned id = routing.ids[pair];
+    if (id < kMaxExperts) atomicOr(&shared.present[id / 32], 1u << id % 32);
+  }
+  __syncthreads();
+  int before = blockIdx.y, expert = -1;
+  for (int i = 0; i * 32 < routing.num_experts && expert < 0; ++i) {
+    unsigned bits = shared.present[i];
+    const int here = __popc(bits);
+    if (before >= here) {
+      before -= here;
+      continue;
+    }
+    for (; before > 0; --before) bits &= bits - 1;
+    expert = 32 * i + __ffs(bits) - 1;
+  }
+  if (expert < 0) return -1;
+  for (int pair = thread; pair < pairs; pair += kThreads)
+    if (routing.ids[pair] == expert) shared.choice[pair / routing.top_k] = pair % routing.top_k;
+  __syncthreads();
+  return expert;
+}
+
+// A row's 32 codes of one block, and their scale. Zeros, where there is no such block.
+struct Codes {
+  Words words;
+  unsigned scale;
+
+  __device__ void Read(const Matrix& matrix, int output, int block) {
+    const int blocks = matrix.inputs / kBlock;
+    if (output < matrix.outputs && block < blocks) {
+      const long long at = static_cast<long long>(output) * blocks + block;
+      words = LoadOnce(matrix.blocks + at * 16);
+      scale = matrix.scales[at];
+    } else {
+      words = {};
+      scale = 0;
+    }
+  }
+};
+
+// sums += a chunk of weights times the same chunk of x, whose rows are `rows`, from this lane's block on. Powers above 2^1
+// are more than one factor can bring from 2^-126: `large` where any lane has one.
+template <int kTiles, bool large>
+__device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, const Half* const (&rows)[kTiles], bool any,
+                                         long long start, float (&sums)[kTiles][4]) {
+  const unsigned powers[2] = {Power(large ? min(low.scale, 128u) : low.scale), Power(large ? min(high.scale, 128u) : high.scale)};
+  const unsigned rest[2] = {Twice((max(low.scale, 128u) - 1) << 7), Twice((max(high.scale, 128u) - 1) << 7)};
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    Words values[kTiles];  // eight of x
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+      values[tile] = any && rows[tile] != nullptr ? Load(rows[tile] + start + 8 * word) : Words{};
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      unsigned a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Codes& codes = i % 2 == 0 ? low : high;
+        a[i] = MultiplyPairs(Pair(codes.words.of[word], j + i / 2), powers[i % 2]);
+        if (large) a[i] = MultiplyPairs(a[i], rest[i % 2]);
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const unsigned(&v)[4] = values[tile].of;
+        const unsigned b[2] = {Lower(v[j / 2], v[j / 2 + 2]), Upper(v[j / 2], v[j / 2 + 2])};
+        MultiplyAdd(sums[tile], a, b);
+      }
+    }
+  }
+}
+
+// shared.sums = this block's outputs of the matrix (those of its expert) for each row of x that selected it: row or, where
+// `by_pair`, pair of x [.., inputs]. Columns of other rows are zero.
+template <int kTiles>
+__device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, const Routing& routing, Shared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
+  const int low = blockIdx.x * kOutputs + group, high = low + 8;
+  const int blocks = matrix.inputs / kBlock, chunks = (matrix.inputs + kChunk - 1) / kChunk;
+
+  const Half* rows[kTiles];  // of x, or null
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int row = tile * kColumns + group, choice = shared.choice[row];
+    const long long at = by_pair ? row * routing.top_k + choice : row;
+    rows[tile] = choice < 0 ? nullptr : x + at * matrix.inputs;
+  }
+
+  float sums[kTiles][4] = {};
+  for (int first = warp; first < chunks; first += kWarps * kAhead) {
+    Codes lows[kAhead], highs[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int block = 4 * (first + kWarps * i) + quarter;
+      lows[i].Read(matrix, low, block);
+      highs[i].Read(matrix, high, block);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int block = 4 * (first + kWarps * i) + quarter;
+      const long long start = static_cast<long long>(block) * kBlock;
+      if (__any_sync(~0u, max(lows[i].scale, highs[i].scale) > 128))
+        AddChunk<kTiles, true>(lows[i], highs[i], rows, block < blocks, start, sums);
+      else
+        AddChunk<kTiles, false>(lows[i], highs[i], rows, block < blocks, start, sums);
+    }
+  }
+
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int column = tile * kColumns + 2 * quarter;
+    shared.sums[warp][group][column] = sums[tile][0];
+    shared.sums[warp][group][column + 1] = sums[tile][1];
+    shared.sums[warp][group + 8][column] = sums[tile][2];
+    shared.sums[warp][group + 8][column + 1] = sums[tile][3];
+  }
+  __syncthreads();
+}
+
+__device__ inline float Total(const Shared& shared, int output, int row) {
+  float total = 0;
+  for (int warp = 0; warp < kWarps; ++warp) total += shared.sums[warp][output][row];
+  return total;
+}
+
+// hidden [pairs, F] = swiglu of the pairs' gates and ups, which take turns among the outputs.
+template <int kTiles>
+__device__ void GateUp(const Half* x, const Routing& routing, const Matrix& experts, float limit, Half* hidden) {
+  __shared__ Shared shared;
+  const int expert = FindExpert(routing, shared);
+  if (expert < 0) return;
+  const Matrix matrix = experts.Of(expert);
+  Multiply<kTiles>(matrix, x, false, routing, shared);
+  for (int i = threadIdx.x; i < kOutputs / 2 * kTiles * kColumns; i += kThreads) {
+    const int output = 2 * (i % (kOutputs / 2)), row = i / (kOutputs / 2), at = blockIdx.x * kOutputs + output;
+    if (shared.choice[row] < 0 || at >= matrix.outputs) continue;
+    const float gate = fminf(Total(shared, output, row) + ToFloat(matrix.bias[at]), limit);
+    const float up = fmaxf(fminf(Total(shared, output + 1, row) + ToFloat(matrix.bias[at + 1]), limit), -limit);
+    const long long pair = row * routing.top_k + shared.choice[row];
+    hidden[pair * (matrix.outputs / 2) + at / 2] = ToHalf(gate / (1 + expf(-1.702f * gate)) * (up + 1));
+  }
+}
+
+// out [pairs, D] = the pairs' experts of hidden [pairs, F], bias included.
+template <int kTiles>
+__device__ void Down(const Half* hidden, const Routing& routing, const Matrix& experts, float* out) {
+  __shared__ Shared shared;
+  const int expert = FindExpert(routing, shared);
+  if (expert < 0) return;
+  const Matrix matrix = experts.Of(expert);
+  Multiply<kTiles>(matrix, hidden, true, routing, shared);
+  for (int i = threadIdx.x; i < kOutputs * kTiles * kColumns; i += kThreads) {
+    const int output = i % kOutputs, row = i / kOutputs, at = blockIdx.x * kOutputs + output;
+    if (shared.choice[row] < 0 || at >= matrix.outputs) continue;
+    const long long pair = row * routing.top_k + shared.choice[row];
+    out[pair * matrix.outputs + at] = Total(shared, output, row) + ToFloat(matrix.bias[at]);
+  }
+}
+
+}  // namespace
+
+// Grids: (outputs / 16 rounded up, as many experts as can be selected); blocks of kThreads. One tile for up to 8 rows.
+#define PEAGLE_KERNELS(tiles)                                                                                            \
+  extern "C" __global__ void __launch_bounds__(kThreads) peagle_gate_up_##tiles(                                         \
+      const Half* x, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales, const Half* bias, \
+      int outputs, int inputs, float limit, Half* hidden) {                                                              \
+    GateUp<tiles>(x, {ids, rows, top_k, num_experts}, {blocks, scales, bias, outputs, inputs}, limit, hidden);           \
+  }                                                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads) peagle_down_##tiles(                                            \
+      const Half* hidden, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales,              \
+      const Half* bias, int outputs, int inputs, float* out) {                                                           \
+    Down<tiles>(hidden, {ids, rows, top_k, num_experts}, {blocks, scales, bias, outputs, inputs}, out);                  \
+  }
+
+PEAGLE_KERNELS(1)
+PEAGLE_KERNELS(2)

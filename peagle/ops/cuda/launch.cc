@@ -1,0 +1,224 @@
+// The GPU kernels as an XLA FFI handler: every shape is checked before anything runs, and they are launched on XLA's own
+// stream. The driver is opened at run time, and its few functions are declared here: compiling this needs no CUDA.
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+#define PEAGLE_EXPORT extern "C" __attribute__((visibility("default")))
+
+// CUDA driver API, cuda.h
+struct CUctx_st;
+struct CUmod_st;
+struct CUfunc_st;
+struct CUstream_st;
+
+namespace peagle {
+namespace {
+
+namespace ffi = xla::ffi;
+using ffi::AnyBuffer;
+using Out = ffi::Result<AnyBuffer>;
+using Stream = CUstream_st*;
+
+// experts.cu
+constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kMaxRows = 16, kMaxExperts = 1024, kBlock = 32;
+
+struct Driver {
+  int (*GetErrorString)(int, const char**);
+  int (*StreamGetCtx)(Stream, CUctx_st**);
+  int (*CtxPushCurrent)(CUctx_st*);
+  int (*CtxPopCurrent)(CUctx_st**);
+  int (*ModuleLoadData)(CUmod_st**, const void*);
+  int (*ModuleGetFunction)(CUfunc_st**, CUmod_st*, const char*);
+  int (*LaunchKernel)(CUfunc_st*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
+
+  // "" or what is missing.
+  std::string Open(const char* name) {
+    void* library = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+    if (library == nullptr) return dlerror();
+    const char* missing = nullptr;
+    auto find = [&](auto& function, const char* symbol) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
+      if (function == nullptr) missing = symbol;
+    };
+    find(GetErrorString, "cuGetErrorString");
+    find(StreamGetCtx, "cuStreamGetCtx");
+    find(CtxPushCurrent, "cuCtxPushCurrent_v2");
+    find(CtxPopCurrent, "cuCtxPopCurrent_v2");
+    find(ModuleLoadData, "cuModuleLoadData");
+    find(ModuleGetFunction, "cuModuleGetFunction");
+    find(LaunchKernel, "cuLaunchKernel");
+    return missing == nullptr ? "" : std::string(name) + " has no " + missing;
+  }
+};
+
+struct Kernels {
+  CUfunc_st* gate_up[2];  // for up to kColumns rows, and for up to kMaxRows
+  CUfunc_st* down[2];
+};
+
+std::mutex mutex;
+Driver driver;
+std::vector<char> image;                // what NVRTC compiled
+std::map<CUctx_st*, Kernels> loaded;    // by the device's context
+
+ffi::Error Failed(const char* what, int code) {
+  const char* said = nullptr;
+  driver.GetErrorString(code, &said);
+  return ffi::Error::Internal(std::string(what) + ": " + (said == nullptr ? "CUDA error " + std::to_string(code) : said));
+}
+
+#define PEAGLE_TRY(call)                                         \
+  if (const int code = driver.call; code != 0) return Failed(#call, code)
+
+// A stream's context is current for as long as this lives.
+class Current {
+ public:
+  explicit Current(CUctx_st* context) : code(driver.CtxPushCurrent(context)) {}
+  ~Current() {
+    CUctx_st* popped;
+    if (code == 0) driver.CtxPopCurrent(&popped);
+  }
+  const int code;
+};
+
+// `kernels` are those of the context, which is current.
+ffi::Error Load(CUctx_st* context, Kernels& kernels) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (auto found = loaded.find(context); found != loaded.end()) {
+    kernels = found->second;
+    return ffi::Error::Success();
+  }
+  CUmod_st* module;
+  PEAGLE_TRY(ModuleLoadData(&module, image.data()));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up[0], module, "peagle_gate_up_1"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up[1], module, "peagle_gate_up_2"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.down[0], module, "peagle_down_1"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.down[1], module, "peagle_down_2"));
+  loaded[context] = kernels;
+  return ffi::Error::Success();
+}
+
+std::string Shape(const AnyBuffer& buffer) {
+  std::string text = "[";
+  for (size_t i = 0; i < buffer.dimensions().size(); ++i)
+    text += (i ? ", " : "") + std::to_string(buffer.dimensions()[i]);
+  return text + "]";
+}
+
+bool Is(const AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape) {
+  const auto dimensions = buffer.dimensions();
+  return buffer.element_type() == type && dimensions.size() == shape.size() &&
+         std::equal(shape.begin(), shape.end(), dimensions.begin());
+}
+
+#define PEAGLE_EXPECT(buffer, type, ...)                                                                     \
+  if (!Is(buffer, ffi::type, {__VA_ARGS__}))                                                                 \
+  return ffi::Error::InvalidArgument("experts: " #buffer " " + Shape(buffer) + " is not " #type " [" #__VA_ARGS__ "]")
+
+ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_blocks, AnyBuffer gate_up_scales,
+                   AnyBuffer gate_up_bias, AnyBuffer down_blocks, AnyBuffer down_scales, AnyBuffer down_bias, Out result,
+                   Out scratch, float limit) {
+  const AnyBuffer &out = *result, &hidden = *scratch;
+  if (ids.dimensions().size() != 2 || x.dimensions().size() != 2 || gate_up_bias.dimensions().size() != 2)
+    return ffi::Error::InvalidArgument("experts: x " + Shape(x) + ", ids " + Shape(ids) + " and gate_up_bias " +
+                                       Shape(gate_up_bias) + " are not [T, D], [T, k] and [E, 2F]");
+  const int64_t T = ids.dimensions()[0], k = ids.dimensions()[1], D = x.dimensions()[1];
+  const int64_t E = gate_up_bias.dimensions()[0], F = gate_up_bias.dimensions()[1] / 2;
+  if (T > kMaxRows || E > kMaxExperts || D % kBlock || F % kBlock || T * k == 0 || D * F == 0)
+    return ffi::Error::InvalidArgument("experts: x " + Shape(x) + ", ids " + Shape(ids) + " and gate_up_bias " +
+                                       Shape(gate_up_bias) + ": expected up to 16 rows, 1024 experts, and whole MXFP4 blocks");
+  PEAGLE_EXPECT(x, BF16, T, D);
+  PEAGLE_EXPECT(ids, S32, T, k);
+  PEAGLE_EXPECT(gate_up_blocks, U8, E, 2 * F, D / kBlock, kBlock / 2);
+  PEAGLE_EXPECT(gate_up_scales, U8, E, 2 * F, D / kBlock);
+  PEAGLE_EXPECT(gate_up_bias, BF16, E, 2 * F);
+  PEAGLE_EXPECT(down_blocks, U8, E, D, F / kBlock, kBlock / 2);
+  PEAGLE_EXPECT(down_scales, U8, E, D, F / kBlock);
+  PEAGLE_EXPECT(down_bias, BF16, E, D);
+  PEAGLE_EXPECT(out, F32, T, k, D);
+  PEAGLE_EXPECT(hidden, BF16, T * k, F);
+
+  CUctx_st* context;
+  PEAGLE_TRY(StreamGetCtx(stream, &context));
+  const Current current(context);
+  if (current.code != 0) return Failed("cuCtxPushCurrent", current.code);
+  Kernels kernels;
+  if (ffi::Error error = Load(context, kernels); error.failure()) return error;
+
+  auto launch = [&](CUfunc_st* kernel, int outputs, std::initializer_list<void*> arguments) {
+    const unsigned tiles = (outputs + kOutputs - 1) / kOutputs, experts = std::min(E, T * k);
+    std::vector<void*> pointers(arguments);
+    return driver.LaunchKernel(kernel, tiles, experts, 1, kThreads, 1, 1, 0, stream, pointers.data(), nullptr);
+  };
+  // A kernel's arguments by their addresses, in the order and of the types of experts.cu.
+  auto address = [](const AnyBuffer& buffer) { return buffer.untyped_data(); };
+  void *x_at = address(x), *ids_at = address(ids), *hidden_at = address(hidden), *out_at = address(out);
+  void *gate_up[3] = {address(gate_up_blocks), address(gate_up_scales), address(gate_up_bias)};
+  void *down[3] = {address(down_blocks), address(down_scales), address(down_bias)};
+  int rows = T, top_k = k, num_experts = E, width = D, twice = 2 * F, expert_width = F;
+  const int which = T > kColumns;
+  if (const int code = launch(kernels.gate_up[which], twice,
+                              {&x_at, &ids_at, &rows, &top_k, &num_experts, &gate_up[0], &gate_up[1], &gate_up[2], &twice,
+                               &width, &limit, &hidden_at}))
+    return Failed("gate_up", code);
+  if (const int code = launch(kernels.down[which], width,
+                              {&hidden_at, &ids_at, &rows, &top_k, &num_experts, &down[0], &down[1], &down[2], &width,
+                               &expert_width, &out_at}))
+    return Failed("down", code);
+  return ffi::Error::Success();
+}
+
+#if defined(PEAGLE_TEST_ON_HOST)  // no stream there
+ffi::Error ExpertsOnHost(AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_blocks, AnyBuffer gate_up_scales,
+                         AnyBuffer gate_up_bias, AnyBuffer down_blocks, AnyBuffer down_scales, AnyBuffer down_bias, Out out,
+                         Out hidden, float limit) {
+  return Experts(nullptr, x, ids, gate_up_blocks, gate_up_scales, gate_up_bias, down_blocks, down_scales, down_bias, out,
+                 hidden, limit);
+}
+#endif
+
+}  // namespace
+}  // namespace peagle
+
+// The kernels in `cubin` are what runs from here on, by this driver. Null, or why that is not so.
+PEAGLE_EXPORT const char* peagle_cuda_open(const char* driver, const char* cubin, int64_t size) {
+  static std::string said;
+  const std::lock_guard<std::mutex> lock(peagle::mutex);
+  said = peagle::driver.Open(driver);
+  peagle::image.assign(cubin, cubin + size);
+  peagle::loaded.clear();
+  return said.empty() ? nullptr : said.c_str();
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_experts(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+#if !defined(PEAGLE_TEST_ON_HOST)
+                             .Ctx<xla::ffi::PlatformStream<peagle::Stream>>()
+#endif
+                             .Arg<xla::ffi::AnyBuffer>()  // x
+                             .Arg<xla::ffi::AnyBuffer>()  // ids
+                             .Arg<xla::ffi::AnyBuffer>()  // gate_up_blocks
+                             .Arg<xla::ffi::AnyBuffer>()  // gate_up_scales
+                             .Arg<xla::ffi::AnyBuffer>()  // gate_up_bias
+                             .Arg<xla::ffi::AnyBuffer>()  // down_blocks
+                             .Arg<xla::ffi::AnyBuffer>()  // down_scales
+                             .Arg<xla::ffi::AnyBuffer>()  // down_bias
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .Ret<xla::ffi::AnyBuffer>()  // hidden
+                             .Attr<float>("limit")
+#if defined(PEAGLE_TEST_ON_HOST)
+                             .To(peagle::ExpertsOnHost)
+#else
+                             .To(peagle::Experts, {xla::ffi::Traits::kCmdBufferCompatible})
+#endif
+                             .release();
+  return handler->Call(frame);
+}

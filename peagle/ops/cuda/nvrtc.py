@@ -1,0 +1,65 @@
+"""NVRTC, NVIDIA's compiler at run time: from the kernels' source to machine code. It needs no GPU."""
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parent / "experts.cu"
+_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+
+
+class CudaError(Exception):
+    """The GPU kernels do not run here; the message says why."""
+
+
+def compile_kernels(architecture: str) -> bytes:
+    """The kernels' machine code for an architecture, as sm_90. Raises CudaError with the compiler's first error."""
+    nvrtc = library()
+    program = ctypes.c_void_p()
+
+    def call(name: str, *arguments: Any) -> None:
+        if code := getattr(nvrtc, name)(*arguments):
+            said = _text(nvrtc, program, "ProgramLog").decode(errors="replace") if program else ""
+            errors = [line for line in said.splitlines() if "error" in line]
+            raise CudaError(f"NVRTC for {architecture}: {errors[0] if errors else _meaning(nvrtc, code)}")
+
+    call("nvrtcCreateProgram", ctypes.byref(program), SOURCE.read_bytes(), SOURCE.name.encode(), 0, None, None)
+    try:
+        options = [b"--std=c++17", f"--gpu-architecture={architecture}".encode()]
+        call("nvrtcCompileProgram", program, len(options), (ctypes.c_char_p * len(options))(*options))
+        return _text(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """That of NVIDIA's Python packages, which come with JAX's for CUDA, or the system's. Raises CudaError."""
+    for name in [*_packaged(), *_NAMES]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise CudaError("NVRTC, which compiles the GPU kernels, was not found; pip install nvidia-cuda-nvrtc brings it")
+
+
+def _packaged() -> Iterator[str]:
+    spec = importlib.util.find_spec("nvidia")
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        yield from map(str, sorted(Path(location).glob("*/lib/libnvrtc.so.*"), reverse=True))
+
+
+def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, text)
+    return text.raw
+
+
+def _meaning(nvrtc: ctypes.CDLL, code: int) -> str:
+    nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+    return str(nvrtc.nvrtcGetErrorString(code).decode())

@@ -1,0 +1,284 @@
+"""The GPU kernels on a CPU: their own source, launched by their own launcher, through a driver of the tests'
+(driver.cc). What only a GPU can show (its tensor cores, its driver, speed) is scripts/gpu_check's."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.ops import cuda, native
+from peagle.ops.cuda import nvrtc
+from peagle.ops.cuda.check import check
+from peagle.ops.expert_matmul import PackedExperts, api, on_xla, reference
+from peagle.ops.expert_matmul import cuda as op
+from peagle.ops.mxfp4 import dequantize
+from peagle.ops.native import build
+
+DRIVER = Path(__file__).parent / "driver.cc"
+GPU_PRAGMAS = "-Wno-unknown-pragmas"
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(the launcher, made for the CPU, and the driver)."""
+    directory = tmp_path_factory.mktemp("cuda")
+    launcher = build.compile_library(directory / "launch.so", [build.CUDA / "launch.cc"], "-DPEAGLE_TEST_ON_HOST")
+    return launcher, build.compile_library(
+        directory / "driver.so", [DRIVER], f"-I{build.CUDA}", "-fvisibility=default", "-ffp-contract=off", GPU_PRAGMAS
+    )
+
+
+@pytest.fixture
+def opened(libraries: tuple[Path, Path]) -> None:
+    """The kernels run, on the CPU."""
+    launcher, driver = libraries
+    cuda.open_kernels(launcher, str(driver), b"any image", "cpu")
+
+
+def random_experts(
+    num_experts: int, width: int, expert_width: int, scales: tuple[int, int] = (119, 124), seed: int = 0
+) -> PackedExperts:
+    rng = np.random.default_rng(seed)
+
+    def matrix(outputs: int, inputs: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        blocks = rng.integers(0, 256, (num_experts, outputs, inputs // 32, 16), np.uint8)
+        bias = rng.standard_normal((num_experts, outputs), np.float32).astype(jnp.bfloat16)
+        drawn = rng.integers(scales[0], scales[1] + 1, blocks.shape[:-1], np.uint8)
+        return jnp.asarray(blocks), jnp.asarray(drawn), jnp.asarray(bias)
+
+    return PackedExperts(*matrix(2 * expert_width, width), *matrix(width, expert_width))
+
+
+def random_rows(rows: int, width: int, num_experts: int, seed: int = 1) -> tuple[jax.Array, jax.Array]:
+    """(x, router logits)."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, width), np.float32).astype(jnp.bfloat16)
+    return jnp.asarray(x), jnp.asarray(rng.standard_normal((rows, num_experts), np.float32))
+
+
+routed = jax.jit(op.routed, static_argnums=(3, 4))
+
+
+def by_definition(x: jax.Array, logits: jax.Array, experts: PackedExperts, top_k: int, limit: float) -> np.ndarray:
+    """As transformers' GPT-OSS has it, in float64, but for hidden values: they are bfloat16 between the matrices."""
+    rows, scores = np.asarray(x, np.float64), np.asarray(logits, np.float64)
+    matrices = [
+        dequantize(np.asarray(b), np.asarray(s)).astype(np.float64)
+        for b, s in ((experts.gate_up_blocks, experts.gate_up_scales), (experts.down_blocks, experts.down_scales))
+    ]
+    biases = [np.asarray(bias, np.float64) for bias in (experts.gate_up_bias, experts.down_bias)]
+    out = np.zeros_like(rows)
+    for t in range(len(rows)):
+        chosen = np.argsort(-scores[t], kind="stable")[:top_k]
+        weights = np.exp(scores[t, chosen] - scores[t, chosen].max())
+        for weight, e in zip(weights / weights.sum(), chosen, strict=True):
+            h = matrices[0][e] @ rows[t] + biases[0][e]
+            gate, up = np.minimum(h[0::2], limit), np.clip(h[1::2], -limit, limit)
+            active = (gate / (1 + np.exp(-1.702 * gate)) * (up + 1)).astype(jnp.bfloat16).astype(np.float64)
+            out[t] += weight * (matrices[1][e] @ active + biases[1][e])
+    return out
+
+
+def expect_definition(x: jax.Array, logits: jax.Array, experts: PackedExperts, top_k: int, limit: float) -> None:
+    found = np.asarray(routed(x, logits, experts, top_k, limit), np.float64)
+    expected = by_definition(x, logits, experts, top_k, limit)
+    # the result is a bfloat16, and a hidden value may be rounded to the other side
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max())
+
+
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize(
+    ("rows", "num_experts", "top_k", "width", "expert_width"),
+    [
+        (1, 32, 4, 160, 96),  # ragged: blocks that no whole chunk, and chunks that not all warps have
+        (2, 5, 2, 32, 32),  # one block
+        (7, 7, 2, 256, 32),
+        (8, 40, 3, 96, 160),  # experts beyond the first word of bits
+        (9, 3, 3, 64, 64),  # everybody selects everything; two tiles of rows
+        (16, 6, 1, 96, 32),
+        (3, 4, 2, 1632, 32),  # loads ahead, more than once around
+    ],
+)
+def test_the_definition(rows: int, num_experts: int, top_k: int, width: int, expert_width: int) -> None:
+    experts = random_experts(num_experts, width, expert_width)
+    x, logits = random_rows(rows, width, num_experts)
+    expect_definition(x, logits, experts, top_k, 0.9)  # a limit that is felt
+    assert (
+        np.abs(by_definition(x, logits, experts, top_k, 0.9) - by_definition(x, logits, experts, top_k, 1e9)).max()
+        > 0.05
+    )
+
+
+@pytest.mark.usefixtures("opened")
+def test_a_row_is_the_same_whatever_rows_are_beside_it() -> None:
+    """So verification says what decoding says, bit for bit."""
+    experts = random_experts(8, 160, 96)
+    x, logits = random_rows(16, 160, 8)
+    alone = [np.asarray(routed(x[t : t + 1], logits[t : t + 1], experts, 4, 7.0)) for t in range(16)]
+    for rows in (2, 5, 8, 9, 16):
+        np.testing.assert_array_equal(routed(x[:rows], logits[:rows], experts, 4, 7.0), np.concatenate(alone[:rows]))
+
+
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize("same", [True, False])
+def test_all_rows_select_the_same_experts_or_all_different_ones(same: bool) -> None:
+    experts = random_experts(32, 64, 32)
+    x, logits = random_rows(8, 64, 32)
+    owner = np.zeros(8, int) if same else np.arange(8)
+    favours = (np.arange(32)[None, :] // 4 == owner[:, None]) * np.float32(50)
+    expect_definition(x, logits + favours, experts, 4, 7.0)
+
+
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize("scale", [0, 1, 60, 127, 128, 129, 140, 200])
+def test_extreme_scales(scale: int) -> None:
+    """Codes of every scale are exact: with hidden values out of biases alone, outputs are powers of two times sums."""
+    experts = random_experts(3, 64, 32, (scale, scale))
+    zeros = jnp.zeros_like(experts.gate_up_blocks)
+    experts = experts.replace(gate_up_blocks=zeros, down_bias=jnp.zeros_like(experts.down_bias))  # type: ignore[attr-defined]
+    x, logits = random_rows(2, 64, 3)
+    found = np.asarray(routed(x, logits, experts, 1, 7.0), np.float64)
+    expected = by_definition(x, logits, experts, 1, 7.0)
+    # outside of the kernels XLA on CPU takes denormal numbers for zero
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=max(2.0**-125, 2**-8 * np.abs(expected).max()))
+    assert np.abs(expected).max() > 0
+
+
+@pytest.mark.usefixtures("opened")
+def test_large_and_small_scales_side_by_side() -> None:
+    experts = random_experts(3, 256, 64, (115, 131))
+    x, logits = random_rows(5, 256, 3)
+    expect_definition(x * jnp.asarray(0.01, jnp.bfloat16), logits, experts, 2, 7.0)
+
+
+@pytest.mark.usefixtures("opened")
+def test_the_check_passes_and_finds_what_is_wrong() -> None:
+    check(cuda.call)
+
+    def wrong(*arguments: Any, **attributes: Any) -> Any:
+        out, hidden = cuda.call(*arguments, **attributes)
+        return out.at[-1, -1, -1].multiply(1.5), hidden
+
+    with pytest.raises(cuda.CudaError, match="fail their check"):
+        check(wrong)
+
+
+@pytest.mark.usefixtures("opened")
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    experts = random_experts(4, 64, 32)
+    x, logits = random_rows(17, 64, 4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="up to 16 rows"):
+        jax.block_until_ready(routed(x, logits, experts, 2, 7.0))
+    cut = experts.replace(down_scales=experts.down_scales[:, :-1])  # type: ignore[attr-defined]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"down_scales \[4, 63, 1\] is not U8"):
+        jax.block_until_ready(routed(x[:2], logits[:2], cut, 2, 7.0))
+
+
+def test_a_driver_that_refuses_is_an_error(libraries: tuple[Path, Path]) -> None:
+    launcher, driver = libraries
+    cuda.open_kernels(launcher, str(driver), b"refuse", "cpu")
+    x, logits = random_rows(1, 64, 4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="this driver is a test's"):
+        jax.block_until_ready(routed(x, logits, random_experts(4, 64, 32), 2, 7.0))
+    with pytest.raises(cuda.CudaError, match="no_such_driver"):
+        cuda.open_kernels(launcher, "no_such_driver.so", b"", "cpu")
+    with pytest.raises(cuda.CudaError, match=r"python -m peagle\.ops\.native"):
+        cuda.open_kernels(launcher.with_name("none.so"), str(driver), b"", "cpu")
+
+
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize(
+    ("dtype", "rows", "runs"), [("bfloat16", 2, True), ("float32", 2, False), ("bfloat16", 17, False)]
+)
+def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int, runs: bool) -> None:
+    """Its kernels where they are for it, XLA's form otherwise; both say the same."""
+    monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
+    experts = jax.tree.map(
+        lambda leaf: leaf if leaf.dtype == jnp.uint8 else leaf.astype(dtype), random_experts(4, 64, 32)
+    )
+    x, logits = random_rows(rows, 64, 4)
+    x = x.astype(dtype)
+    chosen = jax.jit(api._on_gpu, static_argnums=(3, 4))
+    assert ("peagle_cuda_experts" in chosen.lower(x, logits, experts, 2, 7.0).as_text()) == runs
+    assert "peagle_cuda_experts" not in chosen.lower(x, logits, on_xla({"layer": experts})["layer"], 2, 7.0).as_text()
+    plain = jax.jit(reference.all_pairs, static_argnums=(3, 4))(x, logits, experts, 2, 7.0)
+    close = np.abs(np.asarray(plain, np.float32)).max() * 2**-6
+    np.testing.assert_allclose(
+        np.asarray(chosen(x, logits, experts, 2, 7.0), np.float32), np.asarray(plain, np.float32), atol=close
+    )
+
+
+@pytest.fixture
+def fresh_status() -> Iterator[None]:
+    cuda.status.cache_clear()
+    yield
+    cuda.status.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_status")
+def test_status_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda.status() == (False, "XLA: the GPU kernels are for NVIDIA GPUs, this is cpu")
+    monkeypatch.setenv(native.VARIABLE, native.XLA)
+    cuda.status.cache_clear()
+    assert cuda.status() == (False, "XLA (PEAGLE_KERNELS=xla)")
+
+
+@pytest.mark.usefixtures("fresh_status")
+@pytest.mark.parametrize(
+    ("capability", "why"),
+    [("7.5", "need compute capability 8.0 or more, this GPU's is 7.5"), ("9.0", "NVRTC for sm_90: not today")],
+)
+def test_a_gpu_that_is_too_old_or_has_no_compiler(monkeypatch: pytest.MonkeyPatch, capability: str, why: str) -> None:
+    class Device:
+        compute_capability = capability
+
+    def refuse(architecture: str) -> bytes:
+        raise cuda.CudaError(f"NVRTC for {architecture}: not today")
+
+    monkeypatch.setattr(cuda, "compile_kernels", refuse)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    runs, line = cuda.status()
+    assert not runs
+    assert line.startswith("XLA: ")
+    assert why in line
+
+
+@pytest.mark.usefixtures("fresh_status")
+def test_a_gpu_whose_kernels_pass(monkeypatch: pytest.MonkeyPatch, libraries: tuple[Path, Path]) -> None:
+    class Device:
+        compute_capability = "9.0"
+
+    launcher, driver = libraries
+    open_kernels = cuda.open_kernels
+    monkeypatch.setattr(cuda, "compile_kernels", lambda architecture: architecture.encode())
+    monkeypatch.setattr(cuda, "open_kernels", lambda *given: open_kernels(launcher, str(driver), given[2], "cpu"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    assert jax.jit(lambda x: x if cuda.available() else -x)(1) == 1  # asked first while something is traced
+    assert cuda.status() == (True, "CUDA, compute capability 9.0")
+
+
+needs_nvrtc = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compiler is for Linux and Windows")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_nvidias_compiler_takes_the_source(architecture: str) -> None:
+    assert nvrtc.compile_kernels(architecture)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_what_nvidias_compiler_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "experts.cu"
+    source.write_text(nvrtc.SOURCE.read_text().replace("fminf(", "fminimum("))
+    monkeypatch.setattr(nvrtc, "SOURCE", source)
+    with pytest.raises(cuda.CudaError, match=r'NVRTC for sm_90: experts\.cu\(\d+\): error: .*"fminimum" is undefined'):
+        nvrtc.compile_kernels("sm_90")
+    with pytest.raises(cuda.CudaError, match=r"NVRTC for sm_1: .*architecture"):
+        nvrtc.compile_kernels("sm_1")
