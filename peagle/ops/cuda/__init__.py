@@ -21,7 +21,7 @@ from peagle.ops.native.build import LAUNCHER
 
 HANDLERS = ("experts",)
 DRIVER = "libcuda.so.1"
-MAX_ROWS = 16  # of a pass
+MAX_ROWS = 64  # of a pass
 _MAJOR = 8  # compute capability: bfloat16 tensor cores
 
 

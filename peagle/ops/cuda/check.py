@@ -11,7 +11,7 @@ from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.mxfp4 import BLOCK, dequantize
 
 EXPERTS, TOP_K, WIDTH, EXPERT_WIDTH, LIMIT = 6, 3, 160, 96, 7.0
-ROWS = (1, 8, 13)  # one product's, a full one's, more than one's
+ROWS = (1, 8, 13, 30, 64)  # one product's, a full one's, those of two, four, eight
 FAR = 0.02  # of the largest output: what a wrong kernel is beyond, and roundings to bfloat16 are not
 
 

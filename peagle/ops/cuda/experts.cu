@@ -2,7 +2,7 @@
 //
 // Such a pass takes as long as its weights take to come out of memory. So each selected expert is read once, for all rows
 // that selected it; codes become bfloat16 in registers, and tensor cores multiply them with up to eight rows at a time,
-// which costs the same as with one.
+// which costs the same as with one. Of 9 to 64 rows the weights are still read once.
 //
 // A block computes 16 outputs of one expert for all rows; its warps divide the inputs among themselves, always in the same
 // way, and their sums are added up in the same order: a row's bits do not depend on the other rows.
@@ -59,7 +59,7 @@ constexpr int kBlock = 32;         // inputs that share a scale: 16 bytes
 constexpr int kChunk = 4 * kBlock;  // inputs that a warp takes at a time: a block for each quarter
 constexpr int kAhead = 3;          // chunks whose loads are under way together
 constexpr int kMaxExperts = 1024;
-constexpr int kMaxTiles = 2;       // of kColumns rows
+constexpr int kMaxTiles = 8;       // of kColumns rows
 
 __device__ inline float ToFloat(Half bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
 
@@ -280,7 +280,7 @@ __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& e
 
 }  // namespace
 
-// Grids: (outputs / 16 rounded up, as many experts as can be selected); blocks of kThreads. One tile for up to 8 rows.
+// Grids: (outputs / 16 rounded up, as many experts as can be selected); blocks of kThreads. A tile is up to 8 rows.
 #define PEAGLE_KERNELS(tiles)                                                                                            \
   extern "C" __global__ void __launch_bounds__(kThreads) peagle_gate_up_##tiles(                                         \
       const Half* x, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales, const Half* bias, \
@@ -295,3 +295,5 @@ __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& e
 
 PEAGLE_KERNELS(1)
 PEAGLE_KERNELS(2)
+PEAGLE_KERNELS(4)
+PEAGLE_KERNELS(8)

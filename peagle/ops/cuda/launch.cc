@@ -28,7 +28,7 @@ using Out = ffi::Result<AnyBuffer>;
 using Stream = CUstream_st*;
 
 // experts.cu
-constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kMaxRows = 16, kMaxExperts = 1024, kBlock = 32;
+constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kMaxRows = 64, kMaxExperts = 1024, kBlock = 32;
 
 struct Driver {
   int (*GetErrorString)(int, const char**);
@@ -60,8 +60,8 @@ struct Driver {
 };
 
 struct Kernels {
-  CUfunc_st* gate_up[2];  // for up to kColumns rows, and for up to kMaxRows
-  CUfunc_st* down[2];
+  CUfunc_st* gate_up[4];  // for up to kColumns rows, twice as many, ...: kMaxRows
+  CUfunc_st* down[4];
 };
 
 std::mutex mutex;
@@ -98,10 +98,11 @@ ffi::Error Load(CUctx_st* context, Kernels& kernels) {
   }
   CUmod_st* module;
   PEAGLE_TRY(ModuleLoadData(&module, image.data()));
-  PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up[0], module, "peagle_gate_up_1"));
-  PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up[1], module, "peagle_gate_up_2"));
-  PEAGLE_TRY(ModuleGetFunction(&kernels.down[0], module, "peagle_down_1"));
-  PEAGLE_TRY(ModuleGetFunction(&kernels.down[1], module, "peagle_down_2"));
+  for (int i = 0; i < 4; ++i) {
+    const std::string tiles = std::to_string(1 << i);
+    PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up[i], module, ("peagle_gate_up_" + tiles).c_str()));
+    PEAGLE_TRY(ModuleGetFunction(&kernels.down[i], module, ("peagle_down_" + tiles).c_str()));
+  }
   loaded[context] = kernels;
   return ffi::Error::Success();
 }
@@ -134,7 +135,7 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   const int64_t E = gate_up_bias.dimensions()[0], F = gate_up_bias.dimensions()[1] / 2;
   if (T > kMaxRows || E > kMaxExperts || D % kBlock || F % kBlock || T * k == 0 || D * F == 0)
     return ffi::Error::InvalidArgument("experts: x " + Shape(x) + ", ids " + Shape(ids) + " and gate_up_bias " +
-                                       Shape(gate_up_bias) + ": expected up to 16 rows, 1024 experts, and whole MXFP4 blocks");
+                                       Shape(gate_up_bias) + ": expected up to 64 rows, 1024 experts, and whole MXFP4 blocks");
   PEAGLE_EXPECT(x, BF16, T, D);
   PEAGLE_EXPECT(ids, S32, T, k);
   PEAGLE_EXPECT(gate_up_blocks, U8, E, 2 * F, D / kBlock, kBlock / 2);
@@ -164,7 +165,8 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   void *gate_up[3] = {address(gate_up_blocks), address(gate_up_scales), address(gate_up_bias)};
   void *down[3] = {address(down_blocks), address(down_scales), address(down_bias)};
   int rows = T, top_k = k, num_experts = E, width = D, twice = 2 * F, expert_width = F;
-  const int which = T > kColumns;
+  int which = 0;
+  while (kColumns << which < T) ++which;
   if (const int code = launch(kernels.gate_up[which], twice,
                               {&x_at, &ids_at, &rows, &top_k, &num_experts, &gate_up[0], &gate_up[1], &gate_up[2], &twice,
                                &width, &limit, &hidden_at}))

@@ -5,12 +5,13 @@ import functools
 import jax
 from jaxtyping import Array, Float, Int
 
+from peagle.ops.cuda import MAX_ROWS
 from peagle.ops.expert_matmul import cuda, native, reference
 from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
 from peagle.ops.linear import Panels, linear
 from peagle.ops.norm import Norm, rms_norm
 
-DECODE_ROWS = 16  # verify passes have no more rows: one sequence with K = 15, or a batch of small ones
+DECODE_ROWS = 16  # as wide as verify passes get: one sequence with K = 15, or a batch of small ones
 
 
 def expert_block(
@@ -46,7 +47,7 @@ def expert_mlp(
         raise TypeError("experts in panels are computed with their norm and router: see expert_block")
     if isinstance(experts, FusedExperts):
         return reference.fused(x, router_logits, experts, top_k, swiglu_limit)
-    if isinstance(experts, PackedExperts) and x.shape[0] <= DECODE_ROWS:
+    if isinstance(experts, PackedExperts) and x.shape[0] <= MAX_ROWS:
         return jax.lax.platform_dependent(
             x,
             router_logits,
@@ -60,7 +61,9 @@ def expert_mlp(
 def _on_gpu(
     x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: PackedExperts, top_k: int, limit: float
 ) -> Float[Array, "T D"]:
-    form = cuda.routed if cuda.takes(x, experts) else reference.all_pairs
+    if cuda.takes(x, experts):
+        return cuda.routed(x, router_logits, experts, top_k, limit)
+    form = reference.all_pairs if x.shape[0] <= DECODE_ROWS else _visit
     return form(x, router_logits, experts, top_k, limit)
 
 

@@ -236,10 +236,10 @@ int cuModuleLoadData(CUmod_st** made, const void* image) {
 }
 int cuModuleGetFunction(CUfunc_st** found, CUmod_st*, const char* name) {
   static std::map<std::string, CUfunc_st> functions = {
-      {"peagle_gate_up_1", {Call<peagle_gate_up_1>}},
-      {"peagle_gate_up_2", {Call<peagle_gate_up_2>}},
-      {"peagle_down_1", {Call<peagle_down_1>}},
-      {"peagle_down_2", {Call<peagle_down_2>}},
+      {"peagle_gate_up_1", {Call<peagle_gate_up_1>}}, {"peagle_down_1", {Call<peagle_down_1>}},
+      {"peagle_gate_up_2", {Call<peagle_gate_up_2>}}, {"peagle_down_2", {Call<peagle_down_2>}},
+      {"peagle_gate_up_4", {Call<peagle_gate_up_4>}}, {"peagle_down_4", {Call<peagle_down_4>}},
+      {"peagle_gate_up_8", {Call<peagle_gate_up_8>}}, {"peagle_down_8", {Call<peagle_down_8>}},
   };
   const auto at = functions.find(name);
   if (at == functions.end()) return 1;

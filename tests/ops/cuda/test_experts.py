@@ -101,6 +101,8 @@ def expect_definition(x: jax.Array, logits: jax.Array, experts: PackedExperts, t
         (8, 40, 3, 96, 160),  # experts beyond the first word of bits
         (9, 3, 3, 64, 64),  # everybody selects everything; two tiles of rows
         (16, 6, 1, 96, 32),
+        (17, 4, 2, 64, 32),
+        (64, 9, 4, 64, 32),
         (3, 4, 2, 1632, 32),  # loads ahead, more than once around
     ],
 )
@@ -118,9 +120,9 @@ def test_the_definition(rows: int, num_experts: int, top_k: int, width: int, exp
 def test_a_row_is_the_same_whatever_rows_are_beside_it() -> None:
     """So verification says what decoding says, bit for bit."""
     experts = random_experts(8, 160, 96)
-    x, logits = random_rows(16, 160, 8)
-    alone = [np.asarray(routed(x[t : t + 1], logits[t : t + 1], experts, 4, 7.0)) for t in range(16)]
-    for rows in (2, 5, 8, 9, 16):
+    x, logits = random_rows(33, 160, 8)
+    alone = [np.asarray(routed(x[t : t + 1], logits[t : t + 1], experts, 4, 7.0)) for t in range(33)]
+    for rows in (2, 8, 9, 16, 17, 33):
         np.testing.assert_array_equal(routed(x[:rows], logits[:rows], experts, 4, 7.0), np.concatenate(alone[:rows]))
 
 
@@ -171,8 +173,8 @@ def test_the_check_passes_and_finds_what_is_wrong() -> None:
 @pytest.mark.usefixtures("opened")
 def test_shapes_that_do_not_fit_are_refused() -> None:
     experts = random_experts(4, 64, 32)
-    x, logits = random_rows(17, 64, 4)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="up to 16 rows"):
+    x, logits = random_rows(65, 64, 4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="up to 64 rows"):
         jax.block_until_ready(routed(x, logits, experts, 2, 7.0))
     cut = experts.replace(down_scales=experts.down_scales[:, :-1])  # type: ignore[attr-defined]
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"down_scales \[4, 63, 1\] is not U8"):
@@ -193,7 +195,14 @@ def test_a_driver_that_refuses_is_an_error(libraries: tuple[Path, Path]) -> None
 
 @pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize(
-    ("dtype", "rows", "runs"), [("bfloat16", 2, True), ("float32", 2, False), ("bfloat16", 17, False)]
+    ("dtype", "rows", "runs"),
+    [
+        ("bfloat16", 2, True),
+        ("float32", 2, False),
+        ("bfloat16", 17, True),
+        ("bfloat16", 65, False),
+        ("float32", 17, False),
+    ],
 )
 def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int, runs: bool) -> None:
     """Its kernels where they are for it, XLA's form otherwise; both say the same."""
