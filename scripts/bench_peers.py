@@ -4,6 +4,9 @@ passes, and how far each one's logits are from a float32 reference.
     python -m scripts.make_random_checkpoint M /tmp/M
     python -m scripts.bench_peers --out results/2026-11-22_cpu_bench_peers --llama-python LLAMA/bin/python /tmp/M
 
+On a GPU all compute in bfloat16 there, and transformers decodes with the faster of its two caches: one that grows, and
+a static one, whose passes it compiles.
+
 Every engine is a process of its own; they take turns round by round, so that a drift of the machine falls on all.
 llama.cpp runs under a Python that has llama-cpp-python, best in an environment of its own (`pip install
 llama-cpp-python` compiles it); the checkpoint is written as GGUF for it, MXFP4 experts bit for bit. An engine whose
@@ -16,6 +19,7 @@ engine), raw.jsonl (a line per measurement) and README.md (the tables).
 import argparse
 import json
 import math
+import os
 import shlex
 import sys
 import time
@@ -53,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check-tokens", type=int, default=64, help="whose logits are compared (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all tokens (default %(default)s)")
     given = sys.argv[1:] if arguments is None else arguments
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU's memory
     return in_one_line("bench_peers", lambda: bench(parser.parse_intermixed_args(arguments), given))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from peagle.ops.errors import InputError
@@ -57,7 +58,9 @@ def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Callab
     name, engines, tokens = checkpoint.name, settings.engines, Tokens(files.config.vocab_size, settings)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         context = settings.prompt_tokens + max(settings.new_tokens, settings.check_tokens) + max(settings.widths)
-        site = Site(checkpoint, files.mxfp4, Path(scratch) / "model.gguf", context, num_threads() or 1, llama_python)
+        gpu = jax.default_backend() == "gpu"
+        gguf = Path(scratch) / "model.gguf"
+        site = Site(checkpoint, files.mxfp4, gguf, context, num_threads() or 1, llama_python, gpu)
         say(f"{name}: reference logits")
         expected = reference_logits(site, tokens, Path(scratch), LLAMA in engines)
         if LLAMA in engines:

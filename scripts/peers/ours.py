@@ -21,9 +21,9 @@ from target.model import GptOss
 MOST_PASSES = 256  # passes of one program; fewer are run by its count, so that each width compiles once
 
 
-def load(directory: str, kernels: str) -> "Ours":
+def load(directory: str, kernels: str, dtype: str) -> "Ours":
     """The engine of a checkpoint. kernels: native or xla; raises InputError where they do not run."""
-    return Ours(peagle.load(directory, None, kernels=kernels, dtype="float32"))
+    return Ours(peagle.load(directory, None, kernels=kernels, dtype=dtype))
 
 
 class Ours:

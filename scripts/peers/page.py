@@ -11,15 +11,17 @@ def page(run: Json) -> str:
     """The page of a run."""
     origin, config = run["provenance"], run["config"]
     versions = "; ".join(dict.fromkeys(row["version"] for row in run["rows"]))
+    on_gpu = origin["device"]["platform"] == "gpu"
+    where = origin["device"]["kind"] if on_gpu else f"{origin['cpu']}, {origin['num_threads']} threads"
     lines = [
-        "# Against peers on CPU",
+        f"# Against peers on {'one GPU' if on_gpu else 'CPU'}",
         "",
         f"`{origin['command']}`",
         "",
         f"Batch 1, greedy, a prompt of {config['prompt_tokens']} random tokens and {config['new_tokens']} new ones; "
         f"{config['rounds']} rounds after one that warms up, in each round every engine in turn, one at work at a "
-        f"time; medians over rounds (least..greatest); ratios are taken within a round. {origin['cpu']}, "
-        f"{origin['num_threads']} threads; {versions}, jaxlib {origin['packages']['jaxlib']}; {origin['time']}.",
+        f"time; medians over rounds (least..greatest); ratios are taken within a round. {where}; "
+        f"{versions}, jaxlib {origin['packages']['jaxlib']}; {origin['time']}.",
         "",
     ]
     lines += [f"Left out: {engine} ({why})." for engine, why in run["left_out"].items()]

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Site:
     context: int
     num_threads: int
     llama_python: str
+    gpu: bool = False  # engines compute there, in bfloat16
 
 
 def unavailable(name: str, llama_python: str | None) -> str | None:
@@ -67,14 +68,16 @@ def entry(name: str, site: Site) -> Entry:
         options = {"path": str(site.gguf), "context": site.context, "num_threads": site.num_threads}
         return Entry(name, LLAMA, options, site.llama_python, *as_stored)
     if kind == OURS:
-        kernels = {"directory": directory, "kernels": variant or "native"}
-        kept = (Storage(4, 4), "float32") if variant else as_stored
-        return Entry(name, OURS, kernels, sys.executable, *kept)
+        ours = {"directory": directory, "kernels": variant or "native", "dtype": "bfloat16" if site.gpu else "float32"}
+        kept = (Storage(4, 4), "float32") if variant and not site.gpu else as_stored
+        return Entry(name, OURS, ours, sys.executable, *kept)
     dtype, size = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}[variant]
     options = {"directory": directory, "dtype": dtype, "mxfp4": site.mxfp4, "num_threads": site.num_threads}
+    options |= {"device": "cuda" if site.gpu else "cpu"}
     return Entry(name, "transformers", options, sys.executable, Storage(size, size), dtype)
 
 
 def reference(site: Site) -> Entry:
     """What the others' logits are measured against: this project on XLA in float32, experts dequantised."""
-    return entry("peagle-xla", site)
+    made = entry("peagle-xla", site)
+    return replace(made, options={**made.options, "dtype": "float32"})

@@ -1,4 +1,5 @@
-"""transformers' GptOssForCausalLM on CPU, with the fastest of its expert implementations at each width."""
+"""transformers' GptOssForCausalLM, with the fastest of its expert implementations at each width and, on a GPU, the
+faster of its ways to decode."""
 
 import time
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import DynamicCache, GptOssForCausalLM, Mxfp4Config
+from transformers import DynamicCache, GenerationConfig, GptOssForCausalLM, Mxfp4Config
 
 from scripts.peers.stepwise import StepwiseEngine
 
@@ -14,10 +15,12 @@ IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 # batched_mm copies the weights of every selected expert of every row: at a prompt's width more than memory holds
 COPYING, WIDEST_COPY = "batched_mm", 8
 TRIALS = 3
+GROWING, STATIC = "growing cache, eager", "static cache, compiled"
+TRIED_TOKENS = 16
 
 
-def load(directory: str, dtype: str, mxfp4: bool, num_threads: int) -> "Transformers":
-    """The engine of a checkpoint in `dtype`, MXFP4 experts dequantised to it by transformers."""
+def load(directory: str, dtype: str, mxfp4: bool, num_threads: int, device: str) -> "Transformers":
+    """The engine of a checkpoint in `dtype` on a device, MXFP4 experts dequantised to it by transformers."""
     torch.set_num_threads(num_threads)
     transformers.utils.logging.disable_progress_bar()
     model = GptOssForCausalLM.from_pretrained(
@@ -29,14 +32,15 @@ def load(directory: str, dtype: str, mxfp4: bool, num_threads: int) -> "Transfor
     wrong = {str(p.dtype) for p in model.parameters()} - {f"torch.{dtype}"}
     if wrong:
         raise TypeError(f"transformers loaded parameters in {sorted(wrong)}; expected {dtype} only")
-    return Transformers(model.eval())
+    return Transformers(model.to(device).eval(), tries_static=device != "cpu")
 
 
 class Transformers(StepwiseEngine):
     """See worker.Engine."""
 
-    def __init__(self, model: GptOssForCausalLM) -> None:
+    def __init__(self, model: GptOssForCausalLM, tries_static: bool) -> None:
         self._model = model
+        self._tries_static, self._static = tries_static, False  # decoding
         self._best: dict[int, str] = {}  # by width
         self._last = torch.empty(0)
         self._cache = DynamicCache()
@@ -44,30 +48,40 @@ class Transformers(StepwiseEngine):
     def describe(self) -> dict[str, Any]:
         return {
             "version": f"transformers {transformers.__version__}, torch {torch.__version__}",
-            "computes": f"torch {torch.__version__}, {self._model.dtype}".replace("torch.", ""),
+            "computes": f"torch {torch.__version__}, {self._model.dtype}, {self._model.device}".replace("torch.", ""),
         }
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """{"best": {width: implementation}, "seconds": {width: {implementation: best of some passes}}}."""
+        """{"best": {width: implementation}, "seconds": {width: {implementation: best of some passes}}, "decoding":
+        {way: seconds of some tokens, or why it does not work}}; the last is empty where there is one way only."""
         seconds = {width: self._time_all(prompt_ids, width) for width in {*widths, len(prompt_ids)}}
         self._best = {width: min(times, key=times.__getitem__) for width, times in seconds.items()}
-        return {"best": self._best, "seconds": seconds}
+        decoding = self._time_decoding(prompt_ids) if self._tries_static else {}
+        return {"best": self._best, "seconds": seconds, "decoding": decoding}
 
     def choose(self, width: int) -> None:
         # without `prepare`, what transformers itself would take
         if width in self._best:
             self._model.set_experts_implementation(self._best[width])
 
+    def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
+        """See worker.Engine."""
+        if not self._static:
+            return super().decode(prompt_ids, num_tokens)
+        self.choose(1)
+        (prefill_s, _), (all_s, token_ids) = self._generate(prompt_ids, 1), self._generate(prompt_ids, num_tokens)
+        return {"prefill_s": prefill_s, "decode_s": all_s - prefill_s, "token_ids": token_ids}
+
     @torch.inference_mode()
     def begin(self, prompt_ids: list[int]) -> int:
         # a cache without the config: sliding layers keep all, so that they can be rolled back
         self._cache = DynamicCache()
-        output = self._model(torch.tensor([prompt_ids]), past_key_values=self._cache, logits_to_keep=1)
+        output = self._model(self._tensor(prompt_ids), past_key_values=self._cache, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
     @torch.inference_mode()
     def extend(self, token_ids: list[int]) -> list[int]:
-        self._last = self._model(torch.tensor([token_ids]), past_key_values=self._cache).logits[0]
+        self._last = self._model(self._tensor(token_ids), past_key_values=self._cache).logits[0]
         greedy: list[int] = self._last.argmax(-1).tolist()
         return greedy
 
@@ -75,7 +89,39 @@ class Transformers(StepwiseEngine):
         self._cache.crop(-count)
 
     def last_logits(self) -> np.ndarray:
-        return self._last.float().numpy()
+        return self._last.float().cpu().numpy()
+
+    def _tensor(self, token_ids: list[int]) -> torch.Tensor:
+        return torch.tensor([token_ids], device=self._model.device)
+
+    @torch.inference_mode()
+    def _generate(self, prompt_ids: list[int], num_tokens: int) -> tuple[float, list[int]]:
+        """(seconds, greedy tokens) by transformers' own loop with a static cache, for which it compiles on a GPU."""
+        config = GenerationConfig(
+            max_new_tokens=num_tokens, do_sample=False, cache_implementation="static", pad_token_id=0
+        )
+        prompt = self._tensor(prompt_ids)
+        started = time.perf_counter()
+        tokens = self._model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+        found: list[int] = tokens[0, len(prompt_ids) :].tolist()
+        seconds = time.perf_counter() - started
+        if len(found) < num_tokens:
+            raise RuntimeError(f"{len(found)} tokens came; expected {num_tokens}")
+        return seconds, found
+
+    def _time_decoding(self, prompt_ids: list[int]) -> dict[str, float | str]:
+        """Afterwards the faster way is taken."""
+        tried: dict[str, float | str] = {}
+        for way, static in ((GROWING, False), (STATIC, True)):
+            self._static = static
+            try:
+                runs = [self.decode(prompt_ids, TRIED_TOKENS)["decode_s"] for _ in range(TRIALS)]
+                tried[way] = min(runs[1:])
+            except Exception as error:  # a peer's way that does not work here is left out, by name
+                tried[way] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        times = {way: seconds for way, seconds in tried.items() if isinstance(seconds, float)}
+        self._static = bool(times) and min(times, key=times.__getitem__) == STATIC
+        return tried
 
     def _time_all(self, prompt_ids: list[int], width: int) -> dict[str, float]:
         names = [name for name in IMPLEMENTATIONS if name != COPYING or width <= WIDEST_COPY]

@@ -240,6 +240,7 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
             "num_threads": 2,
             "packages": {"jaxlib": "1"},
             "time": "now",
+            "device": {"platform": "cpu", "kind": "cpu", "count": 1},
         },
         "config": {"prompt_tokens": 16, "new_tokens": 11, "rounds": 3, "widths": [1, 4], "check_tokens": 8},
         "left_out": {"transformers-bf16": "torch is not installed"},
@@ -261,8 +262,49 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
     assert "| by bytes |  |  | 1." in text
     assert "| llama.cpp against YaRN rounded as there | 0.12 | 0.062 | 75 % |" in text
     assert "Other processes took 2 % of the processors' time during a measurement (median; at least 1, at" in text
+    assert text.startswith("# Against peers on CPU\n")
+    assert "a processor, 2 threads; peagle 1" in text
+    run["provenance"]["device"] = {"platform": "gpu", "kind": "NVIDIA H100", "count": 1}
+    on_gpu = page.page(json.loads(json.dumps(run)))
+    assert on_gpu.startswith("# Against peers on one GPU\n")
+    assert "NVIDIA H100; peagle 1" in on_gpu
     tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
     assert set(tables) == {8, 5, 4, 6}
+
+
+def test_on_a_gpu_all_compute_there_in_bfloat16_but_for_the_reference(checkpoint: Path) -> None:
+    site = roster.Site(checkpoint, True, Path("model.gguf"), 64, 2, "python", gpu=True)
+    entries = {name: roster.entry(name, site) for name in ("peagle", "peagle-xla", "transformers-bf16")}
+    assert [entries[name].options["dtype"] for name in entries] == ["bfloat16"] * 3
+    assert entries["transformers-bf16"].options["device"] == "cuda"
+    assert entries["peagle-xla"].weights == "bfloat16, MXFP4 experts"
+    assert roster.reference(site).options == {**entries["peagle-xla"].options, "dtype": "float32"}
+    on_cpu = roster.Site(checkpoint, True, Path("model.gguf"), 64, 2, "python")
+    assert roster.entry("peagle", on_cpu).options["dtype"] == "float32"
+    assert roster.entry("transformers-fp32", on_cpu).options["device"] == "cpu"
+
+
+def test_transformers_decodes_the_same_with_either_cache(checkpoint: Path) -> None:
+    """On a GPU it takes the faster; the way that does not work is left out by name."""
+    torch_engine = pytest.importorskip("scripts.peers.torch_engine")
+    engine = torch_engine.load(str(checkpoint), "float32", inspect_target(checkpoint).mxfp4, 1, "cpu")
+    assert engine.prepare([3, 1, 4], [1])["decoding"] == {}
+    growing = engine.decode([3, 1, 4], 12)
+    engine._static = True
+    static = engine.decode([3, 1, 4], 12)
+    assert static["token_ids"] == growing["token_ids"]
+    assert len(static["token_ids"]) == 12
+    engine._tries_static = True
+    decoding = engine.prepare([3, 1, 4], [1])["decoding"]
+    assert {type(seconds) for seconds in decoding.values()} == {float}
+    assert engine._static == (min(decoding, key=decoding.get) == torch_engine.STATIC)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such cache")
+
+    engine._generate = broken
+    assert engine.prepare([3, 1, 4], [1])["decoding"][torch_engine.STATIC] == "RuntimeError: no such cache"
+    assert not engine._static
 
 
 @pytest.mark.parametrize(
