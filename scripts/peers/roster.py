@@ -68,7 +68,8 @@ def entry(name: str, site: Site) -> Entry:
         options = {"path": str(site.gguf), "context": site.context, "num_threads": site.num_threads}
         return Entry(name, LLAMA, options, site.llama_python, *as_stored)
     if kind == OURS:
-        ours = {"directory": directory, "kernels": variant or "native", "dtype": "bfloat16" if site.gpu else "float32"}
+        ours = {"directory": directory, "kernels": variant or ("auto" if site.gpu else "native")}
+        ours |= {"dtype": "bfloat16" if site.gpu else "float32"}
         kept = (Storage(4, 4), "float32") if variant and not site.gpu else as_stored
         return Entry(name, OURS, ours, sys.executable, *kept)
     dtype, size = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}[variant]

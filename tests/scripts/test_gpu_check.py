@@ -1,7 +1,9 @@
 """The check on a GPU, as far as it can be tried without one."""
 
+import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from scripts import gpu_check
+from scripts.gpu import operations, page
 from scripts.make_random_checkpoint import SIZES
 from target.load import tensor_shapes
 from target.model import forward
@@ -51,8 +54,9 @@ def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.Monke
 
     for name in ("parity", "losslessness", "conformance"):
         monkeypatch.setattr(gpu_check, name, broken)
-    monkeypatch.setattr(gpu_check, "target_alone", lambda *_: iter(()))
-    monkeypatch.setattr(gpu_check, "speculation", lambda *_: iter(()))
+    for name in ("target_alone", "operations", "speculation"):
+        monkeypatch.setattr(gpu_check, name, lambda *_: iter(()))
+    monkeypatch.setattr(gpu_check, "peers", lambda: iter(()))
     out = tmp_path / "run"
     assert call(monkeypatch, "--out", out, "--shapes", "tiny", "--any-device") == 1
     rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
@@ -61,4 +65,99 @@ def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.Monke
     assert any("weight_bytes" in row for row in rows)
     page = (out / "README.md").read_text()
     assert "no such instruction" in page
+    assert "| kernels | kernels_here " in page
     assert json.loads((out / "run.json").read_text())["rows"] == rows
+
+
+def test_sections_alone_and_a_time_that_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def endless() -> Iterator[dict[str, object]]:
+        while True:
+            yield {"peer": "nobody"}
+            clock[0] += 40
+
+    clock = [0.0]
+    monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(gpu_check, "peers", endless)
+    monkeypatch.setattr(gpu_check, "page", lambda _: "")
+    out = tmp_path / "run"
+    given = ("--any-device", "--shapes", "tiny", "--minutes", "2")
+    assert call(monkeypatch, "--out", out, *given, "--only", "kernels,peers") == 0
+    rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
+    assert [row["section"] for row in rows] == ["kernels"] + ["peers"] * 6
+    assert rows[-1]["left_out"] == "what comes behind this, at the end of --minutes 2"
+
+
+def test_a_section_that_there_is_not_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ("--any-device", "--shapes", "tiny", "--only", "speed")
+    assert call(monkeypatch, "--out", tmp_path / "run", *given) == 2
+    error = capsys.readouterr().err
+    assert "--only speed names no section; they are kernels, bandwidth, parity" in error
+    assert "tiny: operations, tiny: speculation, peers" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_operation_is_measured_with_the_bytes_it_reads() -> None:
+    config = dataclasses.replace(SIZES["tiny"], layer_types=SIZES["tiny"].layer_types[:2])
+    params = random_params(config, 0)
+    lines = {line["operation"]: line for line in operations.costs(params, config, 1, (40,))}
+    assert all(line["us_lowest"] > 0 and line["gb_per_s"] > 0 for line in lines.values())
+    assert lines["head"]["mb"] == params.lm_head.nbytes / 1e6
+    expert = sum(leaf.nbytes for leaf in jax.tree.leaves(params.layers[0].moe.experts)) / config.num_experts
+    experts = {name: line["mb"] for name, line in lines.items() if name.startswith("experts")}
+    # one row: as many as it selects
+    assert experts == pytest.approx(dict.fromkeys(experts, config.top_k * expert / 1e6))
+    assert len(experts) == 3
+    one_position = 2 * config.num_kv_heads * config.head_dim * 2 / 1e6
+    assert lines["attention, all, behind 40"]["mb"] == pytest.approx(41 * one_position)
+    assert lines["attention, window 24, behind 40"]["mb"] == pytest.approx(24 * one_position)
+
+
+def test_forms_of_an_operation_give_the_same() -> None:
+    config = SIZES["tiny"]
+    made = operations.operations(random_params(config, 0, jnp.float32), config, 1, ())
+    outputs = [each.one(None, *each.operands[0])[0] for each in made if each.name.startswith("experts")]
+    for other in outputs[1:]:
+        np.testing.assert_allclose(other, outputs[0], atol=1e-4)
+
+
+def test_the_page_has_every_table() -> None:
+    spread = {"median": 2.0, "lowest": 1.5, "highest": 2.5}
+    step = {"shape": "20b", "draft_vocab": 9, "vocab_size": 9, "batch": 1, "step_ms": 2.0, "tokens_a_step": 3.0}
+    parts = ("draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms")
+    rows = [
+        {"section": "bandwidth", "copy_gb_per_s": 2000.0},
+        {"section": "parity", "ok": True, "at": "not shown"},
+        {"shape": "20b", "operation": "head", "rows": 4, "mb": 100.0, "us": 100.0, "us_lowest": 90.0,
+         "us_highest": 110.0, "gb_per_s": 1000.0},
+        {"shape": "20b", "kernels": "CUDA", "kind": "verify", "size": 4, "batch": 1, "context": 512,
+         "ms_per_pass": spread, "tok_per_s": spread, "v": 1.25, "peak_bytes": 14_000_000_000},
+        {**step, "drafter": "P-EAGLE, 4 layers", "k": 7, "cycle_cost": 1.6, "tok_per_s": 600.0,
+         "profile": dict.fromkeys(parts, 0.25)},
+        {**step, "drafter": "P-EAGLE, 4 layers", "k": 5, "cycle_cost": 1.5, "tok_per_s": 500.0},
+        {"peer": "transformers-bf16", "checkpoint": "L", "engine": "transformers-bf16", "computes": "torch",
+         "decode_tok_per_s": spread, "ours_over_peer_decode": spread, "v": {"4": spread}, "max_difference": 0.5},
+    ]  # fmt: skip
+    record = {
+        "provenance": {
+            "command": "python -m scripts.gpu_check",
+            "device": {"kind": "NVIDIA H100", "platform": "gpu"},
+            "packages": {"jaxlib": "1"},
+            "time": "now",
+        },
+        "config": {"synthetic_acceptance": 0.76, "published": gpu_check.PUBLISHED},
+        "rows": [{"section": "20b", **row} for row in rows],
+    }
+    text = page.page(json.loads(json.dumps(record)))
+    assert "| parity | ok True |" in text
+    assert "| 20b | head | 4 | 100 | 100 (90..110) | 1000 | 50% |" in text
+    assert "| 20b | CUDA | verify 4 | 1 | 512 | 2 (1.5..2.5) | 2 (1.5..2.5) | 1.25 | 14.00 |" in text
+    assert "| 20b | P-EAGLE, 4 layers | 9 | 1 | 7 | 2.000 | 1.60 | 3.00 | 600 (best) |" in text
+    assert "| 20b | P-EAGLE, 4 layers | 9 | 1 | 5 | 2.000 | 1.50 | 3.00 | 500 |" in text
+    assert "| 20b | P-EAGLE, 4 layers | 7 | 0.2500 |" in text
+    assert "| 20b | P-EAGLE, 4 layers | 7 | 3.70 | vLLM's post | 1850 | 2.31 |" in text  # 3.7 tokens in 2 ms
+    assert "| L | transformers-bf16 | torch | 2 | 2.00 | 2.00 | 0.5 |" in text
+    blocks = [[line.count("|") for line in block.splitlines()] for block in text.split("\n\n") if block[0] == "|"]
+    assert len(blocks) == 7
+    assert all(len(set(block)) == 1 for block in blocks)

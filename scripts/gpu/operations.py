@@ -1,0 +1,148 @@
+"""What each operation of a pass through the target costs by itself: the bytes it has to read, and how long it takes.
+
+Each runs with the weights (or caches) of all layers, one layer after the other in one program, so that no cache of the
+device still holds what it reads; a figure is one layer's. Experts run in every form that there is, on the same routing.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle.ops import cuda
+from peagle.ops.attention import decode_attention
+from peagle.ops.expert_matmul import expert_mlp, on_xla, reference
+from peagle.ops.expert_matmul.routing import route_top_k
+from peagle.ops.kv_cache import KVCache
+from peagle.ops.linear import linear
+from peagle.ops.rope import rope_tables
+from target.config import FULL, SLIDING, TargetConfig
+from target.model import init_caches
+from target.params import TargetParams
+
+Json = dict[str, Any]
+REPEATS, PASSES = 5, 10  # so many times, so many passes sent off together
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`one` of (what it writes, if anything; operands of a layer) gives (its result, what it has written)."""
+
+    name: str
+    one: Callable[..., tuple[jax.Array, Any]]
+    written: list[Any]  # by layer
+    operands: list[tuple[Any, ...]]  # by layer
+    num_bytes: float  # that a layer's has to read
+
+
+def costs(params: TargetParams, config: TargetConfig, rows: int, contexts: tuple[int, ...]) -> Iterator[Json]:
+    """A line per operation of a pass of `rows` rows of one sequence; of attention, behind so many tokens."""
+    for operation in operations(params, config, rows, contexts):
+        seconds = measure(operation)
+        yield {
+            "operation": operation.name,
+            "rows": rows,
+            "mb": operation.num_bytes / 1e6,
+            "us": 1e6 * statistics.median(seconds),
+            "us_lowest": 1e6 * min(seconds),
+            "us_highest": 1e6 * max(seconds),
+            "gb_per_s": operation.num_bytes / statistics.median(seconds) / 1e9,
+        }
+
+
+def measure(operation: Operation) -> list[float]:
+    """Seconds of a layer's, REPEATS times."""
+
+    def run(written: list[Any], operands: list[tuple[Any, ...]]) -> tuple[list[jax.Array], list[Any]]:
+        results = [operation.one(own, *each) for own, each in zip(written, operands, strict=True)]
+        return [out for out, _ in results], [own for _, own in results]
+
+    program = jax.jit(run, donate_argnums=0)
+    _, written = jax.block_until_ready(program(operation.written, operation.operands))
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        for _ in range(PASSES):
+            out, written = program(written, operation.operands)
+        jax.block_until_ready((out, written))
+        seconds.append((time.perf_counter() - started) / PASSES / len(operation.operands))
+    return seconds
+
+
+def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: tuple[int, ...]) -> Iterator[Operation]:
+    """See `costs`."""
+    layers, dtype = params.layers, params.lm_head.dtype
+    draw = np.random.default_rng(rows)
+
+    def drawn(*shape: int) -> jax.Array:
+        return jnp.asarray(draw.standard_normal(shape), dtype)
+
+    def dense(name: str, weights: list[jax.Array]) -> Operation:
+        operands = [(drawn(rows, weight.shape[0]), weight) for weight in weights]
+        return Operation(name, _dense, [None] * len(weights), operands, weights[0].nbytes)
+
+    yield dense("qkv", [layer.attention.qkv for layer in layers])
+    yield dense("attention out", [layer.attention.out for layer in layers])
+    yield dense("router", [layer.moe.router for layer in layers])
+    yield from _experts(params, config, [drawn(rows, config.hidden_size) for _ in layers], draw)
+    yield dense("head", [params.lm_head])
+    for context in contexts:
+        heads = config.num_heads + 2 * config.num_kv_heads
+        positions = context + jnp.arange(rows, dtype=jnp.int32)[None]
+        cos_sin = rope_tables(config.rope, positions, dtype)
+        caches = init_caches(config, 1, context + rows, rows, dtype)
+        for kind, name in ((SLIDING, f"attention, window {config.sliding_window}"), (FULL, "attention, all")):
+            own = [cache for cache, each in zip(caches, config.layer_types, strict=True) if each == kind]
+            window = config.sliding_window if kind == SLIDING else None
+            one = functools.partial(_attention, num_heads=config.num_heads, window=window)
+            operands = [(drawn(1, rows, heads * config.head_dim), *cos_sin, positions) for _ in own]
+            seen = context + rows if window is None else min(context, window - 1) + rows
+            read = 2 * seen * config.num_kv_heads * config.head_dim * dtype.itemsize
+            yield Operation(f"{name}, behind {context}", one, own, operands, read)
+
+
+def _experts(
+    params: TargetParams, config: TargetConfig, x: list[jax.Array], draw: np.random.Generator
+) -> Iterator[Operation]:
+    rows, weights = x[0].shape[0], [layer.moe.experts for layer in params.layers]
+    logits = [jnp.asarray(draw.standard_normal((rows, config.num_experts)), jnp.float32) for _ in weights]
+    one_expert = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0])) / config.num_experts
+    selected = [np.unique(np.asarray(route_top_k(each, config.top_k)[0])).size for each in logits]
+    forms = [("XLA, all pairs at once", reference.all_pairs)]
+    if rows == 1:  # these loop: over pairs, and over all experts
+        forms += [("XLA, pair by pair", reference.selected), ("XLA, all experts", reference.each_expert_once)]
+    if cuda.available():
+        forms = [("CUDA", expert_mlp), *forms]
+    for name, form in forms:
+        one = functools.partial(_routed, form=form, top_k=config.top_k, limit=config.swiglu_limit)
+        own = weights if form is expert_mlp else on_xla(weights)
+        operands = list(zip(x, logits, own, strict=True))
+        yield Operation(f"experts: {name}", one, [None] * len(own), operands, one_expert * statistics.mean(selected))
+
+
+def _dense(_: None, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+    return linear(x, weight), None
+
+
+def _routed(
+    _: None, x: jax.Array, logits: jax.Array, experts: Any, form: Callable[..., jax.Array], top_k: int, limit: float
+) -> tuple[jax.Array, None]:
+    return form(x, logits, experts, top_k, limit), None
+
+
+def _attention(
+    cache: KVCache,
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    positions: jax.Array,
+    num_heads: int,
+    window: int | None,
+) -> tuple[jax.Array, KVCache]:
+    return decode_attention(qkv, cos, sin, cache, positions, num_heads, window)

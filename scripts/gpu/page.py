@@ -1,0 +1,180 @@
+"""README.md of a check on a GPU, out of its run.json."""
+
+from typing import Any
+
+Json = dict[str, Any]
+
+
+def page(record: Json) -> str:
+    """The page of a run."""
+    source, rows = record["provenance"], record["rows"]
+    device, rate = source["device"], record["config"]["synthetic_acceptance"]
+    lines = [
+        "# On one GPU: right, and how fast",
+        "",
+        f"`{source['command']}`",
+        "",
+        f"{device['kind']} ({device['platform']}); jaxlib {source['packages']['jaxlib']}; {source['time']}. Random "
+        f"weights; acceptance of speculation is synthetic, {rate}^i at draft i: it says what steps cost.",
+        "",
+        *_checks(rows),
+        *_operations([row for row in rows if "operation" in row], _copy_bandwidth(rows)),
+        *_alone([row for row in rows if "kind" in row]),
+        *_steps([row for row in rows if "cycle_cost" in row]),
+        *_shares([row for row in rows if isinstance(row.get("profile"), dict)]),
+        *_published([row for row in rows if "cycle_cost" in row], record["config"]["published"]),
+        *_peers([row for row in rows if "peer" in row]),
+    ]
+    return "\n".join(lines)
+
+
+def table(heads: str, rows: list[list[str]]) -> list[str]:
+    """A table and an empty line; nothing where there are no rows. Heads with | between."""
+    if not rows:
+        return []
+    width = heads.count("|") + 1
+    return [f"| {heads} |", "|---" * width + "|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def _checks(rows: list[Json]) -> list[str]:
+    told = [row for row in rows if {"ok", "copy_gb_per_s", "left_out", "weight_bytes", "kernels_here"} & row.keys()]
+    return table(
+        "check | result",
+        [
+            [row["section"], ", ".join(f"{k} {short(v)}" for k, v in row.items() if k not in ("section", "said", "at"))]
+            for row in told
+        ],
+    )
+
+
+def _copy_bandwidth(rows: list[Json]) -> float | None:
+    return next((row["copy_gb_per_s"] for row in rows if "copy_gb_per_s" in row), None)
+
+
+def _operations(rows: list[Json], copy: float | None) -> list[str]:
+    return table(
+        "shape | operation | rows | MB | us | GB/s | of the copy bandwidth",
+        [
+            [
+                row["shape"],
+                row["operation"],
+                str(row["rows"]),
+                f"{row['mb']:.3g}",
+                f"{row['us']:.4g} ({row['us_lowest']:.4g}..{row['us_highest']:.4g})",
+                f"{row['gb_per_s']:.4g}",
+                "-" if copy is None else f"{row['gb_per_s'] / copy:.0%}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _alone(rows: list[Json]) -> list[str]:
+    return table(
+        "shape | kernels | test | batch | context | ms a pass | tok/s | v(T) | peak GB",
+        [
+            [
+                row["shape"],
+                row["kernels"],
+                f"{row['kind']} {row['size']}",
+                str(row["batch"]),
+                str(row["context"]),
+                spread(row["ms_per_pass"]),
+                spread(row["tok_per_s"]),
+                "-" if row["v"] is None else f"{row['v']:.2f}",
+                "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _steps(rows: list[Json]) -> list[str]:
+    """Of each drafter, head and batch the fastest K is marked."""
+    best: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        best[_arm(row)] = max(best.get(_arm(row), 0.0), row["tok_per_s"])
+    return table(
+        "shape | drafter | head | batch | K | ms a step | c(K) | tokens a step (synthetic) | tok/s",
+        [
+            [
+                row["shape"],
+                row["drafter"],
+                str(row["draft_vocab"]),
+                str(row["batch"]),
+                str(row["k"]),
+                f"{row['step_ms']:.3f}",
+                f"{row['cycle_cost']:.2f}",
+                f"{row['tokens_a_step']:.2f}",
+                short(row["tok_per_s"]) + (" (best)" if row["tok_per_s"] == best[_arm(row)] else ""),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _arm(row: Json) -> tuple[Any, ...]:
+    return row["shape"], row["drafter"], row["draft_vocab"], row["batch"]
+
+
+def _shares(rows: list[Json]) -> list[str]:
+    parts = ("draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms")
+    heads = "shape | drafter | K | draft ms | verify ms | accept ms | rest ms | between operations ms | host gap ms"
+    return table(
+        heads,
+        [
+            [row["shape"], row["drafter"], str(row["k"]), *(f"{row['profile'][part]:.4f}" for part in parts)]
+            for row in rows
+        ],
+    )
+
+
+def _published(rows: list[Json], published: list[Json]) -> list[str]:
+    """What the measured steps would give at acceptance lengths that others published."""
+    found = []
+    for known in published:
+        for row in rows:
+            head_and_batch = row["draft_vocab"] == row["vocab_size"] and row["batch"] == 1
+            if (row["shape"], row["drafter"], row["k"]) == (known["shape"], known["drafter"], known["k"]):
+                if not head_and_batch:
+                    continue
+                found.append(
+                    [
+                        row["shape"],
+                        row["drafter"],
+                        str(row["k"]),
+                        f"{known['acceptance_length']:.2f}",
+                        known["source"],
+                        short(1e3 * known["acceptance_length"] / row["step_ms"]),
+                        f"{known['acceptance_length'] / row['cycle_cost']:.2f}",
+                    ]
+                )
+    return table("shape | drafter | K | published acceptance length | of | tok/s at it | of plain decoding", found)
+
+
+def _peers(rows: list[Json]) -> list[str]:
+    return table(
+        "checkpoint | engine | computes | decoding tok/s | ours / peer | v(4) | largest difference of logits",
+        [
+            [
+                row["checkpoint"],
+                row["engine"],
+                row["computes"],
+                f"{row['decode_tok_per_s']['median']:.4g}",
+                f"{row['ours_over_peer_decode']['median']:.2f}",
+                f"{row['v']['4']['median']:.2f}",
+                f"{row['max_difference']:.2g}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def short(value: Any) -> str:
+    """A value in a cell."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")[:160]
+
+
+def spread(figure: Json) -> str:
+    """A median with what is around it."""
+    return f"{figure['median']:.4g} ({figure['lowest']:.4g}..{figure['highest']:.4g})"
