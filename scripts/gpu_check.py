@@ -427,6 +427,7 @@ def check(arguments: argparse.Namespace) -> int:
         except Exception as error:  # one section's failure must not cost the others' figures
             log(section, {"ok": False, "error": repr(error)[:500], "at": traceback.format_exc()[-1500:]})
     config = {"shapes": shapes, "synthetic_acceptance": SYNTHETIC, "published": PUBLISHED}
+    config |= {"drafters": (PARALLEL.name, IN_TURN.name)}
     record = {"schema": 1, "provenance": origin("scripts.gpu_check"), "config": config, "rows": raw.lines}
     write_page(arguments.out, record, page(record))
     return 1 if any(line.get("ok") is False for line in raw.lines) else 0

@@ -21,6 +21,7 @@ def page(record: Json) -> str:
         *_operations([row for row in rows if "operation" in row], _copy_bandwidth(rows)),
         *_alone([row for row in rows if "kind" in row]),
         *_steps([row for row in rows if "cycle_cost" in row]),
+        *_against([row for row in rows if row.get("k")], *record["config"]["drafters"]),
         *_shares([row for row in rows if isinstance(row.get("profile"), dict)]),
         *_published([row for row in rows if "cycle_cost" in row], record["config"]["published"]),
         *_peers([row for row in rows if "peer" in row]),
@@ -109,6 +110,20 @@ def _steps(rows: list[Json]) -> list[str]:
                 short(row["tok_per_s"]) + (" (best)" if row["tok_per_s"] == best[_arm(row)] else ""),
             ]
             for row in rows
+        ],
+    )
+
+
+def _against(rows: list[Json], parallel: str, in_turn: str) -> list[str]:
+    """At equal acceptance a step's time decides: how many times as long drafting in turn takes."""
+    found = {(row["shape"], row["draft_vocab"], row["batch"], row["k"], row["drafter"]): row["step_ms"] for row in rows}
+    places = dict.fromkeys(key[:4] for key in found)
+    return table(
+        f"shape | head | batch | K | a step of {in_turn} over one of {parallel}",
+        [
+            [*map(str, place), f"{found[*place, in_turn] / found[*place, parallel]:.2f}"]
+            for place in places
+            if (*place, in_turn) in found and (*place, parallel) in found
         ],
     )
 

@@ -136,6 +136,7 @@ def test_the_page_has_every_table() -> None:
         {**step, "drafter": "P-EAGLE, 4 layers", "k": 7, "cycle_cost": 1.6, "tok_per_s": 600.0,
          "profile": dict.fromkeys(parts, 0.25)},
         {**step, "drafter": "P-EAGLE, 4 layers", "k": 5, "cycle_cost": 1.5, "tok_per_s": 500.0},
+        {**step, "drafter": "EAGLE-3, 1 layer", "k": 5, "cycle_cost": 1.8, "tok_per_s": 400.0, "step_ms": 2.5},
         {"peer": "transformers-bf16", "checkpoint": "L", "engine": "transformers-bf16", "computes": "torch",
          "decode_tok_per_s": spread, "ours_over_peer_decode": spread, "v": {"4": spread}, "max_difference": 0.5},
     ]  # fmt: skip
@@ -146,7 +147,11 @@ def test_the_page_has_every_table() -> None:
             "packages": {"jaxlib": "1"},
             "time": "now",
         },
-        "config": {"synthetic_acceptance": 0.76, "published": gpu_check.PUBLISHED},
+        "config": {
+            "synthetic_acceptance": 0.76,
+            "published": gpu_check.PUBLISHED,
+            "drafters": ("P-EAGLE, 4 layers", "EAGLE-3, 1 layer"),
+        },
         "rows": [{"section": "20b", **row} for row in rows],
     }
     text = page.page(json.loads(json.dumps(record)))
@@ -157,7 +162,8 @@ def test_the_page_has_every_table() -> None:
     assert "| 20b | P-EAGLE, 4 layers | 9 | 1 | 5 | 2.000 | 1.50 | 3.00 | 500 |" in text
     assert "| 20b | P-EAGLE, 4 layers | 7 | 0.2500 |" in text
     assert "| 20b | P-EAGLE, 4 layers | 7 | 3.70 | vLLM's post | 1850 | 2.31 |" in text  # 3.7 tokens in 2 ms
+    assert "| 20b | 9 | 1 | 5 | 1.25 |" in text
     assert "| L | transformers-bf16 | torch | 2 | 2.00 | 2.00 | 0.5 |" in text
     blocks = [[line.count("|") for line in block.splitlines()] for block in text.split("\n\n") if block[0] == "|"]
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     assert all(len(set(block)) == 1 for block in blocks)
