@@ -1,6 +1,8 @@
 """The GPU kernels on a CPU: their own source, launched by their own launcher, through a driver of the tests'
 (driver.cc). What only a GPU can show (its tensor cores, its driver, speed) is scripts/gpu_check's."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,17 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return launcher, build.compile_library(
         directory / "driver.so", [DRIVER], f"-I{build.CUDA}", "-fvisibility=default", "-ffp-contract=off", GPU_PRAGMAS
     )
+
+
+@pytest.fixture(scope="module")
+def bounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels on buffers that are as long as their values, a program with AddressSanitizer."""
+    program = tmp_path_factory.mktemp("cuda") / "bounds"
+    flags = ["-std=c++20", "-O1", "-g1", "-fsanitize=address", GPU_PRAGMAS, f"-I{build.CUDA}"]
+    source = DRIVER.with_name("bounds.cc")
+    command = [build.compiler(), *flags, str(source), "-o", str(program)]
+    subprocess.run(command, check=True, capture_output=True)
+    return program
 
 
 @pytest.fixture
@@ -191,6 +204,19 @@ def test_a_driver_that_refuses_is_an_error(libraries: tuple[Path, Path]) -> None
         cuda.open_kernels(launcher, "no_such_driver.so", b"", "cpu")
     with pytest.raises(cuda.CudaError, match=r"python -m peagle\.ops\.native"):
         cuda.open_kernels(launcher.with_name("none.so"), str(driver), b"", "cpu")
+
+
+def within_bounds(program: Path, *shorter: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
+    return subprocess.run([program, *shorter], env=environment, capture_output=True, text=True, check=False)
+
+
+def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
+    """And if it were, it would be seen: each buffer in its turn is an element too short."""
+    whole = within_bounds(bounds)
+    assert (whole.returncode, whole.stdout) == (0, "10 buffers\n"), whole.stderr
+    for number in range(10):
+        assert "AddressSanitizer: heap-buffer-overflow" in within_bounds(bounds, str(number)).stderr, number
 
 
 @pytest.mark.usefixtures("opened")
