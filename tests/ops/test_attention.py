@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.ops.attention import attention
+from peagle.ops.attention import attend_rows, attention, cached
 from peagle.ops.mask import causal_mask
 
 B, T, S, N, G, H = 2, 3, 5, 6, 2, 4
@@ -25,8 +25,8 @@ def by_definition(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: np.ndarray, sinks: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(output [B, T, N, H], logsumexp of the scores without the sink [B, T, N]) in float64, head by head."""
-    out, lse = np.zeros((B, T, N, H)), np.zeros((B, T, N))
-    for b, t, n in np.ndindex(B, T, N):
+    out, lse = np.zeros(query.shape), np.zeros(query.shape[:3])
+    for b, t, n in np.ndindex(lse.shape):
         keys, values = key[b, :, n // (N // G)], value[b, :, n // (N // G)]
         seen = mask[b, t]
         scores = keys[seen].astype(np.float64) @ query[b, t, n].astype(np.float64) / np.sqrt(H)
@@ -110,3 +110,30 @@ def test_causal_mask_by_enumeration() -> None:
         for b, t, s in np.ndindex(2, 3, 6):
             p, q = keys[b, s], queries[b, t]
             assert mask[b, t, s] == (0 <= p <= q and (window is None or q - p < window))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 100])
+@pytest.mark.parametrize("width", [17, 32, 50])
+def test_blocks_of_queries_are_one_attention(monkeypatch: pytest.MonkeyPatch, width: int, window: int | None) -> None:
+    monkeypatch.setattr(cached, "BLOCK", 16)
+    rng = np.random.default_rng(width)
+    query = rng.standard_normal((2, width, N, H), np.float32)
+    key, value = rng.standard_normal((2, 2, width, G, H), np.float32)
+    sinks = rng.standard_normal(N).astype(np.float32)
+    lengths = np.array([width, width - 9])
+    index = np.arange(width, dtype=np.int32)
+    positions = np.where(index < lengths[:, None], index, -1)
+    found = jax.jit(attend_rows, static_argnums=4)(query, key, value, positions, window, sinks)
+    mask = np.asarray(causal_mask(jnp.asarray(positions), jnp.asarray(positions), window))
+    expected, _ = by_definition(query, key, value, mask | ~mask.any(-1, keepdims=True), sinks)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=1e-5)
+    assert np.isfinite(found).all()
+
+
+def test_scores_of_a_long_prompt_are_never_in_memory_together() -> None:
+    width = 4 * cached.BLOCK
+    rows = jax.ShapeDtypeStruct((1, width, 8, 16), jnp.float32)
+    positions = jax.ShapeDtypeStruct((1, width), jnp.int32)
+    compiled = jax.jit(attend_rows).lower(rows, rows, rows, positions).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * width * width * 4
