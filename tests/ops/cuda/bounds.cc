@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int kRowCount = 17, kTopK = 3, kExpertCount = 5, kWidth = 160, kExpertWidth = 96;
+constexpr int kRowCount = 9, kTopK = 2, kExpertCount = 3, kWidth = 160, kExpertWidth = 32;
 
 int buffers = 0, shorter = -1;
 
@@ -44,9 +44,9 @@ int main(int count, char** words) {
   float* out = Make<float>(kRowCount * kTopK * kWidth, 0);
   // these have last elements that nothing has written yet
   if (shorter != 1) ids[kRowCount * kTopK - 1] = 0;
-  Launch(peagle_gate_up_4, "peagle_gate_up_4", 2 * kExpertWidth, x, static_cast<const int*>(ids), kRowCount, kTopK,
+  Launch(peagle_gate_up_2, "peagle_gate_up_2", 2 * kExpertWidth, x, static_cast<const int*>(ids), kRowCount, kTopK,
          kExpertCount, gate_up, gate_up_scales, gate_up_bias, 2 * kExpertWidth, kWidth, 7.0f, hidden);
-  Launch(peagle_down_4, "peagle_down_4", kWidth, static_cast<const Half*>(hidden), static_cast<const int*>(ids), kRowCount,
+  Launch(peagle_down_2, "peagle_down_2", kWidth, static_cast<const Half*>(hidden), static_cast<const int*>(ids), kRowCount,
          kTopK, kExpertCount, down, down_scales, down_bias, kWidth, kExpertWidth, out);
   std::printf("%d buffers\n", buffers);
 }

