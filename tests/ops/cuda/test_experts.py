@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.ops import cuda, native
+from peagle.ops import cuda, kernels, native
 from peagle.ops.cuda import nvrtc
 from peagle.ops.cuda.check import check
 from peagle.ops.expert_matmul import PackedExperts, api, on_xla, reference
@@ -250,6 +250,25 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int,
     np.testing.assert_allclose(
         np.asarray(chosen(x, logits, experts, 2, 7.0), np.float32), np.asarray(plain, np.float32), atol=close
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="JAX has CUDA on Linux")
+def test_the_launcher_is_compiled_with_the_package() -> None:
+    """For a GPU's streams; it opens without a GPU, and wants the driver."""
+    with pytest.raises(cuda.CudaError, match="no_such_driver"):
+        cuda.open_kernels(build.LAUNCHER, "no_such_driver.so", b"", "CUDA")
+
+
+def test_where_there_is_no_cuda_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "system", lambda: "Darwin")
+    assert build.build_launcher() == []
+
+
+def test_the_line_of_the_kernels_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.in_words() == native.status()[1]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA, compute capability 9.0"))
+    assert kernels.in_words() == "CUDA, compute capability 9.0"
 
 
 @pytest.fixture
