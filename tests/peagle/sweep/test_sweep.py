@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import runpy
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +29,16 @@ from tests.peagle.conftest import toy_pair
 from tests.peagle.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
+
+
 @pytest.fixture
-def finished(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Folder:
-    return swept(monkeypatch, tmp_path / "run")
+def finished(once: Path, tmp_path: Path) -> Folder:
+    """A finished run of the test's own: a copy, for each sweep takes seconds."""
+    return open_run(Path(shutil.copytree(once, tmp_path / "run")))
 
 
 class Killed(BaseException):
@@ -203,12 +211,11 @@ def test_arms_take_turns_by_as_many_requests_as_asked(monkeypatch: pytest.Monkey
 def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    folder = swept(monkeypatch, tmp_path / "run", "--temperature", "0,1.5")
-    outputs: dict[float, set[str]] = {0.0: set(), 1.5: set()}
+    folder = swept(monkeypatch, tmp_path / "run", "--temperature", "0,1.5", "-k", "1", "--num-prompts", 1)
+    outputs: dict[tuple[float, int], set[str]] = {(t, k): set() for t in (0.0, 1.5) for k in (0, 1)}
     for sample in folder.samples():
-        if sample.k == 0 and sample.request == 0:
-            outputs[sample.temperature].add(sample.output_sha256)
-    assert [len(found) for found in outputs.values()] == [1, 2]
+        outputs[sample.temperature, sample.k].add(sample.output_sha256)
+    assert [len(found) for found in outputs.values()] == [1, 1, 2, 2]
 
 
 def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,19 +256,19 @@ def dying(after: int) -> Any:
     return decode_some
 
 
-@pytest.mark.parametrize("torn", ["", '{"prompts": "prom'])
 def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Folder, torn: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Folder
 ) -> None:
+    """Between two lines, and within one: behind lines that this sitting wrote, and behind none."""
     options = ["-k", "3,1", "--prompts", prompt_file(tmp_path), "--num-prompts", 8, "--repeats", 2, "-n", 24]
     options += ["--render", "raw"]
-    out = tmp_path / "killed"
-    for number, after in enumerate((1, 0, 4, 2, 1)):
+    out, torn = tmp_path / "killed", '{"prompts": "prom'
+    for number, (after, begun) in enumerate(zip((1, 0, 4, 2, 1), ("", torn, torn, "", torn), strict=True)):
         monkeypatch.setattr(peagle.sweep.measure, "decode", dying(after))
         with pytest.raises(Killed):
             sweep(monkeypatch, "--out", out, *(["--resume"] if number else options))
         with (out / RAW).open("a") as file:
-            file.write(torn)  # a line that was being written
+            file.write(begun)  # a line that was being written
         assert len(open_run(out).samples()) == sum((1, 0, 4, 2, 1)[: number + 1])
     monkeypatch.setattr(peagle.sweep.measure, "decode", decode)
     assert sweep(monkeypatch, "--out", out, "--resume") == 0
