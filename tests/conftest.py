@@ -9,6 +9,7 @@ from typing import Any
 
 import flax.struct
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 _struct_dataclass = flax.struct.dataclass
@@ -32,7 +33,21 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # most of the suite's time is XLA compiling: what an earlier run, or the worker beside this one, compiled is read back
-jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "jax"
+MOST_BYTES = 1 << 30
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-jax.config.update("jax_compilation_cache_max_size", 1 << 30)  # bytes; the least recently used give way
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The programs written last are kept, of a size that is looked at once: given a limit, JAX reads a file of each of
+    the thousands of programs at every one it writes, and holds a lock meanwhile."""
+    if hasattr(config, "workerinput"):
+        return
+    found = [(path, path.stat()) for path in COMPILED.glob("*")]
+    size = 0
+    for path, stat in sorted(found, key=lambda each: each[1].st_mtime, reverse=True):
+        size += stat.st_size
+        if size > MOST_BYTES:
+            path.unlink(missing_ok=True)
