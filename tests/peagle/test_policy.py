@@ -101,7 +101,7 @@ def test_whatever_is_chosen_the_tokens_are_plain_decodings(target, requests, pla
 
 
 def test_rows_of_a_batch_and_early_ends(target, requests, plain) -> None:
-    engine = Engine(target, NGram(), shape(batch=3), costs=costs(0.02, 0.1))
+    engine = Engine(target, NGram(), shape(2, batch=3), costs=costs(0.02, 0.1, (0, 1, 2)))
     uneven = [requests[0], dataclasses.replace(requests[1], max_new_tokens=31)]
     assert decode(engine, uneven)[0] == [plain[0], plain[1][:31]]
     stop = plain[0][17]
@@ -113,8 +113,11 @@ def test_one_hot_drafts_under_sampling_emit_plain_samplings_tokens(target) -> No
     sampling = SamplingConfig(0.8, top_k=9, top_p=0.9)
     requests = [Request(i, prompt, 60, seed=3) for i, prompt in enumerate(PROMPTS)]
     plain, _ = decode(Engine(target, NoDrafter(), shape(0, sampling=sampling)), requests)
-    adaptive = Engine(target, NGram(), shape(batch=2, sampling=sampling), costs=costs(0.01, 0.2))
+    adaptive = Engine(target, NGram(), shape(2, batch=2, sampling=sampling), costs=costs(0.01, 0.2, (0, 1, 2)))
     assert decode(adaptive, requests)[0] == plain
+
+
+SAMPLED = SpeculationConfig(2, 6, 16, SamplingConfig(1.0, draft_sampling=True), adaptive=True)
 
 
 @flax.struct.dataclass
@@ -139,7 +142,7 @@ def test_sampled_drafts_of_chosen_widths_follow_the_targets_law(price: float, ch
     engine = Engine(
         MarkovTarget(jnp.asarray(table, jnp.float32)),
         Confident(jnp.asarray(drafts, jnp.float32)),
-        SpeculationConfig(2, 6, 16, SamplingConfig(1.0, draft_sampling=True), adaptive=True),
+        SAMPLED,
         costs=costs(0.05, price, (0, 1, 2)),
     )
     rows = 8000
@@ -155,14 +158,13 @@ def test_sampled_drafts_of_chosen_widths_follow_the_targets_law(price: float, ch
 
 def test_a_width_is_no_function_of_what_was_drawn() -> None:
     """The same state under other random numbers drafts other tokens, and chooses the same widths."""
-    rng = np.random.default_rng(2)
-    target = MarkovTarget(jnp.asarray(rng.normal(0, 1, (9, 9)), jnp.float32))
-    drafter = Confident(jnp.asarray(rng.normal(0, 1.5, (5, 9)), jnp.float32))
-    sampling = SamplingConfig(1.0, draft_sampling=True)
+    rng = np.random.default_rng(3)
+    target = MarkovTarget(jnp.asarray(rng.normal(0, 1, (3, 3)), jnp.float32))
+    drafter = Confident(jnp.asarray(rng.normal(0, 1.5, (5, 3)), jnp.float32))
     seen = []
     for seed in range(12):
-        engine = Engine(target, drafter, shape(sampling=sampling), costs=costs(0.01, 0.12))
-        emissions = list(engine.generate([Request(0, (1, 2, 3), 20, seed=seed)]))
+        engine = Engine(target, drafter, SAMPLED, costs=costs(0.01, 0.12, (0, 1, 2)))
+        emissions = list(engine.generate([Request(0, (1, 2), 12, seed=seed)]))
         seen.append(emissions[1].decision)
     assert len({len(decision.draft_token_ids) for decision in seen}) == 1
     assert len({decision.draft_token_ids for decision in seen}) > 3
@@ -485,18 +487,19 @@ def test_sequences_of_a_batch_catch_up_together_each_with_its_own_rows(requests,
 
 
 def test_no_retrace_and_no_hidden_copy(target, requests) -> None:
-    engine = Engine(target, NGram(), dataclasses.replace(shape(), capacity=4096), costs=costs(0.1, 0.1))
+    config, ladder = dataclasses.replace(shape(1), capacity=4096), (0, 1)
+    engine = Engine(target, NGram(), config, costs=costs(0.1, 0.1, ladder))
     engine.warm_up(requests)
     before = trace_counts()
     decode(engine, requests)
-    engine.costs = costs(0.3, 0.1)
+    engine.costs = costs(0.3, 0.1, ladder)
     decode(engine, requests)
     assert trace_counts() == before
     state, *_ = engine._start(requests[:1], 32)
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
     memory = engine.compiled(requests[:1])[0].memory_analysis()
     assert memory.alias_size_in_bytes >= caches
-    fixed = Engine(target, NGram(), dataclasses.replace(shape(), capacity=4096, adaptive=False))
+    fixed = Engine(target, NGram(), dataclasses.replace(config, adaptive=False))
     one = fixed.compiled(requests[:1])[0].memory_analysis()
     assert memory.temp_size_in_bytes < one.temp_size_in_bytes + caches / 4
 
