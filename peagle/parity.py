@@ -10,9 +10,9 @@ Everything is looked at where the engine was: at the places of a greedy text whe
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from peagle.ops.messages import Draft, Fresh
@@ -55,7 +55,7 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
     capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS  # so that texts share their programs
     empty = drafter.init_state(1, capacity, num_drafts)
     ids, aux = _padded(text.token_ids[:prompt], capacity), _padded(text.aux_hidden[:prompt], capacity)
-    state = empty if blind else jax.jit(type(drafter).prefill)(drafter, empty, ids, jnp.array([prompt], jnp.int32), aux)
+    state = empty if blind else jax.jit(type(drafter).prefill)(drafter, empty, ids, np.array([prompt], np.int32), aux)
     propose = jax.jit(type(drafter).propose, static_argnames="num_drafts")
     found: list[Draft] = []
     held = prompt - 1
@@ -66,8 +66,8 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
         fresh = Fresh(
             token_ids=_padded(text.token_ids[first + 1 : place + 1], widest),
             aux_hidden=_padded(text.aux_hidden[rows], widest),
-            num=jnp.array([num], jnp.int32),
-            first_position=jnp.array([first], jnp.int32),
+            num=np.array([num], np.int32),  # type: ignore[arg-type]  # NumPy's, too
+            first_position=np.array([first], np.int32),  # type: ignore[arg-type]
         )
         draft, state = propose(drafter, empty if blind else state, fresh, num_drafts=num_drafts)
         found.append(draft)
@@ -76,10 +76,10 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
     return Replayed(np.concatenate([np.asarray(each.token_ids) for each in found]), logits)
 
 
-def _padded(rows: np.ndarray, width: int) -> jax.Array:
-    """[1, width, ...]"""
+def _padded(rows: np.ndarray, width: int) -> Any:
+    """[1, width, ...], of NumPy: given to a program, it costs no dispatch of its own."""
     missing = [(0, width - len(rows)), *((0, 0),) * (rows.ndim - 1)]
-    return jnp.asarray(np.pad(rows, missing))[None]
+    return np.pad(rows, missing)[None]
 
 
 def accepted(drafts: np.ndarray, text: Text) -> np.ndarray:
