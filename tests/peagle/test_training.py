@@ -167,7 +167,7 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     speculative = peagle.pair.load(directories.target, out / "drafter")
     assert isinstance(speculative.drafter, Eagle3)
     requests = [Request(index, tuple(ids), 24) for index, ids in enumerate(PROMPTS)]
-    shapes = (SpeculationConfig(0, 3, 128), SpeculationConfig(4, 3, 128), SpeculationConfig(3, 1, 128, adaptive=True))
+    shapes = (SpeculationConfig(0, 3, 128), SpeculationConfig(3, 3, 128), SpeculationConfig(2, 1, 128, adaptive=True))
     plain, fast, adaptive = (
         [result.output_ids for result in decode(speculative.engine(shape), requests, None)] for shape in shapes
     )
