@@ -440,12 +440,17 @@ def fitting_taps(
     return taps
 
 
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
 def refuse_too_large(needed: dict[str, int], hint: str) -> None:
     """Raises InputError where the bytes of these together are more than the memory that is available now."""
     total, available = sum(needed.values()), available_memory_bytes()
     if total > available:
         parts = " and ".join(f"{_in_words(size)} for {name}" for name, size in needed.items())
         whole = f", {_in_words(total)} together," if len(needed) > 1 else ""
+        if jax.default_backend() == "gpu":
+            hint += f"; JAX takes three quarters of a GPU's memory, more with {_FRACTION}=.95"
         raise InputError(
             f"out of memory: {parts}{whole} do not fit into the {_in_words(available)} that are available; {hint}"
         )

@@ -10,7 +10,7 @@ device's memory. First what must be right: the GPU kernels (what launches them i
 conformance suite, logits against the CPU's, losslessness. Then what is measured, for each shape: prefill, decoding and
 verify passes, by XLA's own code, too; each operation's bytes and time; steps of speculation whose acceptance is drawn
 at given rates (marked synthetic: it says what a step costs, nothing of any drafter), by drafter, head and batch, and
-where a step's time goes. At last this project beside transformers on a checkpoint made for it (scripts.bench_peers).
+where a step's time goes; and this project beside transformers on a checkpoint made for it (scripts.bench_peers).
 
 `--out` (which must not exist yet) gets a line in raw.jsonl as soon as anything is known, so that a run that is cut off
 has lost nothing, and at the end run.json and README.md. What does not fit into --minutes is named as left out; what is
@@ -39,7 +39,7 @@ import numpy as np
 
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
-from peagle.bench import BenchOptions, bench
+from peagle.bench import BenchOptions, Case, bench
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.metrics import Result, decode, pooled_counters, pooled_tok_per_s
@@ -69,6 +69,7 @@ SYNTHETIC = 0.76  # unconditional rate .76^i at draft i: 3.70 tokens a step at K
 SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
 SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/test_accept.py")
 NEW_TOKENS, REPEATS = 128, 3
+SUITE_S, PEERS_S = 180, 240  # they are stopped then
 PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared on: two layers as the 20b's
 # acceptance lengths on MT-Bench: P-EAGLE (arXiv 2602.01469), tables 9 and 10, and for K = 7 vLLM's post on it
 _PAPER, _POST = "arXiv 2602.01469", "vLLM's post"
@@ -82,7 +83,12 @@ PUBLISHED = tuple(
         ("120b", PARALLEL.name, 5, 2.9, _PAPER),
     )
 )
+ENDS = "memory"  # of a shape: it is let go, though nothing else of it ran to its end
 ROOM = 1.15  # of the weights: caches, and what a pass needs on the way
+
+
+class TooLarge(Exception):
+    """A shape does not fit into the device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +112,18 @@ def bandwidth() -> Iterator[Json]:
     yield {"copy_gb_per_s": 8 * size / statistics.median(seconds) / 1e9}
 
 
-def kernels() -> Iterator[Json]:
-    """The GPU kernels run, or why they do not."""
+def prepare_kernels() -> None:
+    """What launches the GPU kernels is compiled, if it can be; whether they run is known."""
     if on_gpu() and not LAUNCHER.exists():
         try:
             build_launcher()
         except BuildError as error:
-            yield {"launcher": str(error)}
+            print(error, file=sys.stderr)
+    cuda.status()
+
+
+def kernels() -> Iterator[Json]:
+    """The GPU kernels run, or why they do not."""
     yield {"kernels_here": kernels_in_words(), "ok": cuda.available() or not on_gpu()}
 
 
@@ -124,6 +135,9 @@ def conformance() -> Iterator[Json]:
         capture_output=True,
         text=True,
         check=False,
+        timeout=SUITE_S,
+        # what GPUs otherwise multiply float32 with (TF32) has ten bits
+        env={**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
     )
     yield {"ok": done.returncode == 0, "said": (done.stdout + done.stderr)[-2000:]}
 
@@ -142,6 +156,7 @@ def peers() -> Iterator[Json]:
             capture_output=True,
             text=True,
             check=False,
+            timeout=PEERS_S,
         )
         if done.returncode:
             raise RuntimeError(" ".join(done.stderr.split())[-500:])
@@ -216,6 +231,7 @@ def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
 
 def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     """Prefill, decoding and verify passes; by batch and by context; at first by XLA's own code, too."""
+    most_rows = cuda.MAX_ROWS if cuda.available() else 0
     cases = [(batch, context, params) for batch, context in ((1, 512), (4, 512), (8, 512), (32, 512), (1, 8192))]
     if cuda.available():
         cases.insert(1, (1, 512, on_xla(params)))
@@ -236,7 +252,7 @@ def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]
         for each in found.measurements:
             yield {
                 "shape": name,
-                "kernels": "CUDA" if cuda.available() and weights is params else "XLA",
+                "kernels": "CUDA" if weights is params and rows_of(each.case, batch) <= most_rows else "XLA",
                 "kind": each.case.kind,
                 "size": each.case.size,
                 "batch": batch,
@@ -246,6 +262,11 @@ def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]
                 "v": found.v(each),
                 "peak_bytes": peak_bytes(),
             }
+
+
+def rows_of(case: Case, batch: int) -> int:
+    """Rows of a pass."""
+    return batch if case.kind == "tg" else batch * case.size
 
 
 def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
@@ -345,8 +366,9 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
     def weights() -> Any:
         if not held:
             needed, stats = ROOM * random_bytes(config), jax.devices()[0].memory_stats() or {}
-            if needed > stats.get("bytes_limit", float("inf")) - stats.get("bytes_in_use", 0):
-                raise InputError(f"{name} needs {needed / 1e9:.1f} GB, more than the device has free")
+            free = stats.get("bytes_limit", float("inf")) - stats.get("bytes_in_use", 0)
+            if needed > free:
+                raise TooLarge(f"{name} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
             held.append(random_params(config, 0))
         return held[0]
 
@@ -357,12 +379,16 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
 
     def speculating() -> Iterator[Json]:
         yield from speculation(name, weights(), config)
+
+    def let_go() -> Iterator[Json]:
         held.clear()
         gc.collect()
+        yield from ()
 
     yield Section(f"{name}: target", alone, seconds)
     yield Section(f"{name}: operations", lambda: operations(name, weights(), config), seconds / 2)
     yield Section(f"{name}: speculation", speculating, seconds)
+    yield Section(f"{name}: {ENDS}", let_go, 0)
 
 
 def main() -> int:
@@ -374,9 +400,9 @@ def main() -> int:
     parser.add_argument("--only", metavar="SECTIONS", help="those whose names begin so, with commas between")
     parser.add_argument("--any-device", action="store_true", help="go on without a GPU")
     arguments = parser.parse_args()
-    os.environ.setdefault(
-        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-    )  # the suite and the peers are processes of their own
+    # the suite and the peers are processes of their own
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # 120b and 80 GB; three quarters are the default
     return in_one_line("gpu_check", lambda: check(arguments))
 
 
@@ -395,27 +421,33 @@ def check(arguments: argparse.Namespace) -> int:
         Section("parity", parity, 30),
         Section("losslessness", losslessness, 40),
         Section("conformance", conformance, 120),
+        # while this process has not taken the memory
+        Section("peers", peers, 150),
         *(section for name in shapes for section in shape_sections(name, 90)),
-        Section("peers", peers, 120),
     ]
     sections = every
     if arguments.only is not None:
         wanted = tuple(arguments.only.split(","))
-        sections = [section for section in every if section.name.startswith(wanted)]
-        if not sections:
-            raise InputError(f"--only {arguments.only} names no section; they are {', '.join(s.name for s in every)}")
+        named = [section.name for section in every if not section.name.endswith(ENDS)]
+        if not any(name.startswith(wanted) for name in named):
+            raise InputError(f"--only {arguments.only} names no section; they are {', '.join(named)}")
+        sections = [section for section in every if section.name.startswith(wanted) or section.name.endswith(ENDS)]
     expect_new(arguments.out)
+    prepare_kernels()
     raw = RawLines(arguments.out)
 
     def log(section: Section, line: Json) -> None:
         raw.add({"section": section.name, **line})
         print(f"{section.name}: {json.dumps(line)[:200]}", flush=True)
 
+    source = origin("scripts.gpu_check")
+    config = {"shapes": shapes, "synthetic_acceptance": SYNTHETIC, "published": PUBLISHED}
+    config |= {"drafters": (PARALLEL.name, IN_TURN.name)}
     started = time.monotonic()
     deadline = started + 60 * arguments.minutes
     for section in sections:
         left = deadline - time.monotonic()
-        if left < section.seconds / 2:
+        if section.seconds and left < section.seconds / 2:
             log(section, {"left_out": f"{max(left, 0):.0f} s are left of --minutes {arguments.minutes:g}"})
             continue
         try:
@@ -424,12 +456,12 @@ def check(arguments: argparse.Namespace) -> int:
                 if time.monotonic() > deadline:
                     log(section, {"left_out": f"what comes behind this, at the end of --minutes {arguments.minutes:g}"})
                     break
+        except (TooLarge, subprocess.TimeoutExpired) as error:
+            log(section, {"left_out": " ".join(str(error).split())[-200:]})
         except Exception as error:  # one section's failure must not cost the others' figures
             log(section, {"ok": False, "error": repr(error)[:500], "at": traceback.format_exc()[-1500:]})
-    config = {"shapes": shapes, "synthetic_acceptance": SYNTHETIC, "published": PUBLISHED}
-    config |= {"drafters": (PARALLEL.name, IN_TURN.name)}
-    record = {"schema": 1, "provenance": origin("scripts.gpu_check"), "config": config, "rows": raw.lines}
-    write_page(arguments.out, record, page(record))
+        record = {"schema": 1, "provenance": source, "config": config, "rows": raw.lines}
+        write_page(arguments.out, record, page(record), show=section is sections[-1])
     return 1 if any(line.get("ok") is False for line in raw.lines) else 0
 
 

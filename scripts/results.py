@@ -47,8 +47,9 @@ def write_run(out: Path, record: dict[str, Any], raw: Sequence[dict[str, Any]], 
     write_page(out, record, page)
 
 
-def write_page(out: Path, record: dict[str, Any], page: str) -> None:
-    """The folder, whose raw lines are there, holds run.json and README.md, which is shown, too."""
+def write_page(out: Path, record: dict[str, Any], page: str, show: bool = True) -> None:
+    """The folder, whose raw lines are there, holds run.json and README.md, which is shown, too, if asked for."""
     (out / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     (out / "README.md").write_text(page, encoding="utf-8")
-    print(page)
+    if show:
+        print(page)

@@ -62,8 +62,8 @@ def _operations(rows: list[Json], copy: float | None) -> list[str]:
                 str(row["rows"]),
                 f"{row['mb']:.3g}",
                 f"{row['us']:.4g} ({row['us_lowest']:.4g}..{row['us_highest']:.4g})",
-                f"{row['gb_per_s']:.4g}",
-                "-" if copy is None else f"{row['gb_per_s'] / copy:.0%}",
+                "-" if row["gb_per_s"] is None else f"{row['gb_per_s']:.4g}",
+                "-" if copy is None or row["gb_per_s"] is None else f"{row['gb_per_s'] / copy:.0%}",
             ]
             for row in rows
         ],
@@ -72,7 +72,7 @@ def _operations(rows: list[Json], copy: float | None) -> list[str]:
 
 def _alone(rows: list[Json]) -> list[str]:
     return table(
-        "shape | kernels | test | batch | context | ms a pass | tok/s | v(T) | peak GB",
+        "shape | kernels | test | batch | context | ms a pass | tok/s | v(T) | peak GB so far",
         [
             [
                 row["shape"],
@@ -135,13 +135,15 @@ def _arm(row: Json) -> tuple[Any, ...]:
 def _shares(rows: list[Json]) -> list[str]:
     parts = ("draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms")
     heads = "shape | drafter | K | draft ms | verify ms | accept ms | rest ms | between operations ms | host gap ms"
-    return table(
+    told = table(
         heads,
         [
             [row["shape"], row["drafter"], str(row["k"]), *(f"{row['profile'][part]:.4f}" for part in parts)]
             for row in rows
         ],
     )
+    note = "Under the profiler XLA launches operation by operation: with CUDA graphs less lies between them."
+    return [*told, note, ""] if told else []
 
 
 def _published(rows: list[Json], published: list[Json]) -> list[str]:

@@ -22,7 +22,9 @@ MOST_PASSES = 256  # passes of one program; fewer are run by its count, so that 
 
 
 def load(directory: str, kernels: str, dtype: str) -> "Ours":
-    """The engine of a checkpoint. kernels: native or xla; raises InputError where they do not run."""
+    """The engine of a checkpoint. kernels: auto, native or xla; raises InputError where they do not run."""
+    if dtype == "float32" and jax.default_backend() == "gpu":  # the reference; a process has one engine
+        jax.config.update("jax_default_matmul_precision", "highest")  # not TF32
     return Ours(peagle.load(directory, None, kernels=kernels, dtype=dtype))
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from scripts.peers.cost import MXFP4_BYTES, Storage
 
 OURS, LLAMA = "peagle", "llama.cpp"
@@ -48,6 +50,10 @@ def unavailable(name: str, llama_python: str | None) -> str | None:
     wanted = ("gguf",) if name == LLAMA else ("torch", "transformers")
     if absent := [module for module in wanted if importlib.util.find_spec(module) is None]:
         return f"{absent[0]} is not installed"
+    if name.startswith("transformers") and jax.default_backend() == "gpu":
+        asked = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+        if subprocess.run(asked, capture_output=True, check=False).returncode:
+            return "torch has no CUDA here"
     if name == LLAMA:
         if llama_python is None:
             return "no --llama-python was given"

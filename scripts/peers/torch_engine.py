@@ -52,12 +52,17 @@ class Transformers(StepwiseEngine):
         }
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """{"best": {width: implementation}, "seconds": {width: {implementation: best of some passes}}, "decoding":
-        {way: seconds of some tokens, or why it does not work}}; the last is empty where there is one way only."""
+        """{"best": {width: implementation}, "seconds": {width: {implementation: best of some passes}}}; where there are
+        two ways to decode, {"decoding": {way: seconds of some tokens, or why it does not work}}, and `describe` with
+        the better."""
         seconds = {width: self._time_all(prompt_ids, width) for width in {*widths, len(prompt_ids)}}
         self._best = {width: min(times, key=times.__getitem__) for width, times in seconds.items()}
-        decoding = self._time_decoding(prompt_ids) if self._tries_static else {}
-        return {"best": self._best, "seconds": seconds, "decoding": decoding}
+        found: dict[str, Any] = {"best": self._best, "seconds": seconds}
+        if self._tries_static:
+            found["decoding"] = self._time_decoding(prompt_ids)
+            way = STATIC if self._static else GROWING
+            found |= {**self.describe(), "computes": f"{self.describe()['computes']}, {way}"}
+        return found
 
     def choose(self, width: int) -> None:
         # without `prepare`, what transformers itself would take
@@ -98,7 +103,11 @@ class Transformers(StepwiseEngine):
     def _generate(self, prompt_ids: list[int], num_tokens: int) -> tuple[float, list[int]]:
         """(seconds, greedy tokens) by transformers' own loop with a static cache, for which it compiles on a GPU."""
         config = GenerationConfig(
-            max_new_tokens=num_tokens, do_sample=False, cache_implementation="static", pad_token_id=0
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            cache_implementation="static",
+            pad_token_id=0,
         )
         prompt = self._tensor(prompt_ids)
         started = time.perf_counter()

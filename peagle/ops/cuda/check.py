@@ -10,8 +10,10 @@ import numpy as np
 from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.mxfp4 import BLOCK, dequantize
 
-EXPERTS, TOP_K, WIDTH, EXPERT_WIDTH, LIMIT = 6, 3, 160, 96, 7.0
-ROWS = (1, 8, 13, 30, 64)  # one product's, a full one's, those of two, four, eight
+EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
+SMALL, LARGE = 121, 128  # scales are from here on, four of them; those above 128 go another way
+# (rows, width, scales): one product's rows and a full one's, those of two, four, eight; inputs for several rounds
+CASES = ((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (30, 160, SMALL), (64, 160, SMALL))
 FAR = 0.02  # of the largest output: what a wrong kernel is beyond, and roundings to bfloat16 are not
 
 
@@ -19,20 +21,20 @@ def check(call: Callable[..., Any]) -> None:
     """The kernels, called by `call`, say what the definition says. Raises CudaError where they do not."""
     rng = np.random.default_rng(0)
 
-    def codes(outputs: int, inputs: int) -> tuple[np.ndarray, np.ndarray]:
+    def codes(outputs: int, inputs: int, scales: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = rng.integers(0, 256, (EXPERTS, outputs, inputs // BLOCK, BLOCK // 2), np.uint8)
-        return blocks, rng.integers(121, 125, blocks.shape[:-1], np.uint8)
+        return blocks, rng.integers(scales, scales + 4, blocks.shape[:-1], np.uint8)
 
     def halves(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
-    gate_up, gate_up_bias = codes(2 * EXPERT_WIDTH, WIDTH), halves(EXPERTS, 2 * EXPERT_WIDTH)
-    down, down_bias = codes(WIDTH, EXPERT_WIDTH), halves(EXPERTS, WIDTH)
-    for rows in ROWS:
-        x = halves(rows, WIDTH)
+    for rows, width, scales in CASES:
+        gate_up, gate_up_bias = codes(2 * EXPERT_WIDTH, width, scales), halves(EXPERTS, 2 * EXPERT_WIDTH)
+        down, down_bias = codes(width, EXPERT_WIDTH, scales), halves(EXPERTS, width)
+        x = (halves(rows, width) * 2.0 ** (SMALL - scales)).astype(jnp.bfloat16)
         ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(rows)]).astype(np.int32)
         shapes = (
-            jax.ShapeDtypeStruct((rows, TOP_K, WIDTH), jnp.float32),
+            jax.ShapeDtypeStruct((rows, TOP_K, width), jnp.float32),
             jax.ShapeDtypeStruct((rows * TOP_K, EXPERT_WIDTH), jnp.bfloat16),
         )
         operands = map(jnp.asarray, (x, ids, *gate_up, gate_up_bias, *down, down_bias))

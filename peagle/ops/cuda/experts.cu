@@ -16,10 +16,11 @@ struct alignas(16) Words {
   unsigned of[4];
 };
 
-// Read once, and then of no use to anybody: not kept in the first-level cache.
+// Read once, and then of no use to anybody: not kept in the first-level cache. The 128 bytes around come along, which this
+// row's next chunk is in.
 __device__ inline Words LoadOnce(const void* from) {
   Words words;
-  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
       : "=r"(words.of[0]), "=r"(words.of[1]), "=r"(words.of[2]), "=r"(words.of[3])
       : "l"(from));
   return words;
@@ -59,7 +60,6 @@ constexpr int kBlock = 32;         // inputs that share a scale: 16 bytes
 constexpr int kChunk = 4 * kBlock;  // inputs that a warp takes at a time: a block for each quarter
 constexpr int kAhead = 3;          // chunks whose loads are under way together
 constexpr int kMaxExperts = 1024;
-constexpr int kMaxTiles = 8;       // of kColumns rows
 
 __device__ inline float ToFloat(Half bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
 
@@ -76,17 +76,18 @@ __device__ inline unsigned Twice(unsigned half) { return half | half << 16; }
 __device__ inline unsigned Power(unsigned scale) { return Twice((scale + 126) << 7); }
 
 // Values j and j + 4 of the eight in a word, times 2^-126: a code's three low bits are a bfloat16's last exponent bits and
-// its first mantissa bit, and the code that has no exponent becomes the denormal number that has none.
+// its first mantissa bit, and the code that has no exponent becomes the denormal number that has none. The product puts
+// these bits in their place, and once more with the sign in its: two shifts in one instruction, of another unit.
 __device__ inline unsigned Pair(unsigned word, int j) {
-  const unsigned codes = word >> 4 * j;
-  return (codes & 0x00070007u) << 6 | (codes & 0x00080008u) << 12;
+  const unsigned codes = j < 2 ? word : word >> 8;
+  return (j % 2 == 0 ? (codes & 0x000f000fu) * 0x1040u : (codes & 0x00f000f0u) * 0x104u) & 0x81c081c0u;
 }
 
 // The bits 0-15, or 16-31, of two words.
 __device__ inline unsigned Lower(unsigned first, unsigned second) { return (first & 0xffffu) | second << 16; }
 __device__ inline unsigned Upper(unsigned first, unsigned second) { return first >> 16 | (second & 0xffff0000u); }
 
-// An expert's matrix [outputs, inputs], and its bias.
+// An expert's matrix [outputs, inputs], and its bias; outputs are a multiple of 16, inputs of 32.
 struct Matrix {
   Bytes blocks;
   Bytes scales;
@@ -108,17 +109,19 @@ struct Routing {
   int num_experts;
 };
 
+template <int kTiles>
 struct Shared {
   unsigned present[kMaxExperts / 32];  // a bit per expert that any row selected
-  int choice[kMaxTiles * kColumns];    // of a row that selected this block's expert, or -1
-  float sums[kWarps][kOutputs][kMaxTiles * kColumns];
+  int choice[kTiles * kColumns];       // of a row that selected this block's expert, or -1
+  float sums[kWarps][kOutputs][kTiles * kColumns + 2];  // the two: else eight lanes write to one bank
 };
 
 // The selected expert that is this block's, counted in ascending order, and its rows' choices; -1 where there are fewer.
-__device__ int FindExpert(const Routing& routing, Shared& shared) {
+template <int kTiles>
+__device__ int FindExpert(const Routing& routing, Shared<kTiles>& shared) {
   const int thread = threadIdx.x, pairs = routing.rows * routing.top_k;
   for (int i = thread; i < kMaxExperts / 32; i += kThreads) shared.present[i] = 0;
-  for (int i = thread; i < kMaxTiles * kColumns; i += kThreads) shared.choice[i] = -1;
+  for (int i = thread; i < kTiles * kColumns; i += kThreads) shared.choice[i] = -1;
   __syncthreads();
   for (int pair = thread; pair < pairs; pair += kThreads) {
     const unsigned id = routing.ids[pair];
@@ -150,7 +153,7 @@ struct Codes {
 
   __device__ void Read(const Matrix& matrix, int output, int block) {
     const int blocks = matrix.inputs / kBlock;
-    if (output < matrix.outputs && block < blocks) {
+    if (block < blocks) {
       const long long at = static_cast<long long>(output) * blocks + block;
       words = LoadOnce(matrix.blocks + at * 16);
       scale = matrix.scales[at];
@@ -196,7 +199,8 @@ __device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, co
 // shared.sums = this block's outputs of the matrix (those of its expert) for each row of x that selected it: row or, where
 // `by_pair`, pair of x [.., inputs]. Columns of other rows are zero.
 template <int kTiles>
-__device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, const Routing& routing, Shared& shared) {
+__device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, const Routing& routing,
+                         Shared<kTiles>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const int low = blockIdx.x * kOutputs + group, high = low + 8;
   const int blocks = matrix.inputs / kBlock, chunks = (matrix.inputs + kChunk - 1) / kChunk;
@@ -238,7 +242,8 @@ __device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, cons
   __syncthreads();
 }
 
-__device__ inline float Total(const Shared& shared, int output, int row) {
+template <int kTiles>
+__device__ inline float Total(const Shared<kTiles>& shared, int output, int row) {
   float total = 0;
   for (int warp = 0; warp < kWarps; ++warp) total += shared.sums[warp][output][row];
   return total;
@@ -247,14 +252,14 @@ __device__ inline float Total(const Shared& shared, int output, int row) {
 // hidden [pairs, F] = swiglu of the pairs' gates and ups, which take turns among the outputs.
 template <int kTiles>
 __device__ void GateUp(const Half* x, const Routing& routing, const Matrix& experts, float limit, Half* hidden) {
-  __shared__ Shared shared;
+  __shared__ Shared<kTiles> shared;
   const int expert = FindExpert(routing, shared);
   if (expert < 0) return;
   const Matrix matrix = experts.Of(expert);
-  Multiply<kTiles>(matrix, x, false, routing, shared);
+  Multiply(matrix, x, false, routing, shared);
   for (int i = threadIdx.x; i < kOutputs / 2 * kTiles * kColumns; i += kThreads) {
     const int output = 2 * (i % (kOutputs / 2)), row = i / (kOutputs / 2), at = blockIdx.x * kOutputs + output;
-    if (shared.choice[row] < 0 || at >= matrix.outputs) continue;
+    if (shared.choice[row] < 0) continue;
     const float gate = fminf(Total(shared, output, row) + ToFloat(matrix.bias[at]), limit);
     const float up = fmaxf(fminf(Total(shared, output + 1, row) + ToFloat(matrix.bias[at + 1]), limit), -limit);
     const long long pair = row * routing.top_k + shared.choice[row];
@@ -265,14 +270,14 @@ __device__ void GateUp(const Half* x, const Routing& routing, const Matrix& expe
 // out [pairs, D] = the pairs' experts of hidden [pairs, F], bias included.
 template <int kTiles>
 __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& experts, float* out) {
-  __shared__ Shared shared;
+  __shared__ Shared<kTiles> shared;
   const int expert = FindExpert(routing, shared);
   if (expert < 0) return;
   const Matrix matrix = experts.Of(expert);
-  Multiply<kTiles>(matrix, hidden, true, routing, shared);
+  Multiply(matrix, hidden, true, routing, shared);
   for (int i = threadIdx.x; i < kOutputs * kTiles * kColumns; i += kThreads) {
     const int output = i % kOutputs, row = i / kOutputs, at = blockIdx.x * kOutputs + output;
-    if (shared.choice[row] < 0 || at >= matrix.outputs) continue;
+    if (shared.choice[row] < 0) continue;
     const long long pair = row * routing.top_k + shared.choice[row];
     out[pair * matrix.outputs + at] = Total(shared, output, row) + ToFloat(matrix.bias[at]);
   }
@@ -280,20 +285,21 @@ __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& e
 
 }  // namespace
 
-// Grids: (outputs / 16 rounded up, as many experts as can be selected); blocks of kThreads. A tile is up to 8 rows.
-#define PEAGLE_KERNELS(tiles)                                                                                            \
-  extern "C" __global__ void __launch_bounds__(kThreads) peagle_gate_up_##tiles(                                         \
+// Grids: (outputs / 16, as many experts as can be selected); blocks of kThreads. A tile is up to 8 rows. At least so many
+// blocks fit into a multiprocessor: what waits for memory is hidden by the others.
+#define PEAGLE_KERNELS(tiles, blocks_together)                                                                                            \
+  extern "C" __global__ void __launch_bounds__(kThreads, blocks_together) peagle_gate_up_##tiles(                                         \
       const Half* x, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales, const Half* bias, \
       int outputs, int inputs, float limit, Half* hidden) {                                                              \
     GateUp<tiles>(x, {ids, rows, top_k, num_experts}, {blocks, scales, bias, outputs, inputs}, limit, hidden);           \
   }                                                                                                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads) peagle_down_##tiles(                                            \
+  extern "C" __global__ void __launch_bounds__(kThreads, blocks_together) peagle_down_##tiles(                                            \
       const Half* hidden, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales,              \
       const Half* bias, int outputs, int inputs, float* out) {                                                           \
     Down<tiles>(hidden, {ids, rows, top_k, num_experts}, {blocks, scales, bias, outputs, inputs}, out);                  \
   }
 
-PEAGLE_KERNELS(1)
-PEAGLE_KERNELS(2)
-PEAGLE_KERNELS(4)
-PEAGLE_KERNELS(8)
+PEAGLE_KERNELS(1, 5)
+PEAGLE_KERNELS(2, 4)
+PEAGLE_KERNELS(4, 3)
+PEAGLE_KERNELS(8, 2)

@@ -38,6 +38,7 @@ struct Driver {
   int (*StreamGetCtx)(Stream, CUctx_st**);
   int (*CtxPushCurrent)(CUctx_st*);
   int (*CtxPopCurrent)(CUctx_st**);
+  int (*ThreadExchangeStreamCaptureMode)(int*);
   int (*ModuleLoadData)(CUmod_st**, const void*);
   int (*ModuleGetFunction)(CUfunc_st**, CUmod_st*, const char*);
   int (*LaunchKernel)(CUfunc_st*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
@@ -55,6 +56,7 @@ struct Driver {
     find(StreamGetCtx, "cuStreamGetCtx");
     find(CtxPushCurrent, "cuCtxPushCurrent_v2");
     find(CtxPopCurrent, "cuCtxPopCurrent_v2");
+    find(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
     find(ModuleLoadData, "cuModuleLoadData");
     find(ModuleGetFunction, "cuModuleGetFunction");
     find(LaunchKernel, "cuLaunchKernel");
@@ -92,6 +94,16 @@ class Current {
   const int code;
 };
 
+// While this lives the thread may load modules, though it record what it launches, as XLA does for CUDA graphs.
+class Relaxed {
+ public:
+  Relaxed() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
+  ~Relaxed() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, and then the one before it
+};
+
 // `kernels` are those of the context, which is current.
 ffi::Error Load(CUctx_st* context, Kernels& kernels) {
   const std::lock_guard<std::mutex> lock(mutex);
@@ -99,6 +111,7 @@ ffi::Error Load(CUctx_st* context, Kernels& kernels) {
     kernels = found->second;
     return ffi::Error::Success();
   }
+  const Relaxed relaxed;
   CUmod_st* module;
   PEAGLE_TRY(ModuleLoadData(&module, image.data()));
   for (int i = 0; i < 4; ++i) {
@@ -158,7 +171,7 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   if (ffi::Error error = Load(context, kernels); error.failure()) return error;
 
   auto launch = [&](CUfunc_st* kernel, int outputs, std::initializer_list<void*> arguments) {
-    const unsigned tiles = (outputs + kOutputs - 1) / kOutputs, experts = std::min(E, T * k);
+    const unsigned tiles = outputs / kOutputs, experts = std::min(E, T * k);
     std::vector<void*> pointers(arguments);
     return driver.LaunchKernel(kernel, tiles, experts, 1, kThreads, 1, 1, 0, stream, pointers.data(), nullptr);
   };

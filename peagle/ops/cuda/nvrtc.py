@@ -1,13 +1,18 @@
-"""NVRTC, NVIDIA's compiler at run time: from the kernels' source to machine code. It needs no GPU."""
+"""NVRTC, NVIDIA's compiler at run time: from the kernels' source to machine code. It needs no GPU, and some seconds:
+what it made is kept in the user's cache directory, for this source, architecture and version."""
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).parent / "experts.cu"
+OPTIONS = (b"--std=c++17",)
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
@@ -17,7 +22,28 @@ class CudaError(Exception):
 
 def compile_kernels(architecture: str) -> bytes:
     """The kernels' machine code for an architecture, as sm_90. Raises CudaError with the compiler's first error."""
-    nvrtc = library()
+    nvrtc, source, options = library(), SOURCE.read_bytes(), [*OPTIONS, f"--gpu-architecture={architecture}".encode()]
+    version = (ctypes.c_int * 2)()
+    nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, ctypes.sizeof(ctypes.c_int)))
+    made_of = b"\0".join([bytes(version), *options, source])
+    kept = cache_directory() / f"{hashlib.sha256(made_of).hexdigest()}.cubin"
+    with contextlib.suppress(OSError):
+        return kept.read_bytes()
+    made = _compile(nvrtc, source, options, architecture)
+    with contextlib.suppress(OSError):  # it is compiled again the next time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        temporary = kept.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_bytes(made)
+        os.replace(temporary, kept)
+    return made
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: peagle/cuda in the user's cache directory (XDG_CACHE_HOME)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / "cuda"
+
+
+def _compile(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes], architecture: str) -> bytes:
     program = ctypes.c_void_p()
 
     def call(name: str, *arguments: Any) -> None:
@@ -26,9 +52,8 @@ def compile_kernels(architecture: str) -> bytes:
             errors = [line for line in said.splitlines() if "error" in line]
             raise CudaError(f"NVRTC for {architecture}: {errors[0] if errors else _meaning(nvrtc, code)}")
 
-    call("nvrtcCreateProgram", ctypes.byref(program), SOURCE.read_bytes(), SOURCE.name.encode(), 0, None, None)
+    call("nvrtcCreateProgram", ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
     try:
-        options = [b"--std=c++17", f"--gpu-architecture={architecture}".encode()]
         call("nvrtcCompileProgram", program, len(options), (ctypes.c_char_p * len(options))(*options))
         return _text(nvrtc, program, "CUBIN")
     finally:

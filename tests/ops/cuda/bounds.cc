@@ -23,7 +23,7 @@ void Launch(void (*)(T...), const char* name, int outputs, T... values) {
   CUfunc_st* kernel;
   if (cuModuleGetFunction(&kernel, &module, name) != 0) std::abort();
   void* arguments[] = {&values...};
-  cuLaunchKernel(kernel, (outputs + kOutputs - 1) / kOutputs, kExpertCount, 1, kThreads, 1, 1, 0, nullptr, arguments, nullptr);
+  cuLaunchKernel(kernel, outputs / kOutputs, kExpertCount, 1, kThreads, 1, 1, 0, nullptr, arguments, nullptr);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(threads, blocks)
 #define __shared__ static  // one block runs at a time
 
 namespace {
@@ -225,6 +225,11 @@ int cuGetErrorString(int, const char** said) {
 }
 int cuStreamGetCtx(CUstream_st*, CUctx_st** found) {
   *found = &context;
+  return 0;
+}
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  static int current_mode = 0;
+  std::swap(*mode, current_mode);
   return 0;
 }
 int cuCtxPushCurrent_v2(CUctx_st*) { return 0; }

@@ -309,15 +309,12 @@ def test_a_gpu_that_is_too_old_or_has_no_compiler(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("fresh_status")
 def test_a_gpu_whose_kernels_pass(monkeypatch: pytest.MonkeyPatch, libraries: tuple[Path, Path]) -> None:
-    class Device:
-        compute_capability = "9.0"
-
     launcher, driver = libraries
     open_kernels = cuda.open_kernels
     monkeypatch.setattr(cuda, "compile_kernels", lambda architecture: architecture.encode())
     monkeypatch.setattr(cuda, "open_kernels", lambda *given: open_kernels(launcher, str(driver), given[2], "cpu"))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+    monkeypatch.setattr(cuda, "_capability", lambda: "9.0")
     assert jax.jit(lambda x: x if cuda.available() else -x)(1) == 1  # asked first while something is traced
     assert cuda.status() == (True, "CUDA, compute capability 9.0")
 
@@ -327,12 +324,32 @@ needs_nvrtc = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compi
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_nvidias_compiler_takes_the_source(architecture: str) -> None:
-    assert nvrtc.compile_kernels(architecture)[:4] == b"\x7fELF"
+def test_nvidias_compiler_takes_the_source_and_what_it_makes_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architecture: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = nvrtc.compile_kernels(architecture)
+    assert made[:4] == b"\x7fELF"
+    (kept,) = (tmp_path / "cache" / "peagle" / "cuda").iterdir()
+    assert kept.read_bytes() == made
+
+    def unwanted(*_: Any) -> bytes:
+        raise AssertionError("compiled again")
+
+    compiling = nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", unwanted)
+    assert nvrtc.compile_kernels(architecture) == made
+    monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, b"--no-such-option"))  # other options, another compilation
+    with pytest.raises(AssertionError, match="compiled again"):
+        nvrtc.compile_kernels(architecture)
+    monkeypatch.setattr(nvrtc, "_compile", compiling)
+    with pytest.raises(cuda.CudaError, match="NVRTC for sm_"):
+        nvrtc.compile_kernels(architecture)
 
 
 @needs_nvrtc
 def test_what_nvidias_compiler_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "experts.cu"
     source.write_text(nvrtc.SOURCE.read_text().replace("fminf(", "fminimum("))
     monkeypatch.setattr(nvrtc, "SOURCE", source)
