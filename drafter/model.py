@@ -249,7 +249,7 @@ def _cached_pass(
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         out, written[layer] = decode_attention(
-            qkv, cos, sin, caches[layer], slots, config.num_heads, native=params.native
+            qkv, cos, sin, caches[layer], slots, config.num_heads, native=params.native, xla=params.xla
         )
         return out
 

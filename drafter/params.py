@@ -44,6 +44,7 @@ class DrafterParams:
     norm: jax.Array  # [D]
     lm_head: jax.Array | Panels  # [D, U]
     draft_to_target: jax.Array | None  # [U] int32, absolute ids; None: the draft vocabulary is the target's
+    xla: bool = flax.struct.field(pytree_node=False, default=False)  # no kernels of ours compute, on GPUs neither
 
     @property
     def dtype(self) -> jnp.dtype:

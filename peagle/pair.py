@@ -31,7 +31,6 @@ from peagle.metrics import Recorder, Result
 from peagle.ngram import NGram
 from peagle.ops import cuda
 from peagle.ops.errors import InputError
-from peagle.ops.expert_matmul import on_xla
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.memory import available_memory_bytes
@@ -308,7 +307,7 @@ def load(
         needed["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
     refuse_too_large(needed, "try --experts packed or --dtype bfloat16, or a smaller model")
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
-    plain = GptOss(on_xla(loaded.params) if kernels == "xla" else loaded.params, loaded.config)
+    plain = GptOss(dataclasses.replace(loaded.params, xla=kernels == "xla"), loaded.config)
     pair = Pair(
         target=plain,
         plain_target=plain,
@@ -352,7 +351,7 @@ def with_drafter(
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             said = f"{config.draft_vocab_size} tokens, by {vocab.source}"
-        drafting = drafter_of(params, config)
+        drafting = drafter_of(dataclasses.replace(params, xla=plain.params.xla), config)
     tapped = GptOss(plain.params, plain.config, aux_layer_ids=taps)
     return dataclasses.replace(pair, target=tapped, drafter=drafting, draft_vocab=said, _engines={})
 

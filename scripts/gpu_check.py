@@ -46,7 +46,6 @@ from peagle.metrics import Result, decode, pooled_counters, pooled_tok_per_s
 from peagle.ngram import NGram
 from peagle.ops import cuda
 from peagle.ops.errors import InputError
-from peagle.ops.expert_matmul import on_xla
 from peagle.ops.files import expect_new
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import cache_bytes
@@ -234,7 +233,7 @@ def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]
     most_rows = cuda.MAX_ROWS if cuda.available() else 0
     cases = [(batch, context, params) for batch, context in ((1, 512), (4, 512), (8, 512), (32, 512), (1, 8192))]
     if cuda.available():
-        cases.insert(1, (1, 512, on_xla(params)))
+        cases.insert(1, (1, 512, dataclasses.replace(params, xla=True)))
     for batch, context, weights in cases:
         if context + NEW_TOKENS >= config.max_positions:
             continue

@@ -128,6 +128,7 @@ def verify(
             config.window(layer),
             p.sinks,
             native=params.native,
+            xla=params.xla,
         )
         return out
 
@@ -185,6 +186,7 @@ def _run_layers(
             config.top_k,
             config.swiglu_limit,
             positions,
+            xla=params.xla,
         )
         if index in aux_layer_ids:
             taps[index] = x

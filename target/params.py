@@ -44,6 +44,7 @@ class TargetParams:
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | Panels  # [D, V]
+    xla: bool = flax.struct.field(pytree_node=False, default=False)  # no kernels of ours compute, on GPUs neither
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -19,7 +19,7 @@ import numpy as np
 
 from peagle.ops import cuda
 from peagle.ops.attention import decode_attention
-from peagle.ops.expert_matmul import expert_mlp, on_xla, reference
+from peagle.ops.expert_matmul import expert_mlp, reference
 from peagle.ops.expert_matmul.routing import route_top_k
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.linear import linear
@@ -131,9 +131,10 @@ def _experts(
         forms = [("CUDA", expert_mlp), *forms]
     for name, form in forms:
         one = functools.partial(_routed, form=form, top_k=config.top_k, limit=config.swiglu_limit)
-        own = weights if form is expert_mlp else on_xla(weights)
-        operands = list(zip(x, logits, own, strict=True))
-        yield Operation(f"experts: {name}", one, [None] * len(own), operands, one_expert * statistics.mean(selected))
+        operands = list(zip(x, logits, weights, strict=True))
+        yield Operation(
+            f"experts: {name}", one, [None] * len(weights), operands, one_expert * statistics.mean(selected)
+        )
 
 
 def _dense(_: None, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:

@@ -1,12 +1,15 @@
 """Attention with a cache, and among the rows of one pass: in XLA, or in the compiled kernels, which read what a query
 sees and nothing else. With those a query's bits depend on its position and on the keys and values it sees alone."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from peagle.ops import native as kernels
+from peagle.ops.attention import cuda
 from peagle.ops.attention.reference import attention
 from peagle.ops.kv_cache import KVCache, slot_positions, write_kv
 from peagle.ops.mask import causal_mask
@@ -41,19 +44,21 @@ def decode_attention(
     sinks: Float[Array, " N"] | None = None,
     *,
     native: bool = False,
+    xla: bool = False,
 ) -> tuple[Float[Array, "B T out"], KVCache]:
     """(attention's output [B, T, N H], the cache with the rows' keys and values): rotated, written, then attended.
 
     A query at position p sees positions max(0, p - window + 1) .. p, all of them without a window; the newest position
     that was ever written is the row's last query's. A query of negative position writes nothing, and what comes out of
-    it is finite and means nothing.
+    it is finite and means nothing. `native` is for CPUs; `xla`: no kernels on GPUs either.
     """
     if not native:
-        query, key, value = split_heads(qkv, num_heads, cache.key.shape[2], cos, sin)
-        cache = write_kv(cache, key, value, positions)
-        mask = causal_mask(positions, slot_positions(cache, positions[:, -1]), window)
-        out = attention(query, cache.key, cache.value, mask, sinks)
-        return out.reshape(*qkv.shape[:2], -1), cache
+        on_xla = functools.partial(_decode_attention, num_heads=num_heads, window=window)
+        operands = (qkv, cos, sin, cache, positions, sinks)
+        if xla or not cuda.takes(qkv, cache):
+            return on_xla(*operands)
+        on_gpu = functools.partial(cuda.decode_attention, num_heads=num_heads, window=window)
+        return jax.lax.platform_dependent(*operands, cuda=on_gpu, default=on_xla)
     outputs = num_heads * cache.key.shape[3]
     stored = jax.ShapeDtypeStruct(cache.key.shape, cache.key.dtype)
     out, key, value = kernels.call(
@@ -71,6 +76,24 @@ def decode_attention(
         ring=np.bool_(cache.ring),
     )
     return out, KVCache(key, value, cache.ring)
+
+
+def _decode_attention(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    num_heads: int,
+    window: int | None,
+) -> tuple[jax.Array, KVCache]:
+    query, key, value = split_heads(qkv, num_heads, cache.key.shape[2], cos, sin)
+    cache = write_kv(cache, key, value, positions)
+    mask = causal_mask(positions, slot_positions(cache, positions[:, -1]), window)
+    out = attention(query, cache.key, cache.value, mask, sinks)
+    return out.reshape(*qkv.shape[:2], -1), cache
 
 
 def attend_rows(

@@ -1,8 +1,8 @@
 """The kernels for NVIDIA GPUs, called through XLA's FFI: whether they run here, and the call.
 
-Sources: experts.cu (what runs on the GPU), nvrtc.py (compiles it, for the device at hand), launch.cc (checked and
-launched, as XLA calls it; compiled as the CPU kernels are, by peagle.ops.native.build), check.py (what they compute
-before they are used). Where anything fails XLA's own code runs instead, and `status` says so.
+Sources: common.cuh, experts.cu, attention.cu (what runs on the GPU), nvrtc.py (compiles it, for the device at hand),
+launch.cc (checked and launched, as XLA calls it; compiled as the CPU kernels are, by peagle.ops.native.build), check.py
+(what they compute before they are used). Where anything fails XLA's own code runs instead, and `status` says so.
 
 PEAGLE_KERNELS=xla asks for XLA's own code here, too.
 """
@@ -19,7 +19,7 @@ from peagle.ops.cuda.check import check
 from peagle.ops.cuda.nvrtc import CudaError, compile_kernels
 from peagle.ops.native.build import LAUNCHER
 
-HANDLERS = ("experts",)
+HANDLERS = ("experts", "decode_attention")
 DRIVER = "libcuda.so.1"
 MAX_ROWS = 64  # of a pass
 _MAJOR = 8  # compute capability: bfloat16 tensor cores
@@ -48,9 +48,11 @@ def available() -> bool:
     return status()[0]
 
 
-def call(name: str, result: Any, *operands: Any, **attributes: Any) -> Any:
-    """The kernel's result or results, of the shapes in `result`."""
-    return jax.ffi.ffi_call(f"peagle_cuda_{name}", result)(*operands, **attributes)
+def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
+    """The kernel's result or results, of the shapes in `result`; in_place: operand -> the result that takes its
+    memory."""
+    kernel = jax.ffi.ffi_call(f"peagle_cuda_{name}", result, input_output_aliases=in_place)
+    return kernel(*operands, **attributes)
 
 
 def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str) -> None:

@@ -30,8 +30,9 @@ using ffi::AnyBuffer;
 using Out = ffi::Result<AnyBuffer>;
 using Stream = CUstream_st*;
 
-// experts.cu
+// common.cuh, experts.cu, attention.cu
 constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kMaxRows = 64, kMaxExperts = 1024, kBlock = 32;
+constexpr int64_t kHead = 64, kChunkSlots = 256;
 
 struct Driver {
   int (*GetErrorString)(int, const char**);
@@ -67,6 +68,7 @@ struct Driver {
 struct Kernels {
   CUfunc_st* gate_up[4];  // for up to kColumns rows, twice as many, ...: kMaxRows
   CUfunc_st* down[4];
+  CUfunc_st *rotate, *attend, *combine;
 };
 
 std::mutex mutex;
@@ -82,17 +84,6 @@ ffi::Error Failed(const char* what, int code) {
 
 #define PEAGLE_TRY(call)                                         \
   if (const int code = driver.call; code != 0) return Failed(#call, code)
-
-// A stream's context is current for as long as this lives.
-class Current {
- public:
-  explicit Current(CUctx_st* context) : code(driver.CtxPushCurrent(context)) {}
-  ~Current() {
-    CUctx_st* popped;
-    if (code == 0) driver.CtxPopCurrent(&popped);
-  }
-  const int code;
-};
 
 // While this lives the thread may load modules, though it record what it launches, as XLA does for CUDA graphs.
 class Relaxed {
@@ -119,6 +110,9 @@ ffi::Error Load(CUctx_st* context, Kernels& kernels) {
     PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up[i], module, ("peagle_gate_up_" + tiles).c_str()));
     PEAGLE_TRY(ModuleGetFunction(&kernels.down[i], module, ("peagle_down_" + tiles).c_str()));
   }
+  PEAGLE_TRY(ModuleGetFunction(&kernels.rotate, module, "peagle_rotate"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.attend, module, "peagle_attend"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.combine, module, "peagle_combine"));
   loaded[context] = kernels;
   return ffi::Error::Success();
 }
@@ -136,9 +130,46 @@ bool Is(const AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64
          std::equal(shape.begin(), shape.end(), dimensions.begin());
 }
 
+void* Address(const AnyBuffer& buffer) { return buffer.untyped_data(); }
+
+// Launches kernels on a stream, in the stream's context; after an error nothing more.
+class Launcher {
+ public:
+  Kernels kernels;
+
+  ~Launcher() {
+    CUctx_st* popped;
+    if (pushed_) driver.CtxPopCurrent(&popped);
+  }
+
+  // The kernels are there.
+  ffi::Error Open(Stream stream) {
+    stream_ = stream;
+    CUctx_st* context;
+    PEAGLE_TRY(StreamGetCtx(stream, &context));
+    PEAGLE_TRY(CtxPushCurrent(context));
+    pushed_ = true;
+    return Load(context, kernels);
+  }
+
+  // A kernel's arguments are given by their addresses, in the order and of the types of its source.
+  void Launch(CUfunc_st* kernel, unsigned x, unsigned y, unsigned threads, std::initializer_list<void*> arguments) {
+    std::vector<void*> pointers(arguments);
+    if (code_ == 0)
+      code_ = driver.LaunchKernel(kernel, x, y, 1, threads, 1, 1, 0, stream_, pointers.data(), nullptr);
+  }
+
+  ffi::Error Error() const { return code_ == 0 ? ffi::Error::Success() : Failed("cuLaunchKernel", code_); }
+
+ private:
+  Stream stream_ = nullptr;
+  bool pushed_ = false;
+  int code_ = 0;
+};
+
 #define PEAGLE_EXPECT(buffer, type, ...)                                                                     \
   if (!Is(buffer, ffi::type, {__VA_ARGS__}))                                                                 \
-  return ffi::Error::InvalidArgument("experts: " #buffer " " + Shape(buffer) + " is not " #type " [" #__VA_ARGS__ "]")
+  return ffi::Error::InvalidArgument(#buffer " " + Shape(buffer) + " is not " #type " [" #__VA_ARGS__ "]")
 
 ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_blocks, AnyBuffer gate_up_scales,
                    AnyBuffer gate_up_bias, AnyBuffer down_blocks, AnyBuffer down_scales, AnyBuffer down_bias, Out result,
@@ -163,35 +194,66 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   PEAGLE_EXPECT(out, F32, T, k, D);
   PEAGLE_EXPECT(hidden, BF16, T * k, F);
 
-  CUctx_st* context;
-  PEAGLE_TRY(StreamGetCtx(stream, &context));
-  const Current current(context);
-  if (current.code != 0) return Failed("cuCtxPushCurrent", current.code);
-  Kernels kernels;
-  if (ffi::Error error = Load(context, kernels); error.failure()) return error;
-
-  auto launch = [&](CUfunc_st* kernel, int outputs, std::initializer_list<void*> arguments) {
-    const unsigned tiles = outputs / kOutputs, experts = std::min(E, T * k);
-    std::vector<void*> pointers(arguments);
-    return driver.LaunchKernel(kernel, tiles, experts, 1, kThreads, 1, 1, 0, stream, pointers.data(), nullptr);
-  };
-  // A kernel's arguments by their addresses, in the order and of the types of experts.cu.
-  auto address = [](const AnyBuffer& buffer) { return buffer.untyped_data(); };
-  void *x_at = address(x), *ids_at = address(ids), *hidden_at = address(hidden), *out_at = address(out);
-  void *gate_up[3] = {address(gate_up_blocks), address(gate_up_scales), address(gate_up_bias)};
-  void *down[3] = {address(down_blocks), address(down_scales), address(down_bias)};
+  Launcher on;
+  if (ffi::Error error = on.Open(stream); error.failure()) return error;
+  const unsigned experts = std::min(E, T * k);
+  void *x_at = Address(x), *ids_at = Address(ids), *hidden_at = Address(hidden), *out_at = Address(out);
+  void *gate_up[3] = {Address(gate_up_blocks), Address(gate_up_scales), Address(gate_up_bias)};
+  void *down[3] = {Address(down_blocks), Address(down_scales), Address(down_bias)};
   int rows = T, top_k = k, num_experts = E, width = D, twice = 2 * F, expert_width = F;
   int which = 0;
   while (kColumns << which < T) ++which;
-  if (const int code = launch(kernels.gate_up[which], twice,
-                              {&x_at, &ids_at, &rows, &top_k, &num_experts, &gate_up[0], &gate_up[1], &gate_up[2], &twice,
-                               &width, &limit, &hidden_at}))
-    return Failed("gate_up", code);
-  if (const int code = launch(kernels.down[which], width,
-                              {&hidden_at, &ids_at, &rows, &top_k, &num_experts, &down[0], &down[1], &down[2], &width,
-                               &expert_width, &out_at}))
-    return Failed("down", code);
-  return ffi::Error::Success();
+  on.Launch(on.kernels.gate_up[which], twice / kOutputs, experts, kThreads,
+            {&x_at, &ids_at, &rows, &top_k, &num_experts, &gate_up[0], &gate_up[1], &gate_up[2], &twice, &width, &limit,
+             &hidden_at});
+  on.Launch(on.kernels.down[which], width / kOutputs, experts, kThreads,
+            {&hidden_at, &ids_at, &rows, &top_k, &num_experts, &down[0], &down[1], &down[2], &width, &expert_width, &out_at});
+  return on.Error();
+}
+
+ffi::Error DecodeAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBuffer sine, AnyBuffer key, AnyBuffer value,
+                           AnyBuffer positions, AnyBuffer sinks, Out result, Out new_key, Out new_value, Out rotated,
+                           Out parts, Out part_peaks, Out part_totals, int64_t window, bool ring) {
+  const AnyBuffer &out = *result, &query = *rotated, &partial = *parts, &peaks = *part_peaks, &totals = *part_totals;
+  if (qkv.dimensions().size() != 3 || key.dimensions().size() != 4)
+    return ffi::Error::InvalidArgument("decode_attention: qkv " + Shape(qkv) + " and key " + Shape(key) +
+                                       " are not [B, T, (N + 2G) H] and [B, C, G, H]");
+  const int64_t B = key.dimensions()[0], C = key.dimensions()[1], G = key.dimensions()[2], H = key.dimensions()[3];
+  const int64_t T = qkv.dimensions()[1], N = qkv.dimensions()[2] / kHead - 2 * G, chunks = (C + kChunkSlots - 1) / kChunkSlots;
+  if (H != kHead || B * T * C * G == 0 || N < G || N % G)
+    return ffi::Error::InvalidArgument("decode_attention: qkv " + Shape(qkv) + " does not fit key " + Shape(key) +
+                                       ": expected heads of 64, and as many query heads for each of the others");
+  PEAGLE_EXPECT(qkv, BF16, B, T, (N + 2 * G) * H);
+  PEAGLE_EXPECT(cosine, BF16, B, T, H / 2);
+  PEAGLE_EXPECT(sine, BF16, B, T, H / 2);
+  PEAGLE_EXPECT(key, BF16, B, C, G, H);
+  PEAGLE_EXPECT(value, BF16, B, C, G, H);
+  PEAGLE_EXPECT(positions, S32, B, T);
+  if (sinks.element_count() != 0) PEAGLE_EXPECT(sinks, F32, N);
+  PEAGLE_EXPECT(out, BF16, B, T, N * H);
+  PEAGLE_EXPECT(query, BF16, B, T, N, H);
+  PEAGLE_EXPECT(partial, F32, B, G, chunks, T * (N / G), H);
+  PEAGLE_EXPECT(peaks, F32, B, G, chunks, T * (N / G));
+  PEAGLE_EXPECT(totals, F32, B, G, chunks, T * (N / G));
+  if (new_key->untyped_data() != key.untyped_data() || new_value->untyped_data() != value.untyped_data())
+    return ffi::Error::InvalidArgument("decode_attention: the caches are not written in place");
+
+  Launcher on;
+  if (ffi::Error error = on.Open(stream); error.failure()) return error;
+  void *qkv_at = Address(qkv), *cosine_at = Address(cosine), *sine_at = Address(sine), *key_at = Address(key);
+  void *value_at = Address(value), *positions_at = Address(positions), *query_at = Address(query), *out_at = Address(out);
+  void *sinks_at = sinks.element_count() == 0 ? nullptr : Address(sinks);
+  void *partial_at = Address(partial), *peaks_at = Address(peaks), *totals_at = Address(totals);
+  int rows = T, capacity = C, heads = N, kv_heads = G, seen = window, is_ring = ring, num_chunks = chunks;
+  on.Launch(on.kernels.rotate, B * T, 1, kThreads,
+            {&qkv_at, &cosine_at, &sine_at, &key_at, &value_at, &positions_at, &rows, &capacity, &heads, &kv_heads,
+             &is_ring, &query_at});
+  on.Launch(on.kernels.attend, chunks, B * G, kThreads,
+            {&query_at, &key_at, &value_at, &positions_at, &rows, &capacity, &heads, &kv_heads, &seen, &is_ring,
+             &partial_at, &peaks_at, &totals_at});
+  on.Launch(on.kernels.combine, B * T * N, 1, kHead,
+            {&partial_at, &peaks_at, &totals_at, &sinks_at, &rows, &heads, &kv_heads, &num_chunks, &out_at});
+  return on.Error();
 }
 
 #if defined(PEAGLE_TEST_ON_HOST)  // no stream there
@@ -200,6 +262,13 @@ ffi::Error ExpertsOnHost(AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_blocks, A
                          Out hidden, float limit) {
   return Experts(nullptr, x, ids, gate_up_blocks, gate_up_scales, gate_up_bias, down_blocks, down_scales, down_bias, out,
                  hidden, limit);
+}
+
+ffi::Error DecodeAttentionOnHost(AnyBuffer qkv, AnyBuffer cosine, AnyBuffer sine, AnyBuffer key, AnyBuffer value,
+                                 AnyBuffer positions, AnyBuffer sinks, Out out, Out new_key, Out new_value, Out query,
+                                 Out partial, Out peaks, Out totals, int64_t window, bool ring) {
+  return DecodeAttention(nullptr, qkv, cosine, sine, key, value, positions, sinks, out, new_key, new_value, query, partial,
+                         peaks, totals, window, ring);
 }
 #endif
 
@@ -236,6 +305,36 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_experts(XLA_FFI_CallFrame* frame) {
                              .To(peagle::ExpertsOnHost)
 #else
                              .To(peagle::Experts, {xla::ffi::Traits::kCmdBufferCompatible})
+#endif
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_decode_attention(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+#if !defined(PEAGLE_TEST_ON_HOST)
+                             .Ctx<xla::ffi::PlatformStream<peagle::Stream>>()
+#endif
+                             .Arg<xla::ffi::AnyBuffer>()  // qkv
+                             .Arg<xla::ffi::AnyBuffer>()  // cosine
+                             .Arg<xla::ffi::AnyBuffer>()  // sine
+                             .Arg<xla::ffi::AnyBuffer>()  // key
+                             .Arg<xla::ffi::AnyBuffer>()  // value
+                             .Arg<xla::ffi::AnyBuffer>()  // positions
+                             .Arg<xla::ffi::AnyBuffer>()  // sinks
+                             .Ret<xla::ffi::AnyBuffer>()  // out
+                             .Ret<xla::ffi::AnyBuffer>()  // key
+                             .Ret<xla::ffi::AnyBuffer>()  // value
+                             .Ret<xla::ffi::AnyBuffer>()  // query, rotated
+                             .Ret<xla::ffi::AnyBuffer>()  // partial
+                             .Ret<xla::ffi::AnyBuffer>()  // peaks
+                             .Ret<xla::ffi::AnyBuffer>()  // totals
+                             .Attr<int64_t>("window")
+                             .Attr<bool>("ring")
+#if defined(PEAGLE_TEST_ON_HOST)
+                             .To(peagle::DecodeAttentionOnHost)
+#else
+                             .To(peagle::DecodeAttention, {xla::ffi::Traits::kCmdBufferCompatible})
 #endif
                              .release();
   return handler->Call(frame);

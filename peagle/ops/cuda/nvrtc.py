@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).parent / "experts.cu"
+SOURCES = tuple(Path(__file__).parent / name for name in ("common.cuh", "experts.cu", "attention.cu"))
 OPTIONS = (b"--std=c++17",)
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
@@ -22,7 +22,7 @@ class CudaError(Exception):
 
 def compile_kernels(architecture: str) -> bytes:
     """The kernels' machine code for an architecture, as sm_90. Raises CudaError with the compiler's first error."""
-    nvrtc, source, options = library(), SOURCE.read_bytes(), [*OPTIONS, f"--gpu-architecture={architecture}".encode()]
+    nvrtc, source, options = library(), _together(SOURCES), [*OPTIONS, f"--gpu-architecture={architecture}".encode()]
     version = (ctypes.c_int * 2)()
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, ctypes.sizeof(ctypes.c_int)))
     made_of = b"\0".join([bytes(version), *options, source])
@@ -43,6 +43,10 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / "cuda"
 
 
+def _together(sources: tuple[Path, ...]) -> bytes:
+    return "".join(f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in sources).encode()
+
+
 def _compile(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes], architecture: str) -> bytes:
     program = ctypes.c_void_p()
 
@@ -52,7 +56,7 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes], architectu
             errors = [line for line in said.splitlines() if "error" in line]
             raise CudaError(f"NVRTC for {architecture}: {errors[0] if errors else _meaning(nvrtc, code)}")
 
-    call("nvrtcCreateProgram", ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
+    call("nvrtcCreateProgram", ctypes.byref(program), source, b"kernels", 0, None, None)
     try:
         call("nvrtcCompileProgram", program, len(options), (ctypes.c_char_p * len(options))(*options))
         return _text(nvrtc, program, "CUBIN")

@@ -8,7 +8,6 @@ from peagle.ops.expert_matmul.weights import (
     FusedExperts,
     PackedExperts,
     PanelExperts,
-    on_xla,
 )
 
 __all__ = [
@@ -20,5 +19,4 @@ __all__ = [
     "alternate",
     "expert_block",
     "expert_mlp",
-    "on_xla",
 ]

@@ -23,20 +23,30 @@ def expert_block(
     top_k: int,
     swiglu_limit: float,
     positions: Int[Array, "*rows"] | None = None,
+    *,
+    xla: bool = False,
 ) -> Float[Array, "*rows D"]:
     """x + expert_mlp of norm(x), routed by its router logits: the second half of a layer. Rows of negative position are
-    inactive, as in `linear`."""
+    inactive, as in `linear`. `xla`: no kernels on GPUs."""
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(experts, PanelExperts):
         assert isinstance(router, Panels)
         out = native.routed(rows, norm, router, router_bias, experts, top_k, swiglu_limit, positions)
         return out.reshape(x.shape)
     rows = rms_norm(rows, norm.weight, norm.epsilon)
-    return x + expert_mlp(rows, linear(rows, router, router_bias), experts, top_k, swiglu_limit).reshape(x.shape)
+    return x + expert_mlp(rows, linear(rows, router, router_bias), experts, top_k, swiglu_limit, xla=xla).reshape(
+        x.shape
+    )
 
 
 def expert_mlp(
-    x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: Experts, top_k: int, swiglu_limit: float
+    x: Float[Array, "T D"],
+    router_logits: Float[Array, "T E"],
+    experts: Experts,
+    top_k: int,
+    swiglu_limit: float,
+    *,
+    xla: bool = False,
 ) -> Float[Array, "T D"]:
     """sum over the top_k selected experts e of softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e).
 
@@ -52,16 +62,21 @@ def expert_mlp(
             x,
             router_logits,
             experts,
-            cuda=functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit),
+            cuda=functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit, xla=xla),
             default=functools.partial(_visit, top_k=top_k, limit=swiglu_limit),
         )
     return _visit(x, router_logits, experts, top_k, swiglu_limit)
 
 
 def _on_gpu(
-    x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: PackedExperts, top_k: int, limit: float
+    x: Float[Array, "T D"],
+    router_logits: Float[Array, "T E"],
+    experts: PackedExperts,
+    top_k: int,
+    limit: float,
+    xla: bool = False,
 ) -> Float[Array, "T D"]:
-    if cuda.takes(x, experts):
+    if not xla and cuda.takes(x, experts):
         return cuda.routed(x, router_logits, experts, top_k, limit)
     form = reference.all_pairs if x.shape[0] <= DECODE_ROWS else _visit
     return form(x, router_logits, experts, top_k, limit)

@@ -12,7 +12,7 @@ from peagle.ops.expert_matmul.weights import PackedExperts
 
 def takes(x: jax.Array, experts: PackedExperts) -> bool:
     """Whether the kernels are for such operands, and run here."""
-    if experts.xla or not cuda.available():
+    if not cuda.available():
         return False
     return x.shape[0] <= cuda.MAX_ROWS and x.dtype == experts.gate_up_bias.dtype == jnp.bfloat16
 

@@ -9,8 +9,7 @@ Fused and expanded hold gate and up columns apart (all gates, then all ups); che
 them (gate = even rows, up = odd rows).
 """
 
-import dataclasses
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import flax.struct
 import jax
@@ -26,8 +25,6 @@ class PackedExperts:
     down_blocks: jax.Array  # [E, D, F/32, 16] uint8
     down_scales: jax.Array  # [E, D, F/32] uint8
     down_bias: jax.Array  # [E, D]
-    # computed by XLA's own code on GPUs, too
-    xla: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def num_experts(self) -> int:
@@ -71,15 +68,4 @@ class PanelExperts:
         return self.down_bias.shape[0]
 
 
-Tree = TypeVar("Tree")
-
 Experts: TypeAlias = PackedExperts | ExpandedExperts | FusedExperts | PanelExperts
-
-
-def on_xla(params: Tree) -> Tree:
-    """The same parameters, whose MXFP4 experts no GPU kernels compute."""
-    return jax.tree.map(
-        lambda leaf: dataclasses.replace(leaf, xla=True) if isinstance(leaf, PackedExperts) else leaf,
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, PackedExperts),
-    )

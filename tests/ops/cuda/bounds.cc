@@ -6,6 +6,7 @@
 
 namespace {
 
+constexpr int kBatch = 2, kWide = 3, kCapacity = 261, kHeads = 4, kKvHeads = 2;
 constexpr int kRowCount = 9, kTopK = 2, kExpertCount = 3, kWidth = 160, kExpertWidth = 32;
 
 int buffers = 0, shorter = -1;
@@ -19,11 +20,41 @@ T* Make(size_t count, T value) {
 }
 
 template <typename... T>
-void Launch(void (*)(T...), const char* name, int outputs, T... values) {
+void Launch(void (*)(T...), const char* name, int x, int y, int threads, T... values) {
   CUfunc_st* kernel;
   if (cuModuleGetFunction(&kernel, &module, name) != 0) std::abort();
   void* arguments[] = {&values...};
-  cuLaunchKernel(kernel, outputs / kOutputs, kExpertCount, 1, kThreads, 1, 1, 0, nullptr, arguments, nullptr);
+  cuLaunchKernel(kernel, x, y, 1, threads, 1, 1, 0, nullptr, arguments, nullptr);
+}
+
+// A pass that fills the cache to its last slot.
+void Attend() {
+  const int all = kHeads + 2 * kKvHeads, chunks = (kCapacity + kChunkSlots - 1) / kChunkSlots;
+  const int queries = kWide * kHeads / kKvHeads, parts = kBatch * kKvHeads * chunks * queries;
+  const Half one = 0x3f80;
+  const Half* qkv = Make<Half>(kBatch * kWide * all * kHead, one);
+  const Half* cosine = Make<Half>(kBatch * kWide * kHalf, one);
+  const Half* sine = Make<Half>(kBatch * kWide * kHalf, one);
+  Half* key = Make<Half>(kBatch * kCapacity * kKvHeads * kHead, one);
+  Half* value = Make<Half>(kBatch * kCapacity * kKvHeads * kHead, one);
+  const int number = buffers;
+  int* positions = Make<int>(kBatch * kWide, 0);
+  for (int i = 0; i < kBatch * kWide - (shorter == number); ++i) positions[i] = kCapacity - kWide + i % kWide;
+  const float* sinks = Make<float>(kHeads, 0);
+  Half* query = Make<Half>(kBatch * kWide * kHeads * kHead, one);
+  float* partial = Make<float>(parts * kHead, 0);
+  float* peaks = Make<float>(parts, 0);
+  float* totals = Make<float>(parts, 0);
+  Half* out = Make<Half>(kBatch * kWide * kHeads * kHead, one);
+  for (int ring = 0; ring < 2; ++ring) {
+    Launch(peagle_rotate, "peagle_rotate", kBatch * kWide, 1, kThreads, qkv, cosine, sine, key, value,
+           static_cast<const int*>(positions), kWide, kCapacity, kHeads, kKvHeads, ring, query);
+    Launch(peagle_attend, "peagle_attend", chunks, kBatch * kKvHeads, kThreads, static_cast<const Half*>(query),
+           static_cast<const Half*>(key), static_cast<const Half*>(value), static_cast<const int*>(positions), kWide,
+           kCapacity, kHeads, kKvHeads, 0, ring, partial, peaks, totals);
+    Launch(peagle_combine, "peagle_combine", kBatch * kWide * kHeads, 1, kHead, static_cast<const float*>(partial),
+           static_cast<const float*>(peaks), static_cast<const float*>(totals), sinks, kWide, kHeads, kKvHeads, chunks, out);
+  }
 }
 
 }  // namespace
@@ -44,9 +75,10 @@ int main(int count, char** words) {
   float* out = Make<float>(kRowCount * kTopK * kWidth, 0);
   // these have last elements that nothing has written yet
   if (shorter != 1) ids[kRowCount * kTopK - 1] = 0;
-  Launch(peagle_gate_up_2, "peagle_gate_up_2", 2 * kExpertWidth, x, static_cast<const int*>(ids), kRowCount, kTopK,
+  Launch(peagle_gate_up_2, "peagle_gate_up_2", 2 * kExpertWidth / kOutputs, kExpertCount, kThreads, x, static_cast<const int*>(ids), kRowCount, kTopK,
          kExpertCount, gate_up, gate_up_scales, gate_up_bias, 2 * kExpertWidth, kWidth, 7.0f, hidden);
-  Launch(peagle_down_2, "peagle_down_2", kWidth, static_cast<const Half*>(hidden), static_cast<const int*>(ids), kRowCount,
+  Launch(peagle_down_2, "peagle_down_2", kWidth / kOutputs, kExpertCount, kThreads, static_cast<const Half*>(hidden), static_cast<const int*>(ids), kRowCount,
          kTopK, kExpertCount, down, down_scales, down_bias, kWidth, kExpertWidth, out);
+  Attend();
   std::printf("%d buffers\n", buffers);
 }

@@ -1,7 +1,7 @@
-// A CUDA driver without a GPU: just what peagle/ops/cuda/launch.cc asks of one. Its kernels are those of experts.cu, and
+// A CUDA driver without a GPU: just what peagle/ops/cuda/launch.cc asks of one. Its kernels are those of peagle/ops/cuda, and
 // its threads take turns: each runs on a stack of its own until it waits for others.
 //
-// What is read in a register of another lane, and what a warp does together, follows the PTX ISA, and not experts.cu.
+// What is read in a register of another lane, and what a warp does together, follows the PTX ISA, and not those sources.
 
 #include <ucontext.h>
 
@@ -21,7 +21,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(threads, blocks)
+#define __launch_bounds__(...)
 #define __shared__ static  // one block runs at a time
 
 namespace {
@@ -40,7 +40,7 @@ struct Fiber {
 std::vector<Fiber> fibers;
 Fiber* running;
 ucontext_t scheduler;
-Index blockIdx;
+Index blockIdx, gridDim;
 #define threadIdx (running->index)
 
 int Lane() { return threadIdx.x % 32; }
@@ -83,11 +83,22 @@ bool __any_sync(unsigned, bool mine) {
   return std::find(all, all + 32, true) != all + 32;
 }
 
+float __shfl_xor_sync(unsigned, float mine, int with) {
+  const float* all = Gather(mine);
+  return all[Lane() ^ with];
+}
+
 void atomicOr(unsigned* where, unsigned bits) { *where |= bits; }
 int __popc(unsigned bits) { return __builtin_popcount(bits); }
 int __ffs(unsigned bits) { return __builtin_ffs(bits); }
-unsigned min(unsigned a, unsigned b) { return std::min(a, b); }
-unsigned max(unsigned a, unsigned b) { return std::max(a, b); }
+template <typename T>
+T min(T a, T b) {
+  return std::min(a, b);
+}
+template <typename T>
+T max(T a, T b) {
+  return std::max(a, b);
+}
 
 float __uint_as_float(unsigned bits) {
   float value;
@@ -157,7 +168,11 @@ void MultiplyAdd(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2
 
 }  // namespace
 
+// clang-format off: in this order, as NVRTC gets them
+#include "common.cuh"
 #include "experts.cu"
+#include "attention.cu"
+// clang-format on
 
 struct CUctx_st {};
 struct CUmod_st {};
@@ -245,6 +260,8 @@ int cuModuleGetFunction(CUfunc_st** found, CUmod_st*, const char* name) {
       {"peagle_gate_up_2", {Call<peagle_gate_up_2>}}, {"peagle_down_2", {Call<peagle_down_2>}},
       {"peagle_gate_up_4", {Call<peagle_gate_up_4>}}, {"peagle_down_4", {Call<peagle_down_4>}},
       {"peagle_gate_up_8", {Call<peagle_gate_up_8>}}, {"peagle_down_8", {Call<peagle_down_8>}},
+      {"peagle_rotate", {Call<peagle_rotate>}},       {"peagle_attend", {Call<peagle_attend>}},
+      {"peagle_combine", {Call<peagle_combine>}},
   };
   const auto at = functions.find(name);
   if (at == functions.end()) return 1;
@@ -260,6 +277,7 @@ int cuLaunchKernel(CUfunc_st* kernel, unsigned x, unsigned y, unsigned z, unsign
   std::fesetenv(FE_DFL_ENV);
   current = kernel->run;
   current_arguments = arguments;
+  gridDim = {int(x), int(y), int(z)};
   for (blockIdx.z = 0; blockIdx.z < int(z); ++blockIdx.z)
     for (blockIdx.y = 0; blockIdx.y < int(y); ++blockIdx.y)
       for (blockIdx.x = 0; blockIdx.x < int(x); ++blockIdx.x) RunBlock(threads);

@@ -16,23 +16,11 @@ import pytest
 from peagle.ops import cuda, kernels, native
 from peagle.ops.cuda import nvrtc
 from peagle.ops.cuda.check import check
-from peagle.ops.expert_matmul import PackedExperts, api, on_xla, reference
+from peagle.ops.expert_matmul import PackedExperts, api, reference
 from peagle.ops.expert_matmul import cuda as op
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.native import build
-
-DRIVER = Path(__file__).parent / "driver.cc"
-GPU_PRAGMAS = "-Wno-unknown-pragmas"
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(the launcher, made for the CPU, and the driver)."""
-    directory = tmp_path_factory.mktemp("cuda")
-    launcher = build.compile_library(directory / "launch.so", [build.CUDA / "launch.cc"], "-DPEAGLE_TEST_ON_HOST")
-    return launcher, build.compile_library(
-        directory / "driver.so", [DRIVER], f"-I{build.CUDA}", "-fvisibility=default", "-ffp-contract=off", GPU_PRAGMAS
-    )
+from tests.ops.cuda.conftest import DRIVER, GPU_PRAGMAS
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +32,6 @@ def bounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [build.compiler(), *flags, str(source), "-o", str(program)]
     subprocess.run(command, check=True, capture_output=True)
     return program
-
-
-@pytest.fixture
-def opened(libraries: tuple[Path, Path]) -> None:
-    """The kernels run, on the CPU."""
-    launcher, driver = libraries
-    cuda.open_kernels(launcher, str(driver), b"any image", "cpu")
 
 
 def random_experts(
@@ -218,8 +199,8 @@ def within_bounds(program: Path, *shorter: str) -> subprocess.CompletedProcess[s
 def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
     """And if it were, it would be seen: each buffer in its turn is an element too short."""
     whole = within_bounds(bounds)
-    assert (whole.returncode, whole.stdout) == (0, "10 buffers\n"), whole.stderr
-    for number in range(10):
+    assert (whole.returncode, whole.stdout) == (0, "22 buffers\n"), whole.stderr
+    for number in range(22):
         assert "AddressSanitizer: heap-buffer-overflow" in within_bounds(bounds, str(number)).stderr, number
 
 
@@ -242,9 +223,9 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int,
     )
     x, logits = random_rows(rows, 64, 4)
     x = x.astype(dtype)
-    chosen = jax.jit(api._on_gpu, static_argnums=(3, 4))
+    chosen = jax.jit(api._on_gpu, static_argnums=(3, 4, 5))
     assert ("peagle_cuda_experts" in chosen.lower(x, logits, experts, 2, 7.0).as_text()) == runs
-    assert "peagle_cuda_experts" not in chosen.lower(x, logits, on_xla({"layer": experts})["layer"], 2, 7.0).as_text()
+    assert "peagle_cuda_experts" not in chosen.lower(x, logits, experts, 2, 7.0, True).as_text()
     plain = jax.jit(reference.all_pairs, static_argnums=(3, 4))(x, logits, experts, 2, 7.0)
     close = np.abs(np.asarray(plain, np.float32)).max() * 2**-6
     np.testing.assert_allclose(
@@ -350,9 +331,10 @@ def test_nvidias_compiler_takes_the_source_and_what_it_makes_is_kept(
 @needs_nvrtc
 def test_what_nvidias_compiler_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    common, experts, attention = nvrtc.SOURCES
     source = tmp_path / "experts.cu"
-    source.write_text(nvrtc.SOURCE.read_text().replace("fminf(", "fminimum("))
-    monkeypatch.setattr(nvrtc, "SOURCE", source)
+    source.write_text(experts.read_text().replace("fminf(", "fminimum("))
+    monkeypatch.setattr(nvrtc, "SOURCES", (common, source, attention))
     with pytest.raises(cuda.CudaError, match=r'NVRTC for sm_90: experts\.cu\(\d+\): error: .*"fminimum" is undefined'):
         nvrtc.compile_kernels("sm_90")
     with pytest.raises(cuda.CudaError, match=r"NVRTC for sm_1: .*architecture"):

@@ -1,0 +1,230 @@
+// Attention of a pass of few rows over a cache.
+//
+// Three kernels: queries and keys are rotated, keys and values written to their slots; each block then attends one kv
+// head's slots of one chunk, for all queries of that head, and reads only slots that a query can see; the chunks' results
+// are put together, sinks with them. Chunks begin at fixed slots: a row's bits do not depend on the other rows.
+
+namespace {
+
+constexpr int kHead = 64;       // values of a head
+constexpr int kHalf = kHead / 2;
+constexpr int kSlots = 64;      // of a warp
+constexpr int kChunkSlots = kSlots * kWarps;
+constexpr int kRows = 16;       // queries of a product
+constexpr float kNothing = -1e30f;
+
+// Where a sequence's positions are in its cache.
+struct Slots {
+  int capacity;
+  int ring;
+  int newest;  // position: what the sequence's last row has just written
+
+  // The position in a slot, negative where it is none.
+  __device__ int Position(int slot) const {
+    if (slot >= capacity || newest < 0) return -1;
+    if (!ring) return slot <= newest ? slot : -1;
+    const int position = newest / capacity * capacity + slot;
+    return position > newest ? position - capacity : position;
+  }
+};
+
+}  // namespace
+
+// query [B, T, N, H] = the queries of qkv [B, T, (N + 2G) H], rotated by cosine and sine [B, T, H/2]; rows of positions
+// [B, T] that are not negative have keys, rotated too, and values in the caches [B, C, G, H]. A block for each row.
+extern "C" __global__ void __launch_bounds__(kThreads) peagle_rotate(
+    const Half* qkv, const Half* cosine, const Half* sine, Half* key, Half* value, const int* positions, int rows,
+    int capacity, int heads, int kv_heads, int ring, Half* query) {
+  const int row = blockIdx.x, b = row / rows, position = positions[row];  // row of [B, T]
+  const int slot = ring ? position % capacity : position;
+  const bool written = position >= 0 && slot < capacity;
+  const Half* own = qkv + static_cast<long long>(row) * (heads + 2 * kv_heads) * kHead;
+  for (int i = threadIdx.x; i < (heads + kv_heads) * kHalf; i += kThreads) {
+    const int head = i / kHalf, at = i % kHalf;
+    const float c = ToFloat(cosine[row * kHalf + at]), s = ToFloat(sine[row * kHalf + at]);
+    const float first = ToFloat(own[head * kHead + at]), second = ToFloat(own[head * kHead + kHalf + at]);
+    Half* to = nullptr;
+    if (head < heads)
+      to = query + (static_cast<long long>(row) * heads + head) * kHead;
+    else if (written)
+      to = key + ((static_cast<long long>(b) * capacity + slot) * kv_heads + head - heads) * kHead;
+    if (to == nullptr) continue;
+    to[at] = ToHalf(first * c - second * s);
+    to[at + kHalf] = ToHalf(second * c + first * s);
+  }
+  if (!written) return;
+  const Half* values = own + (heads + kv_heads) * kHead;
+  for (int i = threadIdx.x; i < kv_heads * kHead; i += kThreads)
+    value[(static_cast<long long>(b) * capacity + slot) * kv_heads * kHead + i] = values[i];
+}
+
+namespace {
+
+struct AttentionShared {
+  float peak[kWarps][kRows];
+  float total[kWarps][kRows];
+  float out[kWarps][kRows][kHead + 4];  // the four: rows begin in different banks
+};
+
+__device__ inline unsigned Pack(float low, float high) { return ToHalf(low) | static_cast<unsigned>(ToHalf(high)) << 16; }
+
+// The largest, or the sum, over the four lanes of a group.
+__device__ inline float MaxOfGroup(float value) {
+  value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
+  return fmaxf(value, __shfl_xor_sync(~0u, value, 2));
+}
+__device__ inline float SumOfGroup(float value) {
+  value += __shfl_xor_sync(~0u, value, 1);
+  return value + __shfl_xor_sync(~0u, value, 2);
+}
+
+}  // namespace
+
+// partial [B, G, chunks, R, H] = what the chunk's slots give the R = T N/G queries of a kv head, and per query `peaks` and
+// `totals` [B, G, chunks, R]: the largest score, and the sum of exponentials above it. Queries of a kv head: row by row,
+// N/G heads each. Where a query sees nothing of a chunk its total is 0, and that is all that is written of it. Blocks:
+// (chunks, B G).
+extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
+    const Half* query, const Half* key, const Half* value, const int* positions, int rows, int capacity, int heads,
+    int kv_heads, int window, int ring, float* partial, float* peaks, float* totals) {
+  __shared__ AttentionShared shared;
+  const int chunk = blockIdx.x, num_chunks = gridDim.x, b = blockIdx.y / kv_heads, g = blockIdx.y % kv_heads;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
+  const int shared_heads = heads / kv_heads, queries = rows * shared_heads, newest = positions[b * rows + rows - 1];
+  const Slots slots = {capacity, ring, newest};
+  const int first_slot = chunk * kChunkSlots + warp * kSlots;
+  // the oldest position that any row sees; rows stand at rising positions, inactive ones (negative) see nothing
+  int oldest = newest;
+  for (int t = 0; t < rows; ++t)
+    if (positions[b * rows + t] >= 0) oldest = min(oldest, positions[b * rows + t]);
+  oldest = window > 0 ? max(0, oldest - window + 1) : 0;
+  const long long row_stride = static_cast<long long>(kv_heads) * kHead;
+  const Half* keys = key + static_cast<long long>(b) * capacity * row_stride + g * kHead;
+  const Half* values = value + static_cast<long long>(b) * capacity * row_stride + g * kHead;
+  const long long at = (static_cast<long long>(blockIdx.y) * num_chunks + chunk) * queries;
+  if (!ring && (chunk * kChunkSlots > newest || (chunk + 1) * kChunkSlots <= oldest)) {
+    for (int i = threadIdx.x; i < queries; i += kThreads) totals[at + i] = 0;
+    return;
+  }
+
+  for (int tile = 0; tile < queries; tile += kRows) {
+    // queries of this lane: rows group and group + 8 of the tile; values 16 quarter .. 16 quarter + 15 of each
+    Words q[2][2];
+    int own_position[2];
+    for (int half = 0; half < 2; ++half) {
+      const int index = tile + group + 8 * half, t = index / shared_heads, head = g * shared_heads + index % shared_heads;
+      const bool there = index < queries;
+      own_position[half] = there ? positions[b * rows + t] : -1;
+      const Half* from = query + (static_cast<long long>(b * rows + (there ? t : 0)) * heads + (there ? head : 0)) * kHead;
+      for (int i = 0; i < 2; ++i) q[half][i] = there ? Load(from + 16 * quarter + 8 * i) : Words{};
+    }
+    float scores[kSlots / 8][4];
+    float peak[2] = {kNothing, kNothing};
+#pragma unroll
+    for (int n = 0; n < kSlots / 8; ++n) {
+      const int slot = first_slot + 8 * n + group, position = slots.Position(slot);
+      const bool seen = position >= oldest && position <= newest;
+      Words k[2];
+      for (int i = 0; i < 2; ++i) k[i] = seen ? Load(keys + slot * row_stride + 16 * quarter + 8 * i) : Words{};
+      for (int i = 0; i < 4; ++i) scores[n][i] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int words = i / 2, word = i % 2 * 2;
+        const unsigned a[4] = {q[0][words].of[word], q[1][words].of[word], q[0][words].of[word + 1], q[1][words].of[word + 1]};
+        const unsigned kb[2] = {k[words].of[word], k[words].of[word + 1]};
+        MultiplyAdd(scores[n], a, kb);
+      }
+      // this lane's scores are those of slots 2 quarter and 2 quarter + 1
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int theirs = slots.Position(first_slot + 8 * n + 2 * quarter + i % 2), mine = own_position[i / 2];
+        const bool sees = theirs >= 0 && theirs <= mine && (window == 0 || theirs > mine - window);
+        scores[n][i] = sees ? scores[n][i] * 0.125f : kNothing;  // 1 / sqrt(kHead)
+        peak[i / 2] = fmaxf(peak[i / 2], scores[n][i]);
+      }
+    }
+    float total[2] = {0, 0};
+    for (int half = 0; half < 2; ++half) peak[half] = MaxOfGroup(peak[half]);
+#pragma unroll
+    for (int n = 0; n < kSlots / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[n][i] = scores[n][i] <= kNothing ? 0 : expf(scores[n][i] - peak[i / 2]);
+        total[i / 2] += scores[n][i];
+      }
+    for (int half = 0; half < 2; ++half) total[half] = SumOfGroup(total[half]);
+    float out[kHead / 8][4] = {};
+#pragma unroll
+    for (int n = 0; n < kSlots / 8; n += 2) {
+      const unsigned a[4] = {Pack(scores[n][0], scores[n][1]), Pack(scores[n][2], scores[n][3]),
+                             Pack(scores[n + 1][0], scores[n + 1][1]), Pack(scores[n + 1][2], scores[n + 1][3])};
+      Words v[4];  // of slots 2 quarter, 2 quarter + 1, and eight further: values 8 group .. 8 group + 7
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int slot = first_slot + 8 * n + 2 * quarter + i % 2 + i / 2 * 8, position = slots.Position(slot);
+        const bool seen = position >= oldest && position <= newest;
+        v[i] = seen ? Load(values + slot * row_stride + 8 * group) : Words{};
+      }
+#pragma unroll
+      for (int h = 0; h < kHead / 8; ++h) {
+        const unsigned vb[2] = {
+            h % 2 ? Upper(v[0].of[h / 2], v[1].of[h / 2]) : Lower(v[0].of[h / 2], v[1].of[h / 2]),
+            h % 2 ? Upper(v[2].of[h / 2], v[3].of[h / 2]) : Lower(v[2].of[h / 2], v[3].of[h / 2]),
+        };
+        MultiplyAdd(out[h], a, vb);
+      }
+    }
+    // column c of product h is value 8 c + h
+    for (int half = 0; half < 2; ++half) {
+      const int row = group + 8 * half;
+      if (quarter == 0) {
+        shared.peak[warp][row] = peak[half];
+        shared.total[warp][row] = total[half];
+      }
+      for (int h = 0; h < kHead / 8; ++h)
+        for (int i = 0; i < 2; ++i) shared.out[warp][row][8 * (2 * quarter + i) + h] = out[h][2 * half + i];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kRows * kHead; i += kThreads) {
+      const int row = i / kHead, h = i % kHead, index = tile + row;
+      if (index >= queries) continue;
+      float top = kNothing, sum = 0, result = 0;
+      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared.peak[w][row]);
+      for (int w = 0; w < kWarps; ++w) {
+        const float scale = shared.total[w][row] > 0 ? expf(shared.peak[w][row] - top) : 0;
+        sum += scale * shared.total[w][row];
+        result += scale * shared.out[w][row][h];
+      }
+      if (h == 0) totals[at + index] = sum;
+      if (!(sum > 0)) continue;
+      partial[(at + index) * kHead + h] = result;
+      if (h == 0) peaks[at + index] = top;
+    }
+    __syncthreads();
+  }
+}
+
+// out [B, T, N, H]: the chunks' results together, a sink beside them where there are any. A row that sees nothing gets
+// zeros. A block for each row and head, a thread for each value.
+extern "C" __global__ void __launch_bounds__(kHead) peagle_combine(
+    const float* partial, const float* peaks, const float* totals, const float* sinks, int rows, int heads, int kv_heads,
+    int num_chunks, Half* out) {
+  const int row = blockIdx.x / heads, head = blockIdx.x % heads, b = row / rows, h = threadIdx.x;
+  const int shared_heads = heads / kv_heads, queries = rows * shared_heads;
+  const int index = row % rows * shared_heads + head % shared_heads;
+  const long long first = (static_cast<long long>(b) * kv_heads + head / shared_heads) * num_chunks * queries + index;
+  float top = sinks == nullptr ? kNothing : sinks[head];
+  for (int c = 0; c < num_chunks; ++c) {
+    const long long at = first + static_cast<long long>(c) * queries;
+    if (totals[at] > 0) top = fmaxf(top, peaks[at]);
+  }
+  float sum = sinks == nullptr ? 0 : expf(sinks[head] - top), result = 0;
+  for (int c = 0; c < num_chunks; ++c) {
+    const long long at = first + static_cast<long long>(c) * queries;
+    if (!(totals[at] > 0)) continue;
+    const float scale = expf(peaks[at] - top);
+    sum += scale * totals[at];
+    result += scale * partial[at * kHead + h];
+  }
+  out[(static_cast<long long>(row) * heads + head) * kHead + h] = ToHalf(sum > 0 ? result / sum : 0);
+}

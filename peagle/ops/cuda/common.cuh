@@ -1,0 +1,66 @@
+// What the GPU kernels share. For NVIDIA GPUs with bfloat16 tensor cores: compute capability 8.0 and newer.
+//
+// These sources are compiled together at run time, by NVRTC, for the device at hand. The tests compile them for the CPU,
+// with functions of their own in place of those under __CUDACC_RTC__.
+
+#if defined(__CUDACC_RTC__)
+
+struct alignas(16) Words {
+  unsigned of[4];
+};
+
+// Read once, and then of no use to anybody: not kept in the first-level cache. The 128 bytes around come along, which this
+// row's next chunk is in.
+__device__ inline Words LoadOnce(const void* from) {
+  Words words;
+  asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(words.of[0]), "=r"(words.of[1]), "=r"(words.of[2]), "=r"(words.of[3])
+      : "l"(from));
+  return words;
+}
+
+__device__ inline Words Load(const void* from) { return *static_cast<const Words*>(from); }
+
+// Two bfloat16 products; exact where they are representable, denormal ones too. The addend is -0.
+__device__ inline unsigned MultiplyPairs(unsigned a, unsigned b) {
+  unsigned product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
+  return product;
+}
+
+// sums [16, 8] += a [16, 16] b [16, 8], bfloat16 factors, float32 sums. PTX ISA, matrix fragments for mma.m16n8k16: with
+// lane = 4 group + quarter, a is rows group and group + 8 at inputs 2 quarter and 2 quarter + 1, then the same at inputs
+// 8 further; b is column group at these inputs; sums are rows group and group + 8 at columns 2 quarter, 2 quarter + 1.
+__device__ inline void MultiplyAdd(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+#endif
+
+namespace {
+
+using Bytes = const unsigned char*;
+using Half = unsigned short;  // the bits of a bfloat16
+
+constexpr int kWarps = 4;  // of a block
+constexpr int kThreads = 32 * kWarps;
+
+__device__ inline float ToFloat(Half bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }
+
+// To the nearest, ties to even.
+__device__ inline Half ToHalf(float value) {
+  const unsigned bits = __float_as_uint(value);
+  if (value != value) return 0x7fc0;
+  return static_cast<Half>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+__device__ inline unsigned Twice(unsigned half) { return half | half << 16; }
+
+// The bits 0-15, or 16-31, of two words.
+__device__ inline unsigned Lower(unsigned first, unsigned second) { return (first & 0xffffu) | second << 16; }
+__device__ inline unsigned Upper(unsigned first, unsigned second) { return first >> 16 | (second & 0xffff0000u); }
+
+}  // namespace

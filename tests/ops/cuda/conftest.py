@@ -1,0 +1,28 @@
+"""The GPU kernels run on the CPU: their sources, launched by their own launcher, through a driver of the tests'."""
+
+from pathlib import Path
+
+import pytest
+
+from peagle.ops import cuda
+from peagle.ops.native import build
+
+DRIVER = Path(__file__).parent / "driver.cc"
+GPU_PRAGMAS = "-Wno-unknown-pragmas"
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(the launcher, made for the CPU, and the driver)."""
+    directory = tmp_path_factory.mktemp("cuda")
+    launcher = build.compile_library(directory / "launch.so", [build.CUDA / "launch.cc"], "-DPEAGLE_TEST_ON_HOST")
+    return launcher, build.compile_library(
+        directory / "driver.so", [DRIVER], f"-I{build.CUDA}", "-fvisibility=default", "-ffp-contract=off", GPU_PRAGMAS
+    )
+
+
+@pytest.fixture
+def opened(libraries: tuple[Path, Path]) -> None:
+    """The kernels run, on the CPU."""
+    launcher, driver = libraries
+    cuda.open_kernels(launcher, str(driver), b"any image", "cpu")
