@@ -30,6 +30,7 @@ from target.params import TargetParams
 
 Json = dict[str, Any]
 CACHED = 128e6  # bytes: twice a large GPU's second-level cache
+FORMS = (("XLA", True), ("CUDA", False))  # of attention
 REPEATS, PASSES = 5, 10  # so many times, so many passes sent off together
 
 
@@ -110,11 +111,13 @@ def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: 
         for kind, name in ((SLIDING, f"attention, window {config.sliding_window}"), (FULL, "attention, all")):
             own = [cache for cache, each in zip(caches, config.layer_types, strict=True) if each == kind]
             window = config.sliding_window if kind == SLIDING else None
-            one = functools.partial(_attention, num_heads=config.num_heads, window=window)
             operands = [(drawn(1, rows, heads * config.head_dim), *cos_sin, positions) for _ in own]
             seen = context + rows if window is None else min(context, window - 1) + rows
             read = 2 * seen * config.num_kv_heads * config.head_dim * dtype.itemsize
-            yield Operation(f"{name}, behind {context}", one, own, operands, read)
+            for form, xla in FORMS if cuda.available() else FORMS[:1]:
+                one = functools.partial(_attention, num_heads=config.num_heads, window=window, xla=xla)
+                written = jax.tree.map(jnp.copy, own)  # which is donated
+                yield Operation(f"{name}, behind {context}: {form}", one, written, operands, read)
 
 
 def _experts(
@@ -155,5 +158,6 @@ def _attention(
     positions: jax.Array,
     num_heads: int,
     window: int | None,
+    xla: bool,
 ) -> tuple[jax.Array, KVCache]:
-    return decode_attention(qkv, cos, sin, cache, positions, num_heads, window)
+    return decode_attention(qkv, cos, sin, cache, positions, num_heads, window, xla=xla)

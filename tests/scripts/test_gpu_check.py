@@ -117,8 +117,8 @@ def test_every_operation_is_measured_with_the_bytes_it_reads() -> None:
     assert experts == pytest.approx(dict.fromkeys(experts, config.top_k * expert / 1e6))
     assert len(experts) == 3
     one_position = 2 * config.num_kv_heads * config.head_dim * 2 / 1e6
-    assert lines["attention, all, behind 40"]["mb"] == pytest.approx(41 * one_position)
-    assert lines["attention, window 24, behind 40"]["mb"] == pytest.approx(24 * one_position)
+    assert lines["attention, all, behind 40: XLA"]["mb"] == pytest.approx(41 * one_position)
+    assert lines["attention, window 24, behind 40: XLA"]["mb"] == pytest.approx(24 * one_position)
 
 
 def test_forms_of_an_operation_give_the_same() -> None:
