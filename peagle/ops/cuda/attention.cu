@@ -6,11 +6,11 @@
 
 namespace {
 
-constexpr int kHead = 64;       // values of a head
+constexpr int kHead = 64;  // values of a head
 constexpr int kHalf = kHead / 2;
-constexpr int kSlots = 64;      // of a warp
+constexpr int kSlots = 64;  // of a warp
 constexpr int kChunkSlots = kSlots * kWarps;
-constexpr int kRows = 16;       // queries of a product
+constexpr int kRows = 16;  // queries of a product
 constexpr float kNothing = -1e30f;
 
 // Where a sequence's positions are in its cache.

@@ -9,11 +9,11 @@
 
 namespace {
 
-constexpr int kOutputs = 16;       // of a block
-constexpr int kColumns = 8;        // rows of x that one product takes
-constexpr int kBlock = 32;         // inputs that share a scale: 16 bytes
+constexpr int kOutputs = 16;        // of a block
+constexpr int kColumns = 8;         // rows of x that one product takes
+constexpr int kBlock = 32;          // inputs that share a scale: 16 bytes
 constexpr int kChunk = 4 * kBlock;  // inputs that a warp takes at a time: a block for each quarter
-constexpr int kAhead = 3;          // chunks whose loads are under way together
+constexpr int kAhead = 3;           // chunks whose loads are under way together
 constexpr int kMaxExperts = 1024;
 
 // 2^(scale - 1) as two bfloat16, for scales up to 128.
@@ -227,13 +227,13 @@ __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& e
 
 // Grids: (outputs / 16, as many experts as can be selected); blocks of kThreads. A tile is up to 8 rows. At least so many
 // blocks fit into a multiprocessor: what waits for memory is hidden by the others.
-#define PEAGLE_KERNELS(tiles, blocks_together)                                                                                            \
-  extern "C" __global__ void __launch_bounds__(kThreads, blocks_together) peagle_gate_up_##tiles(                                         \
+#define PEAGLE_KERNELS(tiles, blocks_together)                                                                           \
+  extern "C" __global__ void __launch_bounds__(kThreads, blocks_together) peagle_gate_up_##tiles(                        \
       const Half* x, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales, const Half* bias, \
       int outputs, int inputs, float limit, Half* hidden) {                                                              \
     GateUp<tiles>(x, {ids, rows, top_k, num_experts}, {blocks, scales, bias, outputs, inputs}, limit, hidden);           \
   }                                                                                                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads, blocks_together) peagle_down_##tiles(                                            \
+  extern "C" __global__ void __launch_bounds__(kThreads, blocks_together) peagle_down_##tiles(                           \
       const Half* hidden, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales,              \
       const Half* bias, int outputs, int inputs, float* out) {                                                           \
     Down<tiles>(hidden, {ids, rows, top_k, num_experts}, {blocks, scales, bias, outputs, inputs}, out);                  \

@@ -2,13 +2,7 @@
 
 from peagle.ops.expert_matmul.api import expert_block, expert_mlp
 from peagle.ops.expert_matmul.native import alternate
-from peagle.ops.expert_matmul.weights import (
-    ExpandedExperts,
-    Experts,
-    FusedExperts,
-    PackedExperts,
-    PanelExperts,
-)
+from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
 
 __all__ = [
     "ExpandedExperts",

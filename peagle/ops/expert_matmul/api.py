@@ -34,9 +34,8 @@ def expert_block(
         out = native.routed(rows, norm, router, router_bias, experts, top_k, swiglu_limit, positions)
         return out.reshape(x.shape)
     rows = rms_norm(rows, norm.weight, norm.epsilon)
-    return x + expert_mlp(rows, linear(rows, router, router_bias), experts, top_k, swiglu_limit, xla=xla).reshape(
-        x.shape
-    )
+    out = expert_mlp(rows, linear(rows, router, router_bias), experts, top_k, swiglu_limit, xla=xla)
+    return x + out.reshape(x.shape)
 
 
 def expert_mlp(
