@@ -8,13 +8,13 @@
 #include <initializer_list>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
 
+#include "../native/buffers.h"
 #include "xla/ffi/api/ffi.h"
-
-#define PEAGLE_EXPORT extern "C" __attribute__((visibility("default")))
 
 // CUDA driver API, cuda.h
 struct CUctx_st;
@@ -23,12 +23,25 @@ struct CUfunc_st;
 struct CUstream_st;
 
 namespace peagle {
-namespace {
 
-namespace ffi = xla::ffi;
-using ffi::AnyBuffer;
-using Out = ffi::Result<AnyBuffer>;
 using Stream = CUstream_st*;
+
+#if defined(PEAGLE_TEST_ON_HOST)  // a CPU has no streams
+struct StreamContext;
+}  // namespace peagle
+
+template <>
+struct xla::ffi::CtxDecoding<peagle::StreamContext> {
+  using Type = peagle::Stream;
+  static std::optional<Type> Decode(const XLA_FFI_Api*, XLA_FFI_ExecutionContext*, DiagnosticEngine&) { return nullptr; }
+};
+
+namespace peagle {
+#else
+using StreamContext = ffi::PlatformStream<Stream>;
+#endif
+
+namespace {
 
 // common.cuh, experts.cu, attention.cu
 constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kMaxRows = 64, kMaxExperts = 1024, kBlock = 32;
@@ -73,8 +86,8 @@ struct Kernels {
 
 std::mutex mutex;
 Driver driver;
-std::vector<char> image;                // what NVRTC compiled
-std::map<CUctx_st*, Kernels> loaded;    // by the device's context
+std::vector<char> image;              // what NVRTC compiled
+std::map<CUctx_st*, Kernels> loaded;  // by the device's context
 
 ffi::Error Failed(const char* what, int code) {
   const char* said = nullptr;
@@ -115,13 +128,6 @@ ffi::Error Load(CUctx_st* context, Kernels& kernels) {
   PEAGLE_TRY(ModuleGetFunction(&kernels.combine, module, "peagle_combine"));
   loaded[context] = kernels;
   return ffi::Error::Success();
-}
-
-std::string Shape(const AnyBuffer& buffer) {
-  std::string text = "[";
-  for (size_t i = 0; i < buffer.dimensions().size(); ++i)
-    text += (i ? ", " : "") + std::to_string(buffer.dimensions()[i]);
-  return text + "]";
 }
 
 bool Is(const AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape) {
@@ -256,22 +262,6 @@ ffi::Error DecodeAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBu
   return on.Error();
 }
 
-#if defined(PEAGLE_TEST_ON_HOST)  // no stream there
-ffi::Error ExpertsOnHost(AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_blocks, AnyBuffer gate_up_scales,
-                         AnyBuffer gate_up_bias, AnyBuffer down_blocks, AnyBuffer down_scales, AnyBuffer down_bias, Out out,
-                         Out hidden, float limit) {
-  return Experts(nullptr, x, ids, gate_up_blocks, gate_up_scales, gate_up_bias, down_blocks, down_scales, down_bias, out,
-                 hidden, limit);
-}
-
-ffi::Error DecodeAttentionOnHost(AnyBuffer qkv, AnyBuffer cosine, AnyBuffer sine, AnyBuffer key, AnyBuffer value,
-                                 AnyBuffer positions, AnyBuffer sinks, Out out, Out new_key, Out new_value, Out query,
-                                 Out partial, Out peaks, Out totals, int64_t window, bool ring) {
-  return DecodeAttention(nullptr, qkv, cosine, sine, key, value, positions, sinks, out, new_key, new_value, query, partial,
-                         peaks, totals, window, ring);
-}
-#endif
-
 }  // namespace
 }  // namespace peagle
 
@@ -287,9 +277,7 @@ PEAGLE_EXPORT const char* peagle_cuda_open(const char* driver, const char* cubin
 
 PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_experts(XLA_FFI_CallFrame* frame) {
   static auto* handler = xla::ffi::Ffi::Bind()
-#if !defined(PEAGLE_TEST_ON_HOST)
-                             .Ctx<xla::ffi::PlatformStream<peagle::Stream>>()
-#endif
+                             .Ctx<peagle::StreamContext>()
                              .Arg<xla::ffi::AnyBuffer>()  // x
                              .Arg<xla::ffi::AnyBuffer>()  // ids
                              .Arg<xla::ffi::AnyBuffer>()  // gate_up_blocks
@@ -301,20 +289,14 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_experts(XLA_FFI_CallFrame* frame) {
                              .Ret<xla::ffi::AnyBuffer>()  // out
                              .Ret<xla::ffi::AnyBuffer>()  // hidden
                              .Attr<float>("limit")
-#if defined(PEAGLE_TEST_ON_HOST)
-                             .To(peagle::ExpertsOnHost)
-#else
                              .To(peagle::Experts, {xla::ffi::Traits::kCmdBufferCompatible})
-#endif
                              .release();
   return handler->Call(frame);
 }
 
 PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_decode_attention(XLA_FFI_CallFrame* frame) {
   static auto* handler = xla::ffi::Ffi::Bind()
-#if !defined(PEAGLE_TEST_ON_HOST)
-                             .Ctx<xla::ffi::PlatformStream<peagle::Stream>>()
-#endif
+                             .Ctx<peagle::StreamContext>()
                              .Arg<xla::ffi::AnyBuffer>()  // qkv
                              .Arg<xla::ffi::AnyBuffer>()  // cosine
                              .Arg<xla::ffi::AnyBuffer>()  // sine
@@ -331,11 +313,7 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_decode_attention(XLA_FFI_CallFrame* fra
                              .Ret<xla::ffi::AnyBuffer>()  // totals
                              .Attr<int64_t>("window")
                              .Attr<bool>("ring")
-#if defined(PEAGLE_TEST_ON_HOST)
-                             .To(peagle::DecodeAttentionOnHost)
-#else
                              .To(peagle::DecodeAttention, {xla::ffi::Traits::kCmdBufferCompatible})
-#endif
                              .release();
   return handler->Call(frame);
 }

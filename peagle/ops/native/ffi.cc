@@ -12,15 +12,12 @@
 #include <immintrin.h>
 #endif
 
+#include "buffers.h"
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace peagle {
 namespace {
-
-namespace ffi = xla::ffi;
-using ffi::AnyBuffer;
-using Out = ffi::Result<AnyBuffer>;
 
 int64_t Now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -162,12 +159,6 @@ class PoolParallel final : public Parallel {
  private:
   ffi::ThreadPool& pool_;
 };
-
-std::string Shape(const AnyBuffer& buffer) {
-  std::string text = "[";
-  for (int64_t size : buffer.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
-}
 
 bool IsFloat(const AnyBuffer& buffer) {
   return buffer.element_type() == ffi::DataType::F32 || buffer.element_type() == ffi::DataType::BF16;
@@ -409,8 +400,6 @@ ffi::Error LikeliestHandler(ffi::ThreadPool pool, AnyBuffer logits, Out index, O
 
 }  // namespace
 }  // namespace peagle
-
-#define PEAGLE_EXPORT extern "C" __attribute__((visibility("default")))
 
 PEAGLE_EXPORT XLA_FFI_Error* peagle_linear(XLA_FFI_CallFrame* frame) {
   static auto* handler = xla::ffi::Ffi::Bind()

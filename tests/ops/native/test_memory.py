@@ -180,7 +180,7 @@ def test_nothing_but_what_was_planted_is_out_of_bounds(monkeypatch: pytest.Monke
     sources, libraries, reports = (tmp_path / name for name in ("sources", "libraries", "reports"))
     sources.mkdir()
     reports.mkdir()
-    for name in ("kernels.h", "ffi.cc"):
+    for name in ("kernels.h", "buffers.h", "ffi.cc"):
         (sources / name).write_text((build.HERE / name).read_text())
     text, planted = plant(text)
     (sources / "kernels.cc").write_text(text)
