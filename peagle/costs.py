@@ -10,7 +10,6 @@ import collections
 import hashlib
 import importlib.metadata
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 
 from peagle.config import Ladder, SpeculationConfig
 from peagle.ops import kernels
+from peagle.ops.files import cache_directory, keep
 from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, StepOutput
@@ -186,8 +186,8 @@ def identity(target: Any, drafter: Any, config: SpeculationConfig, steps_per_dis
 
 
 def directory() -> Path:
-    """Where costs are kept: peagle/costs in the user's cache directory (XDG_CACHE_HOME)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / "costs"
+    """Where costs are kept."""
+    return cache_directory("costs")
 
 
 def typical(measured: Sequence[Costs]) -> Costs:
@@ -223,15 +223,7 @@ def save(known: dict[str, Any], measured: Sequence[Costs]) -> bool:
             for each in measured
         ],
     }
-    path = _path(known)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        return False
-    return True
+    return keep(_path(known), (json.dumps(kept, indent=1) + "\n").encode())
 
 
 def _path(known: dict[str, Any]) -> Path:

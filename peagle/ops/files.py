@@ -9,16 +9,31 @@ from peagle.ops.errors import InputError
 _TEMPORARY = ".{}.tmp"
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object], *, shared: bool = False) -> None:
     """What `write` makes at the path it is given is at `path`, with the permissions of any new file. Where it cannot be
-    written, `path` is what it was before."""
-    temporary = path.with_name(_TEMPORARY.format(path.name))
+    written, `path` is what it was before. `shared`: other processes may be writing it, too."""
+    temporary = path.with_name(_TEMPORARY.format(f"{path.name}.{os.getpid()}" if shared else path.name))
     try:
         write(temporary)
         temporary.chmod(0o666 & ~umask())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cache_directory(name: str) -> Path:
+    """peagle/`name` in the user's cache directory (XDG_CACHE_HOME)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / name
+
+
+def keep(path: Path, content: bytes) -> bool:
+    """Whether `content` could be kept at `path`, in a cache that many processes use."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda temporary: temporary.write_bytes(content), shared=True)
+    except OSError:
+        return False
+    return True
 
 
 def holds_files(folder: Path) -> bool:

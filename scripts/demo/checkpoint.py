@@ -8,7 +8,6 @@ A finished target is loaded with
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.ops.files import write_whole
 from target.config import TargetConfig, parse_config
 from target.params import TargetParams, init_params
 
@@ -23,10 +23,12 @@ from target.params import TargetParams, init_params
 def save_tree(path: Path, tree: Any) -> None:
     """Write the tree's leaves; a reader never sees a half-written file."""
     leaves = {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        np.savez(file, **leaves)
-    os.replace(temporary, path)
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:  # savez names files of its own
+            np.savez(file, **leaves)
+
+    write_whole(path, write)
 
 
 def load_tree(path: Path, like: Any) -> Any:

@@ -6,10 +6,11 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from peagle.ops.files import cache_directory, keep
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("common.cuh", "experts.cu", "attention.cu"))
 OPTIONS = (b"--std=c++17",)
@@ -26,21 +27,12 @@ def compile_kernels(architecture: str) -> bytes:
     version = (ctypes.c_int * 2)()
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, ctypes.sizeof(ctypes.c_int)))
     made_of = b"\0".join([bytes(version), *options, source])
-    kept = cache_directory() / f"{hashlib.sha256(made_of).hexdigest()}.cubin"
+    kept = cache_directory("cuda") / f"{hashlib.sha256(made_of).hexdigest()}.cubin"
     with contextlib.suppress(OSError):
         return kept.read_bytes()
     made = _compile(nvrtc, source, options, architecture)
-    with contextlib.suppress(OSError):  # it is compiled again the next time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        temporary = kept.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(made)
-        os.replace(temporary, kept)
+    keep(kept, made)  # or it is compiled again the next time
     return made
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: peagle/cuda in the user's cache directory (XDG_CACHE_HOME)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / "cuda"
 
 
 def _together(sources: tuple[Path, ...]) -> bytes:
