@@ -148,25 +148,25 @@ def _shares(rows: list[Json]) -> list[str]:
 
 def _published(rows: list[Json], published: list[Json]) -> list[str]:
     """What the measured steps would give at acceptance lengths that others published."""
-    found = []
-    for known in published:
-        for row in rows:
-            head_and_batch = row["draft_vocab"] == row["vocab_size"] and row["batch"] == 1
-            if (row["shape"], row["drafter"], row["k"]) == (known["shape"], known["drafter"], known["k"]):
-                if not head_and_batch:
-                    continue
-                found.append(
-                    [
-                        row["shape"],
-                        row["drafter"],
-                        str(row["k"]),
-                        f"{known['acceptance_length']:.2f}",
-                        known["source"],
-                        short(1e3 * known["acceptance_length"] / row["step_ms"]),
-                        f"{known['acceptance_length'] / row['cycle_cost']:.2f}",
-                    ]
-                )
-    return table("shape | drafter | K | published acceptance length | of | tok/s at it | of plain decoding", found)
+    full = [row for row in rows if row["draft_vocab"] == row["vocab_size"] and row["batch"] == 1]
+    same = ("shape", "drafter", "k")
+    return table(
+        "shape | drafter | K | published acceptance length | of | tok/s at it | of plain decoding",
+        [
+            [
+                row["shape"],
+                row["drafter"],
+                str(row["k"]),
+                f"{known['acceptance_length']:.2f}",
+                known["source"],
+                short(1e3 * known["acceptance_length"] / row["step_ms"]),
+                f"{known['acceptance_length'] / row['cycle_cost']:.2f}",
+            ]
+            for known in published
+            for row in full
+            if all(row[name] == known[name] for name in same)
+        ],
+    )
 
 
 def _peers(rows: list[Json]) -> list[str]:
