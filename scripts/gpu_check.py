@@ -45,6 +45,7 @@ from peagle.generate import Engine, Request
 from peagle.metrics import Result, decode, pooled_counters, pooled_tok_per_s
 from peagle.ngram import NGram
 from peagle.ops import cuda
+from peagle.ops.cuda import calls
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.kernels import in_words as kernels_in_words
@@ -232,7 +233,7 @@ def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
 
 def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     """Prefill, decoding and verify passes; by batch and by context; at first by XLA's own code, too."""
-    most_rows = cuda.MAX_ROWS if cuda.available() else 0
+    most_rows = calls.MAX_ROWS if cuda.available() else 0
     cases = [(batch, context, params) for batch, context in ((1, 512), (4, 512), (8, 512), (32, 512), (1, 8192))]
     if cuda.available():
         cases.insert(1, (1, 512, dataclasses.replace(params, xla=True)))

@@ -57,7 +57,7 @@ def decode_attention(
         operands = (qkv, cos, sin, cache, positions, sinks)
         if xla or not cuda.takes(qkv, cache):
             return on_xla(*operands)
-        on_gpu = functools.partial(cuda.decode_attention, num_heads=num_heads, window=window)
+        on_gpu = functools.partial(cuda.decode_attention, window=window)
         return jax.lax.platform_dependent(*operands, cuda=on_gpu, default=on_xla)
     outputs = num_heads * cache.key.shape[3]
     stored = jax.ShapeDtypeStruct(cache.key.shape, cache.key.dtype)

@@ -1,8 +1,9 @@
-"""The kernels for NVIDIA GPUs, called through XLA's FFI: whether they run here, and the call.
+"""The kernels for NVIDIA GPUs, called through XLA's FFI: whether they run here.
 
 Sources: common.cuh, experts.cu, attention.cu (what runs on the GPU), nvrtc.py (compiles it, for the device at hand),
-launch.cc (checked and launched, as XLA calls it; compiled as the CPU kernels are, by peagle.ops.native.build), check.py
-(what they compute before they are used). Where anything fails XLA's own code runs instead, and `status` says so.
+launch.cc (checked and launched, as XLA calls it; compiled as the CPU kernels are, by peagle.ops.native.build), calls.py
+(as JAX calls it), check.py (what they compute before they are used). Where anything fails XLA's own code runs instead,
+and `status` says so.
 
 PEAGLE_KERNELS=xla asks for XLA's own code here, too.
 """
@@ -10,7 +11,6 @@ PEAGLE_KERNELS=xla asks for XLA's own code here, too.
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -21,7 +21,6 @@ from peagle.ops.native.build import LAUNCHER
 
 HANDLERS = ("experts", "decode_attention")
 DRIVER = "libcuda.so.1"
-MAX_ROWS = 64  # of a pass
 _MAJOR = 8  # compute capability: bfloat16 tensor cores
 
 
@@ -37,7 +36,7 @@ def status() -> tuple[bool, str]:
         open_kernels(LAUNCHER, DRIVER, compile_kernels("sm_" + capability.replace(".", "")), "CUDA")
         # whatever is being traced, and for whatever device
         with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
-            check(call)
+            check()
     except Exception as error:  # a driver, a compiler or a library that is not as expected
         return False, f"XLA: {' '.join(str(error).split())[:200]}"
     return True, f"CUDA, compute capability {capability}"
@@ -48,15 +47,8 @@ def available() -> bool:
     return status()[0]
 
 
-def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
-    """The kernel's result or results, of the shapes in `result`; in_place: operand -> the result that takes its
-    memory."""
-    kernel = jax.ffi.ffi_call(f"peagle_cuda_{name}", result, input_output_aliases=in_place)
-    return kernel(*operands, **attributes)
-
-
 def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str) -> None:
-    """`call` runs these kernels on that platform from here on. Raises CudaError."""
+    """`calls` are of these kernels, on that platform, from here on. Raises CudaError."""
     if not launcher.exists():
         raise CudaError("what launches the GPU kernels was not compiled; python -m peagle.ops.native compiles it")
     opened = ctypes.CDLL(str(launcher))

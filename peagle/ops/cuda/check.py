@@ -1,12 +1,11 @@
 """What the GPU kernels compute before they are trusted: a small case of everything that they distinguish."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.ops.cuda import calls
+from peagle.ops.cuda.calls import HEAD_DIM
 from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.mxfp4 import BLOCK, dequantize
 
@@ -14,20 +13,19 @@ EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
 SMALL, LARGE = 121, 128  # scales are from here on, four of them; those above 128 go another way
 # (rows, width, scales): one product's rows and a full one's, those of two, four, eight; inputs for several rounds
 CASES = ((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (30, 160, SMALL), (64, 160, SMALL))
-HEAD, CHUNK = 64, 256
 # (rows, capacity, window, ring, tokens before): some chunks and tiles of queries, a window, round a ring
 ATTENDED = ((1, 600, 0, False, 400), (7, 300, 20, False, 290), (3, 40, 24, True, 100))
 FAR = 0.02  # of the largest output: what a wrong kernel is beyond, and roundings to bfloat16 are not
 
 
-def check(call: Callable[..., Any]) -> None:
-    """The kernels, called by `call`, say what the definition says. Raises CudaError where they do not."""
-    check_experts(call)
+def check() -> None:
+    """The kernels say what the definition says. Raises CudaError where they do not."""
+    check_experts()
     for case in ATTENDED:
-        check_attention(call, *case)
+        check_attention(*case)
 
 
-def check_experts(call: Callable[..., Any]) -> None:
+def check_experts() -> None:
     """See `check`."""
     rng = np.random.default_rng(0)
 
@@ -43,12 +41,8 @@ def check_experts(call: Callable[..., Any]) -> None:
         down, down_bias = codes(width, EXPERT_WIDTH, scales), halves(EXPERTS, width)
         x = (halves(rows, width) * 2.0 ** (SMALL - scales)).astype(jnp.bfloat16)
         ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(rows)]).astype(np.int32)
-        shapes = (
-            jax.ShapeDtypeStruct((rows, TOP_K, width), jnp.float32),
-            jax.ShapeDtypeStruct((rows * TOP_K, EXPERT_WIDTH), jnp.bfloat16),
-        )
-        operands = map(jnp.asarray, (x, ids, *gate_up, gate_up_bias, *down, down_bias))
-        found = np.asarray(call("experts", shapes, *operands, limit=np.float32(LIMIT))[0])
+        matrices = (*gate_up, gate_up_bias), (*down, down_bias)
+        found = np.asarray(calls.experts(*jax.tree.map(jnp.asarray, (x, ids, *matrices)), limit=LIMIT))
         hidden = np.einsum("toi,ti->to", *_chosen(gate_up, ids, x)) + gate_up_bias[ids.ravel()].astype(np.float64)
         gate, up = np.minimum(hidden[:, 0::2], LIMIT), np.clip(hidden[:, 1::2], -LIMIT, LIMIT)
         active = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
@@ -57,33 +51,26 @@ def check_experts(call: Callable[..., Any]) -> None:
         _expect_near(found.reshape(expected.shape), expected, f"experts of {rows} rows")
 
 
-def check_attention(call: Callable[..., Any], width: int, capacity: int, window: int, ring: bool, length: int) -> None:
+def check_attention(width: int, capacity: int, window: int, ring: bool, length: int) -> None:
     """See `check`."""
     rng, kv_heads, heads = np.random.default_rng(1), 2, 8
 
     def halves(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
-    qkv, key, value = halves(1, width, (heads + 2 * kv_heads) * HEAD), *halves(2, 1, capacity, kv_heads, HEAD)
-    angles, sinks = rng.standard_normal((1, width, HEAD // 2)), rng.standard_normal(heads).astype(np.float32)
+    qkv, key, value = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM), *halves(2, 1, capacity, kv_heads, HEAD_DIM)
+    angles, sinks = rng.standard_normal((1, width, HEAD_DIM // 2)), rng.standard_normal(heads).astype(np.float32)
     cos, sin = np.cos(angles).astype(jnp.bfloat16), np.sin(angles).astype(jnp.bfloat16)
     places = length + np.arange(width, dtype=np.int32)[None]
-    parts = (1, kv_heads, -(-capacity // CHUNK), width * heads // kv_heads)
-    shapes = (
-        *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, width, heads * HEAD), key.shape, key.shape)),
-        jax.ShapeDtypeStruct((1, width, heads, HEAD), jnp.bfloat16),
-        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*parts, HEAD), parts, parts)),
-    )
     operands = map(jnp.asarray, (qkv, cos, sin, key, value, places, sinks))
-    attributes = {"window": np.int64(window), "ring": np.bool_(ring)}
-    found = np.asarray(call("decode_attention", shapes, *operands, in_place={3: 1, 4: 2}, **attributes)[0], np.float64)
+    found = np.asarray(calls.decode_attention(*operands, window=window, ring=ring)[0], np.float64)
 
     def rotated(x: np.ndarray) -> np.ndarray:
         first, second = np.split(x, 2, axis=-1)
         c, s = (part.astype(np.float64)[0, :, None] for part in (cos, sin))
         return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
-    rows = qkv.astype(np.float64).reshape(width, -1, HEAD)
+    rows = qkv.astype(np.float64).reshape(width, -1, HEAD_DIM)
     queries, keys = rotated(rows[:, :heads]), rotated(rows[:, heads : heads + kv_heads])
     # by position, the newest last
     held = np.arange(max(0, length + width - capacity) if ring else 0, length)
@@ -91,10 +78,10 @@ def check_attention(call: Callable[..., Any], width: int, capacity: int, window:
     all_keys = np.concatenate([key[0, old].astype(np.float64), keys])
     all_values = np.concatenate([value[0, old].astype(np.float64), rows[:, heads + kv_heads :]])
     at = np.concatenate([held, places[0]])
-    expected = np.zeros((width, heads, HEAD))
+    expected = np.zeros((width, heads, HEAD_DIM))
     for t, n in np.ndindex(width, heads):
         seen = (at <= places[0, t]) & ((at > places[0, t] - window) | (window == 0))
-        scores = np.exp(all_keys[seen, n // (heads // kv_heads)] @ queries[t, n] / HEAD**0.5)
+        scores = np.exp(all_keys[seen, n // (heads // kv_heads)] @ queries[t, n] / HEAD_DIM**0.5)
         expected[t, n] = scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n]))
     _expect_near(found.reshape(expected.shape), expected, f"attention of {width} rows, {'a ring' if ring else 'all'}")
 

@@ -5,7 +5,7 @@ import functools
 import jax
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.cuda import MAX_ROWS
+from peagle.ops.cuda.calls import MAX_ROWS
 from peagle.ops.expert_matmul import cuda, native, reference
 from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
 from peagle.ops.linear import Panels, linear

@@ -8,9 +8,10 @@ import pytest
 from peagle.ops import cuda
 from peagle.ops.attention import cached, decode_attention
 from peagle.ops.attention import cuda as op
+from peagle.ops.cuda import calls
 from peagle.ops.kv_cache import KVCache
 
-H = op.HEAD_DIM
+H = calls.HEAD_DIM
 Case = tuple[jax.Array, jax.Array, jax.Array, KVCache, jax.Array, jax.Array]
 
 
@@ -38,7 +39,7 @@ def in_float32(case: Case) -> Case:
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else leaf.astype(jnp.float32), case)  # type: ignore[no-any-return]
 
 
-kernels = jax.jit(op.decode_attention, static_argnames=("num_heads", "window"))
+kernels = jax.jit(op.decode_attention, static_argnames="window")
 on_xla = jax.jit(cached._decode_attention, static_argnames=("num_heads", "window"))
 
 
@@ -60,7 +61,7 @@ def test_it_is_the_xla_form(
     width: int, capacity: int, heads: int, kv_heads: int, window: int | None, ring: bool, lengths: tuple[int, ...]
 ) -> None:
     case = random_case(width, capacity, heads, kv_heads, ring, lengths)
-    found, cache = kernels(*case, num_heads=heads, window=window)
+    found, cache = kernels(*case, window=window)
     expected, kept = on_xla(*in_float32(case), num_heads=heads, window=window)
     active = np.asarray(case[4]) >= 0
     # keys, weights and results are rounded to bfloat16
@@ -69,7 +70,7 @@ def test_it_is_the_xla_form(
     np.testing.assert_array_equal(np.asarray(cache.value, np.float32), kept.value)
     np.testing.assert_allclose(np.asarray(cache.key, np.float32), kept.key, rtol=2**-8)
     assert np.abs(np.asarray(expected)[active]).max() > 0.3
-    without, _ = kernels(*case[:5], None, num_heads=heads, window=window)
+    without, _ = kernels(*case[:5], None, window=window)
     expected, _ = on_xla(*in_float32(case)[:5], None, num_heads=heads, window=window)
     np.testing.assert_allclose(np.asarray(without, np.float32)[active], np.asarray(expected)[active], atol=0.02)
 
@@ -78,11 +79,11 @@ def test_it_is_the_xla_form(
 @pytest.mark.parametrize(("ring", "window"), [(False, None), (True, 24)])
 def test_a_row_is_the_same_whatever_rows_are_behind_it(ring: bool, window: int | None) -> None:
     qkv, cos, sin, cache, positions, sinks = random_case(9, 40 if ring else 300, 8, 2, ring, (270,))
-    together, _ = kernels(qkv, cos, sin, cache, positions, sinks, num_heads=8, window=window)
+    together, _ = kernels(qkv, cos, sin, cache, positions, sinks, window=window)
     alone = []
     for t in range(9):
         row = (part[:, t : t + 1] for part in (qkv, cos, sin))
-        out, cache = kernels(*row, cache, positions[:, t : t + 1], sinks, num_heads=8, window=window)
+        out, cache = kernels(*row, cache, positions[:, t : t + 1], sinks, window=window)
         alone.append(out)
     np.testing.assert_array_equal(together, jnp.concatenate(alone, axis=1))
 
@@ -91,7 +92,7 @@ def test_a_row_is_the_same_whatever_rows_are_behind_it(ring: bool, window: int |
 def test_shapes_that_do_not_fit_are_refused() -> None:
     qkv, cos, sin, cache, positions, sinks = random_case(2, 64, 4, 2, False, (3,))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"sinks \[3\] is not F32 \[N\]"):
-        jax.block_until_ready(kernels(qkv, cos, sin, cache, positions, sinks[:3], num_heads=4, window=None))
+        jax.block_until_ready(kernels(qkv, cos, sin, cache, positions, sinks[:3], window=None))
 
 
 @pytest.mark.usefixtures("opened")

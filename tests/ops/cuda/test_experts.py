@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from peagle.ops import cuda, kernels, native
-from peagle.ops.cuda import nvrtc
+from peagle.ops.cuda import calls, nvrtc
 from peagle.ops.cuda.check import check
 from peagle.ops.expert_matmul import PackedExperts, api, reference
 from peagle.ops.expert_matmul import cuda as op
@@ -157,15 +157,16 @@ def test_large_and_small_scales_side_by_side() -> None:
 
 
 @pytest.mark.usefixtures("opened")
-def test_the_check_passes_and_finds_what_is_wrong() -> None:
-    check(cuda.call)
+def test_the_check_passes_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    check()
+    right = calls.experts
 
-    def wrong(*arguments: Any, **attributes: Any) -> Any:
-        out, hidden = cuda.call(*arguments, **attributes)
-        return out.at[-1, -1, -1].multiply(1.5), hidden
+    def wrong(*operands: Any, limit: float) -> jax.Array:
+        return right(*operands, limit=limit).at[-1, -1, -1].multiply(1.5)
 
+    monkeypatch.setattr(calls, "experts", wrong)
     with pytest.raises(cuda.CudaError, match="fail their check"):
-        check(wrong)
+        check()
 
 
 @pytest.mark.usefixtures("opened")

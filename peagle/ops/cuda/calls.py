@@ -1,0 +1,72 @@
+"""The GPU kernels as JAX calls them: results and what they need besides, by shape (launch.cc checks them)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
+
+MAX_ROWS = 64  # of experts: kMaxRows in launch.cc
+HEAD_DIM, CHUNK = 64, 256  # slots that give one partial result: kHead and kChunkSlots in attention.cu
+Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array, "E _"]]
+
+
+def experts(
+    x: BFloat16[Array, "T D"], ids: Int32[Array, "T k"], gate_up: Matrices, down: Matrices, *, limit: float
+) -> Float32[Array, "T k D"]:
+    """What each expert of `ids` makes of its row; each is read once. T is at most MAX_ROWS. Matrices are the MXFP4
+    blocks [E, out, in / 32, 16], their scales, and the bias, of all experts."""
+    (rows, width), top_k = x.shape, ids.shape[1]
+    out, _ = _call(
+        "experts",
+        (_floats(rows, top_k, width), _halves(rows * top_k, gate_up[2].shape[1] // 2)),
+        *(x, ids, *gate_up, *down),
+        limit=np.float32(limit),
+    )
+    return out
+
+
+def decode_attention(
+    qkv: BFloat16[Array, "B T all"],
+    cos: BFloat16[Array, "B T h"],
+    sin: BFloat16[Array, "B T h"],
+    key: BFloat16[Array, "B C G H"],
+    value: BFloat16[Array, "B C G H"],
+    positions: Int32[Array, "B T"],
+    sinks: Float[Array, " N"] | None,
+    *,
+    window: int | None,
+    ring: bool,
+) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "B C G H"], BFloat16[Array, "B C G H"]]:
+    """(what the queries see, the caches with the new keys and values). H is HEAD_DIM."""
+    (batch, width, values), (_, capacity, kv_heads, head_dim) = qkv.shape, key.shape
+    heads = values // head_dim - 2 * kv_heads
+    parts = (batch, kv_heads, -(-capacity // CHUNK), width * heads // kv_heads)
+    out, new_key, new_value, *_ = _call(
+        "decode_attention",
+        (
+            *(_halves(batch, width, heads * head_dim), _halves(*key.shape), _halves(*value.shape)),
+            *(_halves(batch, width, heads, head_dim), _floats(*parts, head_dim), _floats(*parts), _floats(*parts)),
+        ),
+        *(qkv, cos, sin, key, value, positions),
+        jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        in_place={3: 1, 4: 2},
+        window=np.int64(window or 0),
+        ring=np.bool_(ring),
+    )
+    return out, new_key, new_value
+
+
+def _halves(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
+    """in_place: operand -> the result that takes its memory."""
+    kernel = jax.ffi.ffi_call(f"peagle_cuda_{name}", result, input_output_aliases=in_place)
+    return kernel(*operands, **attributes)
