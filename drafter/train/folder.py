@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from peagle.ops.files import write_whole
+
 RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
+SIZES = "sizes.json"  # of a checkpoint's files
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
@@ -15,3 +18,24 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(text)
         except ValueError:
             continue
+
+
+def keep_sizes(checkpoint: Path) -> None:
+    """`expect_sizes` knows from here on how long the folder's files are."""
+    text = json.dumps(_sizes(checkpoint))
+    write_whole(checkpoint / SIZES, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def expect_sizes(checkpoint: Path) -> None:
+    """Raises ValueError where a file is not as long as it was written. Where nobody kept that, anything goes."""
+    if not (checkpoint / SIZES).exists():
+        return
+    found = _sizes(checkpoint)
+    for name, size in json.loads((checkpoint / SIZES).read_text(encoding="utf-8")).items():
+        if found.get(name) != size:
+            raise ValueError(f"{name} has {found.get(name, 0)} bytes, {size} were written")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SIZES)
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}

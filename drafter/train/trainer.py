@@ -31,7 +31,7 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from drafter.train.batches import Batch, Batches
 from drafter.train.cod import Cod, Segments
-from drafter.train.folder import CHECKPOINTS, LOG, read_log
+from drafter.train.folder import CHECKPOINTS, LOG, expect_sizes, keep_sizes, read_log
 from drafter.train.loss import LOSSES, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
 from peagle.ops.files import write_whole
@@ -347,6 +347,7 @@ class Trainer:
         shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
         try:
             # asked first: a restore that fails half way leaves reads behind that complain when they are collected
+            expect_sizes(self._checkpoint(latest))
             _same_shapes(checkpoints.item_metadata(latest), shapes)
             return cast(State, checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))), latest
         except Exception as error:  # the library passes on what its storage says of a cut file as a bare Exception
@@ -355,6 +356,9 @@ class Trainer:
                 f"{self.out / CHECKPOINTS}: step {latest} cannot be gone on from: {why}; remove that folder of the "
                 "checkpoint to go on from the one before, or take another --out"
             ) from None
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.out / CHECKPOINTS / str(step)
 
     def _save(self, checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
         size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.out).free
@@ -365,6 +369,7 @@ class Trainer:
             )
         try:
             checkpoints.save(step, args=ocp.args.StandardSave(state))
+            keep_sizes(self._checkpoint(step))
         except (OSError, ValueError, RuntimeError) as error:  # the library passes on what its storage says as it is
             why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
             raise TrainingStopped(
