@@ -1,7 +1,12 @@
 """Everything under test runs strictly: no silent promotion of dtypes or ranks, and every signature of ours is checked
 at each call, shapes by jaxtyping and the rest by beartype."""
 
-import peagle  # noqa: F401, I001  first: it makes JAX's CPU backend right before it starts
+import os
+
+# most of the suite's time is XLA compiling, much of that LLVM optimising: asserted is what programs say, not how fast
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+
+import peagle  # noqa: F401, I001  before JAX: it makes its CPU backend right before it starts
 
 import signal
 from pathlib import Path
@@ -32,7 +37,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# most of the suite's time is XLA compiling: what an earlier run, or the worker beside this one, compiled is read back
+# what an earlier run, or the worker beside this one, compiled is read back
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 MOST_BYTES = 1 << 30
 jax.config.update("jax_compilation_cache_dir", str(COMPILED))
