@@ -1,5 +1,7 @@
 """What the GPU kernels compute before they are trusted: a small case of everything that they distinguish."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,13 +30,11 @@ def check() -> None:
 def check_experts() -> None:
     """See `check`."""
     rng = np.random.default_rng(0)
+    halves = functools.partial(_halves, rng)
 
     def codes(outputs: int, inputs: int, scales: int) -> tuple[np.ndarray, np.ndarray]:
         blocks = rng.integers(0, 256, (EXPERTS, outputs, inputs // BLOCK, BLOCK // 2), np.uint8)
         return blocks, rng.integers(scales, scales + 4, blocks.shape[:-1], np.uint8)
-
-    def halves(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
     for rows, width, scales in CASES:
         gate_up, gate_up_bias = codes(2 * EXPERT_WIDTH, width, scales), halves(EXPERTS, 2 * EXPERT_WIDTH)
@@ -54,10 +54,7 @@ def check_experts() -> None:
 def check_attention(width: int, capacity: int, window: int, ring: bool, length: int) -> None:
     """See `check`."""
     rng, kv_heads, heads = np.random.default_rng(1), 2, 8
-
-    def halves(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
-
+    halves = functools.partial(_halves, rng)
     qkv, key, value = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM), *halves(2, 1, capacity, kv_heads, HEAD_DIM)
     angles, sinks = rng.standard_normal((1, width, HEAD_DIM // 2)), rng.standard_normal(heads).astype(np.float32)
     cos, sin = np.cos(angles).astype(jnp.bfloat16), np.sin(angles).astype(jnp.bfloat16)
@@ -84,6 +81,10 @@ def check_attention(width: int, capacity: int, window: int, ring: bool, length: 
         scores = np.exp(all_keys[seen, n // (heads // kv_heads)] @ queries[t, n] / HEAD_DIM**0.5)
         expected[t, n] = scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n]))
     _expect_near(found.reshape(expected.shape), expected, f"attention of {width} rows, {'a ring' if ring else 'all'}")
+
+
+def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
 
 def _expect_near(found: np.ndarray, expected: np.ndarray, what: str) -> None:

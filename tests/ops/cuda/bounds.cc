@@ -75,10 +75,12 @@ int main(int count, char** words) {
   float* out = Make<float>(kRowCount * kTopK * kWidth, 0);
   // these have last elements that nothing has written yet
   if (shorter != 1) ids[kRowCount * kTopK - 1] = 0;
-  Launch(peagle_gate_up_2, "peagle_gate_up_2", 2 * kExpertWidth / kOutputs, kExpertCount, kThreads, x, static_cast<const int*>(ids), kRowCount, kTopK,
-         kExpertCount, gate_up, gate_up_scales, gate_up_bias, 2 * kExpertWidth, kWidth, 7.0f, hidden);
-  Launch(peagle_down_2, "peagle_down_2", kWidth / kOutputs, kExpertCount, kThreads, static_cast<const Half*>(hidden), static_cast<const int*>(ids), kRowCount,
-         kTopK, kExpertCount, down, down_scales, down_bias, kWidth, kExpertWidth, out);
+  Launch(peagle_gate_up_2, "peagle_gate_up_2", 2 * kExpertWidth / kOutputs, kExpertCount, kThreads, x,
+         static_cast<const int*>(ids), kRowCount, kTopK, kExpertCount, gate_up, gate_up_scales, gate_up_bias,
+         2 * kExpertWidth, kWidth, 7.0f, hidden);
+  Launch(peagle_down_2, "peagle_down_2", kWidth / kOutputs, kExpertCount, kThreads, static_cast<const Half*>(hidden),
+         static_cast<const int*>(ids), kRowCount, kTopK, kExpertCount, down, down_scales, down_bias, kWidth, kExpertWidth,
+         out);
   Attend();
   std::printf("%d buffers\n", buffers);
 }
