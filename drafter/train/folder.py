@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peagle.ops.files import write_whole
+from peagle.ops.files import write_text_whole
 
 RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
 SIZES = "sizes.json"  # of a checkpoint's files
@@ -22,8 +22,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
 def keep_sizes(checkpoint: Path) -> None:
     """`expect_sizes` knows from here on how long the folder's files are."""
-    text = json.dumps(_sizes(checkpoint))
-    write_whole(checkpoint / SIZES, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text_whole(checkpoint / SIZES, json.dumps(_sizes(checkpoint)))
 
 
 def expect_sizes(checkpoint: Path) -> None:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from peagle.ops.checkpoint import save_tensors
 from peagle.ops.errors import InputError
-from peagle.ops.files import holds_files, write_whole
+from peagle.ops.files import holds_files, write_text_whole, write_whole
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -76,7 +76,7 @@ def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
         return
     manifest = {"schema": SCHEMA, **made_by}
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda temporary: temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8"))
+    write_text_whole(path, json.dumps(manifest, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

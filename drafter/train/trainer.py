@@ -34,7 +34,7 @@ from drafter.train.cod import Cod, Segments
 from drafter.train.folder import CHECKPOINTS, LOG, expect_sizes, keep_sizes, read_log
 from drafter.train.loss import LOSSES, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
-from peagle.ops.files import write_whole
+from peagle.ops.files import write_text_whole
 
 ROWS = "rows"  # the mesh axis
 OptimizerName = Literal["adamw", "muon"]
@@ -425,7 +425,7 @@ class Trainer:
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text_whole(path, text)
         return any(line["step"] == step and "evaluation" in line for line in kept)
 
 

@@ -32,7 +32,7 @@ from peagle.generate import Engine
 from peagle.metrics import decode, pooled_counters
 from peagle.ops.checkpoint import fingerprint, read_checkpoint
 from peagle.ops.errors import InputError
-from peagle.ops.files import holds_files, write_whole
+from peagle.ops.files import holds_files, write_text_whole
 from peagle.ops.rope import RopeConfig
 from peagle.pair import DEMO, Pair, default_dtype, load, resolve
 from peagle.prompt_files import read_prompt_file
@@ -380,7 +380,7 @@ def _record(
         return
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**record, "provenance": provenance()}, indent=1) + "\n"
-    write_whole(out / RECIPE, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_text_whole(out / RECIPE, text)
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -21,6 +21,11 @@ def write_whole(path: Path, write: Callable[[Path], object], *, shared: bool = F
         temporary.unlink(missing_ok=True)
 
 
+def write_text_whole(path: Path, text: str) -> None:
+    """As `write_whole`: the text is at `path`, in UTF-8."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def cache_directory(name: str) -> Path:
     """peagle/`name` in the user's cache directory (XDG_CACHE_HOME)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / name

@@ -22,7 +22,7 @@ import numpy as np
 
 from peagle.metrics import Counters, Result
 from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new, write_whole
+from peagle.ops.files import expect_new, write_text_whole
 from peagle.sweep.plan import Arm, K, Plan, Setting
 
 SCHEMA, KIND = 3, "sweep"
@@ -353,6 +353,6 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
-        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        write_text_whole(path, text)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
