@@ -49,6 +49,7 @@ class Asked:
     texts: tuple[Text, ...]  # aux_hidden: the taps that the config names
     hiddens: tuple[np.ndarray, ...]  # [n, L, D] of each text: the output of every layer
     rows: tuple[int, ...]  # of each text: its conversation
+    capacity: int  # tokens that the caches held
 
     @property
     def num_accepted(self) -> np.ndarray:
@@ -131,19 +132,19 @@ def parity_command(settings: ParitySettings) -> int:
     return 0 if found.fine and layers.fine else 1
 
 
-def ask(pair: Pair, conversations: Sequence[Conversation], settings: ParitySettings, *, raw: bool) -> Asked:
-    """Each prompt answered greedily by the engine, with every hidden state of the target."""
+def ask(
+    pair: Pair, conversations: Sequence[Conversation], settings: ParitySettings, *, raw: bool, at_least: int = 0
+) -> Asked:
+    """Each prompt answered greedily by the engine, whose caches hold `at_least` so many tokens, with every hidden state
+    of the target."""
     requests = [
         pair.request(each, [], Rendering(raw=raw), max_new_tokens=settings.max_new_tokens, index=index)
         for index, each in enumerate(conversations)
     ]
-    capacity = pair.capacity(requests)
+    capacity = pair.capacity(requests, at_least)
     engine = pair.engine(SpeculationConfig(settings.num_speculative_tokens, 1, capacity))
     target = cast(GptOss, pair.target)
-    every = tuple(range(target.config.num_layers))
-    whole = jax.jit(
-        lambda model, ids, length: model.prefill(ids, length, model.init_cache(1, capacity, 1))[0].aux_hidden
-    )
+    every = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
     texts, hiddens, rows = [], [], []
     for request in requests:
         result = decode(engine, [request], None)[0]
@@ -151,15 +152,15 @@ def ask(pair: Pair, conversations: Sequence[Conversation], settings: ParitySetti
         if not decisions:
             continue
         ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
-        padded = jnp.asarray(np.pad(ids, (0, capacity - len(ids)))[None])
-        seen = whole(dataclasses.replace(target, aux_layer_ids=every), padded, jnp.array([len(ids)], jnp.int32))
-        hidden = np.asarray(seen[0, : len(ids)].astype(jnp.float32)).reshape(len(ids), len(every), -1)
+        padded = np.pad(ids, (0, capacity - len(ids)))[None]
+        tapped = np.asarray(_tapped(every, padded, np.array([len(ids)], np.int32)))
+        hidden = tapped[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
         hiddens.append(hidden)
         rows.append(request.index)
         texts.append(
             Text(
                 ids,
-                _tapped(hidden, target.aux_layer_ids),
+                _side_by_side(hidden, target.aux_layer_ids),
                 tuple(each.length for each in decisions),
                 tuple(each.draft_token_ids for each in decisions),
                 tuple(each.num_accepted for each in decisions),
@@ -167,7 +168,13 @@ def ask(pair: Pair, conversations: Sequence[Conversation], settings: ParitySetti
         )
     if not texts:
         raise InputError("no answer is longer than its first token, so nothing was drafted; give other prompts")
-    return Asked(tuple(texts), tuple(hiddens), tuple(rows))
+    return Asked(tuple(texts), tuple(hiddens), tuple(rows), capacity)
+
+
+@jax.jit
+def _tapped(target: GptOss, ids: Any, length: Any) -> jax.Array:
+    """[1, T, A]: the hidden states that the target taps of a text, which is padded to T tokens."""
+    return target.prefill(ids, length, target.init_cache(1, ids.shape[1], 1))[0].aux_hidden
 
 
 def examine(
@@ -196,7 +203,8 @@ def examine(
     other_rendering = None
     if pair.tokenizer is not None and all(each.turns for each in conversations):
         try:
-            answered = ask(pair, conversations, settings, raw=settings.render == "chat")
+            # with caches as long, by the programs that are compiled
+            answered = ask(pair, conversations, settings, raw=settings.render == "chat", at_least=asked.capacity)
         except InputError:  # no chat template, or prompts that only a template can put together
             pass
         else:
@@ -262,7 +270,7 @@ def readings(
     for shift in (-1, 1):
         moved = tuple(tap + shift for tap in taps)
         if all(0 <= tap < num_layers for tap in moved):
-            shifted = [t.with_aux(_tapped(h, moved)) for t, h in zip(texts, asked.hiddens, strict=True)]
+            shifted = [t.with_aux(_side_by_side(h, moved)) for t, h in zip(texts, asked.hiddens, strict=True)]
             yield f"taps: {list(moved)} instead of {list(taps)}: every tap is off by {-shift:+d}", model, shifted
     flipped = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
     said = str(flipped.norm_before_residual).lower()
@@ -369,7 +377,7 @@ def _template(raw: Asked, chat: Asked) -> list[Cause]:
     return [Cause("the prompts are raw: put them into the chat template", 1 + float(chat.num_accepted.mean()), gain)]
 
 
-def _tapped(hidden: np.ndarray, taps: Sequence[int]) -> np.ndarray:
+def _side_by_side(hidden: np.ndarray, taps: Sequence[int]) -> np.ndarray:
     """[n, A]: the outputs of these layers side by side."""
     return hidden[:, list(taps)].reshape(len(hidden), -1)
 
