@@ -3,8 +3,9 @@ at each call, shapes by jaxtyping and the rest by beartype."""
 
 import os
 
-# most of the suite's time is XLA compiling, much of that LLVM optimising: asserted is what programs say, not how fast
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+from tests.compiling import FLAGS
+
+os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  # of two of a name the last one counts
 
 import peagle  # noqa: F401, I001  before JAX: it makes its CPU backend right before it starts
 

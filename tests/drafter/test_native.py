@@ -15,6 +15,7 @@ from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.linear import Panels, arrange, arrange_embedding
 from peagle.ops.messages import Draft
+from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import (
     CONFIGS,
     FOUR,
@@ -112,6 +113,8 @@ def test_a_shared_embedding_and_head_are_the_targets_panels(tmp_path: Path, name
 
 # A draft's bits are its own
 
+propose_exactly = jax.jit(PEagle.propose, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)
+
 
 @pytest.fixture(scope="module", params=[(ONE, "float32"), (TWO, "bfloat16")], ids=str)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PEagle, int]:
@@ -132,10 +135,10 @@ def test_a_sequence_alone_is_the_sequence_in_a_batch(case: tuple[PEagle, int]) -
     firsts, nums = [n - 1 for n in lengths], [1, most + 1, 3]
     state = prompt_state(peagle, texts, lengths, most)
     fresh = stack_fresh(texts, firsts, nums, most)
-    together, after = propose(peagle, state, fresh, num_drafts=most)
+    together, after = propose_exactly(peagle, state, fresh, num_drafts=most)
     for b in range(len(texts)):
         own_state, own_fresh = jax.tree.map(lambda part, b=b: jnp.asarray(np.asarray(part)[b : b + 1]), (state, fresh))
-        alone, own_after = propose(peagle, own_state, own_fresh, num_drafts=most)
+        alone, own_after = propose_exactly(peagle, own_state, own_fresh, num_drafts=most)
         np.testing.assert_array_equal(bits(alone), bits(together)[b : b + 1])
         for one, other in zip(jax.tree.leaves(own_after), jax.tree.leaves(after), strict=True):
             np.testing.assert_array_equal(one, np.asarray(other)[b : b + 1])
@@ -148,6 +151,8 @@ def test_a_draft_does_not_depend_on_how_many_there_are(case: tuple[PEagle, int])
     drafts = []
     for num_drafts in (2, most):
         state = prompt_state(peagle, texts, lengths, num_drafts)
-        drafts.append(propose(peagle, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)[0])
+        drafts.append(
+            propose_exactly(peagle, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)[0]
+        )
     for fewer in drafts[:-1]:
         np.testing.assert_array_equal(bits(fewer), bits(drafts[-1])[:, : fewer.token_ids.shape[1]])

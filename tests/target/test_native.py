@@ -16,6 +16,7 @@ from peagle.ops.linear import Panels
 from scripts.make_random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, save_target, write_target
 from target.model import GptOss
+from tests.compiling import AS_FOR_USERS
 from tests.target.test_model import CONFIG, random_params
 from tests.target.walk import WIDTH, walk
 
@@ -25,7 +26,7 @@ MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attentio
 BATCH, LENGTH = 3, 57
 PROMPTS = [9, 16, 4]
 AUX_LAYER_IDS = (1, 0)
-verify, prefill = jax.jit(GptOss.verify), jax.jit(GptOss.prefill)
+verify, prefill = (jax.jit(each, compiler_options=AS_FOR_USERS) for each in (GptOss.verify, GptOss.prefill))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,14 @@
+"""How XLA compiles the programs under test. Half of the suite's time is compiling, and most of that the optimising:
+asserted is what programs say, not how fast they say it. What holds bit for bit is asserted of programs that are
+compiled as they are for users."""
+
+import importlib.metadata
+
+QUICKLY: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
+AS_FOR_USERS: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
+
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # the newer line has but one way to compile fusions
+    QUICKLY["xla_cpu_use_fusion_emitters"] = False
+    AS_FOR_USERS["xla_cpu_use_fusion_emitters"] = True
+
+FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICKLY.items())
