@@ -87,7 +87,7 @@ def _choose(wanted: str) -> tuple[str | None, str]:
         isa = wanted or runs[0]
         _register(isa)
     except Exception as error:  # a library for another system, or for another version of XLA's FFI
-        return None, f"the native kernels do not load ({' '.join(str(error).split())[:120]}); {again}"
+        return None, f"the native kernels do not load ({' '.join(str(error).split())[:200]}); {again}"
     return isa, "" if wanted or isa == best else f" (those for {best} were not compiled; {again})"
 
 
