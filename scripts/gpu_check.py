@@ -5,12 +5,13 @@
     python -m scripts.gpu_check --out DIR --only peers,120b             # these sections alone, for a second call
     python -m scripts.gpu_check --out DIR --shapes tiny --any-device    # the same on whatever there is, to try it out
 
-Needs no network, no checkpoint and no installation (run it in the checkout): weights are random and made in the
-device's memory. First what must be right: the GPU kernels (what launches them is compiled if it is not there), the
-conformance suite, logits against the CPU's, losslessness. Then what is measured, for each shape: prefill, decoding and
-verify passes, by XLA's own code, too; each operation's bytes and time; steps of speculation whose acceptance is drawn
-at given rates (marked synthetic: it says what a step costs, nothing of any drafter), by drafter, head and batch, and
-where a step's time goes; and this project beside transformers on a checkpoint made for it (scripts.bench_peers).
+Needs no network, no checkpoint and no installation (run it in the checkout), but for the conformance suite, which
+needs what the tests do: weights are random and made in the device's memory. First what must be right: the GPU kernels
+(what launches them is compiled if it is not there), the conformance suite, logits against the CPU's, losslessness.
+Then what is measured, for each shape: prefill, decoding and verify passes, by XLA's own code, too; each operation's
+bytes and time; steps of speculation whose acceptance is drawn at given rates (marked synthetic: it says what a step
+costs, nothing of any drafter), by drafter, head and batch, and where a step's time goes; and this project beside
+transformers on a checkpoint made for it (scripts.bench_peers).
 
 `--out` (which must not exist yet) gets a line in raw.jsonl as soon as anything is known, so that a run that is cut off
 has lost nothing, and at the end run.json and README.md. What does not fit into --minutes is named as left out; what is
@@ -21,6 +22,7 @@ Exit code 1: something is wrong, or could not be measured.
 import argparse
 import dataclasses
 import gc
+import importlib.util
 import json
 import os
 import statistics
@@ -68,6 +70,7 @@ PARALLEL = Kind("P-EAGLE, 4 layers", 4, True)  # the public 20b drafter's geomet
 SYNTHETIC = 0.76  # unconditional rate .76^i at draft i: 3.70 tokens a step at K = 7, as published for MT-Bench
 SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
 SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/test_accept.py")
+SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
 NEW_TOKENS, REPEATS = 128, 3
 SUITE_S, PEERS_S = 180, 300  # they are stopped then
 PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared on: two layers as the 20b's
@@ -129,6 +132,9 @@ def kernels() -> Iterator[Json]:
 
 def conformance() -> Iterator[Json]:
     """The kernels' suite, which is the same on every device."""
+    if missing := [name for name in SUITE_NEEDS if importlib.util.find_spec(name) is None]:
+        yield {"ok": False, "error": f"not run: it needs {', '.join(missing)}; pip install '.[test]'"}
+        return
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", *SUITE],
         cwd=ROOT,

@@ -50,6 +50,13 @@ def test_a_machine_without_a_gpu_is_told_in_a_line(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_suite_that_cannot_run_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "SUITE_NEEDS", ("pytest", "no_such_module"))
+    assert list(gpu_check.conformance()) == [
+        {"ok": False, "error": "not run: it needs no_such_module; pip install '.[test]'"}
+    ]
+
+
 def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken() -> None:
         raise RuntimeError("no such instruction")
