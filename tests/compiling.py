@@ -1,6 +1,6 @@
 """How XLA compiles the programs under test. Half of the suite's time is compiling, and most of that the optimising:
-asserted is what programs say, not how fast they say it. What holds bit for bit is asserted of programs that are
-compiled as they are for users."""
+asserted is what programs say, not how fast they say it. That a row's bits are its own is asserted of whole models as
+they are compiled for users."""
 
 import importlib.metadata
 
