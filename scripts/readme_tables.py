@@ -81,8 +81,8 @@ def _gained(row: Json | None) -> str:
 
 
 def runs(folder: Path) -> list[str]:
-    """Every run of a folder: what it shows, when, where, and the command that makes it again."""
-    lines = ["| run | when | where | command |", "|---|---|---|---|"]
+    """Every run of a folder: what it shows, when, by which commit's code, where, and the command that made it."""
+    lines = ["| run | when | code | where | command |", "|---|---|---|---|---|"]
     for path in sorted(folder.glob("*/run.json")):
         run = _record(path.parent)
         origin = run["sittings"][0] if "sittings" in run else run["provenance"]
@@ -91,8 +91,9 @@ def runs(folder: Path) -> list[str]:
         where = f"{origin['cpu']}, {origin['num_threads']} threads" if device["platform"] == "cpu" else device["kind"]
         command = origin["command"] if isinstance(origin["command"], str) else " ".join(origin["command"])
         name = path.parent.name.split("_", 2)[-1].replace("_", " ")
+        code = origin["git"]["commit"][:10] if origin["git"] else "-"
         lines.append(
-            f"| [{title}: {name}]({path.parent.name}/README.md) | {origin['time'][:10]} | {where}; jaxlib "
+            f"| [{title}: {name}]({path.parent.name}/README.md) | {origin['time'][:10]} | {code} | {where}; jaxlib "
             f"{origin['packages']['jaxlib']} | `{command}` |"
         )
     return lines

@@ -28,12 +28,9 @@ import peagle
 from peagle import policy
 from peagle.config import SpeculationConfig
 from peagle.metrics import decode
-from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.pair import HELD_OUT
 from peagle.policy import Costs, Outlook
-from peagle.prompt_files import read_prompt_file
-from peagle.prompts import Rendering
+from scripts import held_out
 from scripts.results import in_one_line, origin, write_run
 
 KINDS = ("confidence", "corrected")
@@ -127,26 +124,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("-k", type=int, default=7, help="drafts of each step (default %(default)s)")
-    parser.add_argument("--target", default="demo", help="a target's directory (default: the demo's)")
-    parser.add_argument("--drafter", default="demo", help="a drafter's directory (default: the demo's)")
-    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines (default: the demo's held-out ones)")
-    parser.add_argument("--num-prompts", type=int, default=60, help="how many of them (default %(default)s)")
-    parser.add_argument("-n", "--max-new-tokens", type=int, default=256, help="per prompt (default %(default)s)")
+    held_out.add_options(parser)
     arguments = parser.parse_args()
     return in_one_line("reliability", lambda: measure(arguments))
 
 
 def measure(arguments: argparse.Namespace) -> int:
     """Everything is checked before anything runs."""
-    if arguments.num_prompts < 1:
-        raise InputError("--num-prompts must be 1 or more")
+    held_out.check(arguments)
     expect_new(arguments.out)
-    conversations = read_prompt_file(arguments.prompts).conversations[: arguments.num_prompts]
     pair = peagle.load(arguments.target, arguments.drafter)
-    requests = [
-        pair.request(each, [], Rendering(), max_new_tokens=arguments.max_new_tokens, seed=0, index=index)
-        for index, each in enumerate(conversations)
-    ]
+    requests = held_out.requests(arguments, pair)
     k, _ = pair.num_drafts(arguments.k)
     engine = pair.engine(SpeculationConfig(k, 1, pair.capacity(requests)))
     replay = Replay(k)
@@ -170,8 +158,7 @@ def measure(arguments: argparse.Namespace) -> int:
     record = {
         "schema": 1,
         "provenance": origin("scripts.reliability"),
-        "config": {"target": arguments.target, "drafter": arguments.drafter, "prompts": arguments.prompts.name}
-        | {"num_prompts": len(requests), "num_speculative_tokens": k, "max_new_tokens": arguments.max_new_tokens},
+        "config": held_out.described(arguments, len(requests)) | {"num_speculative_tokens": k},
         "rows": [{"position": None, **figures(drafts)}, *rows],
     }
     write_run(arguments.out, record, raw, page(record))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,22 @@ from target.model import GptOss
 MOST_PASSES = 256  # passes of one program; fewer are run by its count, so that each width compiles once
 
 
-def load(directory: str, kernels: str, dtype: str) -> "Ours":
-    """The engine of a checkpoint. kernels: auto, native or xla; raises InputError where they do not run."""
+def load(
+    directory: str, kernels: str, dtype: str, drafter: str | None = None, num_drafts: int | Literal["auto"] = 0
+) -> "Ours":
+    """The engine of a checkpoint, or with a drafter that of a pair, which drafts so many tokens a step when it decodes.
+    kernels: auto, native or xla; raises InputError where they do not run."""
     if dtype == "float32" and jax.default_backend() == "gpu":  # the reference; a process has one engine
         jax.config.update("jax_default_matmul_precision", "highest")  # not TF32
-    return Ours(peagle.load(directory, None, kernels=kernels, dtype=dtype))
+    return Ours(peagle.load(directory, drafter, kernels=kernels, dtype=dtype), num_drafts)
 
 
 class Ours:
     """See worker.Engine."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, num_drafts: int | Literal["auto"]) -> None:
         self._pair = pair
+        self._num_drafts, self._adaptive = pair.num_drafts(num_drafts)
         self._target: GptOss = pair.plain_target
 
     def describe(self) -> dict[str, Any]:
@@ -48,7 +52,8 @@ class Ours:
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
         request = Request(0, tuple(prompt_ids), num_tokens)
-        config = SpeculationConfig(0, capacity=self._pair.capacity([request]))
+        capacity = self._pair.capacity([request])
+        config = SpeculationConfig(self._num_drafts, capacity=capacity, adaptive=self._adaptive)
         engine = self._pair.engine(config, ignore_eos=True)
         engine.warm_up([request])
         started = time.perf_counter()

@@ -1,0 +1,212 @@
+"""Speculation beside llama.cpp's plain decoding of the same target: how fast each writes the answers to prompts.
+
+    python -m scripts.bench_answers --out results/2026-11-23_cpu_bench_answers --llama-python LLAMA/bin/python -k 3,auto
+
+Every prompt is decoded greedily by every engine in turn, repeatedly: this project's plain decoding, its speculation for
+each K of `-k`, and llama.cpp (which needs what scripts.bench_peers says). All write as many tokens as this project's
+own answer has, so that nobody is fast by stopping early.
+
+Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per engine), raw.jsonl (a
+line per prompt, repeat and engine) and README.md (the table).
+"""
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import peagle
+from peagle.config import SpeculationConfig
+from peagle.metrics import decode
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
+from peagle.pair import AUTO, drafter_path, resolve
+from peagle.provenance import num_threads
+from peagle.sweep.figures import estimate
+from peagle.sweep.page import estimate_text
+from scripts import held_out
+from scripts.peers.gguf_file import write_gguf
+from scripts.peers.measure import rotated
+from scripts.peers.remote import Remote
+from scripts.peers.roster import LLAMA, OURS, Entry, Site, entry, unavailable
+from scripts.results import RawLines, in_one_line, origin, write_page
+from target.load import inspect_target
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt, and what this project's plain decoding answers."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--llama-python", required=True, metavar="PATH", help="a Python that has llama-cpp-python")
+    parser.add_argument("-k", default="3,auto", help="drafts a step, with commas (default %(default)s)")
+    held_out.add_options(parser)
+    parser.add_argument("--repeats", type=int, default=5, help="after one that warms up (default %(default)s)")
+    arguments = parser.parse_args()
+    return in_one_line("bench_answers", lambda: bench(arguments))
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """Everything is checked before anything runs."""
+    drafts = [int(each) if each.isdecimal() else each for each in arguments.k.split(",")]
+    if unknown := [each for each in drafts if each != AUTO and (isinstance(each, str) or each < 1)]:
+        raise InputError(f"-k names {unknown[0]!r}; expected numbers of 1 or more, or {AUTO}, with commas between")
+    if arguments.repeats < 1:
+        raise InputError("--repeats must be 1 or more")
+    held_out.check(arguments)
+    if why := unavailable(LLAMA, arguments.llama_python):
+        raise InputError(f"llama.cpp cannot run here: {why}")
+    expect_new(arguments.out)
+    checkpoint = resolve(arguments.target, "target")
+    answers = own_answers(arguments)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
+        gguf = Path(scratch) / "model.gguf"
+        write_gguf(checkpoint, gguf)
+        context = max(len(answer.prompt_ids) + len(answer.token_ids) for answer in answers)
+        site = Site(
+            checkpoint, inspect_target(checkpoint).mxfp4, gguf, context, num_threads() or 1, arguments.llama_python
+        )
+        engines = {
+            made.name: running.enter_context(Remote(made))
+            for made in entries(site, drafter_path(arguments.target, arguments.drafter) or arguments.drafter, drafts)
+        }
+        raw = RawLines(arguments.out)
+        for line in decoded(engines, answers, arguments.repeats):
+            raw.add(line)
+        described = {name: remote.described for name, remote in engines.items()}
+    config = held_out.described(arguments, len(answers)) | {"repeats": arguments.repeats}
+    rows = [{"engine": name, **described[name], **figures(raw.lines, name)} for name in engines]
+    record = {"schema": 1, "provenance": origin("scripts.bench_answers"), "config": config, "rows": rows}
+    write_page(arguments.out, record, page(record))
+    return 0
+
+
+def own_answers(arguments: argparse.Namespace) -> list[Answer]:
+    """What plain decoding answers to each prompt; those of one token, which take no decoding, are left out."""
+    pair = peagle.load(arguments.target, None)
+    requests = held_out.requests(arguments, pair)
+    engine = pair.engine(SpeculationConfig(0, capacity=pair.capacity(requests)))
+    results = [result for result in decode(engine, requests, None) if len(result.output_ids) > 1]
+    if not results:
+        raise InputError(
+            "no answer has a second token, and decoding is what is timed; give other prompts or a larger -n"
+        )
+    return [Answer(list(result.request.prompt_ids), list(result.output_ids)) for result in results]
+
+
+def entries(site: Site, drafter: str | Path, drafts: Sequence[int | str]) -> Iterator[Entry]:
+    """This project's plain decoding, its speculation with each K, llama.cpp."""
+    plain = entry(OURS, site)
+    yield plain
+    for k in drafts:
+        options = {**plain.options, "drafter": str(drafter), "num_drafts": k}
+        yield dataclasses.replace(plain, name=f"{OURS}, K = {k}", options=options)
+    yield entry(LLAMA, site)
+
+
+def decoded(engines: Mapping[str, Remote], answers: Sequence[Answer], repeats: int) -> Iterator[Json]:
+    """A line per prompt, repeat and engine. Repeat 0 warms up and is not among them."""
+    started, done, total = time.monotonic(), 0, (repeats + 1) * len(answers)
+    for repeat in range(repeats + 1):
+        for index, answer in enumerate(answers):
+            for name in rotated(list(engines), repeat + index):
+                found = engines[name].call("decode", prompt_ids=answer.prompt_ids, num_tokens=len(answer.token_ids))
+                line = {"engine": name, "prompt": index, "repeat": repeat, "tokens": len(answer.token_ids)}
+                times = {key: found[key] for key in ("prefill_s", "decode_s")}
+                if repeat:
+                    yield {**line, **times, "agrees": agreement(found["token_ids"], answer.token_ids)}
+            done += 1
+            left = (time.monotonic() - started) / done * (total - done)
+            print(f"\r{done}/{total} prompts, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
+def agreement(found: Sequence[int], expected: Sequence[int]) -> int:
+    """How many tokens are the same before the first that differs."""
+    return next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), len(expected))
+
+
+def figures(lines: Sequence[Json], engine: str) -> Json:
+    """Of one engine: tokens a second behind the first tokens, how many times faster it is than this project's plain
+    decoding and than llama.cpp's (pooled, with 95 % intervals by bootstrap over prompts), and the share of prompts it
+    always answers with the same tokens as the former."""
+    seconds = {name: by_prompt(lines, name) for name in (engine, OURS, LLAMA)}
+    own = [line for line in lines if line["engine"] == engine]
+    table = np.array([[seconds[name][prompt] for name in (LLAMA, OURS, engine)] for prompt in seconds[engine]])
+    over_llama = estimate(table, lambda sums: sums[:, 0] / sums[:, 2])
+    over_plain = estimate(table, lambda sums: sums[:, 1] / sums[:, 2])
+    assert over_llama is not None
+    assert over_plain is not None
+    differing = {line["prompt"] for line in own if line["agrees"] < line["tokens"]}
+    return {
+        "tok_per_s": sum(line["tokens"] - 1 for line in own) / sum(line["decode_s"] for line in own),
+        "over_llama": dataclasses.asdict(over_llama),
+        "over_plain": dataclasses.asdict(over_plain),
+        "same_answers": 1 - len(differing) / len(seconds[engine]),
+    }
+
+
+def by_prompt(lines: Sequence[Json], engine: str) -> dict[int, float]:
+    """Seconds of decoding each prompt's answer, of all repeats together."""
+    found: dict[int, float] = {}
+    for line in lines:
+        if line["engine"] == engine:
+            found[line["prompt"]] = found.get(line["prompt"], 0.0) + line["decode_s"]
+    return found
+
+
+def page(record: Json) -> str:
+    """README.md of the run."""
+    config, source = record["config"], record["provenance"]
+    versions = "; ".join(dict.fromkeys(row["version"] for row in record["rows"]))
+    lines = [
+        "# Speculation beside llama.cpp",
+        "",
+        f"`{source['command']}`",
+        "",
+        f"Target {config['target']}, drafter {config['drafter']}; {config['num_prompts']} prompts of "
+        f"{config['prompts']}, in the chat template, greedy, batch 1; every engine writes as many tokens as this "
+        f"project's own answer has, {config['max_new_tokens']} at most; {config['repeats']} repeats after one that "
+        "warms up, at each prompt every engine in turn, one at work at a time. Tokens behind the first over the time "
+        "they took, all prompts and repeats together; intervals: 95 %, bootstrap over prompts. "
+        f"{source['cpu']}, {source['num_threads']} threads; {versions}, jaxlib {source['packages']['jaxlib']}; "
+        f"{source['time']}.",
+        "",
+        "| engine | tok/s | over llama.cpp | over plain decoding | prompts answered the same | computes |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        over_llama = "" if row["engine"] == LLAMA else estimate_text(row["over_llama"])
+        over_plain = "" if row["engine"] == OURS else estimate_text(row["over_plain"])
+        lines.append(
+            f"| {row['engine']} | {row['tok_per_s']:.0f} | {over_llama} | {over_plain} | "
+            f"{100 * row['same_answers']:.0f} % | {row['computes']} |"
+        )
+    lines += [
+        "",
+        "Answered the same: token for token as this project's plain decoding. llama.cpp rounds activations to eight "
+        "bits and YaRN's bounds to whole dimensions, so that near-ties fall otherwise and a text goes another way.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The requests of scripts that decode a pair's prompts: their options, and what they mean."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from peagle.generate import Request
+from peagle.ops.errors import InputError
+from peagle.pair import DEMO, HELD_OUT, Pair
+from peagle.prompt_files import read_prompt_file
+from peagle.prompts import Rendering
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The pair, its prompts and how long their answers may be."""
+    parser.add_argument("--target", default=DEMO, help="a target's directory (default: the demo's)")
+    parser.add_argument("--drafter", default=DEMO, help="a drafter's directory (default: the demo's)")
+    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines (default: the demo's held-out ones)")
+    parser.add_argument("--num-prompts", type=int, default=60, help="how many of them (default %(default)s)")
+    parser.add_argument("-n", "--max-new-tokens", type=int, default=256, help="per prompt (default %(default)s)")
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raises InputError for options that no pair can serve."""
+    if arguments.num_prompts < 1:
+        raise InputError("--num-prompts must be 1 or more")
+
+
+def requests(arguments: argparse.Namespace, pair: Pair) -> list[Request]:
+    """The first turns of the first prompts, in the chat template, greedy."""
+    conversations = read_prompt_file(arguments.prompts).conversations[: arguments.num_prompts]
+    return [
+        pair.request(each, [], Rendering(), max_new_tokens=arguments.max_new_tokens, seed=0, index=index)
+        for index, each in enumerate(conversations)
+    ]
+
+
+def described(arguments: argparse.Namespace, num_prompts: int) -> dict[str, Any]:
+    """The options as run.json keeps them."""
+    named = {"target": arguments.target, "drafter": arguments.drafter, "prompts": arguments.prompts.name}
+    return named | {"num_prompts": num_prompts, "max_new_tokens": arguments.max_new_tokens}
