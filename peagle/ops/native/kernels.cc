@@ -130,12 +130,12 @@ class Ahead {
   int64_t near_, far_, turn_;
 };
 
-// How many rows go together, and how many columns with so many of them. One row's sum is one chain of additions, and a core
+// How many of the rows go together first, and how many columns with so many of them. One row's sum is one chain of additions, and a core
 // works on eight or so at a time; more sums than registers are none the quicker.
 struct Dense {
   using Input = float;
-  static constexpr int kRows = kManyRegisters ? kTileRows : 4;
-  static constexpr int Columns(int rows) { return rows <= (kManyRegisters ? kRows / 2 : 1) ? 4 : 2; }
+  static constexpr int Rows(int rows) { return kManyRegisters || rows <= 5 ? rows : rows == 7 ? 5 : 4; }
+  static constexpr int Columns(int rows) { return rows <= (kManyRegisters ? 4 : 2) ? 4 : 2; }
 };
 
 struct Float32 : Dense {
@@ -167,15 +167,16 @@ struct Bfloat16 : Dense {
     const int64_t panel = PanelBytes(inputs);
     const Ahead<R> ahead(panel, kAheadDense);
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
-      Floats first[R], second[R];
+      // one after the other, read twice: registers hold no more beside the sums
+      const auto both = [&](int r) { return panels + At(r, panel, 4) + pair * 64; };
+      Floats weights[R];
       for (int r = 0; r < R; ++r) {
-        const char* both = panels + At(r, panel, 4) + pair * 64;
-        ahead.Fetch(r, both, pair * 64);
-        first[r] = reinterpret_cast<Floats>(Load<Words>(both) << 16);
-        second[r] = reinterpret_cast<Floats>(Load<Words>(both) & 0xffff0000u);
+        ahead.Fetch(r, both(r), pair * 64);
+        weights[r] = reinterpret_cast<Floats>(Load<Words>(both(r)) << 16);
       }
-      AddOuter<T, R>(first, x, 2 * pair, sums);
-      AddOuter<T, R>(second, x, 2 * pair + 1, sums);
+      AddOuter<T, R>(weights, x, 2 * pair, sums);
+      for (int r = 0; r < R; ++r) weights[r] = reinterpret_cast<Floats>(Load<Words>(both(r)) & 0xffff0000u);
+      AddOuter<T, R>(weights, x, 2 * pair + 1, sums);
     }
     if (inputs % 2) {
       Floats last[R];
@@ -282,7 +283,7 @@ void ToDigits(const float* x, int64_t inputs, Digits* out) {
 #endif
 
 struct Mxfp4 {
-  static constexpr int kRows = kTileRows;
+  static constexpr int Rows(int rows) { return rows; }
   static int64_t PanelBytes(int64_t inputs) { return inputs / 8 * kPanelRows * 4; }
 
   // 2^(scale - 127) for each row of a column. XLA flushes denormals, so scale 0 (2^-127) counts as 0.
@@ -456,10 +457,21 @@ __attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scale
     for (int t = 0; t < T; ++t) Store(out + At(r, kTileRows * kPanelRows, 1) + t * kPanelRows, sums[r][t]);
 }
 
+// The same of R columns that are more than go together with so many rows.
+template <class W, int T, int R>
+PEAGLE_INLINE void DotColumns(const char* panels, const uint8_t* scales, int64_t inputs, const void* const* x, float* out) {
+  constexpr int kTogether = std::min(R, W::Columns(T));
+  const int64_t bytes = W::PanelBytes(inputs), scale_bytes = inputs / 32 * kPanelRows;
+  for (int r = 0; r < R; r += kTogether)
+    DotGroup<W, T, kTogether>(panels + At(r, bytes, 4), scales + At(r, scale_bytes, 1), inputs, x,
+                              out + At(r, kTileRows * kPanelRows, 1));
+}
+
 // The tile of `count` panels (from `first` on) and T rows, by groups of columns.
 template <class W, int T>
 void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, Tile& tile) {
-  constexpr int kMost = W::Columns(T);
+  constexpr int kFirst = W::Rows(T), kRest = T - kFirst;
+  constexpr int kMost = std::max(W::Columns(kFirst), kRest > 0 ? W::Columns(kRest) : 1);
   const int64_t bytes = W::PanelBytes(matrix.inputs), scale_bytes = matrix.inputs / 32 * kPanelRows;
   auto panels = static_cast<const char*>(matrix.panels) + first * bytes;
   auto scales = matrix.scales == nullptr ? nullptr : matrix.scales + first * scale_bytes;
@@ -469,10 +481,8 @@ void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const void* c
       const char* weights = panels + At(c, bytes, 4);
       const uint8_t* powers = scales + At(c, scale_bytes, 1);
       float* out = tile.values[0][0] + At(c, kTileRows * kPanelRows, 1);
-      constexpr int kFirst = std::min(T, W::kRows);
-      DotGroup<W, kFirst, R>(weights, powers, matrix.inputs, x, out);
-      if constexpr (kFirst < T)
-        DotGroup<W, T - kFirst, R>(weights, powers, matrix.inputs, x + kFirst, out + kFirst * kPanelRows);
+      DotColumns<W, kFirst, R>(weights, powers, matrix.inputs, x, out);
+      if constexpr (kRest > 0) DotColumns<W, kRest, R>(weights, powers, matrix.inputs, x + kFirst, out + kFirst * kPanelRows);
     }
   };
   if constexpr (kMost >= 4) group.template operator()<4>();
@@ -554,9 +564,11 @@ Inputs::Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parall
   std::copy_n(x, rows, row_.get());
 }
 
-// What multiplying `rows` rows costs, in weight bytes read: the arithmetic of four rows weighs as much as reading.
+// What multiplying `rows` rows costs, in weight bytes read: the arithmetic of four rows weighs as much as reading, and that
+// of codes, where registers are narrow, much more (tried on Zen 3).
 int64_t Work(const Matrix& matrix, int64_t panels, int64_t rows) {
-  return panels * PanelBytes(matrix) * (4 + rows) / 4;
+  const int64_t bytes = panels * PanelBytes(matrix);
+  return matrix.format == Format::kMxfp4 && !kManyRegisters ? 5 * bytes * rows : bytes * (4 + rows) / 4;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
