@@ -12,6 +12,7 @@ would cost what it gains. The host chooses the next one, by the plan the device 
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import time
@@ -127,16 +128,19 @@ def _first(
 def _program(
     models: Any, state: Any, ladder: Ladder, sampling: SamplingConfig, count: int, rung: int | None = None
 ) -> Any:
-    """The steps as a program of (leaves of target and drafter, leaves of the state, which are donated), for these tree
-    structures: (leaves of the state after them, what the host reads). Given the trees themselves, JAX would walk
-    through all of them in Python at every dispatch, which takes as long as a step of a small model."""
+    """The steps as a program of (leaves of target and drafter, leaves of the state, which are donated, how many steps
+    at most, if there is a rung with drafts), for these tree structures: (leaves of the state after them, what the host
+    reads). Given the trees themselves, JAX would walk through all of them in Python at every dispatch, which takes as
+    long as a step of a small model."""
 
-    def _steps(model_leaves: list[jax.Array], state_leaves: list[jax.Array]) -> tuple[list[jax.Array], Readable]:
+    def _steps(
+        model_leaves: list[jax.Array], state_leaves: list[jax.Array], limit: jax.Array | None = None
+    ) -> tuple[list[jax.Array], Readable]:
         _traces["step"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
         before = jax.tree.unflatten(state, state_leaves)
         run = functools.partial(steps_of, rung) if rung else steps
-        after, outputs = run(target, drafter, before, ladder, sampling, count)
+        after, outputs = run(target, drafter, before, ladder, sampling, count, limit)
         outputs = _counted_as_long(outputs) if native.available() else outputs
         return jax.tree.leaves(after), (outputs, policy.plan(after.outlook) if rung else None)
 
@@ -213,11 +217,12 @@ class Engine:
         started = time.perf_counter()
         for bucket in sorted({self._bucket(batch) for batch in self._batches(requests)} - self._warm):
             dummy = [Request(0, (0,), max_new_tokens=2)]
-            for _ in self._decode(dummy, bucket):
-                pass
-            for rung in self._rungs if not self._warm else ():
-                state, sent = self._dispatch(self._start(dummy, bucket)[0], rung)
-                jax.block_until_ready((state, sent.outputs))
+            with self._learning_nothing():
+                for _ in self._decode(dummy, bucket):
+                    pass
+                for rung in self._rungs if not self._warm else ():
+                    state, sent = self._dispatch(self._start(dummy, bucket)[0], rung, self.steps_per_dispatch)
+                    jax.block_until_ready((state, sent.outputs))
             self._warm.add(bucket)
             self.compile_s += time.perf_counter() - started
             started = time.perf_counter()
@@ -227,6 +232,13 @@ class Engine:
             before = self.plain.compile_s
             self.plain.warm_up(requests)
             self.compile_s += self.plain.compile_s - before
+
+    @contextlib.contextmanager
+    def _learning_nothing(self) -> Iterator[None]:
+        """What is known of drafting is afterwards as it was."""
+        outlooks = self._outlooks
+        yield
+        self._outlooks = outlooks
 
     def _decoder(self) -> "Engine":
         """The engine that decodes: this one, or the plain one where drafting cannot pay."""
@@ -311,9 +323,10 @@ class Engine:
 
     def compiled(self, requests: Sequence[Request]) -> list[jax.stages.Compiled]:
         """The programs that dispatches of these requests may run, compiled once more, to look at."""
-        state, _, _ = self._start(requests, self._bucket(requests))
-        sent = [self._prepared(state, rung) for rung in self._rungs]
-        own = [program.lower(models, leaves).compile() for program, models, leaves, _ in sent]
+        with self._learning_nothing():
+            state, _, _ = self._start(requests, self._bucket(requests))
+        sent = [self._prepared(state, rung, self.steps_per_dispatch) for rung in self._rungs]
+        own = [program.lower(*operands).compile() for program, operands, _ in sent]
         return own + ([] if self.plain is None else self.plain.compiled(requests))
 
     @functools.cached_property
@@ -325,16 +338,16 @@ class Engine:
     def _models_of_plain_steps(self) -> tuple[list[jax.Array], Any]:
         return jax.tree.flatten((self.target, NoDrafter()))
 
-    def _prepared(self, state: DecodeState, rung: int | None) -> tuple[Any, list[jax.Array], list[jax.Array], Any]:
-        """(the program of a dispatch, the leaves of its models, those of its state, their tree). Every leaf takes the
-        host its time, and plain steps need none that drafting or choosing does."""
+    def _prepared(self, state: DecodeState, rung: int | None, num_steps: int) -> tuple[Any, list[Any], Any]:
+        """(the program of a dispatch, its operands, the tree of its state). Every leaf takes the host its time, and
+        plain steps need none that drafting or choosing does."""
         config, (models, structure) = self.config, self._models
         if rung == 0:
             state = dataclasses.replace(state, drafter_state=None, outlook=None)
             models, structure = self._models_of_plain_steps
         leaves, tree = jax.tree.flatten(state)
         program = _program(structure, tree, config.ladder, config.sampling, self.steps_per_dispatch, rung)
-        return program, models, leaves, tree
+        return program, [models, leaves, *([np.int32(num_steps)] if rung else [])], tree
 
     def _batches(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
         size = self.config.batch_size
@@ -351,7 +364,7 @@ class Engine:
         # read before a step is sent off: where the device is the host's own cores, steps would delay the first token
         firsts = np.asarray(first_token)
         now = time.perf_counter()
-        state, in_flight = self._dispatch(state, self._rung(course))
+        state, in_flight = self._dispatch_next(state, course)
         lengths = [len(request.prompt_ids) for request in requests]
         for request, token in zip(requests, firsts, strict=False):
             yield Emission(request, (int(token),), now)
@@ -382,11 +395,11 @@ class Engine:
         """The outputs of dispatch after dispatch until all rows are done, and when the host knew them. `in_flight` is
         the dispatch that gave the state, if one did."""
         if in_flight is None:
-            state, in_flight = self._dispatch(state, self._rung(course))
+            state, in_flight = self._dispatch_next(state, course)
         before = None  # when the device was done with the dispatch before, if the host knows that
         try:
             while True:
-                state, following = self._dispatch(state, self._rung(course))
+                state, following = self._dispatch_next(state, course)
                 waits = not in_flight.ready()
                 outputs = StepOutput.unpack(np.asarray(in_flight.outputs), in_flight.num_drafts)
                 now = time.perf_counter()
@@ -396,7 +409,7 @@ class Engine:
                     _see(running, in_flight, outputs, now - before)
                 before, in_flight = now if waits else None, following
                 yield outputs, now
-                if outputs.done[-1].all():
+                if _all_done(outputs):
                     break
             if self._outlooks is not None and state.outlook is not None:
                 last = state.outlook
@@ -418,7 +431,7 @@ class Engine:
             lengths[row], budgets[row] = len(request.prompt_ids), request.max_new_tokens
             seeds[row], indices[row] = request.seed, request.index
         stops = np.asarray(self.stop_token_ids, np.int32)
-        before = None
+        before, new = None, self._outlooks is None
         if self.config.adaptive:
             if self._outlooks is None:
                 blank = policy.begin(self.config.ladder, self.costs or Costs.even(self.config.ladder))
@@ -450,16 +463,18 @@ class Engine:
         if outlook is not None:
             self._outlooks = outlook, outlook
         state = dataclasses.replace(state, target_cache=caches, drafter_state=drafter_state)
-        return state, first_token, Course(plan) if plan is not None and self.chooses_by_dispatch else None
+        return state, first_token, Course(plan, new) if plan is not None and self.chooses_by_dispatch else None
 
-    def _rung(self, course: Course | None) -> int | None:
-        """The rung of the next dispatch; None: each step chooses, or there is one alone."""
-        return None if course is None else course.choose(self.steps_per_dispatch)
+    def _dispatch_next(self, state: DecodeState, course: Course | None) -> tuple[DecodeState, "_InFlight"]:
+        """The dispatch that the course says; without one each step chooses, or there is one rung alone."""
+        most = self.steps_per_dispatch
+        return self._dispatch(state, *((None, most) if course is None else course.choose(most)))
 
-    def _dispatch(self, state: DecodeState, rung: int | None = None) -> tuple[DecodeState, "_InFlight"]:
-        """Sends off the next steps and the copy of their packed outputs to the host; waits for neither."""
-        program, models, leaves, tree = self._prepared(state, rung)
-        leaves, (outputs, plan) = program(models, leaves)
+    def _dispatch(self, state: DecodeState, rung: int | None, num_steps: int) -> tuple[DecodeState, "_InFlight"]:
+        """Sends off the next steps and the copy of their packed outputs to the host; waits for neither. Fewer steps
+        than steps_per_dispatch are for rungs with drafts."""
+        program, operands, tree = self._prepared(state, rung, num_steps)
+        leaves, (outputs, plan) = program(*operands)
         outputs.copy_to_host_async()
         after = jax.tree.unflatten(tree, leaves)
         if rung == 0:
@@ -479,6 +494,12 @@ class _InFlight:
     def ready(self) -> bool:
         """Whether reading would not have to wait."""
         return bool(self.outputs.is_ready())  # type: ignore[attr-defined]  # not in jax's stubs
+
+
+def _all_done(outputs: StepOutput) -> bool:
+    """Whether every row is done behind the last of the steps that ran."""
+    ran = np.flatnonzero(np.any(outputs.num_accepted >= 0, axis=1))
+    return len(ran) == 0 or bool(outputs.done[ran[-1]].all())
 
 
 def _see(running: Running, dispatch: _InFlight, outputs: StepOutput, seconds: float) -> None:

@@ -45,6 +45,7 @@ LEARN, LEARN_FROM_PROBE = 0.2, 0.35  # weight of a step in the running survival;
 REMEMBER = 0.25  # weight of a request in what the next one begins with
 NEIGHBOUR = 0.2  # how much a draft that was not tried is thought to be like the one before it
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # plain steps between probes
+FEW_STEPS = 6  # of a dispatch that drafts, until one has paid: enough to tell a drafter that never hits
 FOREVER = 1 << 30
 MARGIN = 1.03  # how much better than plain decoding drafting must be: costs are measured on a machine that does more
 PROMISE = 0.9  # of plain decoding's rate is enough while the credit lasts: estimates from a few steps are off by more
@@ -256,24 +257,31 @@ def plan(outlook: Outlook | None) -> Int[Array, "3"]:
 
 class Course:
     """Which rung a dispatch runs, where all its steps share one, by the newest plan the host knows: that of before the
-    dispatch in flight."""
+    dispatch in flight. `new`: nothing was seen of this drafter yet, so that few steps at a time are to tell, until some
+    have paid."""
 
-    def __init__(self, plan: jax.Array) -> None:
-        self.hear(plan)
+    def __init__(self, plan: jax.Array, new: bool = False) -> None:
+        self._go_by(plan)
+        self._new = new
 
     def hear(self, plan: jax.Array) -> None:
         """There is a new plan, of a dispatch that drafted."""
-        self.resting, self._rung, self._probes = np.asarray(plan).tolist()
-        self._asked = False
+        self._go_by(plan)
+        self._new = self._new and self._probes
 
-    def choose(self, plain_steps: int) -> int:
-        """The rung of the next dispatch, which has so many steps if it is a plain one. One that probes is waited for
-        before there is another."""
+    def _go_by(self, plan: jax.Array) -> None:
+        self.resting, self._rung, probes = np.asarray(plan).tolist()
+        self._probes, self._asked = bool(probes), False
+
+    def choose(self, most_steps: int) -> tuple[int, int]:
+        """(the rung of the next dispatch, how many steps it has). One that is to find out is waited for before there
+        is another."""
         if self.resting > 0 or self._asked:
-            self.resting = max(self.resting - plain_steps, 0)
-            return 0
-        self._asked = bool(self._probes)
-        return self._rung
+            self.resting = max(self.resting - most_steps, 0)
+            return 0, most_steps
+        num_steps = min(FEW_STEPS, most_steps) if self._new else most_steps
+        self._asked = self._new or self._probes
+        return self._rung, num_steps
 
 
 def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False) -> Outlook:

@@ -85,10 +85,11 @@ def steps(
     ladder: Ladder,
     sampling: SamplingConfig,
     count: int,
+    limit: Int[Array, ""] | None = None,
 ) -> tuple[DecodeState, Int[Array, "count B W"]]:
-    """The state `count` steps on, and the packed outputs of all of them; it stops where every row is done: what would
-    have come then are outputs of rows that were done before. Without an outlook to choose by, all are of the ladder's
-    first number: plain steps, if it is one of several."""
+    """The state `count` steps on, or `limit` if that is fewer, and the packed outputs of all of them; it stops where
+    every row is done. What would have come behind are outputs of rows that were done before. Without an outlook to
+    choose by, all are of the ladder's first number: plain steps, if it is one of several."""
     choice = state.outlook is not None
     most = ladder[-1 if choice else 0]
     if count == 1 and not choice:
@@ -98,7 +99,7 @@ def steps(
     Run = tuple[DecodeState, jax.Array, jax.Array]
 
     def go_on(run: Run) -> jax.Array:
-        return (run[2] < count) & ~jnp.all(run[0].done)
+        return (run[2] < (count if limit is None else limit)) & ~jnp.all(run[0].done)
 
     def one(run: Run, *rungs: Sequence[int]) -> Run:
         state, outputs, index = run
@@ -136,6 +137,7 @@ def steps_of(
     ladder: Ladder,
     sampling: SamplingConfig,
     count: int,
+    limit: Int[Array, ""] | None = None,
 ) -> tuple[DecodeState, Int[Array, "count B W"]]:
     """As `steps`, where all of them draft and verify K = ladder[rung] > 0 tokens, for which the outputs are packed: the
     very steps of a run with this K. What they teach is learned from all of them together, behind the last."""
@@ -152,7 +154,7 @@ def steps_of(
     state = jax.lax.while_loop(behind, catch_up, state)
     waiting = state.fresh
     state = dataclasses.replace(state, fresh=first_rows(waiting, num_drafts + 1))
-    state, outputs = steps(target, drafter, state, (num_drafts,), sampling, count)
+    state, outputs = steps(target, drafter, state, (num_drafts,), sampling, count, limit)
     outlook = policy.learn_together(outlook, ladder, rung, num_accepted_of(outputs))
     return dataclasses.replace(state, fresh=put_first(state.fresh, waiting), outlook=outlook), outputs
 

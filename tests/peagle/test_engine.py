@@ -202,7 +202,7 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target, requests, t
     state, *_ = engine._start(requests[:1], 32)
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
     assert engine.compiled(requests[:1])[0].memory_analysis().alias_size_in_bytes >= donated
-    engine._dispatch(state)
+    engine._dispatch(state, None, together)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.target_cache))
 
 

@@ -194,8 +194,10 @@ def test_steps_of_a_dispatch_share_what_was_chosen_for_them(target, requests, pl
     assert trace_counts() == before
     assert tokens == again[0][0] == plain[0]
     widths = [len(decision.draft_token_ids) for decision in decisions]
-    for start in range(0, len(widths), together):
-        assert len(set(widths[start : start + together])) == 1
+    shared, few = [len(list(run)) for _, run in itertools.groupby(widths)], policy.FEW_STEPS
+    assert shared[0] == few, "the first drafts are to find out, and plain steps come in the meantime"
+    assert widths[few : few + together] == [0] * together
+    assert all(length % together == 0 or length == few for length in shared[1:-1]), shared
     if usual is not None:
         assert widths.count(usual) > 0.5 * len(widths), widths
         assert len(again[1][0][-1].draft_token_ids) == usual, "and the next request begins with that"
@@ -225,15 +227,28 @@ def test_steps_that_share_a_choice_teach_what_one_step_would(seed: int) -> None:
 
 def test_a_course_rests_drafts_and_waits_for_what_a_probe_finds() -> None:
     course = policy.Course(jnp.asarray([20, 2, 0]))
-    assert [course.choose(8) for _ in range(5)] == [0, 0, 0, 2, 2], "20 plain steps are three dispatches"
+    plain, drafts = (0, 8), (3, 8)
+    assert [course.choose(8) for _ in range(5)] == [plain] * 3 + [(2, 8)] * 2, "20 plain steps are three dispatches"
     course.hear(jnp.asarray([9, 3, 1]))
-    assert [course.choose(8) for _ in range(5)] == [0, 0, 3, 0, 0], "it probes once"
+    assert [course.choose(8) for _ in range(5)] == [plain, plain, drafts, plain, plain], "it probes once"
     course.hear(jnp.asarray([0, 3, 0]))
-    assert [course.choose(8) for _ in range(3)] == [3, 3, 3]
+    assert [course.choose(8) for _ in range(3)] == [drafts] * 3
     assert course.resting == 0
     course.hear(jnp.asarray([100, 3, 1]))
-    assert course.choose(8) == 0
+    assert course.choose(8) == plain
     assert course.resting == 92
+
+
+def test_a_new_drafters_course_is_few_steps_at_a_time_until_it_pays() -> None:
+    few, plain, drafts = (3, policy.FEW_STEPS), (0, 8), (3, 8)
+    course = policy.Course(jnp.asarray([0, 3, 0]), new=True)
+    assert [course.choose(8) for _ in range(3)] == [few, plain, plain]
+    course.hear(jnp.asarray([9, 3, 1]))
+    assert [course.choose(8) for _ in range(4)] == [plain, plain, few, plain], "it did not pay, and is asked again"
+    course.hear(jnp.asarray([0, 3, 0]))
+    assert [course.choose(8) for _ in range(2)] == [drafts] * 2, "it paid"
+    course.hear(jnp.asarray([1, 3, 1]))
+    assert [course.choose(8) for _ in range(2)] == [plain, drafts], "and is known from then on"
 
 
 def test_where_no_draft_can_pay_plain_decodings_own_program_runs(target, requests, plain) -> None:
