@@ -289,7 +289,7 @@ def load(
     read; weights that take more memory than there is are among that.
     """
     from drafter.load import weight_bytes as drafter_bytes
-    from target.load import load_target
+    from target.load import inspect_target, load_target
     from target.load import weight_bytes as target_bytes
     from target.model import GptOss
 
@@ -302,10 +302,18 @@ def load(
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     native = _native(kernels)
-    needed = {"the target": target_bytes(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native)}
-    if drafter_directory is not None:
-        needed["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
-    refuse_too_large(needed, "try --experts packed or --dtype bfloat16, or a smaller model")
+
+    def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
+        sizes = {"the target": target_bytes(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native)}
+        if drafter_directory is not None:
+            sizes["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
+        return sizes
+
+    packed = inspect_target(target_directory).mxfp4
+    least = _in_words(sum(needed("bfloat16", "packed" if packed else "auto").values()))
+    options = "--experts packed --dtype bfloat16" if packed else "--dtype bfloat16"
+    hint = f"{options} takes {least}, which is the least; or take a smaller model"
+    refuse_too_large(needed(dtype, experts), hint)
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
     plain = GptOss(dataclasses.replace(loaded.params, xla=kernels == "xla"), loaded.config)
     pair = Pair(

@@ -18,7 +18,8 @@ a step will bring is estimated from what is known before its drafts are checked:
                    as long as what it may bring exceeds its time at the present rate.
 
 Where steps are so quick that a dispatch holds many, all of a dispatch share n, and w is n: the survival is learned from
-all of them together (`learn_together`), and the host goes by the plan behind the last (`Course`).
+all of them together (`learn_together`), and the host goes by the plan behind the last (`Course`), with few steps a
+dispatch until a drafter of which nothing is known has paid.
 
 Nothing of this can change what is emitted: w is a function of the drafter's distributions, of earlier steps and of
 costs, never of a token that was drawn in this step; given w, peagle.accept is exact for every w, and 0 is plain
