@@ -319,4 +319,5 @@ def _random_ids(rng: np.random.Generator, target: Target, *shape: int) -> np.nda
 
 def _refuse_caches(target: Target, batch: int, capacity: int, widest_write: int) -> None:
     caches: Any = jax.eval_shape(lambda: target.init_cache(batch, capacity, widest_write))
-    refuse_too_large({f"the caches of {capacity} positions": cache_bytes(caches)}, "ask for less, or a smaller --batch")
+    what = f"the caches of {capacity} positions"
+    refuse_too_large({what: cache_bytes(caches)}, lambda: "ask for less, or a smaller --batch")

@@ -237,8 +237,10 @@ class Engine:
     def _learning_nothing(self) -> Iterator[None]:
         """What is known of drafting is afterwards as it was."""
         outlooks = self._outlooks
-        yield
-        self._outlooks = outlooks
+        try:
+            yield
+        finally:
+            self._outlooks = outlooks
 
     def _decoder(self) -> "Engine":
         """The engine that decodes: this one, or the plain one where drafting cannot pay."""
@@ -407,9 +409,10 @@ class Engine:
                     course.hear(in_flight.plan)
                 if running is not None and waits and before is not None:
                     _see(running, in_flight, outputs, now - before)
+                all_done = outputs.done[in_flight.num_steps - 1].all()
                 before, in_flight = now if waits else None, following
                 yield outputs, now
-                if _all_done(outputs):
+                if all_done:
                     break
             if self._outlooks is not None and state.outlook is not None:
                 last = state.outlook
@@ -479,7 +482,8 @@ class Engine:
         after = jax.tree.unflatten(tree, leaves)
         if rung == 0:
             after = dataclasses.replace(after, drafter_state=state.drafter_state, outlook=state.outlook)
-        return after, _InFlight(outputs, plan, rung, self.config.ladder[-1 if rung is None else rung])
+        num_drafts = self.config.ladder[-1 if rung is None else rung]
+        return after, _InFlight(outputs, plan, rung, num_drafts, num_steps)
 
 
 @dataclass(frozen=True)
@@ -490,16 +494,11 @@ class _InFlight:
     plan: jax.Array | None  # policy.plan behind it
     rung: int | None  # that all its steps share
     num_drafts: int  # places for drafts in the outputs
+    num_steps: int  # the most that it has; places in the outputs behind those are of none
 
     def ready(self) -> bool:
         """Whether reading would not have to wait."""
         return bool(self.outputs.is_ready())  # type: ignore[attr-defined]  # not in jax's stubs
-
-
-def _all_done(outputs: StepOutput) -> bool:
-    """Whether every row is done behind the last of the steps that ran."""
-    ran = np.flatnonzero(np.any(outputs.num_accepted >= 0, axis=1))
-    return len(ran) == 0 or bool(outputs.done[ran[-1]].all())
 
 
 def _see(running: Running, dispatch: _InFlight, outputs: StepOutput, seconds: float) -> None:

@@ -202,7 +202,7 @@ class Pair:
                 lambda: (target.init_cache(rows, capacity, places + 1), drafter.init_state(rows, capacity, places))
             )
             what = f"the caches of {capacity} positions" + (f" in {rows} rows" if rows > 1 else "")
-            refuse_too_large({what: cache_bytes(caches)}, "lower --context, -n or --batch")
+            refuse_too_large({what: cache_bytes(caches)}, lambda: "lower --context, -n or --batch")
             stops = () if ignore_eos else self.stop_token_ids
             plain = self.engine(config.plain, ignore_eos=ignore_eos) if config.adaptive else None
             self._engines[key] = Engine(target, drafter, config, stops, self.steps_per_dispatch, plain=plain)
@@ -309,11 +309,13 @@ def load(
             sizes["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
         return sizes
 
-    packed = inspect_target(target_directory).mxfp4
-    least = _in_words(sum(needed("bfloat16", "packed" if packed else "auto").values()))
-    options = "--experts packed --dtype bfloat16" if packed else "--dtype bfloat16"
-    hint = f"{options} takes {least}, which is the least; or take a smaller model"
-    refuse_too_large(needed(dtype, experts), hint)
+    def least() -> str:
+        packed = inspect_target(target_directory).mxfp4
+        size = _in_words(sum(needed("bfloat16", "packed" if packed else "auto").values()))
+        options = "--experts packed --dtype bfloat16" if packed else "--dtype bfloat16"
+        return f"{options} takes {size}, which is the least; or take a smaller model"
+
+    refuse_too_large(needed(dtype, experts), least)
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
     plain = GptOss(dataclasses.replace(loaded.params, xla=kernels == "xla"), loaded.config)
     pair = Pair(
@@ -450,16 +452,18 @@ def fitting_taps(
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
-def refuse_too_large(needed: dict[str, int], hint: str) -> None:
-    """Raises InputError where the bytes of these together are more than the memory that is available now."""
+def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
+    """Raises InputError, with what to do about it, where the bytes of these together are more than the memory that is
+    available now."""
     total, available = sum(needed.values()), available_memory_bytes()
     if total > available:
         parts = " and ".join(f"{_in_words(size)} for {name}" for name, size in needed.items())
         whole = f", {_in_words(total)} together," if len(needed) > 1 else ""
+        todo = hint()
         if jax.default_backend() == "gpu":
-            hint += f"; JAX takes three quarters of a GPU's memory, more with {_FRACTION}=.95"
+            todo += f"; JAX takes three quarters of a GPU's memory, more with {_FRACTION}=.95"
         raise InputError(
-            f"out of memory: {parts}{whole} do not fit into the {_in_words(available)} that are available; {hint}"
+            f"out of memory: {parts}{whole} do not fit into the {_in_words(available)} that are available; {todo}"
         )
 
 

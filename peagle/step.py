@@ -88,8 +88,8 @@ def steps(
     limit: Int[Array, ""] | None = None,
 ) -> tuple[DecodeState, Int[Array, "count B W"]]:
     """The state `count` steps on, or `limit` if that is fewer, and the packed outputs of all of them; it stops where
-    every row is done. What would have come behind are outputs of rows that were done before. Without an outlook to
-    choose by, all are of the ladder's first number: plain steps, if it is one of several."""
+    every row is done. What would have come behind looks like outputs of rows that were done before. Without an outlook
+    to choose by, all are of the ladder's first number: plain steps, if it is one of several."""
     choice = state.outlook is not None
     most = ladder[-1 if choice else 0]
     if count == 1 and not choice:

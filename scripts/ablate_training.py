@@ -31,10 +31,9 @@ from peagle.metrics import LOOPING_ABOVE, decode
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.pair import HELD_OUT
-from peagle.prompt_files import read_prompt_file
-from peagle.prompts import Rendering
 from peagle.sweep.figures import Estimate, estimate, one_more_than_ratio, ratio
 from scripts.demo.tuned import TUNED
+from scripts.held_out import first_requests
 from scripts.results import in_one_line, origin, write_run
 
 Json = dict[str, Any]
@@ -201,11 +200,7 @@ def evaluated(arguments: argparse.Namespace, variant: Variant, seed: int, folder
     if kept.exists():
         return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
     pair = peagle.load(arguments.target, folder / "drafter")
-    conversations = read_prompt_file(arguments.prompts).conversations[:PROMPTS]
-    requests = [
-        pair.request(each, [], Rendering(), max_new_tokens=NEW_TOKENS, index=index)
-        for index, each in enumerate(conversations)
-    ]
+    requests = first_requests(pair, arguments.prompts, PROMPTS, NEW_TOKENS)
     engine = pair.engine(SpeculationConfig(NUM_DRAFTS, 1, pair.capacity(requests)))
     lines = []
     for request in requests:

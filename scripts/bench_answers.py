@@ -28,10 +28,11 @@ from peagle.config import SpeculationConfig
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.pair import AUTO, drafter_path, resolve
+from peagle.pair import drafter_path, resolve
 from peagle.provenance import num_threads
-from peagle.sweep.figures import estimate
+from peagle.sweep.figures import estimate, ratio
 from peagle.sweep.page import estimate_text
+from peagle.sweep.plan import K, parse_ks
 from scripts import held_out
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.measure import rotated
@@ -56,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--llama-python", required=True, metavar="PATH", help="a Python that has llama-cpp-python")
-    parser.add_argument("-k", default="3,auto", help="drafts a step, with commas (default %(default)s)")
+    parser.add_argument("-k", default="3,auto", help="drafts a step, as 1-3,5,auto (default %(default)s)")
     held_out.add_options(parser)
     parser.add_argument("--repeats", type=int, default=5, help="after one that warms up (default %(default)s)")
     arguments = parser.parse_args()
@@ -65,9 +66,7 @@ def main() -> int:
 
 def bench(arguments: argparse.Namespace) -> int:
     """Everything is checked before anything runs."""
-    drafts = [int(each) if each.isdecimal() else each for each in arguments.k.split(",")]
-    if unknown := [each for each in drafts if each != AUTO and (isinstance(each, str) or each < 1)]:
-        raise InputError(f"-k names {unknown[0]!r}; expected numbers of 1 or more, or {AUTO}, with commas between")
+    drafts = parse_ks(arguments.k)
     if arguments.repeats < 1:
         raise InputError("--repeats must be 1 or more")
     held_out.check(arguments)
@@ -101,7 +100,7 @@ def bench(arguments: argparse.Namespace) -> int:
 def own_answers(arguments: argparse.Namespace) -> list[Answer]:
     """What plain decoding answers to each prompt; those of one token, which take no decoding, are left out."""
     pair = peagle.load(arguments.target, None)
-    requests = held_out.requests(arguments, pair)
+    requests = held_out.asked_for(arguments, pair)
     engine = pair.engine(SpeculationConfig(0, capacity=pair.capacity(requests)))
     results = [result for result in decode(engine, requests, None) if len(result.output_ids) > 1]
     if not results:
@@ -111,7 +110,7 @@ def own_answers(arguments: argparse.Namespace) -> list[Answer]:
     return [Answer(list(result.request.prompt_ids), list(result.output_ids)) for result in results]
 
 
-def entries(site: Site, drafter: str | Path, drafts: Sequence[int | str]) -> Iterator[Entry]:
+def entries(site: Site, drafter: str | Path, drafts: Sequence[K]) -> Iterator[Entry]:
     """This project's plain decoding, its speculation with each K, llama.cpp."""
     plain = entry(OURS, site)
     yield plain
@@ -147,19 +146,21 @@ def figures(lines: Sequence[Json], engine: str) -> Json:
     """Of one engine: tokens a second behind the first tokens, how many times faster it is than this project's plain
     decoding and than llama.cpp's (pooled, with 95 % intervals by bootstrap over prompts), and the share of prompts it
     always answers with the same tokens as the former."""
-    seconds = {name: by_prompt(lines, name) for name in (engine, OURS, LLAMA)}
     own = [line for line in lines if line["engine"] == engine]
-    table = np.array([[seconds[name][prompt] for name in (LLAMA, OURS, engine)] for prompt in seconds[engine]])
-    over_llama = estimate(table, lambda sums: sums[:, 0] / sums[:, 2])
-    over_plain = estimate(table, lambda sums: sums[:, 1] / sums[:, 2])
-    assert over_llama is not None
-    assert over_plain is not None
+    seconds = by_prompt(lines, engine)
+
+    def faster_than(other: str) -> Json:
+        theirs = by_prompt(lines, other)
+        found = estimate(np.array([[theirs[prompt], seconds[prompt]] for prompt in seconds]), ratio)
+        assert found is not None
+        return dataclasses.asdict(found)
+
     differing = {line["prompt"] for line in own if line["agrees"] < line["tokens"]}
     return {
         "tok_per_s": sum(line["tokens"] - 1 for line in own) / sum(line["decode_s"] for line in own),
-        "over_llama": dataclasses.asdict(over_llama),
-        "over_plain": dataclasses.asdict(over_plain),
-        "same_answers": 1 - len(differing) / len(seconds[engine]),
+        "over_llama": faster_than(LLAMA),
+        "over_plain": faster_than(OURS),
+        "same_answers": 1 - len(differing) / len(seconds),
     }
 
 

@@ -26,12 +26,16 @@ def check(arguments: argparse.Namespace) -> None:
         raise InputError("--num-prompts must be 1 or more")
 
 
-def requests(arguments: argparse.Namespace, pair: Pair) -> list[Request]:
-    """The first turns of the first prompts, in the chat template, greedy."""
-    conversations = read_prompt_file(arguments.prompts).conversations[: arguments.num_prompts]
+def asked_for(arguments: argparse.Namespace, pair: Pair) -> list[Request]:
+    """The requests that the options ask for."""
+    return first_requests(pair, arguments.prompts, arguments.num_prompts, arguments.max_new_tokens)
+
+
+def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: int) -> list[Request]:
+    """The first turns of a file's first prompts, in the chat template."""
     return [
-        pair.request(each, [], Rendering(), max_new_tokens=arguments.max_new_tokens, seed=0, index=index)
-        for index, each in enumerate(conversations)
+        pair.request(each, [], Rendering(), max_new_tokens=max_new_tokens, index=index)
+        for index, each in enumerate(read_prompt_file(prompts).conversations[:num_prompts])
     ]
 
 

@@ -15,9 +15,8 @@ import peagle
 from peagle.config import SpeculationConfig
 from peagle.metrics import Counters, decode, pooled_counters
 from peagle.pair import HELD_OUT, Pair
-from peagle.prompt_files import read_prompt_file
-from peagle.prompts import Rendering
 from peagle.provenance import provenance
+from scripts.held_out import first_requests
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "demo_acceptance.json"
 NUM_PROMPTS, NEW_TOKENS, NUM_DRAFTS = 24, 96, 5
@@ -25,10 +24,7 @@ NUM_PROMPTS, NEW_TOKENS, NUM_DRAFTS = 24, 96, 5
 
 def measure(pair: Pair) -> Counters:
     """The counters of the first held-out prompts, greedy, chat template."""
-    requests = [
-        pair.request(each, [], Rendering(), max_new_tokens=NEW_TOKENS, index=index)
-        for index, each in enumerate(read_prompt_file(HELD_OUT).conversations[:NUM_PROMPTS])
-    ]
+    requests = first_requests(pair, HELD_OUT, NUM_PROMPTS, NEW_TOKENS)
     engine = pair.engine(SpeculationConfig(NUM_DRAFTS, 1, pair.capacity(requests)))
     counters = pooled_counters(decode(engine, requests, None))
     assert counters is not None

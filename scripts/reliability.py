@@ -134,7 +134,7 @@ def measure(arguments: argparse.Namespace) -> int:
     held_out.check(arguments)
     expect_new(arguments.out)
     pair = peagle.load(arguments.target, arguments.drafter)
-    requests = held_out.requests(arguments, pair)
+    requests = held_out.asked_for(arguments, pair)
     k, _ = pair.num_drafts(arguments.k)
     engine = pair.engine(SpeculationConfig(k, 1, pair.capacity(requests)))
     replay = Replay(k)

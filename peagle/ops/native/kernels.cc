@@ -130,8 +130,8 @@ class Ahead {
   int64_t near_, far_, turn_;
 };
 
-// How many of the rows go together first, and how many columns with so many of them. One row's sum is one chain of additions, and a core
-// works on eight or so at a time; more sums than registers are none the quicker.
+// How many of the rows go together first, and how many columns with so many of them. One row's sum is one chain of
+// additions, and a core works on eight or so at a time; more sums than registers are none the quicker.
 struct Dense {
   using Input = float;
   static constexpr int Rows(int rows) { return kManyRegisters || rows <= 5 ? rows : rows == 7 ? 5 : 4; }
@@ -167,7 +167,7 @@ struct Bfloat16 : Dense {
     const int64_t panel = PanelBytes(inputs);
     const Ahead<R> ahead(panel, kAheadDense);
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
-      // one after the other, read twice: registers hold no more beside the sums
+      // one input of the pair after the other: registers hold no more beside the sums
       const auto both = [&](int r) { return panels + At(r, panel, 4) + pair * 64; };
       Floats weights[R];
       for (int r = 0; r < R; ++r) {
