@@ -7,12 +7,14 @@ take while requests are decoded corrects it (`Running`).
 """
 
 import collections
+import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,12 @@ from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, StepOutput
 
-SCHEMA = 6
+SCHEMA = 7
 ENOUGH_S = 2.5  # rounds go on until they took this long together
-FEWEST_ROUNDS, MOST_ROUNDS = 5, 25  # the first does not count
+FEWEST_ROUNDS, MOST_ROUNDS = 4, 24
 MEASUREMENTS = 5  # of as many runs
-FEWEST_DISPATCHES = 2  # that are timed of each run of the loop, if it does not end before
-QUICK = 0.2  # the quantile over rounds that counts: what else the machine does can only add to a time
+FEWEST_DISPATCHES = 2  # that are timed of each run of steps that choose, if it does not end before
+QUICK = 0.2  # the quantile over rounds that counts of those: what else the machine does can only add to a time
 NOW = 8  # newest dispatches that say how fast the machine is
 RECENT = 24  # dispatches of a rung that its running cost is made of
 WORTH = 8  # of them, that what was measured beforehand stands for in the beginning
@@ -41,6 +43,7 @@ WORTH = 8  # of them, that what was measured beforehand stands for in the beginn
 Choice = tuple[int, ...]  # what policy.hold takes
 Steps = Generator[tuple[StepOutput, float]]  # of dispatch after dispatch: what it decided, when the host knew
 Run = Callable[[Choice], Steps]
+InTurn = Callable[[Iterator[int]], Steps]  # of dispatches of these rungs
 
 
 def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
@@ -67,11 +70,26 @@ def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
     return _costs(draft, verify, resume)
 
 
-def measure_whole_steps(ladder: Ladder, run: Run) -> Costs:
+def measure_whole_steps(ladder: Ladder, run: InTurn) -> Costs:
     """As `measure`, where all steps of a dispatch draft and verify the same number of tokens: a step is not told apart
-    into drafting and verifying (all of it is in verify_ms), and resuming, once in a dispatch, is not counted."""
-    times = _times(run, dict.fromkeys([(rung, rung) for rung in range(len(ladder))], 1))
-    return _whole_steps([_step_ms(timed) for timed in times.values()])
+    into drafting and verifying, all of it is in verify_ms.
+
+    Rungs take turns from dispatch to dispatch, so that all have the same machine. A dispatch that the host reads late
+    makes the next one look quick, the more so the quicker it is; so what counts is the median.
+    """
+    turns = [*range(1, len(ladder)), 0, 1]  # the last one behind plain steps
+    times: list[list[float]] = [[] for _ in turns]
+    began, first, most_steps = time.perf_counter(), 0, 0
+    while not _enough(min(map(len, times)), began):
+        timed = _timed(run(itertools.islice(itertools.cycle(turns), first, None)), len(turns) + 2)
+        skipped = min(1, len(timed) - 1)  # what begins a run
+        counted = timed[skipped:-1] or timed[skipped:]  # the last may end it
+        for number, each in enumerate(counted, first + skipped):
+            times[number % len(turns)].append(each.step_ms)
+            most_steps = max(most_steps, each.steps)
+        first = (first + len(counted)) % len(turns)
+    *drafting, plain, resumed = map(statistics.median, times)
+    return _whole_steps([plain, *drafting], max(resumed - drafting[0], 0.0) * most_steps)
 
 
 class Running:
@@ -82,13 +100,15 @@ class Running:
 
     def __init__(self, measured: Costs) -> None:
         self._measured = np.asarray(measured.verify_ms, np.float64)
+        self._resume_ms = float(measured.resume_ms)
         self._level = collections.deque[float](maxlen=NOW)  # times over those expected, of any rung
         self._own = [collections.deque([1.0] * WORTH, maxlen=RECENT) for _ in self._measured]
         self._ran: set[int] = set()
 
-    def see(self, rung: int, step_ms: float) -> None:
-        """A dispatch of this rung took so long a step."""
-        slowness = step_ms / self._measured[rung]
+    def see(self, rung: int, num_steps: int, ms: float, resumed: bool = False) -> None:
+        """A dispatch of so many steps of this rung took so long; `resumed`: the one before it was plain."""
+        expected = num_steps * self._measured[rung] + (self._resume_ms if resumed else 0.0)
+        slowness = ms / expected
         if self._level:
             self._own[rung].append(slowness / statistics.median(self._level))
             self._ran.add(rung)
@@ -100,7 +120,7 @@ class Running:
         untried = sorted(set(range(1, len(own))) - self._ran)
         if drafted:
             own[untried] = np.median(own[drafted])
-        return _whole_steps(self._measured * own)
+        return _whole_steps(self._measured * own, self._resume_ms)
 
 
 def _step_ms(timed: Sequence["_Time"]) -> float:
@@ -108,9 +128,9 @@ def _step_ms(timed: Sequence["_Time"]) -> float:
     return float(np.quantile([each.step_ms for each in timed], QUICK))
 
 
-def _whole_steps(ms: Sequence[float] | np.ndarray) -> Costs:
+def _whole_steps(ms: Sequence[float] | np.ndarray, resume_ms: float) -> Costs:
     """Fewer drafts never cost more: what says so is what else the machine did, which can only add to a time."""
-    return _costs(np.zeros(len(ms)), np.minimum.accumulate(ms[::-1])[::-1], 0.0)
+    return _costs(np.zeros(len(ms)), np.minimum.accumulate(ms[::-1])[::-1], resume_ms)
 
 
 def _costs(draft_ms: np.ndarray, verify_ms: np.ndarray, resume_ms: float) -> Costs:
@@ -122,15 +142,18 @@ def _times(run: Run, dispatches: dict[Choice, int]) -> dict[Choice, list["_Time"
     the next is on its way, so what begins and ends a run is in none of them. `dispatches` says how many times
     FEWEST_DISPATCHES of each are timed together."""
     times: dict[Choice, list[_Time]] = {choice: [] for choice in dispatches}
-    began = time.perf_counter()
-    for done in range(MOST_ROUNDS):
+    began, rounds = time.perf_counter(), 0
+    while not _enough(rounds - 1, began):  # the first does not count
         for choice, number in dispatches.items():
             timed = _time(run(choice), FEWEST_DISPATCHES * number)
-            if done:
+            if rounds:
                 times[choice].append(timed)
-        if done + 1 >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S:
-            break
+        rounds += 1
     return times
+
+
+def _enough(rounds: int, began: float) -> bool:
+    return rounds >= MOST_ROUNDS or (rounds >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S)
 
 
 @dataclass(frozen=True)
@@ -149,19 +172,25 @@ class _Time:
 def _time(run: Steps, dispatches: int) -> _Time:
     """Of so many dispatches behind the first, fewer where the run ends before. A run that ends in its first dispatch is
     timed as a whole."""
+    timed = _timed(run, dispatches + 1)
+    counted = timed[1:] or timed
+    return _Time(*map(sum, zip(*map(dataclasses.astuple, counted), strict=True)))
+
+
+def _timed(run: Steps, most: int) -> list[_Time]:
+    """The first dispatches in which a step ran, each from when the host knew of the one before it."""
     last = time.perf_counter()
-    timed: list[tuple[float, int, int]] = []
+    timed: list[_Time] = []
     for found, now in run:
         ran = np.any(found.num_accepted >= 0, axis=1)
         if np.any(ran):
             verifying = ran & np.any(found.num_verified > 0, axis=1)
-            timed.append(((now - last) * 1e3, int(np.sum(ran)), int(np.sum(verifying))))
+            timed.append(_Time((now - last) * 1e3, int(np.sum(ran)), int(np.sum(verifying))))
         last = now
-        if len(timed) > dispatches:
+        if len(timed) == most:
             break
     run.close()
-    taken_ms, num_steps, num_verifying = map(sum, zip(*(timed[1:] or timed), strict=True))
-    return _Time(taken_ms, num_steps, num_verifying)
+    return timed
 
 
 def identity(target: Any, drafter: Any, config: SpeculationConfig, steps_per_dispatch: int) -> dict[str, Any]:

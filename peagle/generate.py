@@ -30,7 +30,7 @@ from peagle.config import Ladder, SamplingConfig, SpeculationConfig
 from peagle.costs import Running, Steps
 from peagle.ops import native
 from peagle.ops.errors import InputError
-from peagle.policy import Costs, Course, Outlook
+from peagle.policy import Costs, Course, Outlook, Turns
 from peagle.protocols import Drafter, PyTree, Target
 from peagle.sampling import TARGET, choose, row_keys, uniforms
 from peagle.state import DecodeState, StepOutput, init_state
@@ -274,17 +274,20 @@ class Engine:
         requests = [Request(0, tuple(prompt), capacity - length)] * batch
         unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))
 
-        def run(choice: costs.Choice) -> Steps:
+        def holding(choice: costs.Choice) -> Steps:
             state, _, _ = unending._start(requests, bucket)
             assert state.outlook is not None
-            outlook = policy.hold(state.outlook, *choice)
-            held = jax.block_until_ready(dataclasses.replace(state, outlook=outlook))
-            return unending._steps(held, Course(policy.plan(outlook)) if self.chooses_by_dispatch else None)
+            held = dataclasses.replace(state, outlook=policy.hold(state.outlook, *choice))
+            return unending._steps(jax.block_until_ready(held), None)
+
+        def in_turn(rungs: Iterator[int]) -> Steps:
+            state, _, _ = unending._start(requests, bucket)
+            return unending._steps(jax.block_until_ready(state), Turns(rungs))
 
         if self.chooses_by_dispatch:
-            measured += [costs.measure_whole_steps(self.config.ladder, run)]
+            measured += [costs.measure_whole_steps(self.config.ladder, in_turn)]
         else:
-            measured += [costs.measure(self.config.ladder, run, self.steps_per_dispatch)]
+            measured += [costs.measure(self.config.ladder, holding, self.steps_per_dispatch)]
         kept = "kept for later" if costs.save(known, measured) else f"not kept, {costs.directory()} cannot be written"
         self._go_by(costs.typical(measured), f"measured in {time.perf_counter() - started:.1f} s, {kept}")
 
@@ -390,7 +393,7 @@ class Engine:
     def _steps(
         self,
         state: DecodeState,
-        course: Course | None,
+        course: Course | Turns | None,
         in_flight: "_InFlight | None" = None,
         running: Running | None = None,
     ) -> Steps:
@@ -399,6 +402,7 @@ class Engine:
         if in_flight is None:
             state, in_flight = self._dispatch_next(state, course)
         before = None  # when the device was done with the dispatch before, if the host knows that
+        resumed = False  # whether that was a plain one, and this one is not
         try:
             while True:
                 state, following = self._dispatch_next(state, course)
@@ -408,9 +412,10 @@ class Engine:
                 if course is not None and in_flight.plan is not None:
                     course.hear(in_flight.plan)
                 if running is not None and waits and before is not None:
-                    _see(running, in_flight, outputs, now - before)
+                    _see(running, in_flight, resumed, outputs, now - before)
                 all_done = outputs.done[in_flight.num_steps - 1].all()
-                before, in_flight = now if waits else None, following
+                before, resumed = now if waits else None, in_flight.rung == 0 and following.rung != 0
+                in_flight = following
                 yield outputs, now
                 if all_done:
                     break
@@ -468,7 +473,7 @@ class Engine:
         state = dataclasses.replace(state, target_cache=caches, drafter_state=drafter_state)
         return state, first_token, Course(plan, new) if plan is not None and self.chooses_by_dispatch else None
 
-    def _dispatch_next(self, state: DecodeState, course: Course | None) -> tuple[DecodeState, "_InFlight"]:
+    def _dispatch_next(self, state: DecodeState, course: Course | Turns | None) -> tuple[DecodeState, "_InFlight"]:
         """The dispatch that the course says; without one each step chooses, or there is one rung alone."""
         most = self.steps_per_dispatch
         return self._dispatch(state, *((None, most) if course is None else course.choose(most)))
@@ -501,12 +506,12 @@ class _InFlight:
         return bool(self.outputs.is_ready())  # type: ignore[attr-defined]  # not in jax's stubs
 
 
-def _see(running: Running, dispatch: _InFlight, outputs: StepOutput, seconds: float) -> None:
+def _see(running: Running, dispatch: _InFlight, resumed: bool, outputs: StepOutput, seconds: float) -> None:
     """What the device took for a dispatch is among the running costs, if all its steps ran. One without a rung is
     plain decoding's own."""
     ran = np.any(outputs.num_accepted >= 0, axis=1)
     if ran.all():
-        running.see(dispatch.rung or 0, 1e3 * seconds / len(ran))
+        running.see(dispatch.rung or 0, len(ran), 1e3 * seconds, resumed)
 
 
 def _read(outputs: StepOutput) -> tuple[np.ndarray, ...]:

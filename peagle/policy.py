@@ -27,6 +27,7 @@ decoding. The rows of a batch share one program, so they share n and w.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import flax.struct
 import jax
@@ -283,6 +284,22 @@ class Course:
         num_steps = min(FEW_STEPS, most_steps) if self._new else most_steps
         self._asked = self._new or self._probes
         return self._rung, num_steps
+
+
+class Turns:
+    """A course on which dispatches of these rungs follow each other, whatever is learned."""
+
+    resting = 0
+
+    def __init__(self, rungs: Iterator[int]) -> None:
+        self._rungs = rungs
+
+    def hear(self, plan: jax.Array) -> None:
+        """There is a new plan."""
+
+    def choose(self, most_steps: int) -> tuple[int, int]:
+        """(the rung of the next dispatch, how many steps it has)."""
+        return next(self._rungs), most_steps
 
 
 def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False) -> Outlook:

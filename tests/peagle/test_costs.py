@@ -1,7 +1,9 @@
 """Costs are measured with the loop's own programs, kept for exactly what they were measured for, and used."""
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -101,13 +103,33 @@ def test_what_begins_and_ends_a_run_is_in_no_cost(monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(found.resume_ms, 0.25, atol=1e-6)
 
 
-def test_where_steps_share_a_choice_a_step_is_timed_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
+@pytest.mark.parametrize("dispatches", [1, 2, 3, 4, 5, 9, 100])
+def test_where_steps_share_a_choice_whole_steps_are_timed_in_turn(
+    dispatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain steps take 1 ms, each draft 2 more; behind plain ones the first step takes 4 more, which a run of a single
+    dispatch does not show. What begins a run takes 50 more, its last dispatch holds one step and takes 10 more; now and
+    then the host is late for a dispatch by 3 ms, and the next one looks as much quicker."""
+    clock, sent = [0.0], itertools.count()
     monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
-    found = costs.measure_whole_steps((0, 1, 2), lambda choice: fake(8, choice[1], 8e-3 * (1 + 2 * choice[0]), clock))
+
+    def run(rungs: Iterator[int]) -> costs.Steps:
+        before, late = 0, 0.0
+        clock[0] += 0.05 * (dispatches > 1)
+        for number in range(dispatches):
+            rung, ends = next(rungs), number > 1 and number == dispatches - 1
+            ran = np.arange(8) < (1 if ends else 8)
+            ms = int(ran.sum()) * (1 + 2 * rung) + 4 * (number > 0 and before == 0 < rung) + 10 * ends
+            late, before = 3e-3 * (next(sent) % 11 == 5) - late, rung
+            clock[0] += 1e-3 * ms + late
+            ones = np.ones((8, 1), np.int32)
+            none = np.zeros((8, 1, 2), np.int32)
+            yield StepOutput(ones, np.where(ran, 0, -1)[:, None], rung * ones, ones < 0, none, none, none), clock[0]
+
+    found = costs.measure_whole_steps((0, 1, 2), run)
     np.testing.assert_allclose(found.draft_ms, 0)
     np.testing.assert_allclose(found.verify_ms, [1, 3, 5], atol=1e-6)
-    assert found.resume_ms == 0
+    np.testing.assert_allclose(found.resume_ms, 4 * (dispatches > 1), atol=1e-6)
 
 
 MEASURED = Costs(jnp.zeros((4,)), jnp.asarray([1.0, 4.0, 5.0, 6.0]), jnp.zeros(()))
@@ -116,8 +138,8 @@ MEASURED = Costs(jnp.zeros((4,)), jnp.asarray([1.0, 4.0, 5.0, 6.0]), jnp.zeros((
 def see_in_turn(running: costs.Running, plain_ms: float, drafted_ms: float) -> None:
     """Plain dispatches and those of two drafts until the past is forgotten; now and then, three times as slow."""
     for number in range(3 * costs.RECENT):
-        running.see(0, plain_ms * (3 if number % 7 == 2 else 1))
-        running.see(2, drafted_ms * (3 if number % 5 == 4 else 1))
+        running.see(0, 8, 8 * plain_ms * (3 if number % 7 == 2 else 1))
+        running.see(2, 8, 8 * drafted_ms * (3 if number % 5 == 4 else 1))
 
 
 def test_what_was_measured_in_a_busy_moment_is_corrected_by_what_dispatches_take() -> None:
@@ -144,8 +166,19 @@ def test_a_machine_that_is_slower_as_a_whole_changes_no_cost(rungs: tuple[int, .
     running = costs.Running(MEASURED)
     for number in range(4 * costs.RECENT):
         rung = rungs[number % len(rungs)]
-        running.see(rung, float(MEASURED.verify_ms[rung]) * (1 + number // costs.RECENT))
+        running.see(rung, 8, 8 * float(MEASURED.verify_ms[rung]) * (1 + number // costs.RECENT))
     np.testing.assert_allclose(running.costs().verify_ms, MEASURED.verify_ms)
+
+
+def test_what_resuming_takes_is_not_taken_for_what_steps_take() -> None:
+    running = costs.Running(dataclasses.replace(MEASURED, resume_ms=jnp.asarray(9.0)))
+    for _ in range(4 * costs.RECENT):
+        running.see(0, 8, 8 * 1.0)
+        running.see(2, 8, 8 * 5.0 + 9.0, resumed=True)
+        running.see(2, 8, 8 * 5.0)
+    found = running.costs()
+    np.testing.assert_allclose(found.verify_ms, MEASURED.verify_ms)
+    assert found.resume_ms == 9
 
 
 @pytest.mark.usefixtures("cache")
@@ -175,7 +208,7 @@ def test_dispatches_of_a_request_that_a_rest_outlasts_are_seen_too(target, monke
     engine.warm_up([request])
     list(engine.generate([request]))
     seen: list[int] = []
-    monkeypatch.setattr(engine._running_costs, "see", lambda rung, _: seen.append(rung))
+    monkeypatch.setattr(engine._running_costs, "see", lambda rung, *_: seen.append(rung))
     monkeypatch.setattr(generate._InFlight, "ready", lambda _: False)  # whatever the host was late for
     monkeypatch.setattr(Engine, "_rests_through", lambda *_: True)
     list(engine.generate([request]))
