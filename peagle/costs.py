@@ -153,6 +153,7 @@ def _times(run: Run, dispatches: dict[Choice, int]) -> dict[Choice, list["_Time"
 
 
 def _enough(rounds: int, began: float) -> bool:
+    """Whether so many rounds since then need no further one."""
     return rounds >= MOST_ROUNDS or (rounds >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S)
 
 

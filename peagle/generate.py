@@ -270,6 +270,9 @@ class Engine:
         started = time.perf_counter()
         bucket, capacity, batch = max(self._warm), self.config.capacity, self.config.batch_size
         length = max(min(bucket, capacity // 4), 1)
+        if capacity - length < 2:  # prefill gives all that there is room for
+            self._go_by(Costs.even(self.config.ladder), "not measured: the context has no room for a step")
+            return
         prompt = np.random.default_rng(0).integers(0, self.target.vocab_size, length).tolist()
         requests = [Request(0, tuple(prompt), capacity - length)] * batch
         unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))

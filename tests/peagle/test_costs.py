@@ -224,6 +224,17 @@ def test_a_run_that_ends_in_its_first_dispatch_has_costs(target) -> None:
     assert engine.costs.verify_ms[0] > 0
 
 
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("steps_per_dispatch", [1, 32])
+def test_a_context_without_room_for_a_step_needs_no_costs(target, steps_per_dispatch: int) -> None:
+    narrow = dataclasses.replace(CONFIGURATION, capacity=2)
+    engine = Engine(target, NGram(), narrow, steps_per_dispatch=steps_per_dispatch)
+    request = Request(0, (1,), 1)
+    (only,) = engine.generate([request])
+    assert len(only.token_ids) == 1
+    assert engine.costs_found == "not measured: the context has no room for a step"
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
