@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import statistics
 import time
@@ -30,8 +29,8 @@ from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, StepOutput
 
-SCHEMA = 7
-ENOUGH_S = 2.5  # rounds go on until they took this long together
+SCHEMA = 8
+ENOUGH_S, ENOUGH_WHOLE_S = 2.5, 5.0  # rounds go on until they took this long together; those of whole steps
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 24
 MEASUREMENTS = 5  # of as many runs
 FEWEST_DISPATCHES = 2  # that are timed of each run of steps that choose, if it does not end before
@@ -74,22 +73,34 @@ def measure_whole_steps(ladder: Ladder, run: InTurn) -> Costs:
     """As `measure`, where all steps of a dispatch draft and verify the same number of tokens: a step is not told apart
     into drafting and verifying, all of it is in verify_ms.
 
-    Rungs take turns from dispatch to dispatch, so that all have the same machine. A dispatch that the host reads late
-    makes the next one look quick, the more so the quicker it is; so what counts is the median.
+    Dispatches of all rungs follow each other in random order, so that all have the same machine, whatever its rhythm.
+    One that the host reads late makes the next look quick, the more so the quicker it is; so the median counts.
     """
-    turns = [*range(1, len(ladder)), 0, 1]  # the last one behind plain steps
-    times: list[list[float]] = [[] for _ in turns]
-    began, first, most_steps = time.perf_counter(), 0, 0
-    while not _enough(min(map(len, times)), began):
-        timed = _timed(run(itertools.islice(itertools.cycle(turns), first, None)), len(turns) + 2)
+    times: list[list[float]] = [[] for _ in ladder]
+    resuming: list[tuple[int, _Time]] = []  # first dispatches behind a plain one
+    random, began = np.random.default_rng(0), time.perf_counter()
+    while not _enough(min(map(len, times)), began, ENOUGH_WHOLE_S):
+        rungs = random.permutation(2 * list(range(len(ladder)))).tolist()
+        timed = _timed(run(iter(rungs)), len(rungs) - 1)
         skipped = min(1, len(timed) - 1)  # what begins a run
-        counted = timed[skipped:-1] or timed[skipped:]  # the last may end it
-        for number, each in enumerate(counted, first + skipped):
-            times[number % len(turns)].append(each.step_ms)
-            most_steps = max(most_steps, each.steps)
-        first = (first + len(counted)) % len(turns)
-    *drafting, plain, resumed = map(statistics.median, times)
-    return _whole_steps([plain, *drafting], max(resumed - drafting[0], 0.0) * most_steps)
+        for place, each in enumerate(timed[skipped:-1] or timed[skipped:], skipped):  # the last may end it
+            if place > 0 and rungs[place - 1] == 0 < rungs[place]:
+                resuming.append((rungs[place], each))
+            else:
+                times[rungs[place]].append(each.step_ms)
+    ms = np.array([statistics.median(each) for each in times])
+    ms[1:] = _smooth(ladder[1:], ms[1:])
+    more = [each.taken_ms - each.steps * ms[rung] for rung, each in resuming]
+    return _whole_steps(ms, max(statistics.median(more), 0.0) if more else 0.0)
+
+
+def _smooth(num_drafts: Sequence[int], ms: np.ndarray) -> np.ndarray:
+    """Halfway to the straight line through all: where steps are as quick as these, a draft costs about as much as the
+    one before it, and what a single number of drafts shows beside that is mostly what else the machine did."""
+    if len(ms) < 3:
+        return ms
+    line = np.polynomial.Polynomial.fit(num_drafts, ms, 1, w=1 / ms)
+    return (ms + line(np.asarray(num_drafts))) / 2
 
 
 class Running:
@@ -143,7 +154,7 @@ def _times(run: Run, dispatches: dict[Choice, int]) -> dict[Choice, list["_Time"
     FEWEST_DISPATCHES of each are timed together."""
     times: dict[Choice, list[_Time]] = {choice: [] for choice in dispatches}
     began, rounds = time.perf_counter(), 0
-    while not _enough(rounds - 1, began):  # the first does not count
+    while not _enough(rounds - 1, began, ENOUGH_S):  # the first does not count
         for choice, number in dispatches.items():
             timed = _time(run(choice), FEWEST_DISPATCHES * number)
             if rounds:
@@ -152,9 +163,9 @@ def _times(run: Run, dispatches: dict[Choice, int]) -> dict[Choice, list["_Time"
     return times
 
 
-def _enough(rounds: int, began: float) -> bool:
+def _enough(rounds: int, began: float, enough_s: float) -> bool:
     """Whether so many rounds since then need no further one."""
-    return rounds >= MOST_ROUNDS or (rounds >= FEWEST_ROUNDS and time.perf_counter() - began > ENOUGH_S)
+    return rounds >= MOST_ROUNDS or (rounds >= FEWEST_ROUNDS and time.perf_counter() - began > enough_s)
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,16 @@ def test_where_steps_share_a_choice_whole_steps_are_timed_in_turn(
     np.testing.assert_allclose(found.resume_ms, 4 * (dispatches > 1), atol=1e-6)
 
 
+def test_a_number_of_drafts_that_stands_out_is_brought_nearer_to_the_others() -> None:
+    straight = np.array([2.0, 3.0, 4.0, 6.0])
+    np.testing.assert_allclose(costs._smooth((1, 2, 3, 5), straight), straight)
+    off = straight * (1, 1.3, 1, 1)
+    found = costs._smooth((1, 2, 3, 5), off)
+    assert 3.0 < found[1] < 3.6
+    np.testing.assert_allclose(found[[0, 2, 3]], straight[[0, 2, 3]], rtol=0.1)
+    np.testing.assert_allclose(costs._smooth((1, 2), off[:2]), off[:2], err_msg="two are a line")
+
+
 MEASURED = Costs(jnp.zeros((4,)), jnp.asarray([1.0, 4.0, 5.0, 6.0]), jnp.zeros(()))
 
 
