@@ -71,7 +71,8 @@ def measure(ladder: Ladder, run: Run, steps_per_dispatch: int) -> Costs:
 
 def measure_whole_steps(ladder: Ladder, run: InTurn) -> Costs:
     """As `measure`, where all steps of a dispatch draft and verify the same number of tokens: a step is not told apart
-    into drafting and verifying, all of it is in verify_ms.
+    into drafting and verifying, all of it is in verify_ms. `run` is the loop over dispatches of the rungs it is given;
+    resuming costs what the first dispatch behind a plain one takes more than others of its rung.
 
     Dispatches of all rungs follow each other in random order, so that all have the same machine, whatever its rhythm.
     One that the host reads late makes the next look quick, the more so the quicker it is; so the median counts.
@@ -139,7 +140,7 @@ def _step_ms(timed: Sequence["_Time"]) -> float:
     return float(np.quantile([each.step_ms for each in timed], QUICK))
 
 
-def _whole_steps(ms: Sequence[float] | np.ndarray, resume_ms: float) -> Costs:
+def _whole_steps(ms: np.ndarray, resume_ms: float) -> Costs:
     """Fewer drafts never cost more: what says so is what else the machine did, which can only add to a time."""
     return _costs(np.zeros(len(ms)), np.minimum.accumulate(ms[::-1])[::-1], resume_ms)
 
