@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from peagle.config import Ladder, SpeculationConfig
@@ -146,7 +145,7 @@ def _whole_steps(ms: np.ndarray, resume_ms: float) -> Costs:
 
 
 def _costs(draft_ms: np.ndarray, verify_ms: np.ndarray, resume_ms: float) -> Costs:
-    return Costs(*(jnp.asarray(part, jnp.float32) for part in (draft_ms, verify_ms, resume_ms)))
+    return Costs(*(np.asarray(part, np.float32) for part in (draft_ms, verify_ms, resume_ms)))
 
 
 def _times(run: Run, dispatches: dict[Choice, int]) -> dict[Choice, list["_Time"]]:
@@ -234,7 +233,7 @@ def directory() -> Path:
 
 def typical(measured: Sequence[Costs]) -> Costs:
     """The median of each cost."""
-    return jax.tree.map(lambda *each: jnp.median(jnp.stack(each), axis=0), *measured)
+    return jax.tree.map(lambda *each: np.median(np.stack(each), axis=0), *measured)
 
 
 def load(known: dict[str, Any]) -> list[Costs]:
@@ -253,7 +252,7 @@ def load(known: dict[str, Any]) -> list[Costs]:
     )
     if not whole or kept.get("identity") != known or any(each["verify_ms"].min() <= 0 for each in found):
         return []
-    return [Costs(**jax.tree.map(jnp.asarray, each)) for each in found[:MEASUREMENTS]]
+    return [Costs(**each) for each in found[:MEASUREMENTS]]
 
 
 def save(known: dict[str, Any], measured: Sequence[Costs]) -> bool:

@@ -404,20 +404,26 @@ class Engine:
         the dispatch that gave the state, if one did."""
         if in_flight is None:
             state, in_flight = self._dispatch_next(state, course)
-        before = None  # when the device was done with the dispatch before, if the host knows that
+        before = None  # when the device was done with the dispatch before, and began this one, if the host knows that
         resumed = False  # whether that was a plain one, and this one is not
+        following: _InFlight | None
         try:
             while True:
-                state, following = self._dispatch_next(state, course)
-                waits = not in_flight.ready()
+                following = None
+                if course is None or not course.waits:
+                    state, following = self._dispatch_next(state, course)
+                knows_end = not in_flight.ready()
                 outputs = StepOutput.unpack(np.asarray(in_flight.outputs), in_flight.num_drafts)
                 now = time.perf_counter()
                 if course is not None and in_flight.plan is not None:
                     course.hear(in_flight.plan)
-                if running is not None and waits and before is not None:
+                if running is not None and knows_end and before is not None:
                     _see(running, in_flight, resumed, outputs, now - before)
                 all_done = outputs.done[in_flight.num_steps - 1].all()
-                before, resumed = now if waits else None, in_flight.rung == 0 and following.rung != 0
+                before = now if knows_end and following is not None else None
+                if following is None:
+                    state, following = self._dispatch_next(state, course)
+                resumed = in_flight.rung == 0 and following.rung != 0
                 in_flight = following
                 yield outputs, now
                 if all_done:
@@ -442,14 +448,6 @@ class Engine:
             lengths[row], budgets[row] = len(request.prompt_ids), request.max_new_tokens
             seeds[row], indices[row] = request.seed, request.index
         stops = np.asarray(self.stop_token_ids, np.int32)
-        before, new = None, self._outlooks is None
-        if self.config.adaptive:
-            if self._outlooks is None:
-                blank = policy.begin(self.config.ladder, self.costs or Costs.even(self.config.ladder))
-                self._outlooks = blank, blank
-            before = self._outlooks
-            if self._running_costs is not None:
-                before = before[0], dataclasses.replace(before[1], costs=self._running_costs.costs())
         config = self.config
         logits, last_aux, caches, drafter_state = _prefill(
             self.target,
@@ -459,6 +457,15 @@ class Engine:
             capacity=config.capacity,
             draft_places=config.draft_places,
         )
+        # found while the device is at the prompts
+        before, new = None, self._outlooks is None
+        if config.adaptive:
+            if self._outlooks is None:
+                blank = policy.begin(config.ladder, self.costs or Costs.even(config.ladder))
+                self._outlooks = blank, blank
+            before = self._outlooks
+            if self._running_costs is not None:
+                before = before[0], dataclasses.replace(before[1], costs=self._running_costs.costs())
         state, first_token, outlook, plan = _first(
             logits,
             last_aux,

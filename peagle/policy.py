@@ -8,7 +8,8 @@ a step will bring is estimated from what is known before its drafts are checked:
 
     survival[i]    a running estimate of the share of steps whose drafts 0..i are all right. It chooses n, before
                    drafting, as the choice of the highest expected rate; where none comes near plain decoding's the
-                   drafter rests, for a pause that doubles each time a step that probed did not change that.
+                   drafter rests, for a pause that doubles each time a step that probed did not change that. One of
+                   which nothing was seen yet is asked in any case.
     credit         what drafting has gained over plain decoding so far, in plain steps, and a small allowance for each
                    of those. Where it is used up the drafter rests until the allowance has made up for it, whatever
                    the estimates say: so what finding out costs is bounded, on every text. Until then estimates are not
@@ -19,7 +20,7 @@ a step will bring is estimated from what is known before its drafts are checked:
 
 Where steps are so quick that a dispatch holds many, all of a dispatch share n, and w is n: the survival is learned from
 all of them together (`learn_together`), and the host goes by the plan behind the last (`Course`), with few steps a
-dispatch until a drafter of which nothing is known has paid.
+dispatch, each waited for, until a drafter of which nothing is known has paid.
 
 Nothing of this can change what is emitted: w is a function of the drafter's distributions, of earlier steps and of
 costs, never of a token that was drawn in this step; given w, peagle.accept is exact for every w, and 0 is plain
@@ -57,17 +58,18 @@ ALLOWANCE = 0.02  # of the time of plain steps that finding out may take
 
 @flax.struct.dataclass
 class Costs:
-    """Milliseconds of a step, by rung (index into the ladder): those of its drafting and of all the rest."""
+    """Milliseconds of a step, by rung (index into the ladder): those of its drafting and of all the rest. The host's
+    are NumPy's: sending them to the device on their own takes longer than a step of a small model."""
 
-    draft_ms: jax.Array  # [C] float32; place 0 is 0: nothing is drafted
-    verify_ms: jax.Array  # [C] float32; place 0 is a plain step
-    resume_ms: jax.Array  # [] float32: what the first step after a rest costs more: the drafter catches up
+    draft_ms: jax.Array | np.ndarray  # [C] float32; place 0 is 0: nothing is drafted
+    verify_ms: jax.Array | np.ndarray  # [C] float32; place 0 is a plain step
+    resume_ms: jax.Array | np.ndarray  # [] float32: what the first step after a rest costs more: the drafter catches up
 
     @classmethod
     def even(cls, ladder: Ladder) -> "Costs":
         """The costs of drafts that are free and of rows that cost nothing more."""
-        ones = jnp.ones((len(ladder),), jnp.float32)
-        return cls(0 * ones, ones, jnp.zeros((), jnp.float32))
+        ones = np.ones((len(ladder),), np.float32)
+        return cls(0 * ones, ones, np.zeros((), np.float32))
 
 
 def can_pay(ladder: Ladder, costs: Costs) -> bool:
@@ -94,21 +96,22 @@ class Outlook:
 
 
 def begin(ladder: Ladder, costs: Costs) -> Outlook:
-    """The outlook before anything was seen. The ladder ascends from 0."""
+    """The outlook before anything was seen: the drafter is asked, whatever is usual. The ladder ascends from 0."""
     survival = jnp.cumprod(jnp.full((ladder[-1],), FIRST_SURVIVAL, jnp.float32))
     nothing = jnp.zeros((len(BIN_CENTRES),), jnp.float32)
     zero = jnp.zeros((), jnp.int32)
     rate, credit = jnp.zeros((), jnp.float32), jnp.full((), FIRST_CREDIT, jnp.float32)
     blank = Outlook(survival, nothing, nothing, rate, zero, zero, zero + FIRST_PAUSE, credit, zero - 1, costs)
-    return _look(blank, ladder)
+    return _look(blank, ladder, anyway=True)
 
 
 def again(ladder: Ladder, first: Outlook, last: Outlook) -> Outlook:
     """The outlook a request begins with, from that of the request before it, at its beginning and at its end: what is
     usual moves a little towards what was seen, the calibration goes on, and so does a rest, if it still does not pay:
-    many short answers cost no more probes than a long one."""
+    many short answers cost no more probes than a long one. A drafter of which nothing was seen is asked."""
     survival = first.survival + REMEMBER * (last.survival - first.survival)
-    looked = _look(dataclasses.replace(last, survival=survival, pause=jnp.full_like(last.pause, FIRST_PAUSE)), ladder)
+    usual = dataclasses.replace(last, survival=survival, pause=jnp.full_like(last.pause, FIRST_PAUSE))
+    looked = _look(usual, ladder, anyway=jnp.all(first.survival == last.survival))
     rests = (looked.resting > 0) & (last.pause > FIRST_PAUSE)
     return dataclasses.replace(
         looked,
@@ -246,8 +249,8 @@ def _taught(
     gave = emitted * plain_ms / MARGIN
     gained = num_steps * (gave - took) - jnp.where(_probes(outlook), outlook.costs.resume_ms, 0.0)
     credit = jnp.minimum(outlook.credit + gained / plain_ms, MOST_CREDIT)
-    paid = gave > took  # as it would be once more
-    return _look(dataclasses.replace(outlook, survival=survival, credit=credit), ladder, paid)
+    # hits come in runs: where drafting paid, the drafter does not rest, whatever is usual
+    return _look(dataclasses.replace(outlook, survival=survival, credit=credit), ladder, anyway=gave > took)
 
 
 def plan(outlook: Outlook | None) -> Int[Array, "3"]:
@@ -259,8 +262,8 @@ def plan(outlook: Outlook | None) -> Int[Array, "3"]:
 
 class Course:
     """Which rung a dispatch runs, where all its steps share one, by the newest plan the host knows: that of before the
-    dispatch in flight. `new`: nothing was seen of this drafter yet, so that few steps at a time are to tell, until some
-    have paid."""
+    dispatch in flight. `new`: nothing was seen of this drafter yet, so that few steps at a time are to tell, and are
+    waited for, until some have paid."""
 
     def __init__(self, plan: jax.Array, new: bool = False) -> None:
         self._go_by(plan)
@@ -275,9 +278,15 @@ class Course:
         self.resting, self._rung, probes = np.asarray(plan).tolist()
         self._probes, self._asked = bool(probes), False
 
+    @property
+    def waits(self) -> bool:
+        """Whether the next dispatch is chosen only when the plan of the last is there: plain steps in the meantime, and
+        drafting again behind them, would take longer than the host does."""
+        return self._asked and self._new
+
     def choose(self, most_steps: int) -> tuple[int, int]:
         """(the rung of the next dispatch, how many steps it has). One that is to find out is waited for before there
-        is another."""
+        is another that drafts."""
         if self.resting > 0 or self._asked:
             self.resting = max(self.resting - most_steps, 0)
             return 0, most_steps
@@ -289,7 +298,7 @@ class Course:
 class Turns:
     """A course on which dispatches of these rungs follow each other, whatever is learned."""
 
-    resting = 0
+    resting, waits = 0, False
 
     def __init__(self, rungs: Iterator[int]) -> None:
         self._rungs = rungs
@@ -302,12 +311,11 @@ class Turns:
         return next(self._rungs), most_steps
 
 
-def _look(outlook: Outlook, ladder: Ladder, paid: Bool[Array, ""] | bool = False) -> Outlook:
-    """The same with the decisions that follow from its estimates. After a step that paid for itself the drafter does
-    not rest, whatever is usual: hits come in runs."""
+def _look(outlook: Outlook, ladder: Ladder, anyway: Bool[Array, ""] | bool) -> Outlook:
+    """The same with the decisions that follow from its estimates; `anyway`: but for a rest."""
     rates = (1 + _up_to(ladder, outlook.survival)) / (outlook.costs.draft_ms + outlook.costs.verify_ms)
     choice, rate = _best(rates[1:], len(ladder) - 1)
-    pays = paid | ((rate >= PROMISE * rates[0]) & (outlook.credit >= 0))
+    pays = anyway | ((rate >= PROMISE * rates[0]) & (outlook.credit >= 0))
     overdrawn = jnp.ceil(jnp.maximum(-outlook.credit, 0.0) / ALLOWANCE).astype(jnp.int32)
     free = outlook.held < 0
     resting = jnp.where(free, jnp.where(pays, 0, jnp.maximum(outlook.pause, overdrawn)), outlook.pause)

@@ -182,6 +182,21 @@ def test_a_drafter_that_never_hits_is_left_alone(target, requests, plain) -> Non
     assert rests == sorted(rests), "and then ever more seldom"
 
 
+@pytest.mark.parametrize("together", [1, generate.STEPS_THAT_SHARE_A_CHOICE])
+def test_a_drafter_of_which_nothing_was_seen_is_asked(target, requests, plain, together) -> None:
+    """Also where what is thought of an unknown one would not pay: it may be better than that."""
+    dear = costs(0.4, 0.5)
+    survival = policy.FIRST_SURVIVAL ** np.arange(K + 1)
+    rates = np.cumsum(survival) / (dear.draft_ms + dear.verify_ms)
+    assert max(rates[1:]) < policy.PROMISE * rates[0]
+    engine = Engine(target, scripted(plain, 0, 1.0), shape(), steps_per_dispatch=together, costs=dear)
+    (tokens,), (decisions,) = decode(engine, requests[:1])
+    assert tokens == plain[0]
+    widths = [len(decision.draft_token_ids) for decision in decisions]
+    assert widths[0] > 0
+    assert np.count_nonzero(widths) > 0.5 * len(widths), "it pays, and goes on"
+
+
 @pytest.mark.parametrize(("right", "usual"), [(0.0, 0), (1.0, K), (0.6, None)])
 def test_steps_of_a_dispatch_share_what_was_chosen_for_them(target, requests, plain, right, usual) -> None:
     together = generate.STEPS_THAT_SHARE_A_CHOICE
@@ -195,9 +210,11 @@ def test_steps_of_a_dispatch_share_what_was_chosen_for_them(target, requests, pl
     assert tokens == again[0][0] == plain[0]
     widths = [len(decision.draft_token_ids) for decision in decisions]
     shared, few = [len(list(run)) for _, run in itertools.groupby(widths)], policy.FEW_STEPS
-    assert shared[0] == few, "the first drafts are to find out, and plain steps come in the meantime"
-    assert widths[few : few + together] == [0] * together
-    assert all(length % together == 0 or length == few for length in shared[1:-1]), shared
+    if right == 1.0:
+        assert min(widths[:-1]) > 0, "the first few are waited for, and then it goes on"
+    else:
+        assert shared[0] == few, "the first drafts are to find out"
+        assert all(length % together == 0 or length == few for length in shared[1:-1]), shared
     if usual is not None:
         assert widths.count(usual) > 0.5 * len(widths), widths
         assert len(again[1][0][-1].draft_token_ids) == usual, "and the next request begins with that"
@@ -242,13 +259,18 @@ def test_a_course_rests_drafts_and_waits_for_what_a_probe_finds() -> None:
 def test_a_new_drafters_course_is_few_steps_at_a_time_until_it_pays() -> None:
     few, plain, drafts = (3, policy.FEW_STEPS), (0, 8), (3, 8)
     course = policy.Course(jnp.asarray([0, 3, 0]), new=True)
-    assert [course.choose(8) for _ in range(3)] == [few, plain, plain]
+    assert not course.waits
+    assert course.choose(8) == few
+    assert course.waits, "and nothing is sent off before its plan is there"
     course.hear(jnp.asarray([9, 3, 1]))
-    assert [course.choose(8) for _ in range(4)] == [plain, plain, few, plain], "it did not pay, and is asked again"
+    assert not course.waits, "it did not pay: it rests"
+    assert [course.choose(8) for _ in range(3)] == [plain, plain, few], "and is asked again"
+    assert course.waits
     course.hear(jnp.asarray([0, 3, 0]))
     assert [course.choose(8) for _ in range(2)] == [drafts] * 2, "it paid"
     course.hear(jnp.asarray([1, 3, 1]))
     assert [course.choose(8) for _ in range(2)] == [plain, drafts], "and is known from then on"
+    assert not course.waits
 
 
 def test_where_no_draft_can_pay_plain_decodings_own_program_runs(target, requests, plain) -> None:
