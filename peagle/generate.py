@@ -327,7 +327,8 @@ class Engine:
             steps[emission.request.index] += len(emission.token_ids)
             yield emission
         first, last = self._outlooks
-        self._outlooks = first, dataclasses.replace(last, resting=last.resting - max(steps.values()))
+        resting = np.asarray(int(last.resting) - max(steps.values()), np.int32)
+        self._outlooks = first, dataclasses.replace(last, resting=resting)
 
     def compiled(self, requests: Sequence[Request]) -> list[jax.stages.Compiled]:
         """The programs that dispatches of these requests may run, compiled once more, to look at."""
@@ -431,7 +432,7 @@ class Engine:
             if self._outlooks is not None and state.outlook is not None:
                 last = state.outlook
                 if course is not None:
-                    last = dataclasses.replace(last, resting=jnp.asarray(course.resting, jnp.int32))
+                    last = dataclasses.replace(last, resting=np.asarray(course.resting, np.int32))
                 self._outlooks = self._outlooks[0], last
         finally:
             jax.block_until_ready(in_flight.outputs)  # sent off in vain, and not to run into what is measured next

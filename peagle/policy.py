@@ -88,7 +88,7 @@ class Outlook:
     trials: jax.Array  # [bins] float32
     rate: jax.Array  # [] float32: tokens per ms and row that the better of speculation and plain decoding promises
     choice: jax.Array  # [] int32: the rung of the best number of drafts, at least 1
-    resting: jax.Array  # [] int32: plain steps that are still to come
+    resting: jax.Array | np.ndarray  # [] int32: plain steps that are still to come
     pause: jax.Array  # [] int32: how long the next rest will be
     credit: jax.Array  # [] float32: in plain steps; negative: overdrawn
     held: jax.Array  # [] int32: -1; or the rung that is verified in any case, and nothing above changes (peagle.costs)
@@ -178,7 +178,7 @@ def chances(outlook: Outlook, confidence: Float[Array, "B K"]) -> Float[Array, "
 def resting(outlook: Outlook | None) -> Bool[Array, ""]:
     """Whether the next step is a plain one."""
     assert outlook is not None
-    return outlook.resting > 0
+    return jnp.asarray(outlook.resting > 0)
 
 
 def rested(outlook: Outlook) -> Outlook:
