@@ -55,7 +55,7 @@ from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.pair import Pair
 from peagle.profile import profile
-from scripts.crossover import IN_TURN, NARROW_VOCAB, Kind
+from scripts.crossover import IN_TURN, NARROW_VOCAB, PUBLISHED_RATE, Kind
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
 from scripts.make_random_checkpoint import SIZES
@@ -67,7 +67,6 @@ from target.random import random_bytes, random_params
 Json = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 PARALLEL = Kind("P-EAGLE, 4 layers", 4, True)  # the public 20b drafter's geometry
-SYNTHETIC = 0.76  # unconditional rate .76^i at draft i: 3.70 tokens a step at K = 7, as published for MT-Bench
 SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
 SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/test_accept.py")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
@@ -278,8 +277,9 @@ def rows_of(case: Case, batch: int) -> int:
 
 
 def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Steps with drafters of the public geometry and of EAGLE-3, acceptance drawn at SYNTHETIC^i, plain decoding beside
-    them in turns: with the head over the whole vocabulary, over a part of it, and for several sequences together."""
+    """Steps with drafters of the public geometry and of EAGLE-3, acceptance drawn at PUBLISHED_RATE^i, plain decoding
+    beside them in turns: with the head over the whole vocabulary, over a part of it, and for several sequences
+    together."""
     for vocab, batch, ks in ((None, 1, (1, 3, 5, 7)), (NARROW_VOCAB, 1, (3, 7)), (None, 4, (3,)), (None, 8, (3,))):
         if vocab is not None and vocab >= config.vocab_size:
             continue
@@ -288,7 +288,7 @@ def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
             for line in steps(pair, config, batch, (0, *ks)):
                 yield {
                     "shape": name,
-                    "synthetic_acceptance": SYNTHETIC,
+                    "synthetic_acceptance": PUBLISHED_RATE,
                     "drafter": kind.name,
                     "vocab_size": config.vocab_size,
                     "draft_vocab": vocab or config.vocab_size,
@@ -336,7 +336,7 @@ def step_seconds(result: Result) -> float:
 
 
 def synthetic_engine(pair: Pair, k: int, batch: int) -> Engine:
-    rates = tuple(SYNTHETIC ** (i + 1) for i in range(k)) if k else None
+    rates = tuple(PUBLISHED_RATE ** (i + 1) for i in range(k)) if k else None
     return engine(pair, k, batch, 1024, SamplingConfig(synthetic_acceptance=rates))
 
 
@@ -449,7 +449,7 @@ def check(arguments: argparse.Namespace) -> int:
         print(f"{section.name}: {json.dumps(line)[:200]}", flush=True)
 
     source = origin("scripts.gpu_check")
-    config = {"shapes": shapes, "synthetic_acceptance": SYNTHETIC, "published": PUBLISHED}
+    config = {"shapes": shapes, "synthetic_acceptance": PUBLISHED_RATE, "published": PUBLISHED}
     config |= {"drafters": (PARALLEL.name, IN_TURN.name)}
     started = time.monotonic()
     deadline = started + 60 * arguments.minutes

@@ -1,6 +1,7 @@
 """What scripts.crossover counts and what it says."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,10 @@ def test_a_run_leaves_its_page(
     monkeypatch.setattr(
         "sys.argv", ["crossover", "--out", str(out), "demo", "-k", "1,2", "--rounds", "2", "--steps", "4"]
     )
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--draft-vocab", "2049"])
+    assert crossover.main() == 2
+    assert "--draft-vocab is 2049; expected 1 to 2048" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [*sys.argv[:-1], "1024"])
     assert crossover.main() == 0
     record = json.loads((out / "run.json").read_text())
     assert len(record["rows"]) == 2 * len(KINDS)
@@ -65,6 +70,9 @@ def test_a_run_leaves_its_page(
     page = (out / "README.md").read_text()
     assert "## demo: a plain step takes" in page
     assert "| 120b, 32,768, P-EAGLE, 4 layers |" in page
+    assert "Random drafters that propose 1,024 tokens, " in page
+    first = next(row for row in record["rows"] if row["k"] == 1)
+    assert f" {1.76 / first['cost']:.2f} |" in page, "what its cost is worth at the published rate"
     assert "| demo, measured |" in page
     assert "| 20b, 201,088 draft tokens, by bytes | 2 | 2 |" in page
     assert (out / "crossover.png").stat().st_size > 20_000
