@@ -153,15 +153,16 @@ def measured(
     prompt = tuple(rng.integers(0, config.vocab_size, PROMPT_TOKENS).tolist())
     engines: dict[tuple[str, int], Engine] = {}
     target = DEMO if name == DEMO else directory
-    pair = peagle.load(target, None)
-    steps = enough_steps(pair, prompt, arguments)
-    request, capacity = Request(0, prompt, steps + 1), PROMPT_TOKENS + steps + 1
-    engines["plain", 0] = pair.engine(SpeculationConfig(0, 1, capacity), ignore_eos=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for kind in KINDS:
-            drafter = Path(scratch) / str(len(engines))
+        drafters = {kind: Path(scratch) / str(number) for number, kind in enumerate(KINDS)}
+        for kind, drafter in drafters.items():  # before the target is there: drawing them takes memory
             shape = kind.config(config, arguments.draft_vocab)
             save_drafter(drafter, init_params(shape, jax.random.key(0), jnp.bfloat16), shape)
+        pair = peagle.load(target, None)
+        steps = enough_steps(pair, prompt, arguments)
+        request, capacity = Request(0, prompt, steps + 1), PROMPT_TOKENS + steps + 1
+        engines["plain", 0] = pair.engine(SpeculationConfig(0, 1, capacity), ignore_eos=True)
+        for kind, drafter in drafters.items():
             pair = with_drafter(pair, target, drafter)
             for k in ks:
                 engines[kind.name, k] = pair.engine(SpeculationConfig(k, 1, capacity), ignore_eos=True)
