@@ -1,6 +1,7 @@
 """transformers' GptOssForCausalLM, with the fastest of its expert implementations at each width and, on a GPU, the
 faster of its ways to decode."""
 
+import inspect
 import time
 from typing import Any
 
@@ -44,6 +45,8 @@ class Transformers(StepwiseEngine):
         self._best: dict[int, str] = {}  # by width
         self._last = torch.empty(0)
         self._cache = DynamicCache()
+        # transformers before 5.24 calls it past_key_values, and warns of that name since
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -81,14 +84,17 @@ class Transformers(StepwiseEngine):
     def begin(self, prompt_ids: list[int]) -> int:
         # a cache without the config: sliding layers keep all, so that they can be rolled back
         self._cache = DynamicCache()
-        output = self._model(self._tensor(prompt_ids), past_key_values=self._cache, logits_to_keep=1)
+        output = self._run(prompt_ids, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
     @torch.inference_mode()
     def extend(self, token_ids: list[int]) -> list[int]:
-        self._last = self._model(self._tensor(token_ids), past_key_values=self._cache).logits[0]
+        self._last = self._run(token_ids).logits[0]
         greedy: list[int] = self._last.argmax(-1).tolist()
         return greedy
+
+    def _run(self, token_ids: list[int], **options: int) -> Any:
+        return self._model(self._tensor(token_ids), **{self._cache_name: self._cache}, **options)
 
     def roll_back(self, count: int) -> None:
         self._cache.crop(-count)
