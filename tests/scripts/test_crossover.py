@@ -1,7 +1,6 @@
 """What scripts.crossover counts and what it says."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,13 +53,11 @@ def test_a_run_leaves_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    monkeypatch.setattr(
-        "sys.argv", ["crossover", "--out", str(out), "demo", "-k", "1,2", "--rounds", "2", "--steps", "4"]
-    )
-    monkeypatch.setattr("sys.argv", [*sys.argv, "--draft-vocab", "2049"])
+    command = ["crossover", "--out", str(out), "demo", "-k", "1,2", "--rounds", "2", "--steps", "4", "--draft-vocab"]
+    monkeypatch.setattr("sys.argv", [*command, "2049"])
     assert crossover.main() == 2
     assert "--draft-vocab is 2049; expected 1 to 2048" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", [*sys.argv[:-1], "1024"])
+    monkeypatch.setattr("sys.argv", [*command, "1024"])
     assert crossover.main() == 0
     record = json.loads((out / "run.json").read_text())
     assert len(record["rows"]) == 2 * len(KINDS)
