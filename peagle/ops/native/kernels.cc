@@ -6,6 +6,7 @@
 #include <cstring>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -47,7 +48,55 @@ PEAGLE_INLINE void Store(void* to, Vector vector) {
 
 PEAGLE_INLINE Floats Broadcast(float value) { return Floats{} + value; }
 
+// The first `count` floats, and zeros behind them.
+PEAGLE_INLINE Floats LoadFirst(const float* from, int64_t count) {
+  if (count >= kLanes) return Load<Floats>(from);
+  Floats values = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = from[i];
+  return values;
+}
+
+PEAGLE_INLINE void StoreFirst(float* to, Floats values, int64_t count) {
+  if (count >= kLanes) return Store(to, values);
+  for (int64_t i = 0; i < count; ++i) to[i] = values[i];
+}
+
 PEAGLE_INLINE Floats Max(Floats a, Floats b) { return a > b ? a : b; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Memory
+
+// Memory for as long as a Scratch lives, the latest first to end. An op takes a dozen pieces, and malloc is slower than
+// what small ones are needed for; so each thread keeps room for those.
+class Scratch {
+ public:
+  Scratch() : begin_(used_) {}
+  ~Scratch() { used_ = begin_; }
+  Scratch(const Scratch&) = delete;
+
+  template <class T>
+  T* Take(int64_t count) {
+    const int64_t bytes = (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    if (bytes > kRoom - used_) {
+      large_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
+      return reinterpret_cast<T*>(large_.back().get());
+    }
+    if (room_ == nullptr) room_ = std::make_unique_for_overwrite<char[]>(kRoom);
+    used_ += bytes;
+    return reinterpret_cast<T*>(room_.get() + used_ - bytes);
+  }
+
+ private:
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int64_t kRoom = 0;  // it knows the ends of pieces that malloc gave
+#else
+  static constexpr int64_t kRoom = 1 << 18;
+#endif
+  static inline thread_local std::unique_ptr<char[]> room_;
+  static inline thread_local int64_t used_ = 0;
+  const int64_t begin_;
+  std::vector<std::unique_ptr<char[]>> large_;
+};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // exp
@@ -438,12 +487,11 @@ struct Tile {
 // Rows of inputs in the form in which the weights' format multiplies them.
 class Inputs {
  public:
-  Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel);
-  const void* const* From(int64_t row) const { return row_.get() + row; }
+  Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel, Scratch& scratch);
+  const void* const* From(int64_t row) const { return row_ + row; }
 
  private:
-  std::unique_ptr<const void*[]> row_;
-  std::unique_ptr<char[]> room_;
+  const void** row_;
 };
 
 template <class W, int T, int R>
@@ -547,21 +595,21 @@ void ForEach(Parallel& parallel, int64_t chunks, int64_t work, const Body& body)
       const_cast<Body*>(&body));
 }
 
-Inputs::Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel)
-    : row_(new const void*[rows]) {
+Inputs::Inputs([[maybe_unused]] const Matrix& matrix, const float* const* x, int64_t rows,
+               [[maybe_unused]] Parallel& parallel, Scratch& scratch)
+    : row_(scratch.Take<const void*>(rows)) {
 #if defined(PEAGLE_DIGITS)
   if (matrix.format == Format::kMxfp4) {
-    const int64_t bytes = matrix.inputs / 32 * static_cast<int64_t>(sizeof(Digits));
-    room_ = std::make_unique_for_overwrite<char[]>(rows * bytes);
+    const int64_t blocks = matrix.inputs / 32;
+    Digits* const digits = scratch.Take<Digits>(rows * blocks);
     ForEach(parallel, rows, rows * matrix.inputs, [&](int64_t row) {
-      auto digits = reinterpret_cast<Digits*>(room_.get() + row * bytes);
-      ToDigits(x[row], matrix.inputs, digits);
-      row_[row] = digits;
+      ToDigits(x[row], matrix.inputs, digits + row * blocks);
+      row_[row] = digits + row * blocks;
     });
     return;
   }
 #endif
-  std::copy_n(x, rows, row_.get());
+  std::copy_n(x, rows, row_);
 }
 
 // What multiplying `rows` rows costs, in weight bytes read: the arithmetic of four rows weighs as much as reading, and that
@@ -590,20 +638,20 @@ void Normalize(const float* x, const Norm& norm, int64_t width, float* out) {
 
 // The active ones of T rows, and each one's inputs: normalised into `room` where there is a norm.
 struct ActiveRows {
-  std::unique_ptr<int64_t[]> row;
-  std::unique_ptr<const float*[]> x;
+  int64_t* const row;
+  const float** const x;
   int64_t count = 0;
-  std::unique_ptr<float[]> room;
 
-  ActiveRows(const float* all, const Norm& norm, const int32_t* positions, int64_t rows, int64_t width)
-      : row(new int64_t[rows]), x(new const float*[rows]), room(norm.weight == nullptr ? nullptr : new float[rows * width]) {
+  ActiveRows(const float* all, const Norm& norm, const int32_t* positions, int64_t rows, int64_t width, Scratch& scratch)
+      : row(scratch.Take<int64_t>(rows)), x(scratch.Take<const float*>(rows)) {
+    float* const room = norm.weight == nullptr ? nullptr : scratch.Take<float>(rows * width);
     for (int64_t i = 0; i < rows; ++i) {
       if (positions != nullptr && positions[i] < 0) continue;
       row[count] = i;
       x[count] = all + i * width;
       if (room != nullptr) {
-        Normalize(x[count], norm, width, room.get() + count * width);
-        x[count] = room.get() + count * width;
+        Normalize(x[count], norm, width, room + count * width);
+        x[count] = room + count * width;
       }
       ++count;
     }
@@ -624,7 +672,8 @@ void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias,
     const int64_t end = std::min(active.count, start + kBlockRows);
     const int64_t work = Work(weight, panels, end - start);
     const Cut cut(panels, Shares(work, parallel));
-    const Inputs inputs(weight, active.x.get() + start, end - start, parallel);
+    Scratch scratch;
+    const Inputs inputs(weight, active.x + start, end - start, parallel, scratch);
     ForEach(parallel, cut.chunks, work, [&](int64_t chunk) {
       Tile tile;
       const int64_t first = cut.First(chunk), count = cut.Count(chunk);
@@ -633,14 +682,14 @@ void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias,
         Dot(weight, first, count, inputs.From(row - start), rows, tile);
         for (int64_t t = 0; t < rows; ++t) {
           for (int64_t p = 0; p < count; ++p) {
-            const int64_t column = (first + p) * kPanelRows, kept = std::min(kPanelRows, outputs - column);
-            const int64_t at = active.row[row + t] * outputs + column;
-            float* values = tile.values[p][t];
-            if (bias != nullptr)
-              for (int64_t i = 0; i < kept; ++i) values[i] += bias[column + i];
-            if (residual != nullptr)
-              for (int64_t i = 0; i < kept; ++i) values[i] += residual[at + i];
-            std::memcpy(out_rows + at, values, kept * sizeof(float));
+            for (int64_t i = 0; i < kPanelRows; i += kLanes) {
+              const int64_t column = (first + p) * kPanelRows + i, kept = outputs - column;
+              const int64_t at = active.row[row + t] * outputs + column;
+              Floats values = Load<Floats>(tile.values[p][t] + i);
+              if (bias != nullptr) values += LoadFirst(bias + column, kept);
+              if (residual != nullptr) values += LoadFirst(residual + at, kept);
+              StoreFirst(out_rows + at, values, kept);
+            }
           }
         }
       }
@@ -651,7 +700,8 @@ void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias,
 }  // namespace
 
 void RunLinear(const Linear& op, Parallel& parallel) {
-  const ActiveRows active(op.x, op.norm, op.positions, op.rows, op.weight.inputs);
+  Scratch scratch;
+  const ActiveRows active(op.x, op.norm, op.positions, op.rows, op.weight.inputs, scratch);
   ClearInactive(op.positions, op.rows, op.weight.outputs, op.out);
   Multiply(op.weight, active, op.bias, op.residual, op.out, parallel);
 }
@@ -668,38 +718,41 @@ struct Choice {
 
 // The experts that some row selected, in ascending order, each with its rows.
 struct Routing {
-  std::unique_ptr<int64_t[]> expert, begin;  // expert i's choices are begin[i] .. begin[i + 1] - 1
-  std::unique_ptr<Choice[]> choices;
+  int64_t *expert, *begin;  // expert i's choices are begin[i] .. begin[i + 1] - 1
+  Choice* choices;
   int64_t count = 0;
 };
 
-Routing Route(const Experts& op, const ActiveRows& active, const float* all_logits) {
+// The top_k experts by the logits, the highest first; of equal ones the lower.
+void Select(const float* logits, int64_t num_experts, int64_t top_k, int64_t* chosen) {
+  int64_t count = 0;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    if (count == top_k && !(logits[e] > logits[chosen[count - 1]])) continue;
+    int64_t place = count < top_k ? count++ : count - 1;
+    for (; place > 0 && logits[e] > logits[chosen[place - 1]]; --place) chosen[place] = chosen[place - 1];
+    chosen[place] = e;
+  }
+}
+
+Routing Route(const Experts& op, const ActiveRows& active, const float* all_logits, Scratch& scratch) {
   const int64_t total = active.count * op.top_k;
-  auto ids = std::make_unique<int64_t[]>(total);
-  auto weights = std::make_unique<float[]>(total);
-  auto load = std::make_unique<int64_t[]>(op.num_experts + 1);
-  std::fill_n(load.get(), op.num_experts + 1, 0);
+  int64_t *ids = scratch.Take<int64_t>(total), *load = scratch.Take<int64_t>(op.num_experts + 1);
+  float* weights = scratch.Take<float>(total);
+  std::fill_n(load, op.num_experts + 1, 0);
   for (int64_t row = 0; row < active.count; ++row) {
     const float* logits = all_logits + active.row[row] * op.num_experts;
-    int64_t* chosen = ids.get() + row * op.top_k;
-    float* weight = weights.get() + row * op.top_k;
-    for (int64_t j = 0; j < op.top_k; ++j) {
-      int64_t best = -1;
-      for (int64_t e = 0; e < op.num_experts; ++e) {
-        const bool taken = std::find(chosen, chosen + j, e) != chosen + j;
-        if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
-      }
-      chosen[j] = best;
-      ++load[best + 1];
-    }
+    int64_t* chosen = ids + row * op.top_k;
+    float* weight = weights + row * op.top_k;
+    Select(logits, op.num_experts, op.top_k, chosen);
     float sum = 0;
-    for (int64_t j = 0; j < op.top_k; ++j) sum += weight[j] = Exp(Broadcast(logits[chosen[j]] - logits[chosen[0]]))[0];
+    for (int64_t j = 0; j < op.top_k; ++j) {
+      ++load[chosen[j] + 1];
+      sum += weight[j] = Exp(Broadcast(logits[chosen[j]] - logits[chosen[0]]))[0];
+    }
     for (int64_t j = 0; j < op.top_k; ++j) weight[j] /= sum;
   }
-  Routing routing;
-  routing.expert = std::make_unique<int64_t[]>(op.num_experts);
-  routing.begin = std::make_unique<int64_t[]>(op.num_experts + 1);
-  routing.choices = std::make_unique<Choice[]>(total);
+  Routing routing{scratch.Take<int64_t>(op.num_experts), scratch.Take<int64_t>(op.num_experts + 1),
+                  scratch.Take<Choice>(total)};
   for (int64_t e = 0; e < op.num_experts; ++e) {
     if (load[e + 1] > 0) {
       routing.begin[routing.count] = load[e];
@@ -725,15 +778,16 @@ PEAGLE_INLINE Floats SwiGlu(Floats gate, Floats up, float limit) {
 void RunExperts(const Experts& op, Parallel& parallel) {
   const int64_t width = op.gate_up.inputs, hidden = op.down.inputs;
   const int64_t pairs = Panels(hidden), padded = pairs * kPanelRows, columns = Panels(width);
-  const ActiveRows active(op.x, op.norm, op.positions, op.rows, width);
+  Scratch scratch;
+  const ActiveRows active(op.x, op.norm, op.positions, op.rows, width, scratch);
   ClearInactive(op.positions, op.rows, width, op.out);
-  auto logits = std::make_unique_for_overwrite<float[]>(op.rows * op.num_experts);
-  Multiply(op.router, active, op.router_bias, nullptr, logits.get(), parallel);
-  const Routing routing = Route(op, active, logits.get());
+  float* const logits = scratch.Take<float>(op.rows * op.num_experts);
+  Multiply(op.router, active, op.router_bias, nullptr, logits, parallel);
+  const Routing routing = Route(op, active, logits, scratch);
   const int64_t total = active.count * op.top_k;
-  const Inputs inputs(op.gate_up, active.x.get(), active.count, parallel);
+  const Inputs inputs(op.gate_up, active.x, active.count, parallel, scratch);
   // the hidden values of each choice
-  auto activations = std::make_unique_for_overwrite<float[]>(total * padded);
+  float* const activations = scratch.Take<float>(total * padded);
 
   auto of_expert = [&](const Matrix& matrix, int64_t panels, int64_t i) {
     Matrix one = matrix;
@@ -764,7 +818,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
         const float* gate_bias = bias + 2 * (first + p) * kPanelRows;
         const float* up_bias = gate_bias + kPanelRows;
         for (int64_t t = 0; t < rows; ++t) {
-          float* activated = activations.get() + (choice + t) * padded + (first + p) * kPanelRows;
+          float* activated = activations + (choice + t) * padded + (first + p) * kPanelRows;
           for (int64_t i = 0; i < kPanelRows; i += kLanes) {
             const Floats gate = Load<Floats>(tile.values[2 * p][t] + i) + Load<Floats>(gate_bias + i);
             const Floats up = Load<Floats>(tile.values[2 * p + 1][t] + i) + Load<Floats>(up_bias + i);
@@ -775,9 +829,9 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     }
   });
 
-  auto hidden_of = std::make_unique<const float*[]>(total);
-  for (int64_t choice = 0; choice < total; ++choice) hidden_of[choice] = activations.get() + choice * padded;
-  const Inputs hidden_inputs(op.down, hidden_of.get(), total, parallel);
+  const float** const hidden_of = scratch.Take<const float*>(total);
+  for (int64_t choice = 0; choice < total; ++choice) hidden_of[choice] = activations + choice * padded;
+  const Inputs hidden_inputs(op.down, hidden_of, total, parallel, scratch);
 
   // each chunk owns some output columns of all rows, and adds up the experts in ascending order
   const int64_t down_work = Work(op.down, columns, rows_per_expert) * routing.count;
@@ -800,10 +854,11 @@ void RunExperts(const Experts& op, Parallel& parallel) {
           const Choice& one = routing.choices[choice + t];
           float* out = op.out + active.row[one.row] * width;
           for (int64_t p = 0; p < count; ++p) {
-            const int64_t column = left + p * kPanelRows, kept = std::min(kPanelRows, right - column);
-            const float* values = tile.values[p][t];
-            for (int64_t j = 0; j < kept; ++j)
-              out[column + j] += one.weight * (values[j] + bias[column + j]);
+            for (int64_t j = 0; j < kPanelRows; j += kLanes) {
+              const int64_t column = left + p * kPanelRows + j, kept = width - column;
+              const Floats values = Load<Floats>(tile.values[p][t] + j) + LoadFirst(bias + column, kept);
+              StoreFirst(out + column, LoadFirst(out + column, kept) + one.weight * values, kept);
+            }
           }
         }
       }
@@ -853,6 +908,24 @@ PEAGLE_INLINE void Put(void* base, int64_t index, float value) {
     static_cast<uint16_t*>(base)[index] = ToBfloat16(value);
   else
     static_cast<float*>(base)[index] = value;
+}
+
+template <bool kHalf>
+PEAGLE_INLINE void PutLanes(void* base, int64_t index, Floats values) {
+  if constexpr (kHalf) {
+    const Words bits = reinterpret_cast<Words>(values);
+    Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    rounded = (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 64u : rounded;
+#if defined(PEAGLE_AVX2)
+    const __m256i words = reinterpret_cast<__m256i>(rounded);  // gcc: by lane
+    Store(static_cast<uint16_t*>(base) + index,
+          _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+    Store(static_cast<uint16_t*>(base) + index, __builtin_convertvector(rounded, Halves));
+#endif
+  } else {
+    Store(static_cast<float*>(base) + index, values);
+  }
 }
 
 // The lanes of a, then of b, that `place` names for each lane.
@@ -1067,7 +1140,8 @@ constexpr int64_t kWorthTurning = 6;  // queries for which keys are turned
 template <bool kHalf>
 void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_t end) {
   const int64_t repeat = op.heads / op.kv_heads, width = op.head_dim;
-  auto queries = std::make_unique_for_overwrite<Query[]>(end - begin);
+  Scratch memory;
+  Query* const queries = memory.Take<Query>(end - begin);
   int64_t count = 0, oldest = INT64_MAX, newest = 0;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t row = b * op.width + i / repeat, head = group * repeat + i % repeat;
@@ -1087,14 +1161,17 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
   }
   if (count == 0) return;
   const int64_t first = oldest / kLanes * kLanes, last = newest, span = (last - first) / kLanes * kLanes + kLanes;
-  auto scratch = std::make_unique_for_overwrite<float[]>(count * (3 * width + span));
+  float* const scratch = memory.Take<float>(count * (3 * width + span));
   const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(width));
   for (int64_t i = 0; i < count; ++i) {
     Query& query = queries[i];
-    query.vector = scratch.get() + i * (3 * width + span);
+    query.vector = scratch + i * (3 * width + span);
     query.sums = query.vector + width;
     query.weights = query.sums + 2 * width;
-    for (int64_t h = 0; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, query.place + h) * scale;
+    int64_t h = 0;
+    for (; h + kLanes <= width; h += kLanes)
+      Store(query.vector + h, LoadLanes<kHalf>(op.query, query.place + h) * scale);
+    for (; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, query.place + h) * scale;
     std::fill_n(query.sums, 2 * width, 0.0f);
   }
   auto places_from = [&](int64_t position) {
@@ -1108,7 +1185,7 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
     return places;
   };
   const bool turn = count >= kWorthTurning;
-  auto turned = std::make_unique_for_overwrite<float[]>(turn ? width * kLanes : 0);
+  float* const turned = memory.Take<float>(turn ? width * kLanes : 0);
   auto score = [&](int64_t p, const int64_t* at) {
     auto put = [&](Floats scores, const Query& query) {
       Store(query.weights + p - first, Finish<kHalf>(scores, query, op.key, at, p, width));
@@ -1116,14 +1193,14 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
     auto by = [&]<int kQueries>(int64_t i) {
       for (; i + kQueries <= count; i += kQueries) {
         Floats scores[kQueries];
-        width == 64 ? ScoresTurned<kQueries, 64>(&queries[i], turned.get(), width, scores)
-                    : ScoresTurned<kQueries, 0>(&queries[i], turned.get(), width, scores);
+        width == 64 ? ScoresTurned<kQueries, 64>(&queries[i], turned, width, scores)
+                    : ScoresTurned<kQueries, 0>(&queries[i], turned, width, scores);
         for (int q = 0; q < kQueries; ++q) put(scores[q], queries[i + q]);
       }
       return i;
     };
     if (turn) {
-      TurnKeys<kHalf>(op.key, at, width, turned.get());
+      TurnKeys<kHalf>(op.key, at, width, turned);
       by.template operator()<1>(by.template operator()<2>(by.template operator()<4>(0)));
       return;
     }
@@ -1153,7 +1230,12 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
   }
   for (int64_t i = 0; i < count; ++i) {
     const Query& query = queries[i];
-    for (int64_t h = 0; h < width; ++h)
+    int64_t h = 0;
+    for (; h + kLanes <= width; h += kLanes) {
+      const Floats sums = Load<Floats>(query.sums + h) + Load<Floats>(query.sums + width + h);
+      PutLanes<kHalf>(op.out, query.place + h, sums / query.total);
+    }
+    for (; h < width; ++h)
       Put<kHalf>(op.out, query.place + h, (query.sums[h] + query.sums[width + h]) / query.total);
   }
 }
@@ -1161,10 +1243,16 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
 // Rotates pairs (x[i], x[i + half]) by the row's angles.
 template <bool kHalf>
 void Rotate(const float* x, const float* cos, const float* sin, int64_t half, void* out, int64_t at) {
-  for (int64_t i = 0; i < half; ++i) {
-    const float first = x[i] * cos[i] - x[i + half] * sin[i], second = x[i + half] * cos[i] + x[i] * sin[i];
-    Put<kHalf>(out, at + i, first);
-    Put<kHalf>(out, at + i + half, second);
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats a = Load<Floats>(x + i), b = Load<Floats>(x + i + half);
+    const Floats c = Load<Floats>(cos + i), s = Load<Floats>(sin + i);
+    PutLanes<kHalf>(out, at + i, a * c - b * s);
+    PutLanes<kHalf>(out, at + i + half, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    Put<kHalf>(out, at + i, x[i] * cos[i] - x[i + half] * sin[i]);
+    Put<kHalf>(out, at + i + half, x[i + half] * cos[i] + x[i] * sin[i]);
   }
 }
 
@@ -1184,7 +1272,10 @@ void RotateAndWriteAs(const Attention& op, const Rotation& rotation) {
     const int64_t at = (row / op.width * op.capacity + slot) * op.kv_heads * width;
     for (int64_t g = 0; g < op.kv_heads; ++g)
       Rotate<kHalf>(keys + g * width, cos, sin, half, rotation.key, at + g * width);
-    for (int64_t i = 0; i < op.kv_heads * width; ++i) Put<kHalf>(rotation.value, at + i, values[i]);
+    int64_t i = 0;
+    for (; i + kLanes <= op.kv_heads * width; i += kLanes)
+      PutLanes<kHalf>(rotation.value, at + i, Load<Floats>(values + i));
+    for (; i < op.kv_heads * width; ++i) Put<kHalf>(rotation.value, at + i, values[i]);
   }
 }
 

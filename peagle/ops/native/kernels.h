@@ -29,7 +29,7 @@ struct Matrix {
 
 // Work, in multiplications and bytes of weights, below which a second thread costs more than it brings: one that waits
 // for work, and one that has to be woken.
-constexpr int64_t kWorthAThread = 100'000, kWorthWaking = 1'000'000;
+constexpr int64_t kWorthAThread = 50'000, kWorthWaking = 1'000'000;
 
 // Runs body(context, 0) .. body(context, chunks - 1), on several threads if it likes, and returns when all are done. `work`
 // is that of all chunks together.
