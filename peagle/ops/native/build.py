@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.cc", "ffi.cc")
+SOURCES = ("panels.cc", "linear.cc", "experts.cc", "attention.cc", "likeliest.cc", "ffi.cc")
 SUFFIX = ".so"
 CUDA = HERE.parent / "cuda"
 LAUNCHER = CUDA / f"launch{SUFFIX}"
@@ -33,7 +33,7 @@ FLAGS = (
     "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 # as written: an optimiser leaves out reads whose values are not used, and takes its time
-SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-g1", "-O0")
+SANITIZE = ("-fsanitize=address", "-DPEAGLE_SANITIZED", "-fno-omit-frame-pointer", "-g1", "-O0")
 
 
 class BuildError(Exception):

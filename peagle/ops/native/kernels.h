@@ -1,6 +1,6 @@
-// What the kernels compute, free of XLA: plain pointers in, plain pointers out. ffi.cc checks shapes and calls them.
-// Both files make one shared library per instruction set: in one library the linker could take a template compiled for
-// one set into the code of another.
+// What the kernels compute, free of XLA: plain pointers in, plain pointers out. linear.cc, experts.cc, attention.cc and
+// likeliest.cc do it; ffi.cc checks shapes and calls them. All of it makes one shared library per instruction set: in one
+// library the linker could take a template compiled for one set into the code of another.
 //
 // T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
 // fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads. Where positions are given,
@@ -8,6 +8,8 @@
 #pragma once
 
 #include <cstdint>
+
+#include "parallel.h"
 
 namespace peagle {
 
@@ -25,23 +27,6 @@ struct Matrix {
   const void* panels;
   const uint8_t* scales;  // kMxfp4 only
   int64_t inputs, outputs;
-};
-
-// Work, in multiplications and bytes of weights, below which a second thread costs more than it brings: one that waits
-// for work, and one that has to be woken.
-constexpr int64_t kWorthAThread = 50'000, kWorthWaking = 1'000'000;
-
-// Runs body(context, 0) .. body(context, chunks - 1), on several threads if it likes, and returns when all are done. `work`
-// is that of all chunks together.
-class Parallel {
- public:
-  virtual void Run(int64_t chunks, int64_t work, void (*body)(void*, int64_t), void* context) = 0;
-
-  // How many threads there are.
-  virtual int64_t threads() const = 0;
-
- protected:
-  ~Parallel() = default;
 };
 
 // Root-mean-square normalisation of each row, times a weight; none where the weight is null.

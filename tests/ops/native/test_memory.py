@@ -145,17 +145,24 @@ def build_sanitized(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
         assert b"__asan_report" in path.read_bytes()
 
 
-def plant(text: str) -> tuple[str, dict[int, str]]:
-    """kernels.cc with reads of one element before and one behind each operand, and what is read in which line."""
-    for function, operands in OPERANDS.items():
-        reads = [
-            f"  PEAGLE_READ({operand}, {at})  // planted" for operand, end in operands.items() for at in ("-1", end)
-        ]
-        assert text.count(function) == 1, function
-        text = text.replace(function, "\n".join([function, *reads]))
-    text = text.replace("\nnamespace peagle {\n", f"{READ}\nnamespace peagle {{\n", 1)
-    lines = dict(enumerate(text.splitlines(), start=1))
-    return text, {number: line.strip() for number, line in lines.items() if line.endswith("// planted")}
+def plant(sources: Path) -> dict[tuple[str, int], str]:
+    """The kernels in `sources` read one element before and one behind each operand: what is read, by file and line."""
+    planted, functions = {}, dict(OPERANDS)
+    for path in sorted(sources.glob("*.cc")):
+        text = path.read_text()
+        for function in [function for function in functions if function in text]:
+            reads = [
+                f"  PEAGLE_READ({operand}, {at})  // planted"
+                for operand, end in functions.pop(function).items()
+                for at in ("-1", end)
+            ]
+            text = text.replace(function, "\n".join([function, *reads]))
+        text = text.replace("\nnamespace peagle {\n", f"{READ}\nnamespace peagle {{\n", 1)
+        path.write_text(text)
+        lines = enumerate(text.splitlines(), start=1)
+        planted |= {(path.name, number): line.strip() for number, line in lines if line.endswith("// planted")}
+    assert not functions
+    return planted
 
 
 def best() -> str:
@@ -176,14 +183,13 @@ def best() -> str:
 
 def test_nothing_but_what_was_planted_is_out_of_bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The machine's widest set: every planted read is found, on both sides of every operand, and nothing else."""
-    isa, text = best(), (build.HERE / "kernels.cc").read_text()
+    isa = best()
     sources, libraries, reports = (tmp_path / name for name in ("sources", "libraries", "reports"))
     sources.mkdir()
     reports.mkdir()
-    for name in ("kernels.h", "buffers.h", "ffi.cc"):
-        (sources / name).write_text((build.HERE / name).read_text())
-    text, planted = plant(text)
-    (sources / "kernels.cc").write_text(text)
+    for path in [*build.HERE.glob("*.h"), *build.HERE.glob("*.cc")]:
+        (sources / path.name).write_text(path.read_text())
+    planted = plant(sources)
     portable, flags = build.library("portable"), build.instruction_sets()[isa]
     monkeypatch.setattr(build, "HERE", sources)
     monkeypatch.setattr(build, "instruction_sets", lambda: {isa: flags})
@@ -193,12 +199,13 @@ def test_nothing_but_what_was_planted_is_out_of_bounds(monkeypatch: pytest.Monke
     done, found = sanitized_tests(libraries, reports, f"{isa} and ({' or '.join(ESSENTIAL)})")
     seen = set()
     for report in found:
-        at = re.search(r"kernels\.cc:(\d+)", report)
+        at = re.search(r"(\w+\.(?:cc|h)):(\d+)", report)
         assert at, report
-        assert int(at[1]) in planted, report
+        place = (at[1], int(at[2]))
+        assert place in planted, report
         assert "heap-buffer-overflow" in report
-        seen.add(int(at[1]))
-    assert not [planted[number] for number in planted if number not in seen], done.stdout[-2000:]
+        seen.add(place)
+    assert not [planted[place] for place in planted if place not in seen], done.stdout[-2000:]
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 

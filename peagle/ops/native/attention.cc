@@ -1,0 +1,395 @@
+// See kernels.h, Attention and Rotation.
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "scratch.h"
+#include "vectors.h"
+
+namespace peagle {
+namespace {
+
+// The lanes of a, then of b, that `place` names for each lane.
+template <class Place, int32_t... lane>
+PEAGLE_INLINE Floats Pick(Floats a, Floats b, Place place, std::integer_sequence<int32_t, lane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, place(lane)...);
+#else
+  return __builtin_shuffle(a, b, Ints{place(lane)...});
+#endif
+}
+
+using EachLane = std::make_integer_sequence<int32_t, kLanes>;
+
+// Of each 2 n lanes the first n of a, then the first n of b.
+template <int n>
+PEAGLE_INLINE Floats Firsts(Floats a, Floats b) {
+  return Pick(a, b, [](int32_t lane) constexpr { return lane % (2 * n) < n ? lane : lane - n + int32_t{kLanes}; }, EachLane());
+}
+
+// Of each 2 n lanes the last n of a, then the last n of b.
+template <int n>
+PEAGLE_INLINE Floats Lasts(Floats a, Floats b) {
+  return Pick(a, b, [](int32_t lane) constexpr { return lane % (2 * n) < n ? lane + n : lane + int32_t{kLanes}; }, EachLane());
+}
+
+// The first of v are the sums of two neighbours each, by n lanes.
+template <int n>
+PEAGLE_INLINE void AddNeighbours(Floats (&v)[kLanes]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes / (2 * n); ++i) v[i] = Firsts<n>(v[2 * i], v[2 * i + 1]) + Lasts<n>(v[2 * i], v[2 * i + 1]);
+  if constexpr (4 * n <= kLanes) AddNeighbours<2 * n>(v);
+}
+
+// Lane i = the sum over the lanes of parts[i]: rounds of adding neighbours.
+PEAGLE_INLINE Floats SumEach(Floats (&parts)[kLanes]) {
+  AddNeighbours<1>(parts);
+  return parts[0];
+}
+
+// Rows become columns in squares of 2 n, then in smaller ones.
+template <int n = kLanes / 2>
+PEAGLE_INLINE void Turn(Floats (&v)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & n) continue;
+    const Floats a = v[i], b = v[i + n];
+    v[i] = Firsts<n>(a, b);
+    v[i + n] = Lasts<n>(a, b);
+  }
+  if constexpr (n > 1) Turn<n / 2>(v);
+}
+
+constexpr int64_t kStretch = 64;  // positions whose values go together
+
+// Where the vectors of neighbouring positions start in the cache, from a multiple of kLanes on. Positions outside of those
+// that some query reads stand for the nearest that one does.
+struct Places {
+  int64_t at[kStretch];
+};
+
+// One query head at one position, and what becomes of it. Everything is summed in the order of positions, by tiles, so
+// that the result depends on the position and on what the cache holds.
+struct Query {
+  int64_t oldest, newest;  // the positions it reads
+  int64_t place;           // of its vector, and of what comes out
+  const float* sink;       // or null
+  float* vector;           // scaled; [head_dim]
+  float* weights;          // of all positions of the tiles
+  float* sums;             // [2][head_dim]: of values at even and at odd positions
+  float total;
+};
+
+PEAGLE_INLINE bool Overlaps(const Query& query, int64_t position) {
+  return position <= query.newest && position + kLanes > query.oldest;
+}
+
+// The scores of a tile are the dot products of a query with its keys, kLanes of them. A head's inputs are multiplied lane
+// by lane, kLanes after kLanes, then the lanes are added up, each with its neighbour. What is behind the last kLanes comes
+// last.
+
+// kHead: the head's width where it is known, else 0
+template <bool kHalf, int kHead>
+PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const int64_t* at, int64_t width) {
+  const int64_t whole = (kHead > 0 ? kHead : width) / kLanes * kLanes;
+  Floats parts[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    Floats part = {};
+#pragma GCC unroll 4
+    for (int64_t h = 0; h < whole; h += kLanes)
+      part += Load<Floats>(query.vector + h) * LoadLanes<kHalf>(keys, at[i] + h);
+    parts[i] = part;
+  }
+  return SumEach(parts);
+}
+
+// A tile's keys as [head_dim][kLanes], without what is behind the last kLanes inputs: then a lane is a position, and several
+// queries take the same values.
+template <bool kHalf>
+void TurnKeys(const void* keys, const int64_t* at, int64_t width, float* turned) {
+  for (int64_t h = 0; h + kLanes <= width; h += kLanes) {
+    Floats rows[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) rows[i] = LoadLanes<kHalf>(keys, at[i] + h);
+    Turn(rows);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) Store(turned + (h + i) * kLanes, rows[i]);
+  }
+}
+
+// sums[q] = what inputs first .. first + count - 1 of every kLanes bring, added up as in Scores
+template <int kQueries, int kFirst, int kCount, int kHead>
+PEAGLE_INLINE void AddInputs(const float* const (&vectors)[kQueries], const float* turned, int64_t width,
+                             Floats (&sums)[kQueries]) {
+  if constexpr (kCount == 1) {
+    const int64_t whole = (kHead > 0 ? kHead : width) / kLanes * kLanes;
+    for (int q = 0; q < kQueries; ++q) sums[q] = Floats{};
+#pragma GCC unroll 4
+    for (int64_t h = kFirst; h < whole; h += kLanes) {
+      const Floats keys = Load<Floats>(turned + h * kLanes);
+      for (int q = 0; q < kQueries; ++q) sums[q] += vectors[q][h] * keys;
+    }
+  } else {
+    Floats others[kQueries];
+    AddInputs<kQueries, kFirst, kCount / 2, kHead>(vectors, turned, width, sums);
+    AddInputs<kQueries, kFirst + kCount / 2, kCount / 2, kHead>(vectors, turned, width, others);
+    for (int q = 0; q < kQueries; ++q) sums[q] += others[q];
+  }
+}
+
+template <int kQueries, int kHead>
+__attribute__((noinline)) void ScoresTurned(const Query* queries, const float* turned, int64_t width,
+                                            Floats (&scores)[kQueries]) {
+  const float* vectors[kQueries];
+  for (int q = 0; q < kQueries; ++q) vectors[q] = queries[q].vector;
+  AddInputs<kQueries, 0, kLanes, kHead>(vectors, turned, width, scores);
+}
+
+// The scores whole: what is behind the last kLanes inputs comes to them, and -inf for what the query does not read.
+template <bool kHalf>
+PEAGLE_INLINE Floats Finish(Floats scores, const Query& query, const void* keys, const int64_t* at, int64_t position,
+                            int64_t width) {
+  for (int64_t h = width / kLanes * kLanes; h < width; ++h)
+    for (int i = 0; i < kLanes; ++i) scores[i] += query.vector[h] * LoadOne<kHalf>(keys, at[i] + h);
+  Ints lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  const int32_t before = static_cast<int32_t>(std::clamp<int64_t>(query.oldest - position, 0, kLanes));
+  const int32_t behind = static_cast<int32_t>(std::clamp<int64_t>(query.newest - position, -1, kLanes));
+  scores = lane < before ? Broadcast(-__builtin_inff()) : scores;
+  scores = lane > behind ? Broadcast(-__builtin_inff()) : scores;
+  return scores;
+}
+
+// Scores become weights exp(score - the largest); total is their sum with the sink's.
+void Weigh(Query& query, int64_t first, int64_t last) {
+  Floats peak = Broadcast(query.sink == nullptr ? -__builtin_inff() : *query.sink), sums = {};
+  for (int64_t p = first; p <= last; p += kLanes)
+    if (Overlaps(query, p)) peak = Max(Load<Floats>(query.weights + p - first), peak);
+  float most = peak[0];
+  for (int i = 1; i < kLanes; ++i) most = std::max(most, peak[i]);
+  for (int64_t p = first; p <= last; p += kLanes) {
+    if (!Overlaps(query, p)) continue;
+    Floats weights = Exp(Load<Floats>(query.weights + p - first) - most);
+    sums += weights;
+    Store(query.weights + p - first, weights);
+  }
+  query.total = query.sink == nullptr ? 0.0f : Exp(Broadcast(*query.sink - most))[0];
+  for (int i = 0; i < kLanes; ++i) query.total += sums[i];
+}
+
+// sums += a tile's weights times its values, for queries that all read positions begin .. end - 1 of it, in their order
+template <bool kHalf, int kQueries>
+void AddValues(const Query* queries, int64_t offset, const void* values, const int64_t* at, int64_t begin, int64_t end,
+               int64_t head_dim) {
+  const float* weights[kQueries];
+  for (int q = 0; q < kQueries; ++q) weights[q] = queries[q].weights + offset;
+  constexpr int kBlocks = kManyRegisters ? 4 : 2;  // sums that registers hold
+  int64_t h = 0;
+  for (; h + kBlocks * kLanes <= head_dim; h += kBlocks * kLanes) {
+    Floats sums[kQueries][2][kBlocks];
+    for (int q = 0; q < kQueries; ++q)
+      for (int j = 0; j < 2; ++j)
+        for (int b = 0; b < kBlocks; ++b) sums[q][j][b] = Load<Floats>(queries[q].sums + j * head_dim + h + b * kLanes);
+    auto add = [&](int64_t i, int j) {
+      Floats read[kBlocks];
+      for (int b = 0; b < kBlocks; ++b) read[b] = LoadLanes<kHalf>(values, at[i] + h + b * kLanes);
+      for (int q = 0; q < kQueries; ++q)
+        for (int b = 0; b < kBlocks; ++b) sums[q][j][b] += weights[q][i] * read[b];
+    };
+    int64_t i = begin;
+    if (i % 2 == 1 && i < end) add(i++, 1);
+    for (; i + 2 <= end; i += 2) {
+      add(i, 0);
+      add(i + 1, 1);
+    }
+    if (i < end) add(i, 0);
+    for (int q = 0; q < kQueries; ++q)
+      for (int j = 0; j < 2; ++j)
+        for (int b = 0; b < kBlocks; ++b) Store(queries[q].sums + j * head_dim + h + b * kLanes, sums[q][j][b]);
+  }
+  for (; h < head_dim; ++h)
+    for (int64_t i = begin; i < end; ++i)
+      for (int q = 0; q < kQueries; ++q)
+        queries[q].sums[i % 2 * head_dim + h] += weights[q][i] * LoadOne<kHalf>(values, at[i] + h);
+}
+
+constexpr int64_t kWorthTurning = 6;  // queries for which keys are turned
+constexpr int64_t kMostRows = 16;     // whose queries go together
+
+// Queries begin .. end - 1 of the rows' heads of one kv head, row by row, of sequence b: a tile of keys or values is
+// fetched once for all of them.
+template <bool kHalf>
+void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_t end) {
+  const int64_t repeat = op.heads / op.kv_heads, width = op.head_dim;
+  Scratch memory;
+  Query* const queries = memory.Take<Query>(end - begin);
+  int64_t count = 0, oldest = INT64_MAX, newest = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t row = b * op.width + i / repeat, head = group * repeat + i % repeat;
+    Query& query = queries[count];
+    query.place = (row * op.heads + head) * width;
+    query.newest = op.positions[row];
+    query.oldest = op.window > 0 ? std::max<int64_t>(0, query.newest - op.window + 1) : 0;
+    if (!op.ring) query.newest = std::min(query.newest, op.capacity - 1);
+    if (query.newest < query.oldest) {  // inactive, or its window is beyond the cache
+      for (int64_t h = 0; h < width; ++h) Put<kHalf>(op.out, query.place + h, 0.0f);
+      continue;
+    }
+    query.sink = op.sinks == nullptr ? nullptr : op.sinks + head;
+    oldest = std::min(oldest, query.oldest);
+    newest = std::max(newest, query.newest);
+    ++count;
+  }
+  if (count == 0) return;
+  const int64_t first = oldest / kLanes * kLanes, last = newest, span = (last - first) / kLanes * kLanes + kLanes;
+  float* const scratch = memory.Take<float>(count * (3 * width + span));
+  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(width));
+  for (int64_t i = 0; i < count; ++i) {
+    Query& query = queries[i];
+    query.vector = scratch + i * (3 * width + span);
+    query.sums = query.vector + width;
+    query.weights = query.sums + 2 * width;
+    int64_t h = 0;
+    for (; h + kLanes <= width; h += kLanes)
+      Store(query.vector + h, LoadLanes<kHalf>(op.query, query.place + h) * scale);
+    for (; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, query.place + h) * scale;
+    std::fill_n(query.sums, 2 * width, 0.0f);
+  }
+  auto places_from = [&](int64_t position) {
+    Places places;
+    const int64_t shift = op.ring ? position % op.capacity - position : 0;
+    for (int64_t i = 0; i < kStretch; ++i) {
+      int64_t slot = std::clamp(position + i, oldest, newest) + shift;
+      if (op.ring && slot >= op.capacity) slot %= op.capacity;
+      places.at[i] = ((b * op.capacity + slot) * op.kv_heads + group) * width;
+    }
+    return places;
+  };
+  const bool turn = count >= kWorthTurning;
+  float* const turned = memory.Take<float>(turn ? width * kLanes : 0);
+  auto score = [&](int64_t p, const int64_t* at) {
+    auto put = [&](Floats scores, const Query& query) {
+      Store(query.weights + p - first, Finish<kHalf>(scores, query, op.key, at, p, width));
+    };
+    auto by = [&]<int kQueries>(int64_t i) {
+      for (; i + kQueries <= count; i += kQueries) {
+        Floats scores[kQueries];
+        width == 64 ? ScoresTurned<kQueries, 64>(&queries[i], turned, width, scores)
+                    : ScoresTurned<kQueries, 0>(&queries[i], turned, width, scores);
+        for (int q = 0; q < kQueries; ++q) put(scores[q], queries[i + q]);
+      }
+      return i;
+    };
+    if (turn) {
+      TurnKeys<kHalf>(op.key, at, width, turned);
+      by.template operator()<1>(by.template operator()<2>(by.template operator()<4>(0)));
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (!Overlaps(queries[i], p)) continue;
+      put(width == 64 ? Scores<kHalf, 64>(queries[i], op.key, at, width) : Scores<kHalf, 0>(queries[i], op.key, at, width),
+          queries[i]);
+    }
+  };
+  for (int64_t p = first; p <= last; p += kStretch) {
+    const Places places = places_from(p);
+    for (int64_t i = 0; i < kStretch && p + i <= last; i += kLanes) score(p + i, places.at + i);
+  }
+  for (int64_t i = 0; i < count; ++i) Weigh(queries[i], first, last);
+  for (int64_t p = first; p <= last; p += kStretch) {
+    const Places places = places_from(p);
+    auto from = [&](int64_t i) { return std::max<int64_t>(0, queries[i].oldest - p); };
+    auto to = [&](int64_t i) { return std::min(kStretch, queries[i].newest - p + 1); };
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + 1 < count && from(i) == from(i + 1) && to(i) == to(i + 1)) {
+        AddValues<kHalf, 2>(&queries[i], p - first, op.value, places.at, from(i), to(i), width);
+        ++i;
+      } else {
+        AddValues<kHalf, 1>(&queries[i], p - first, op.value, places.at, from(i), to(i), width);
+      }
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Query& query = queries[i];
+    int64_t h = 0;
+    for (; h + kLanes <= width; h += kLanes) {
+      const Floats sums = Load<Floats>(query.sums + h) + Load<Floats>(query.sums + width + h);
+      PutLanes<kHalf>(op.out, query.place + h, sums / query.total);
+    }
+    for (; h < width; ++h)
+      Put<kHalf>(op.out, query.place + h, (query.sums[h] + query.sums[width + h]) / query.total);
+  }
+}
+
+// Rotates pairs (x[i], x[i + half]) by the row's angles.
+template <bool kHalf>
+void Rotate(const float* x, const float* cos, const float* sin, int64_t half, void* out, int64_t at) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats a = Load<Floats>(x + i), b = Load<Floats>(x + i + half);
+    const Floats c = Load<Floats>(cos + i), s = Load<Floats>(sin + i);
+    PutLanes<kHalf>(out, at + i, a * c - b * s);
+    PutLanes<kHalf>(out, at + i + half, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    Put<kHalf>(out, at + i, x[i] * cos[i] - x[i + half] * sin[i]);
+    Put<kHalf>(out, at + i + half, x[i + half] * cos[i] + x[i] * sin[i]);
+  }
+}
+
+template <bool kHalf>
+void RotateAndWriteAs(const Attention& op, const Rotation& rotation) {
+  const int64_t width = op.head_dim, half = width / 2, heads = op.heads + 2 * op.kv_heads;
+  for (int64_t row = 0; row < op.batch * op.width; ++row) {
+    const float* qkv = rotation.qkv + row * heads * width;
+    const float *cos = rotation.cos + row * half, *sin = rotation.sin + row * half;
+    for (int64_t n = 0; n < op.heads; ++n)
+      Rotate<kHalf>(qkv + n * width, cos, sin, half, rotation.query, (row * op.heads + n) * width);
+    int64_t slot = op.positions[row];
+    if (slot < 0 || (!op.ring && slot >= op.capacity)) continue;
+    slot %= op.capacity;
+    const float* keys = qkv + op.heads * width;
+    const float* values = keys + op.kv_heads * width;
+    const int64_t at = (row / op.width * op.capacity + slot) * op.kv_heads * width;
+    for (int64_t g = 0; g < op.kv_heads; ++g)
+      Rotate<kHalf>(keys + g * width, cos, sin, half, rotation.key, at + g * width);
+    int64_t i = 0;
+    for (; i + kLanes <= op.kv_heads * width; i += kLanes)
+      PutLanes<kHalf>(rotation.value, at + i, Load<Floats>(values + i));
+    for (; i < op.kv_heads * width; ++i) Put<kHalf>(rotation.value, at + i, values[i]);
+  }
+}
+
+}  // namespace
+
+void RotateAndWrite(const Attention& op, const Rotation& rotation) {
+  op.bfloat16 ? RotateAndWriteAs<true>(op, rotation) : RotateAndWriteAs<false>(op, rotation);
+}
+
+void RunAttention(const Attention& op, Parallel& parallel) {
+  int64_t longest = 1, all = 0, active = 0;
+  for (int64_t row = 0; row < op.batch * op.width; ++row) {
+    int64_t seen = std::min<int64_t>(op.positions[row] + int64_t{1}, op.capacity);
+    if (op.window > 0) seen = std::min(seen, op.window);
+    longest = std::max(longest, seen);
+    all += std::max<int64_t>(seen, 0);
+    active += seen > 0;
+  }
+  // queries that go together: as many as keep their weights within 1 MB, and fewer where that leaves threads idle
+  const int64_t repeat = op.heads / op.kv_heads, queries = op.width * repeat, pairs = op.batch * op.kv_heads;
+  const int64_t work = 4 * all * op.heads * op.head_dim, shares = Shares(work, parallel);
+  const int64_t most = std::clamp<int64_t>((1 << 18) / longest, repeat, kMostRows * repeat);
+  const int64_t block = std::clamp<int64_t>((active * op.heads + shares - 1) / shares, 2, most);
+  const int64_t blocks = (queries + block - 1) / block;
+  ForEach(parallel, pairs * blocks, work, [&](int64_t chunk) {
+    const int64_t begin = chunk % blocks * block, pair = chunk / blocks;
+    auto attend = op.bfloat16 ? Attend<true> : Attend<false>;
+    attend(op, pair / op.kv_heads, pair % op.kv_heads, begin, std::min(queries, begin + block));
+  });
+}
+
+}  // namespace peagle

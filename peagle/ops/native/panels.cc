@@ -1,0 +1,462 @@
+// See panels.h. Dot products of R neighbouring columns with T rows; a column is as much of a panel as a register holds. A
+// format of weights says how; of MXFP4 there is a form for machines that multiply bytes, and one for the others.
+
+#include "panels.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "vectors.h"
+
+namespace peagle {
+namespace {
+
+constexpr int64_t kColumns = kPanelRows / kLanes;  // of a panel
+
+// Where column r of a group begins, in a panel's bytes or scales of `lane` each. A group is of whole panels, or of
+// columns of one.
+constexpr int64_t At(int64_t r, int64_t panel, int64_t lane) {
+  return r / kColumns * panel + r % kColumns * kLanes * lane;
+}
+
+PEAGLE_INLINE Floats Code(Words nibbles) {  // the low four bits of each lane as an e2m1 number
+#if defined(__AVX512F__)
+  const __m512 table = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
+  return reinterpret_cast<Floats>(_mm512_permutexvar_ps(reinterpret_cast<__m512i>(nibbles), table));
+#else
+  // e2m1 by arithmetic: magnitudes 0..7 are 0 .5 1 1.5 2 3 4 6
+  Words magnitude = nibbles & 7u, exponent = magnitude >> 1, mantissa = magnitude & 1u;
+  Words normal = ((exponent + 126u) << 23) | (mantissa << 22);
+  Words small = mantissa * 0x3f000000u;
+  Words bits = exponent > 0u ? normal : small;
+  return reinterpret_cast<Floats>(bits | ((nibbles & 8u) << 28));
+#endif
+}
+
+// sums[r][t] += weights[r] * input k of row t
+template <int T, int R>
+PEAGLE_INLINE void AddOuter(const Floats (&weights)[R], const float* const* x, int64_t k, Floats (&sums)[R][T]) {
+  for (int t = 0; t < T; ++t) {
+    const float value = x[t][k];
+    for (int r = 0; r < R; ++r) sums[r][t] += weights[r] * value;
+  }
+}
+
+// Asks the memory for weights before their turn: those `distance` bytes on in each of the panels of R columns that are
+// read side by side, and at a panel's end the beginning of the next group's. Processors do so themselves, but not for
+// several panels at once. Nothing is read: past the end is no harm.
+constexpr int64_t kAheadDense = 8192, kAheadMxfp4 = 2048;  // bytes; those of four bits last longer (tried on Zen 5)
+
+template <int R>
+class Ahead {
+ public:
+  Ahead(int64_t panel, int64_t distance)
+      : near_(std::min(distance, panel)), far_(near_ + (R - 1) / kColumns * panel), turn_(panel - near_) {}
+
+  PEAGLE_INLINE void Fetch(int r, const char* weights, int64_t position) const {
+    if (r % kColumns == 0) __builtin_prefetch(weights + (position < turn_ ? near_ : far_));
+  }
+
+ private:
+  int64_t near_, far_, turn_;
+};
+
+// How many of the rows go together first, and how many columns with so many of them. One row's sum is one chain of
+// additions, and a core works on eight or so at a time; more sums than registers are none the quicker.
+struct Dense {
+  using Input = float;
+  static constexpr int Rows(int rows) { return kManyRegisters || rows <= 5 ? rows : rows == 7 ? 5 : 4; }
+  static constexpr int Columns(int rows) { return rows <= (kManyRegisters ? 4 : 2) ? 4 : 2; }
+};
+
+struct Float32 : Dense {
+  static int64_t PanelBytes(int64_t inputs) { return inputs * kPanelRows * 4; }
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const float* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const int64_t panel = PanelBytes(inputs);
+    const Ahead<R> ahead(panel, kAheadDense);
+    for (int64_t k = 0; k < inputs; ++k) {
+      Floats weights[R];
+      for (int r = 0; r < R; ++r) {
+        const char* at = panels + At(r, panel, 4) + k * 64;
+        weights[r] = Load<Floats>(at);
+        ahead.Fetch(r, at, k * 64);
+      }
+      AddOuter<T, R>(weights, x, k, sums);
+    }
+  }
+};
+
+struct Bfloat16 : Dense {
+  static int64_t PanelBytes(int64_t inputs) { return (inputs + 1) / 2 * kPanelRows * 4; }
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t*, const float* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const int64_t panel = PanelBytes(inputs);
+    const Ahead<R> ahead(panel, kAheadDense);
+    for (int64_t pair = 0; pair < inputs / 2; ++pair) {
+      // one input of the pair after the other: registers hold no more beside the sums
+      const auto both = [&](int r) { return panels + At(r, panel, 4) + pair * 64; };
+      Floats weights[R];
+      for (int r = 0; r < R; ++r) {
+        ahead.Fetch(r, both(r), pair * 64);
+        weights[r] = reinterpret_cast<Floats>(Load<Words>(both(r)) << 16);
+      }
+      AddOuter<T, R>(weights, x, 2 * pair, sums);
+      for (int r = 0; r < R; ++r) weights[r] = reinterpret_cast<Floats>(Load<Words>(both(r)) & 0xffff0000u);
+      AddOuter<T, R>(weights, x, 2 * pair + 1, sums);
+    }
+    if (inputs % 2) {
+      Floats last[R];
+      for (int r = 0; r < R; ++r)
+        last[r] = reinterpret_cast<Floats>(Load<Words>(panels + At(r, panel, 4) + inputs / 2 * 64) << 16);
+      AddOuter<T, R>(last, x, inputs - 1, sums);
+    }
+  }
+};
+
+#if defined(__AVX512VNNI__) || defined(PEAGLE_AVX2)
+#define PEAGLE_DIGITS
+// Thirty-two neighbouring inputs of a row, for machines that add up products of bytes: integers of 23 bits times one
+// power of two, which the largest of them decides. So each is off by at most 2^-23 of the largest, as its products with
+// the others would be in a sum of floats; and sums of their products with codes are exact.
+struct Digits {
+  int8_t digits[3][32];  // to base 256, -128 .. 127, the highest first; of eight inputs 0, 2, 4, 6, 1, 3, 5, 7
+  int32_t offset[3];     // what makes up for kCodeOffset: -kCodeOffset * the sum of the digits
+#if defined(__AVX512VNNI__)
+  float exponent;        // of half an integer's unit; NaN where an input is no number
+#else
+  float unit[2];         // half an integer's unit is their product, which may be no normal number; NaN as above
+#endif
+};
+
+constexpr int kCodeOffset = 12;  // codes count as twice their value and so much more: unsigned bytes
+
+#if defined(__AVX512VNNI__)
+void ToDigits(const float* x, int64_t inputs, Digits* out) {
+  const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  for (; inputs > 0; inputs -= 32, x += 32, ++out) {
+    const __m512 halves[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)};
+    const __m512i magnitudes = _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(halves[0])),
+                                                _mm512_castps_si512(_mm512_abs_ps(halves[1])));
+    const int exponent = static_cast<int>(_mm512_reduce_max_epu32(magnitudes) >> 23) - 127;
+    __m128i sums[3] = {};
+    for (int half = 0; half < 2; ++half) {
+      const __m512 scaled = _mm512_scalef_ps(halves[half], _mm512_set1_ps(static_cast<float>(21 - exponent)));
+      // carries to the digit above where one is beyond 127, and its byte as a signed one
+      const __m512i carry = _mm512_set1_epi32(0x8080);
+      const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(scaled), carry), carry);
+      const __m128i digits[3] = {_mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 16)),
+                                 _mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 8)), _mm512_cvtepi32_epi8(bytes)};
+      for (int i = 0; i < 3; ++i) {
+        const __m128i ordered = _mm_shuffle_epi8(digits[i], evens_first);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out->digits[i] + 16 * half), ordered);
+        sums[i] = _mm_dpbusd_epi32(sums[i], _mm_set1_epi8(kCodeOffset), ordered);
+      }
+    }
+    const __m128i each = _mm_hadd_epi32(_mm_hadd_epi32(sums[0], sums[1]), _mm_hadd_epi32(sums[2], sums[2]));
+    int32_t offset[4];
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(offset), _mm_sub_epi32(_mm_setzero_si128(), each));
+    std::copy_n(offset, 3, out->offset);
+    out->exponent = exponent == 128 ? __builtin_nanf("") : static_cast<float>(exponent - 22);
+  }
+}
+#else
+// 2^n = factors[0] * factors[1], both normal numbers, for n in -252 .. 254
+PEAGLE_INLINE void Factors(int n, float (&factors)[2]) {
+  const int32_t halves[2] = {n >> 1, n - (n >> 1)};
+  for (int i = 0; i < 2; ++i) {
+    const int32_t bits = (halves[i] + 127) << 23;
+    factors[i] = Load<float>(&bits);
+  }
+}
+
+void ToDigits(const float* x, int64_t inputs, Digits* out) {
+  // of each four integers the highest digits of the even and the odd ones, then the second, then the third
+  const __m256i by_digit =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 10, 6, 14, 1, 9, 5, 13, 0, 8, 4, 12, -1, -1, -1, -1));
+  const __m256i carry = _mm256_set1_epi32(0x8080), magnitude = _mm256_set1_epi32(0x7fffffff);
+  for (; inputs > 0; inputs -= 32, x += 32, ++out) {
+    __m256i largest = _mm256_setzero_si256();
+    for (int i = 0; i < 32; i += 8)
+      largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), magnitude));
+    const Words each = reinterpret_cast<Words>(largest);
+    uint32_t most = each[0];
+    for (int i = 1; i < kLanes; ++i) most = std::max(most, each[i]);
+    const int exponent = static_cast<int>(most >> 23) - 127;
+    float factors[2];
+    Factors(21 - exponent, factors);
+    for (int i = 0; i < 32; i += 8) {
+      const __m256 scaled = _mm256_loadu_ps(x + i) * factors[0] * factors[1];
+      // carries to the digit above where one is beyond 127, and its byte as a signed one
+      const __m256i bytes = _mm256_xor_si256(_mm256_add_epi32(_mm256_cvtps_epi32(scaled), carry), carry);
+      const __m256i sorted = _mm256_shuffle_epi8(bytes, by_digit);
+      const __m128i four = _mm256_castsi256_si128(sorted), more = _mm256_extracti128_si256(sorted, 1);
+      const __m128i higher = _mm_unpacklo_epi16(four, more), lowest = _mm_unpackhi_epi16(four, more);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[0] + i), higher);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[1] + i), _mm_srli_si128(higher, 8));
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(out->digits[2] + i), lowest);
+    }
+    for (int i = 0; i < 3; ++i) {
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(kCodeOffset), Load<__m256i>(out->digits[i]));
+      const Ints sums = reinterpret_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(-1)));
+      out->offset[i] = 0;
+      for (int lane = 0; lane < kLanes; ++lane) out->offset[i] += sums[lane];
+    }
+    Factors(exponent - 22, out->unit);
+    if (exponent == 128) out->unit[0] = __builtin_nanf("");
+  }
+}
+#endif
+#endif
+
+struct Mxfp4 {
+  static constexpr int Rows(int rows) { return rows; }
+  static int64_t PanelBytes(int64_t inputs) { return inputs / 8 * kPanelRows * 4; }
+
+  // 2^(scale - 127) for each row of a column. XLA flushes denormals, so scale 0 (2^-127) counts as 0.
+  static PEAGLE_INLINE Floats Power(const uint8_t* scales) {
+    Words exponents;
+    for (int i = 0; i < kLanes; ++i) exponents[i] = scales[i];
+    return reinterpret_cast<Floats>(exponents << 23);
+  }
+
+#if defined(__AVX512VNNI__)
+  using Input = Digits;
+  static constexpr int Columns(int rows) { return rows <= 1 ? 4 : rows <= 4 ? 2 : 1; }  // sums of three digits, too
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const __m512i values = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));  // 2 * e2m1 + kCodeOffset
+    const __m512i low = _mm512_set1_epi8(15);
+    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
+    const Ahead<R> ahead(panel, kAheadMxfp4);
+    for (int64_t block = 0; block < blocks; ++block) {
+      __m512i part[R][T][3];
+      for (int t = 0; t < T; ++t)
+        for (int i = 0; i < 3; ++i)
+          for (int r = 0; r < R; ++r) part[r][t][i] = _mm512_set1_epi32(x[t][block].offset[i]);
+#pragma GCC unroll 4
+      for (int64_t word = 0; word < 4; ++word) {
+        __m512i even[R], odd[R];
+        for (int r = 0; r < R; ++r) {
+          const int64_t at = (4 * block + word) * 64;
+          const __m512i codes = _mm512_loadu_si512(panels + r * panel + at);
+          ahead.Fetch(r, panels + r * panel + at, at);
+          even[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(codes, low));
+          odd[r] = _mm512_shuffle_epi8(values, _mm512_and_si512(_mm512_srli_epi16(codes, 4), low));
+        }
+        for (int t = 0; t < T; ++t)
+          for (int i = 0; i < 3; ++i) {
+            const int8_t* digits = x[t][block].digits[i] + 8 * word;
+            const __m512i of_even = _mm512_set1_epi32(Load<int32_t>(digits));
+            const __m512i of_odd = _mm512_set1_epi32(Load<int32_t>(digits + 4));
+            for (int r = 0; r < R; ++r) {
+              part[r][t][i] = _mm512_dpbusd_epi32(part[r][t][i], even[r], of_even);
+              part[r][t][i] = _mm512_dpbusd_epi32(part[r][t][i], odd[r], of_odd);
+            }
+          }
+      }
+      for (int r = 0; r < R; ++r) {
+        const Floats power = Power(scales + At(r, blocks * kPanelRows, 1) + block * kPanelRows);
+        for (int t = 0; t < T; ++t) {
+          // both are below 2^24 in magnitude: floats hold them
+          const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(part[r][t][1], 8), part[r][t][2]);
+          const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][t][0]), _mm512_set1_ps(65536.0f),
+                                             _mm512_cvtepi32_ps(lower));
+          const __m512 scaled = _mm512_scalef_ps(sum, _mm512_set1_ps(x[t][block].exponent));
+          sums[r][t] += reinterpret_cast<Floats>(scaled) * power;
+        }
+      }
+    }
+  }
+#elif defined(PEAGLE_AVX2)
+  using Input = Digits;
+  static constexpr int Columns(int) { return 1; }  // a block of one column fills eight registers
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const Digits* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    static_assert(R == 1);
+    const __m256i values = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));  // 2 * e2m1 + kCodeOffset
+    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
+    const Ahead<R> ahead(panel, kAheadMxfp4);
+    for (int64_t block = 0; block < blocks; ++block) {
+      __m256i codes[8];
+#pragma GCC unroll 4
+      for (int64_t word = 0; word < 4; ++word) {
+        const int64_t at = (4 * block + word) * 64;
+        const __m256i both = Load<__m256i>(panels + at);
+        ahead.Fetch(0, panels + at, at);
+        codes[2 * word] = _mm256_shuffle_epi8(values, _mm256_and_si256(both, low));
+        codes[2 * word + 1] = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+      }
+      const Floats power = Power(scales + block * kPanelRows);
+      for (int t = 0; t < T; ++t) {
+        const Digits& row = x[t][block];
+        __m256i part[3];
+#pragma GCC unroll 3
+        for (int i = 0; i < 3; ++i) {
+          // products of two bytes are 6144 at most in magnitude, with the one beside: four such sums fit into sixteen bits
+          auto products = [&](int64_t first) {
+            __m256i sum = _mm256_setzero_si256();
+#pragma GCC unroll 4
+            for (int64_t j = first; j < first + 4; ++j)
+              sum = _mm256_add_epi16(
+                  sum, _mm256_maddubs_epi16(codes[j], _mm256_set1_epi32(Load<int32_t>(row.digits[i] + 4 * j))));
+            return _mm256_madd_epi16(sum, ones);
+          };
+          part[i] = _mm256_add_epi32(_mm256_add_epi32(products(0), products(4)), _mm256_set1_epi32(row.offset[i]));
+        }
+        // both are below 2^24 in magnitude: floats hold them
+        const __m256i lower = _mm256_add_epi32(_mm256_slli_epi32(part[1], 8), part[2]);
+        const __m256 sum =
+            _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[0]), _mm256_set1_ps(65536.0f), _mm256_cvtepi32_ps(lower));
+        sums[0][t] += reinterpret_cast<Floats>(sum * row.unit[0] * row.unit[1]) * power;
+      }
+    }
+  }
+#else
+  using Input = float;
+  static constexpr int Columns(int rows) {  // sums of a block beside those of the row: more registers
+    return kManyRegisters ? (rows <= 1 ? 4 : 2) : (rows <= 1 ? 2 : 1);
+  }
+
+  template <int T, int R>
+  static PEAGLE_INLINE void Dot(const char* panels, const uint8_t* scales, const float* const* x, int64_t inputs,
+                                Floats (&sums)[R][T]) {
+    const int64_t panel = PanelBytes(inputs), blocks = inputs / 32;
+    const Ahead<R> ahead(panel, kAheadMxfp4);
+    for (int64_t block = 0; block < blocks; ++block) {
+      Floats part[R][T] = {};
+      for (int64_t word = 4 * block; word < 4 * block + 4; ++word) {
+        Words nibbles[R];
+        for (int r = 0; r < R; ++r) {
+          const char* at = panels + At(r, panel, 4) + word * 64;
+          nibbles[r] = Load<Words>(at);
+          ahead.Fetch(r, at, word * 64);
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < 8; ++j) {
+          Floats weights[R];
+          for (int r = 0; r < R; ++r) weights[r] = Code(nibbles[r] >> (4 * j));
+          AddOuter<T, R>(weights, x, 8 * word + j, part);
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        const Floats power = Power(scales + At(r, blocks * kPanelRows, 1) + block * kPanelRows);
+        for (int t = 0; t < T; ++t) sums[r][t] += part[r][t] * power;
+      }
+    }
+  }
+#endif
+};
+
+template <class W, int T, int R>
+__attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scales, int64_t inputs,
+                                        const void* const* x, float* out) {
+  const typename W::Input* rows[T];
+  for (int t = 0; t < T; ++t) rows[t] = static_cast<const typename W::Input*>(x[t]);
+  Floats sums[R][T] = {};
+  W::template Dot<T, R>(panels, scales, rows, inputs, sums);
+  for (int r = 0; r < R; ++r)
+    for (int t = 0; t < T; ++t) Store(out + At(r, kTileRows * kPanelRows, 1) + t * kPanelRows, sums[r][t]);
+}
+
+// The same of R columns that are more than go together with so many rows.
+template <class W, int T, int R>
+PEAGLE_INLINE void DotColumns(const char* panels, const uint8_t* scales, int64_t inputs, const void* const* x, float* out) {
+  constexpr int kTogether = std::min(R, W::Columns(T));
+  const int64_t bytes = W::PanelBytes(inputs), scale_bytes = inputs / 32 * kPanelRows;
+  for (int r = 0; r < R; r += kTogether)
+    DotGroup<W, T, kTogether>(panels + At(r, bytes, 4), scales + At(r, scale_bytes, 1), inputs, x,
+                              out + At(r, kTileRows * kPanelRows, 1));
+}
+
+// The tile of `count` panels (from `first` on) and T rows, by groups of columns.
+template <class W, int T>
+void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, Tile& tile) {
+  constexpr int kFirst = W::Rows(T), kRest = T - kFirst;
+  constexpr int kMost = std::max(W::Columns(kFirst), kRest > 0 ? W::Columns(kRest) : 1);
+  const int64_t bytes = W::PanelBytes(matrix.inputs), scale_bytes = matrix.inputs / 32 * kPanelRows;
+  auto panels = static_cast<const char*>(matrix.panels) + first * bytes;
+  auto scales = matrix.scales == nullptr ? nullptr : matrix.scales + first * scale_bytes;
+  int64_t c = 0;
+  auto group = [&]<int R>() {
+    for (; c + R <= count * kColumns; c += R) {
+      const char* weights = panels + At(c, bytes, 4);
+      const uint8_t* powers = scales + At(c, scale_bytes, 1);
+      float* out = tile.values[0][0] + At(c, kTileRows * kPanelRows, 1);
+      DotColumns<W, kFirst, R>(weights, powers, matrix.inputs, x, out);
+      if constexpr (kRest > 0) DotColumns<W, kRest, R>(weights, powers, matrix.inputs, x + kFirst, out + kFirst * kPanelRows);
+    }
+  };
+  if constexpr (kMost >= 4) group.template operator()<4>();
+  if constexpr (kMost >= 2) group.template operator()<2>();
+  group.template operator()<1>();
+}
+
+template <class W>
+void DotFormat(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile) {
+  switch (rows) {
+    case 1: return DotPanels<W, 1>(matrix, first, count, x, tile);
+    case 2: return DotPanels<W, 2>(matrix, first, count, x, tile);
+    case 3: return DotPanels<W, 3>(matrix, first, count, x, tile);
+    case 4: return DotPanels<W, 4>(matrix, first, count, x, tile);
+    case 5: return DotPanels<W, 5>(matrix, first, count, x, tile);
+    case 6: return DotPanels<W, 6>(matrix, first, count, x, tile);
+    case 7: return DotPanels<W, 7>(matrix, first, count, x, tile);
+    default: return DotPanels<W, 8>(matrix, first, count, x, tile);
+  }
+}
+
+}  // namespace
+
+void Dot(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile) {
+  switch (matrix.format) {
+    case Format::kFloat32: return DotFormat<Float32>(matrix, first, count, x, rows, tile);
+    case Format::kBfloat16: return DotFormat<Bfloat16>(matrix, first, count, x, rows, tile);
+    case Format::kMxfp4: return DotFormat<Mxfp4>(matrix, first, count, x, rows, tile);
+  }
+}
+
+int64_t PanelBytes(const Matrix& matrix) {
+  switch (matrix.format) {
+    case Format::kFloat32: return Float32::PanelBytes(matrix.inputs);
+    case Format::kBfloat16: return Bfloat16::PanelBytes(matrix.inputs);
+    default: return Mxfp4::PanelBytes(matrix.inputs);
+  }
+}
+
+// The arithmetic of four rows weighs as much as reading, and that of codes, where registers are narrow, much more (tried
+// on Zen 3).
+int64_t Work(const Matrix& matrix, int64_t panels, int64_t rows) {
+  const int64_t bytes = panels * PanelBytes(matrix);
+  return matrix.format == Format::kMxfp4 && !kManyRegisters ? 5 * bytes * rows : bytes * (4 + rows) / 4;
+}
+
+Inputs::Inputs([[maybe_unused]] const Matrix& matrix, const float* const* x, int64_t rows,
+               [[maybe_unused]] Parallel& parallel, Scratch& scratch)
+    : row_(scratch.Take<const void*>(rows)) {
+#if defined(PEAGLE_DIGITS)
+  if (matrix.format == Format::kMxfp4) {
+    const int64_t blocks = matrix.inputs / 32;
+    Digits* const digits = scratch.Take<Digits>(rows * blocks);
+    ForEach(parallel, rows, rows * matrix.inputs, [&](int64_t row) {
+      ToDigits(x[row], matrix.inputs, digits + row * blocks);
+      row_[row] = digits + row * blocks;
+    });
+    return;
+  }
+#endif
+  std::copy_n(x, rows, row_);
+}
+
+}  // namespace peagle

@@ -1,0 +1,52 @@
+// Products of rows with weights in panels (kernels.h): what the ops share that multiply by matrices.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "scratch.h"
+
+namespace peagle {
+
+constexpr int kTileRows = 8;     // the most rows that panels are read for at once
+constexpr int kTilePanels = 16;  // panels of a chunk
+
+struct Tile {
+  float values[kTilePanels][kTileRows][kPanelRows];  // [panel][row][output of the panel]
+};
+
+// Rows of inputs in the form in which the weights' format multiplies them.
+class Inputs {
+ public:
+  Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel, Scratch& scratch);
+  const void* const* From(int64_t row) const { return row_ + row; }
+
+ private:
+  const void** row_;
+};
+
+// tile = the dot products of panels first .. first + count - 1 with up to kTileRows rows.
+void Dot(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile);
+
+inline int64_t Panels(int64_t outputs) { return (outputs + kPanelRows - 1) / kPanelRows; }
+
+int64_t PanelBytes(const Matrix& matrix);
+
+// What multiplying `rows` rows by that many panels costs, in weight bytes read.
+int64_t Work(const Matrix& matrix, int64_t panels, int64_t rows);
+
+// `panels` cut into that many equal chunks, or more where they would hold more than kTilePanels.
+struct Cut {
+  int64_t panels, size, chunks;
+
+  Cut(int64_t panels, int64_t shares)
+      : panels(panels),
+        size(std::clamp<int64_t>((panels + shares - 1) / shares, 1, kTilePanels)),
+        chunks((panels + size - 1) / size) {}
+  int64_t First(int64_t chunk) const { return chunk * size; }
+  int64_t Count(int64_t chunk) const { return std::min(size, panels - First(chunk)); }
+};
+
+}  // namespace peagle

@@ -1,0 +1,150 @@
+// Vectors of as many lanes as the machine's registers have: one source for all instruction sets. And what is computed by
+// lane: exp, and bfloat16 to float and back.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace peagle {
+
+// Lanes of one register: what is wider, compilers keep in memory.
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+constexpr bool kManyRegisters = true;  // 32, else 16
+#elif defined(__AVX2__)
+#define PEAGLE_AVX2  // the best there is
+constexpr int64_t kLanes = 8;
+constexpr bool kManyRegisters = false;
+#else
+constexpr int64_t kLanes = 4;
+constexpr bool kManyRegisters = false;
+#endif
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+
+#define PEAGLE_INLINE inline __attribute__((always_inline))
+
+template <class Vector>
+PEAGLE_INLINE Vector Load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+template <class Vector>
+PEAGLE_INLINE void Store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof(vector));
+}
+
+PEAGLE_INLINE Floats Broadcast(float value) { return Floats{} + value; }
+
+// The first `count` floats, and zeros behind them.
+PEAGLE_INLINE Floats LoadFirst(const float* from, int64_t count) {
+  if (count >= kLanes) return Load<Floats>(from);
+  Floats values = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = from[i];
+  return values;
+}
+
+PEAGLE_INLINE void StoreFirst(float* to, Floats values, int64_t count) {
+  if (count >= kLanes) return Store(to, values);
+  for (int64_t i = 0; i < count; ++i) to[i] = values[i];
+}
+
+PEAGLE_INLINE Floats Max(Floats a, Floats b) { return a > b ? a : b; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// exp
+
+// e^x within 2 ulp for x in [-87, 88]; 0 below, inf above.
+PEAGLE_INLINE Floats Exp(Floats x) {
+  const Floats magic = Broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Floats clamped = x < -87.0f ? Broadcast(-87.0f) : x;
+  clamped = clamped > 88.0f ? Broadcast(88.0f) : clamped;
+  Floats shifted = clamped * 1.44269504f + magic;
+  Floats n = shifted - magic;
+  Floats r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;  // ln 2 in two parts
+  Floats p = Broadcast(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Ints exponent = (reinterpret_cast<Ints>(shifted) << 23) + (127 << 23);  // magic's low bits hold n
+  Floats result = p * reinterpret_cast<Floats>(exponent);
+  result = x < -87.0f ? Floats{} : result;
+  return x > 88.0f ? Broadcast(__builtin_inff()) : result;
+}
+
+PEAGLE_INLINE Floats Sigmoid(Floats x) { return 1.0f / (1.0f + Exp(-x)); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Values in memory that are floats, or with kHalf bfloat16
+
+template <bool kHalf>
+PEAGLE_INLINE Floats LoadLanes(const void* base, int64_t index) {
+  if constexpr (kHalf) {
+    const Halves halves = Load<Halves>(static_cast<const uint16_t*>(base) + index);
+#if defined(PEAGLE_AVX2)
+    const Words words = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(halves)));  // gcc: by lane
+#else
+    const Words words = __builtin_convertvector(halves, Words);
+#endif
+    return reinterpret_cast<Floats>(words << 16);
+  } else {
+    return Load<Floats>(static_cast<const float*>(base) + index);
+  }
+}
+
+template <bool kHalf>
+PEAGLE_INLINE float LoadOne(const void* base, int64_t index) {
+  if constexpr (kHalf) {
+    uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(base)[index]) << 16;
+    return Load<float>(&bits);
+  } else {
+    return static_cast<const float*>(base)[index];
+  }
+}
+
+PEAGLE_INLINE uint16_t ToBfloat16(float value) {  // to nearest, ties to even
+  uint32_t bits = Load<uint32_t>(&value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 64u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+template <bool kHalf>
+PEAGLE_INLINE void Put(void* base, int64_t index, float value) {
+  if constexpr (kHalf)
+    static_cast<uint16_t*>(base)[index] = ToBfloat16(value);
+  else
+    static_cast<float*>(base)[index] = value;
+}
+
+template <bool kHalf>
+PEAGLE_INLINE void PutLanes(void* base, int64_t index, Floats values) {
+  if constexpr (kHalf) {
+    const Words bits = reinterpret_cast<Words>(values);
+    Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    rounded = (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 64u : rounded;
+#if defined(PEAGLE_AVX2)
+    const __m256i words = reinterpret_cast<__m256i>(rounded);  // gcc: by lane
+    Store(static_cast<uint16_t*>(base) + index,
+          _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+    Store(static_cast<uint16_t*>(base) + index, __builtin_convertvector(rounded, Halves));
+#endif
+  } else {
+    Store(static_cast<float*>(base) + index, values);
+  }
+}
+
+}  // namespace peagle
