@@ -8,7 +8,7 @@ works: two steps in flight, the host one step late. What was computed past a row
 
 A dispatch costs the host a fraction of a millisecond. Where a step is as quick as that, one dispatch holds several, and
 an adaptive run has a program for each number of drafts, as lean as that of a run with this K: choosing in each step
-would cost what it gains. The host chooses the next one, by the plan the device made of what it learned (policy.Course).
+would cost what it gains. The host chooses the next one, by what the outputs it has read so far tell (policy.Course).
 """
 
 import collections
@@ -78,8 +78,6 @@ class Emission:
     decision: Decision | None = None
 
 
-Readable = tuple[jax.Array, jax.Array | None]  # packed outputs; policy.plan, where the host goes by it
-
 _traces = collections.Counter({"prefill": 0, "step": 0})
 
 
@@ -112,16 +110,16 @@ def _first(
     *,
     ladder: Ladder,
     sampling: SamplingConfig,
-) -> tuple[DecodeState, jax.Array, Outlook | None, jax.Array | None]:
-    """(state but for caches, first token [B], its outlook, the plan of that) of prompts with these logits behind them;
-    a row of budget 0 is done from the start. `before`: the outlooks at the beginning and at the end of the requests
-    before, in an adaptive run."""
+) -> tuple[DecodeState, jax.Array, Outlook | None]:
+    """(state but for caches, first token [B], its outlook) of prompts with these logits behind them; a row of budget 0
+    is done from the start. `before`: the outlooks at the beginning and at the end of the requests before, where each
+    step chooses."""
     keys = row_keys(seeds, indices)
     random = None if sampling.greedy else uniforms(keys, lengths[:, None])[:, 0, TARGET]
     token = choose(logits, sampling, random)
     outlook = None if before is None else policy.again(ladder, *before)
     state = init_state(token, lengths, last_aux, ladder, outlook, budgets, keys, stop_token_ids)
-    return state, token, outlook, None if outlook is None else policy.plan(outlook)
+    return state, token, outlook
 
 
 @functools.cache
@@ -135,14 +133,13 @@ def _program(
 
     def _steps(
         model_leaves: list[jax.Array], state_leaves: list[jax.Array], limit: jax.Array | None = None
-    ) -> tuple[list[jax.Array], Readable]:
+    ) -> tuple[list[jax.Array], jax.Array]:
         _traces["step"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
         before = jax.tree.unflatten(state, state_leaves)
         run = functools.partial(steps_of, rung) if rung else steps
         after, outputs = run(target, drafter, before, ladder, sampling, count, limit)
-        outputs = _counted_as_long(outputs) if native.available() else outputs
-        return jax.tree.leaves(after), (outputs, policy.plan(after.outlook) if rung else None)
+        return jax.tree.leaves(after), _counted_as_long(outputs) if native.available() else outputs
 
     # what the profiler calls it
     _steps.__name__ += "".join(f"_{size}" for size in ladder) + ("" if rung is None else f"_of_{ladder[rung]}")
@@ -352,7 +349,7 @@ class Engine:
         plain steps need none that drafting or choosing does."""
         config, (models, structure) = self.config, self._models
         if rung == 0:
-            state = dataclasses.replace(state, drafter_state=None, outlook=None)
+            state = dataclasses.replace(state, drafter_state=None)
             models, structure = self._models_of_plain_steps
         leaves, tree = jax.tree.flatten(state)
         program = _program(structure, tree, config.ladder, config.sampling, self.steps_per_dispatch, rung)
@@ -416,8 +413,8 @@ class Engine:
                 knows_end = not in_flight.ready()
                 outputs = StepOutput.unpack(np.asarray(in_flight.outputs), in_flight.num_drafts)
                 now = time.perf_counter()
-                if course is not None and in_flight.plan is not None:
-                    course.hear(in_flight.plan)
+                if course is not None and in_flight.rung:
+                    course.learn(in_flight.rung, np.asarray(outputs.num_accepted))
                 if running is not None and knows_end and before is not None:
                     _see(running, in_flight, resumed, outputs, now - before)
                 all_done = outputs.done[in_flight.num_steps - 1].all()
@@ -429,10 +426,8 @@ class Engine:
                 yield outputs, now
                 if all_done:
                     break
-            if self._outlooks is not None and state.outlook is not None:
-                last = state.outlook
-                if course is not None:
-                    last = dataclasses.replace(last, resting=np.asarray(course.resting, np.int32))
+            last = course.outlook if isinstance(course, Course) else state.outlook
+            if self._outlooks is not None and last is not None:
                 self._outlooks = self._outlooks[0], last
         finally:
             jax.block_until_ready(in_flight.outputs)  # sent off in vain, and not to run into what is measured next
@@ -459,15 +454,9 @@ class Engine:
             draft_places=config.draft_places,
         )
         # found while the device is at the prompts
-        before, new = None, self._outlooks is None
-        if config.adaptive:
-            if self._outlooks is None:
-                blank = policy.begin(config.ladder, self.costs or Costs.even(config.ladder))
-                self._outlooks = blank, blank
-            before = self._outlooks
-            if self._running_costs is not None:
-                before = before[0], dataclasses.replace(before[1], costs=self._running_costs.costs())
-        state, first_token, outlook, plan = _first(
+        course = self._new_course() if self.chooses_by_dispatch else None
+        before = self._known_before() if config.adaptive and course is None else None
+        state, first_token, outlook = _first(
             logits,
             last_aux,
             lengths,
@@ -481,8 +470,24 @@ class Engine:
         )
         if outlook is not None:
             self._outlooks = outlook, outlook
-        state = dataclasses.replace(state, target_cache=caches, drafter_state=drafter_state)
-        return state, first_token, Course(plan, new) if plan is not None and self.chooses_by_dispatch else None
+        return dataclasses.replace(state, target_cache=caches, drafter_state=drafter_state), first_token, course
+
+    def _known_before(self) -> tuple[Outlook, Outlook]:
+        """The outlooks at the beginning and at the end of the requests before: the host's own, where it chooses."""
+        if self._outlooks is None:
+            ladder, functions = self.config.ladder, np if self.chooses_by_dispatch else jnp
+            blank = policy.begin(ladder, self.costs or Costs.even(ladder), functions)
+            self._outlooks = blank, blank
+        return self._outlooks
+
+    def _new_course(self) -> Course:
+        """The course of the next request."""
+        new, (first, last) = self._outlooks is None, self._known_before()
+        if self._running_costs is not None:
+            last = dataclasses.replace(last, costs=self._running_costs.costs())
+        outlook = policy.again(self.config.ladder, first, last)
+        self._outlooks = outlook, outlook
+        return Course(self.config.ladder, outlook, new)
 
     def _dispatch_next(self, state: DecodeState, course: Course | Turns | None) -> tuple[DecodeState, "_InFlight"]:
         """The dispatch that the course says; without one each step chooses, or there is one rung alone."""
@@ -493,13 +498,13 @@ class Engine:
         """Sends off the next steps and the copy of their packed outputs to the host; waits for neither. Fewer steps
         than steps_per_dispatch are for rungs with drafts."""
         program, operands, tree = self._prepared(state, rung, num_steps)
-        leaves, (outputs, plan) = program(*operands)
+        leaves, outputs = program(*operands)
         outputs.copy_to_host_async()
         after = jax.tree.unflatten(tree, leaves)
         if rung == 0:
-            after = dataclasses.replace(after, drafter_state=state.drafter_state, outlook=state.outlook)
+            after = dataclasses.replace(after, drafter_state=state.drafter_state)
         num_drafts = self.config.ladder[-1 if rung is None else rung]
-        return after, _InFlight(outputs, plan, rung, num_drafts, num_steps)
+        return after, _InFlight(outputs, rung, num_drafts, num_steps)
 
 
 @dataclass(frozen=True)
@@ -507,7 +512,6 @@ class _InFlight:
     """A dispatch that was sent off, and what the host will read of it."""
 
     outputs: jax.Array  # packed
-    plan: jax.Array | None  # policy.plan behind it
     rung: int | None  # that all its steps share
     num_drafts: int  # places for drafts in the outputs
     num_steps: int  # the most that it has; places in the outputs behind those are of none

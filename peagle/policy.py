@@ -18,9 +18,10 @@ a step will bring is estimated from what is known before its drafts are checked:
                    drafts of such a confidence were right). It chooses w, behind drafting: one more row is verified
                    as long as what it may bring exceeds its time at the present rate.
 
-Where steps are so quick that a dispatch holds many, all of a dispatch share n, and w is n: the survival is learned from
-all of them together (`learn_together`), and the host goes by the plan behind the last (`Course`), with few steps a
-dispatch, each waited for, until a drafter of which nothing is known has paid.
+Where steps are so quick that a dispatch holds many, all of a dispatch share n, and w is n. Then the host chooses
+(`Course`), in NumPy: the survival is learned from all steps of a dispatch together (`learn_together`), with few steps a
+dispatch, each waited for, until a drafter of which nothing is known has paid. What both ways share takes arrays of the
+host or of the device, and calls the functions of theirs (`_functions`).
 
 Nothing of this can change what is emitted: w is a function of the drafter's distributions, of earlier steps and of
 costs, never of a token that was drawn in this step; given w, peagle.accept is exact for every w, and 0 is plain
@@ -29,6 +30,8 @@ decoding. The rows of a batch share one program, so they share n and w.
 
 import dataclasses
 from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import flax.struct
 import jax
@@ -56,14 +59,21 @@ FIRST_CREDIT, MOST_CREDIT = 6.0, 100.0  # plain steps whose time may be lost; a 
 ALLOWANCE = 0.02  # of the time of plain steps that finding out may take
 
 
+# an array of the device or of the host; type checkers do not know that both have the same functions
+if TYPE_CHECKING:
+    Either = Any
+else:
+    Either = jax.Array | np.ndarray | np.generic
+
+
 @flax.struct.dataclass
 class Costs:
     """Milliseconds of a step, by rung (index into the ladder): those of its drafting and of all the rest. The host's
     are NumPy's: sending them to the device on their own takes longer than a step of a small model."""
 
-    draft_ms: jax.Array | np.ndarray  # [C] float32; place 0 is 0: nothing is drafted
-    verify_ms: jax.Array | np.ndarray  # [C] float32; place 0 is a plain step
-    resume_ms: jax.Array | np.ndarray  # [] float32: what the first step after a rest costs more: the drafter catches up
+    draft_ms: Either  # [C] float32; place 0 is 0: nothing is drafted
+    verify_ms: Either  # [C] float32; place 0 is a plain step
+    resume_ms: Either  # [] float32: what the first step after a rest costs more: the drafter catches up
 
     @classmethod
     def even(cls, ladder: Ladder) -> "Costs":
@@ -81,26 +91,29 @@ def can_pay(ladder: Ladder, costs: Costs) -> bool:
 
 @flax.struct.dataclass
 class Outlook:
-    """What is known when a step begins, for all rows of a batch together."""
+    """What is known when a step begins, for all rows of a batch together: arrays of the device where each step chooses,
+    NumPy's where the host does."""
 
-    survival: jax.Array  # [K] float32
-    hits: jax.Array  # [bins] float32
-    trials: jax.Array  # [bins] float32
-    rate: jax.Array  # [] float32: tokens per ms and row that the better of speculation and plain decoding promises
-    choice: jax.Array  # [] int32: the rung of the best number of drafts, at least 1
-    resting: jax.Array | np.ndarray  # [] int32: plain steps that are still to come
-    pause: jax.Array  # [] int32: how long the next rest will be
-    credit: jax.Array  # [] float32: in plain steps; negative: overdrawn
-    held: jax.Array  # [] int32: -1; or the rung that is verified in any case, and nothing above changes (peagle.costs)
+    survival: Either  # [K] float32
+    hits: Either  # [bins] float32
+    trials: Either  # [bins] float32
+    rate: Either  # [] float32: tokens per ms and row: the better of speculation's and plain decoding's
+    choice: Either  # [] int32: the rung of the best number of drafts, at least 1
+    resting: Either  # [] int32: plain steps that are still to come
+    pause: Either  # [] int32: how long the next rest will be
+    credit: Either  # [] float32: in plain steps; negative: overdrawn
+    held: Either  # [] int32: -1; or the rung that is verified in any case, and nothing above changes
     costs: Costs
 
 
-def begin(ladder: Ladder, costs: Costs) -> Outlook:
-    """The outlook before anything was seen: the drafter is asked, whatever is usual. The ladder ascends from 0."""
-    survival = jnp.cumprod(jnp.full((ladder[-1],), FIRST_SURVIVAL, jnp.float32))
-    nothing = jnp.zeros((len(BIN_CENTRES),), jnp.float32)
-    zero = jnp.zeros((), jnp.int32)
-    rate, credit = jnp.zeros((), jnp.float32), jnp.full((), FIRST_CREDIT, jnp.float32)
+def begin(ladder: Ladder, costs: Costs, functions: ModuleType = jnp) -> Outlook:
+    """The outlook before anything was seen: the drafter is asked, whatever is usual. The ladder ascends from 0.
+    `functions`: numpy for an outlook of the host's."""
+    xp = functions
+    survival = xp.cumprod(xp.full((ladder[-1],), FIRST_SURVIVAL, xp.float32))
+    nothing = xp.zeros((len(BIN_CENTRES),), xp.float32)
+    zero = xp.zeros((), xp.int32)
+    rate, credit = xp.zeros((), xp.float32), xp.full((), FIRST_CREDIT, xp.float32)
     blank = Outlook(survival, nothing, nothing, rate, zero, zero, zero + FIRST_PAUSE, credit, zero - 1, costs)
     return _look(blank, ladder, anyway=True)
 
@@ -109,27 +122,29 @@ def again(ladder: Ladder, first: Outlook, last: Outlook) -> Outlook:
     """The outlook a request begins with, from that of the request before it, at its beginning and at its end: what is
     usual moves a little towards what was seen, the calibration goes on, and so does a rest, if it still does not pay:
     many short answers cost no more probes than a long one. A drafter of which nothing was seen is asked."""
+    xp = _functions(first)
     survival = first.survival + REMEMBER * (last.survival - first.survival)
-    usual = dataclasses.replace(last, survival=survival, pause=jnp.full_like(last.pause, FIRST_PAUSE))
-    looked = _look(usual, ladder, anyway=jnp.all(first.survival == last.survival))
+    usual = dataclasses.replace(last, survival=survival, pause=xp.full_like(last.pause, FIRST_PAUSE))
+    looked = _look(usual, ladder, anyway=xp.all(first.survival == last.survival))
     rests = (looked.resting > 0) & (last.pause > FIRST_PAUSE)
     return dataclasses.replace(
         looked,
-        resting=jnp.where(rests, last.resting, looked.resting),
-        pause=jnp.where(rests, last.pause, looked.pause),
-        credit=jnp.where(rests, last.credit, looked.credit),
+        resting=xp.where(rests, last.resting, looked.resting),
+        pause=xp.where(rests, last.pause, looked.pause),
+        credit=xp.where(rests, last.credit, looked.credit),
     )
 
 
 def hold(outlook: Outlook, drafted: int, verified: int, pause: int = 0) -> Outlook:
     """The outlook of steps that all draft and verify the numbers on these rungs, each with `pause` plain steps behind
     it; 0 drafted: plain steps."""
+    xp = _functions(outlook)
     return dataclasses.replace(
         outlook,
-        choice=jnp.full((), max(drafted, 1), jnp.int32),
-        resting=jnp.full((), 0 if drafted else FOREVER, jnp.int32),
-        pause=jnp.full((), pause, jnp.int32),
-        held=jnp.full((), verified, jnp.int32),
+        choice=xp.full((), max(drafted, 1), xp.int32),
+        resting=xp.full((), 0 if drafted else FOREVER, xp.int32),
+        pause=xp.full((), pause, xp.int32),
+        held=xp.full((), verified, xp.int32),
     )
 
 
@@ -215,80 +230,78 @@ def learn(
     return _taught(dataclasses.replace(outlook, hits=hits, trials=trials), ladder, survived, emitted, took)
 
 
-def learn_together(outlook: Outlook, ladder: Ladder, rung: int, num_accepted: Int[Array, "count B"]) -> Outlook:
-    """The outlook after steps that each drafted and verified ladder[rung] tokens; num_accepted is -1 in rows that were
-    done before, and a step of which all were did not run."""
+def learn_together(outlook: Outlook, ladder: Ladder, rung: int, num_accepted: np.ndarray) -> Outlook:
+    """The host's outlook after steps that each drafted and verified ladder[rung] tokens; num_accepted [steps, B] is -1
+    in rows that were done before, and a step of which all were did not run."""
     active = num_accepted >= 0
-    num_steps = jnp.sum(jnp.any(active, axis=1), dtype=jnp.float32)
-
-    def learned(outlook: Outlook) -> Outlook:
-        index = jnp.arange(ladder[-1], dtype=jnp.int32)
-        drafted = index < ladder[rung]
-        right = _mean((index[None, :] < num_accepted.reshape(-1, 1)).astype(jnp.float32), active.reshape(-1))
-        beyond = _chain(jnp.where(drafted, 1.0, _guessed(outlook))[None, :])[0]
-        survived = jnp.where(drafted, right, right[ladder[rung] - 1]) * beyond
-        took = outlook.costs.draft_ms[rung] + outlook.costs.verify_ms[rung]
-        return _taught(outlook, ladder, survived, 1 + jnp.sum(right), took, num_steps)
-
-    return jax.lax.cond(num_steps > 0, learned, lambda outlook: outlook, outlook)
+    num_steps = np.sum(np.any(active, axis=1), dtype=np.float32)
+    if num_steps == 0:
+        return outlook
+    index = np.arange(ladder[-1])
+    drafted = index < ladder[rung]
+    right = _mean((index[None, :] < num_accepted.reshape(-1, 1)).astype(np.float32), active.reshape(-1))
+    beyond = _chain(np.where(drafted, 1.0, _guessed(outlook)).astype(np.float32)[None, :])[0]
+    survived = np.where(drafted, right, right[ladder[rung] - 1]) * beyond
+    took = outlook.costs.draft_ms[rung] + outlook.costs.verify_ms[rung]
+    return _taught(outlook, ladder, survived, 1 + np.sum(right), took, num_steps)
 
 
 def _taught(
     outlook: Outlook,
     ladder: Ladder,
-    survived: Float[Array, " K"],
-    emitted: Float[Array, ""],
-    took: Float[Array, ""],
-    num_steps: Float[Array, ""] | float = 1.0,
+    survived: Float[Either, " K"],
+    emitted: Float[Either, ""],
+    took: Float[Either, ""],
+    num_steps: Float[Either, ""] | float = 1.0,
 ) -> Outlook:
     """The outlook after steps whose first i drafts were right in survived[i] of the cases, which emitted so many tokens
     and took so many ms each."""
-    weight = 1 - (1 - jnp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)) ** num_steps
+    xp = _functions(outlook)
+    weight = 1 - (1 - xp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)) ** num_steps
     survival = outlook.survival + weight * (survived - outlook.survival)
     plain_ms = outlook.costs.verify_ms[0]
     gave = emitted * plain_ms / MARGIN
-    gained = num_steps * (gave - took) - jnp.where(_probes(outlook), outlook.costs.resume_ms, 0.0)
-    credit = jnp.minimum(outlook.credit + gained / plain_ms, MOST_CREDIT)
+    gained = num_steps * (gave - took) - xp.where(_probes(outlook), outlook.costs.resume_ms, 0.0)
+    credit = xp.minimum(outlook.credit + gained / plain_ms, MOST_CREDIT)
     # hits come in runs: where drafting paid, the drafter does not rest, whatever is usual
     return _look(dataclasses.replace(outlook, survival=survival, credit=credit), ladder, anyway=gave > took)
 
 
-def plan(outlook: Outlook | None) -> Int[Array, "3"]:
-    """What a Course goes by: how many plain steps come first, the rung of how many tokens to draft then, and whether
-    that is to find out if it still does not pay."""
-    assert outlook is not None
-    return jnp.stack([outlook.resting, outlook.choice, _probes(outlook).astype(jnp.int32)])
-
-
 class Course:
-    """Which rung a dispatch runs, where all its steps share one, by the newest plan the host knows: that of before the
-    dispatch in flight. `new`: nothing was seen of this drafter yet, so that few steps at a time are to tell, and are
-    waited for, until some have paid."""
+    """Which rung a dispatch runs, where all its steps share one, by the newest the host knows: what it learned of the
+    dispatches before the one in flight. `new`: nothing was seen of this drafter yet, so that few steps at a time are to
+    tell, and are waited for, until some have paid."""
 
-    def __init__(self, plan: jax.Array, new: bool = False) -> None:
-        self._go_by(plan)
-        self._new = new
+    def __init__(self, ladder: Ladder, outlook: Outlook, new: bool = False) -> None:
+        self._ladder, self._new = ladder, new
+        self._go_by(outlook)
 
-    def hear(self, plan: jax.Array) -> None:
-        """There is a new plan, of a dispatch that drafted."""
-        self._go_by(plan)
+    @property
+    def outlook(self) -> Outlook:
+        """What is known by now; a rest that has begun is as long as it still lasts."""
+        return dataclasses.replace(self._outlook, resting=np.asarray(self._resting, np.int32))
+
+    def learn(self, rung: int, num_accepted: np.ndarray) -> None:
+        """A dispatch on this rung, which drafts, has ended: see `learn_together`."""
+        self._go_by(learn_together(self._outlook, self._ladder, rung, num_accepted))
         self._new = self._new and self._probes
 
-    def _go_by(self, plan: jax.Array) -> None:
-        self.resting, self._rung, probes = np.asarray(plan).tolist()
-        self._probes, self._asked = bool(probes), False
+    def _go_by(self, outlook: Outlook) -> None:
+        self._outlook, self._asked = outlook, False
+        self._resting, self._rung = int(outlook.resting), int(outlook.choice)
+        self._probes = bool(_probes(outlook))
 
     @property
     def waits(self) -> bool:
-        """Whether the next dispatch is chosen only when the plan of the last is there: plain steps in the meantime, and
-        drafting again behind them, would take longer than the host does."""
+        """Whether the next dispatch is chosen only when the last has ended: plain steps in the meantime, and drafting
+        again behind them, would take longer than the host does."""
         return self._asked and self._new
 
     def choose(self, most_steps: int) -> tuple[int, int]:
         """(the rung of the next dispatch, how many steps it has). One that is to find out is waited for before there
         is another that drafts."""
-        if self.resting > 0 or self._asked:
-            self.resting = max(self.resting - most_steps, 0)
+        if self._resting > 0 or self._asked:
+            self._resting = max(self._resting - most_steps, 0)
             return 0, most_steps
         num_steps = min(FEW_STEPS, most_steps) if self._new else most_steps
         self._asked = self._new or self._probes
@@ -298,83 +311,92 @@ class Course:
 class Turns:
     """A course on which dispatches of these rungs follow each other, whatever is learned."""
 
-    resting, waits = 0, False
+    waits = False
 
     def __init__(self, rungs: Iterator[int]) -> None:
         self._rungs = rungs
 
-    def hear(self, plan: jax.Array) -> None:
-        """There is a new plan."""
+    def learn(self, rung: int, num_accepted: np.ndarray) -> None:
+        """A dispatch has ended."""
 
     def choose(self, most_steps: int) -> tuple[int, int]:
         """(the rung of the next dispatch, how many steps it has)."""
         return next(self._rungs), most_steps
 
 
-def _look(outlook: Outlook, ladder: Ladder, anyway: Bool[Array, ""] | bool) -> Outlook:
+def _look(outlook: Outlook, ladder: Ladder, anyway: Bool[Either, ""] | bool) -> Outlook:
     """The same with the decisions that follow from its estimates; `anyway`: but for a rest."""
+    xp = _functions(outlook)
     rates = (1 + _up_to(ladder, outlook.survival)) / (outlook.costs.draft_ms + outlook.costs.verify_ms)
     choice, rate = _best(rates[1:], len(ladder) - 1)
     pays = anyway | ((rate >= PROMISE * rates[0]) & (outlook.credit >= 0))
-    overdrawn = jnp.ceil(jnp.maximum(-outlook.credit, 0.0) / ALLOWANCE).astype(jnp.int32)
+    overdrawn = xp.ceil(xp.maximum(-outlook.credit, 0.0) / ALLOWANCE).astype(xp.int32)
     free = outlook.held < 0
-    resting = jnp.where(free, jnp.where(pays, 0, jnp.maximum(outlook.pause, overdrawn)), outlook.pause)
+    resting = xp.where(free, xp.where(pays, 0, xp.maximum(outlook.pause, overdrawn)), outlook.pause)
     return dataclasses.replace(
         outlook,
-        rate=jnp.maximum(rate, rates[0]),
-        choice=jnp.where(free, choice + 1, outlook.choice),
+        rate=xp.maximum(rate, rates[0]),
+        choice=xp.where(free, choice + 1, outlook.choice),
         resting=resting,
-        credit=outlook.credit + ALLOWANCE * resting.astype(jnp.float32),  # what the rest will have brought by its end
-        pause=jnp.where(
-            free, jnp.where(pays, FIRST_PAUSE, jnp.minimum(2 * outlook.pause, LONGEST_PAUSE)), outlook.pause
-        ),
+        credit=outlook.credit + ALLOWANCE * resting.astype(xp.float32),  # what the rest will have brought by its end
+        pause=xp.where(free, xp.where(pays, FIRST_PAUSE, xp.minimum(2 * outlook.pause, LONGEST_PAUSE)), outlook.pause),
     )
 
 
-def _probes(outlook: Outlook) -> Bool[Array, ""]:
+def _probes(outlook: Outlook) -> Bool[Either, ""]:
     """Whether a step that drafts does so to find out, after a rest. What it does not verify it does not find out."""
     return outlook.pause > FIRST_PAUSE
 
 
-def _guessed(outlook: Outlook) -> Float[Array, " K"]:
+def _guessed(outlook: Outlook) -> Float[Either, " K"]:
     """The chances of drafts that were not made, those before them being right: much as they were before."""
     conditional = _conditional(outlook)
-    neighbour = jnp.concatenate([conditional[:1], conditional[:-1]])
+    neighbour = _functions(outlook).concatenate([conditional[:1], conditional[:-1]])
     return conditional + NEIGHBOUR * (neighbour - conditional)
 
 
-def _conditional(outlook: Outlook) -> Float[Array, " K"]:
+def _conditional(outlook: Outlook) -> Float[Either, " K"]:
     """The estimated share of right drafts among those whose predecessors are right."""
-    before = jnp.concatenate([jnp.ones((1,), jnp.float32), outlook.survival[:-1]])
-    return outlook.survival / jnp.maximum(before, 1e-6)
+    xp = _functions(outlook)
+    before = xp.concatenate([xp.ones((1,), xp.float32), outlook.survival[:-1]])
+    return outlook.survival / xp.maximum(before, 1e-6)
+
+
+def _functions(of: Any) -> ModuleType:
+    """jax.numpy for arrays of the device, or an outlook of such; numpy for the host's."""
+    values = of.survival if isinstance(of, Outlook) else of
+    functions: ModuleType = values.__array_namespace__()
+    return functions
 
 
 # Running products and sums are written as reductions over a few dozen numbers: XLA's own running operations, and its
 # argmax, cost more than a layer of a small target.
 
 
-def _chain(chance: Float[Array, "B K"]) -> Float[Array, "B K"]:
+def _chain(chance: Float[Either, "B K"]) -> Float[Either, "B K"]:
     """The chance that a draft and all before it are right."""
-    before = np.tri(chance.shape[1], dtype=bool)[None]
-    return jnp.prod(jnp.where(before, chance[:, None, :], 1.0), axis=-1)
+    xp, before = _functions(chance), np.tri(chance.shape[1], dtype=bool)[None]
+    return xp.prod(xp.where(before, chance[:, None, :], 1.0), axis=-1)
 
 
-def _up_to(ladder: Ladder, share: Float[Array, " K"]) -> Float[Array, " C"]:
+def _up_to(ladder: Ladder, share: Float[Either, " K"]) -> Float[Either, " C"]:
     """Per rung, the sum of the first ladder[rung] places."""
-    within = np.arange(ladder[-1])[None, :] < np.asarray(ladder)[:, None]
-    return jnp.sum(jnp.where(within, share[None, :], 0.0), axis=-1)
+    xp, within = _functions(share), np.arange(ladder[-1])[None, :] < np.asarray(ladder)[:, None]
+    return xp.sum(xp.where(within, share[None, :], 0.0), axis=-1)
 
 
-def _mean(values: Float[Array, "B N"], active: Bool[Array, " B"]) -> Float[Array, " N"]:
+def _mean(values: Float[Either, "B N"], active: Bool[Either, " B"]) -> Float[Either, " N"]:
     """The mean over active rows; zeros where there are none."""
-    mask = active.astype(jnp.float32)
-    return jnp.sum(values * mask[:, None], axis=0) / jnp.maximum(jnp.sum(mask), 1.0)
+    xp = _functions(values)
+    mask = active.astype(xp.float32)
+    return xp.sum(values * mask[:, None], axis=0) / xp.maximum(xp.sum(mask), 1.0)
 
 
-def _best(value: Float[Array, " C"], among: int) -> tuple[Int[Array, ""], Float[Array, ""]]:
+def _best(value: Float[Either, " C"], among: int) -> tuple[Int[Either, ""], Float[Either, ""]]:
     """(the index of the highest value among the first, the first such; the value)."""
-    highest = jnp.max(value[:among])
-    return jnp.min(jnp.where(value[:among] == highest, jnp.arange(among, dtype=jnp.int32), among - 1)), highest
+    xp = _functions(value)
+    highest = xp.max(value[:among])
+    return xp.min(xp.where(value[:among] == highest, xp.arange(among, dtype=xp.int32), among - 1)), highest
 
 
 def _in_bin(confidence: Float[Array, "B K"]) -> Bool[Array, "B K bins"]:

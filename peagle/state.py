@@ -38,7 +38,7 @@ class DecodeState:
     remaining: jax.Array  # [B] int32: tokens that may still be emitted
     key: jax.Array  # [B] PRNG keys: the row's random numbers, a function of its request alone
     stop_token_ids: jax.Array  # [S] int32, S may be 0
-    outlook: Outlook | None  # what the choice of widths goes by; None where there is nothing to choose
+    outlook: Outlook | None  # what each step's choice of widths goes by; None where a step has nothing to choose
 
 
 @flax.struct.dataclass
@@ -100,11 +100,6 @@ class StepOutput:
         return cls(count, num_accepted, num_verified, done != 0, tokens, drafts, confidence)
 
 
-def num_accepted_of(packed: Int[Array, "count B W"]) -> Int[Array, "count B"]:
-    """StepOutput.num_accepted of packed outputs, on the device."""
-    return packed[:, :, 1]
-
-
 def empty_outputs(count: int, batch: int, num_drafts: int) -> Int[Array, "count B W"]:
     """The packed outputs of `count` steps of rows that were done before."""
     nothing = jnp.zeros((batch,), jnp.int32)
@@ -126,7 +121,7 @@ def init_state(
     """The state after prefill and the first token, which counts as emitted, but for what the target and the drafter
     keep. A row of budget 0 is done from the start.
 
-    A ladder of several numbers needs an outlook.
+    A ladder of several numbers needs an outlook, unless the host chooses.
     """
     batch, width = first_token.shape[0], ladder[-1] + 1
     places = width if len(ladder) == 1 else 2 * max(2 * width, FRESH_ROOM)  # twice the room: see overdue

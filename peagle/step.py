@@ -29,7 +29,6 @@ from peagle.state import (
     commit,
     empty_outputs,
     first_rows,
-    num_accepted_of,
     overdue,
     put_first,
 )
@@ -140,10 +139,8 @@ def steps_of(
     limit: Int[Array, ""] | None = None,
 ) -> tuple[DecodeState, Int[Array, "count B W"]]:
     """As `steps`, where all of them draft and verify K = ladder[rung] > 0 tokens, for which the outputs are packed: the
-    very steps of a run with this K. What they teach is learned from all of them together, behind the last."""
-    num_drafts, outlook = ladder[rung], state.outlook
-    assert outlook is not None
-    state = dataclasses.replace(state, outlook=None)
+    very steps of a run with this K, once the drafter has taken in what waited for it."""
+    num_drafts = ladder[rung]
 
     def behind(state: DecodeState) -> jax.Array:
         return ~jnp.all(state.done) & jnp.any(state.fresh.num > num_drafts + 1)
@@ -155,8 +152,7 @@ def steps_of(
     waiting = state.fresh
     state = dataclasses.replace(state, fresh=first_rows(waiting, num_drafts + 1))
     state, outputs = steps(target, drafter, state, (num_drafts,), sampling, count, limit)
-    outlook = policy.learn_together(outlook, ladder, rung, num_accepted_of(outputs))
-    return dataclasses.replace(state, fresh=put_first(state.fresh, waiting), outlook=outlook), outputs
+    return dataclasses.replace(state, fresh=put_first(state.fresh, waiting)), outputs
 
 
 def _catch_up(drafter: Drafter, state: DecodeState, width: int) -> DecodeState:

@@ -65,8 +65,8 @@ class Ahead {
 // additions, and a core works on eight or so at a time; more sums than registers are none the quicker.
 struct Dense {
   using Input = float;
-  static constexpr int Rows(int rows) { return kManyRegisters || rows <= 5 ? rows : rows == 7 ? 5 : 4; }
-  static constexpr int Columns(int rows) { return rows <= (kManyRegisters ? 4 : 2) ? 4 : 2; }
+  static constexpr int Rows(int rows) { return rows <= (kManyRegisters ? 6 : 5) ? rows : rows == 7 && !kManyRegisters ? 5 : 4; }
+  static constexpr int Columns(int rows) { return kManyRegisters || rows <= 2 ? 4 : 2; }
 };
 
 struct Float32 : Dense {
