@@ -247,8 +247,8 @@ class Engine:
 
     @property
     def chooses_by_dispatch(self) -> bool:
-        """Whether the host chooses, from dispatch to dispatch, which number of drafts runs, as policy on the device
-        says: then each is a program of its own, as lean as that of a run with this K. Else each step chooses."""
+        """Whether the host chooses, from dispatch to dispatch, which number of drafts runs (policy.Course): then each
+        is a program of its own, as lean as that of a run with this K. Else each step chooses."""
         return self.config.adaptive and self.steps_per_dispatch >= STEPS_THAT_SHARE_A_CHOICE
 
     @property
@@ -455,7 +455,7 @@ class Engine:
         )
         # found while the device is at the prompts
         course = self._new_course() if self.chooses_by_dispatch else None
-        before = self._known_before() if config.adaptive and course is None else None
+        before = self._outlooks_before() if config.adaptive and course is None else None
         state, first_token, outlook = _first(
             logits,
             last_aux,
@@ -472,17 +472,19 @@ class Engine:
             self._outlooks = outlook, outlook
         return dataclasses.replace(state, target_cache=caches, drafter_state=drafter_state), first_token, course
 
-    def _known_before(self) -> tuple[Outlook, Outlook]:
-        """The outlooks at the beginning and at the end of the requests before: the host's own, where it chooses."""
-        if self._outlooks is None:
-            ladder, functions = self.config.ladder, np if self.chooses_by_dispatch else jnp
-            blank = policy.begin(ladder, self.costs or Costs.even(ladder), functions)
-            self._outlooks = blank, blank
-        return self._outlooks
+    def _outlooks_before(self) -> tuple[Outlook, Outlook]:
+        """Those at the beginning and at the end of the requests before, the same twice if there were none; the host's
+        own, where it chooses."""
+        if self._outlooks is not None:
+            return self._outlooks
+        ladder, functions = self.config.ladder, np if self.chooses_by_dispatch else jnp
+        outlook = policy.begin(ladder, self.costs or Costs.even(ladder), functions)
+        return outlook, outlook
 
     def _new_course(self) -> Course:
         """The course of the next request."""
-        new, (first, last) = self._outlooks is None, self._known_before()
+        new = self._outlooks is None
+        first, last = self._outlooks_before()
         if self._running_costs is not None:
             last = dataclasses.replace(last, costs=self._running_costs.costs())
         outlook = policy.again(self.config.ladder, first, last)

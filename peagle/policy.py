@@ -1,4 +1,5 @@
-"""How many tokens to draft, and how many of them to verify: decided step by step, on the device (`-k auto`).
+"""How many tokens to draft, and how many of them to verify (`-k auto`): decided step by step, on the device; or from
+dispatch to dispatch by the host, where a dispatch holds many steps.
 
 A step that drafts n tokens and verifies w <= n of them emits 1 + (accepted) tokens. It is worth its time if that, over
 its cost, beats plain decoding's one token over its own. The costs are measured beforehand on this machine with this
@@ -92,7 +93,7 @@ def can_pay(ladder: Ladder, costs: Costs) -> bool:
 @flax.struct.dataclass
 class Outlook:
     """What is known when a step begins, for all rows of a batch together: arrays of the device where each step chooses,
-    NumPy's where the host does."""
+    NumPy's where the host does, which has no use for hits, trials and rate."""
 
     survival: Either  # [K] float32
     hits: Either  # [bins] float32
@@ -102,7 +103,7 @@ class Outlook:
     resting: Either  # [] int32: plain steps that are still to come
     pause: Either  # [] int32: how long the next rest will be
     credit: Either  # [] float32: in plain steps; negative: overdrawn
-    held: Either  # [] int32: -1; or the rung that is verified in any case, and nothing above changes
+    held: Either  # [] int32: -1; or the rung that is verified in any case, and nothing above changes (peagle.costs)
     costs: Costs
 
 
@@ -257,7 +258,8 @@ def _taught(
     """The outlook after steps whose first i drafts were right in survived[i] of the cases, which emitted so many tokens
     and took so many ms each."""
     xp = _functions(outlook)
-    weight = 1 - (1 - xp.where(_probes(outlook), LEARN_FROM_PROBE, LEARN)) ** num_steps
+    learn, from_probe = xp.float32(LEARN), xp.float32(LEARN_FROM_PROBE)
+    weight = 1 - (1 - xp.where(_probes(outlook), from_probe, learn)) ** num_steps
     survival = outlook.survival + weight * (survived - outlook.survival)
     plain_ms = outlook.costs.verify_ms[0]
     gave = emitted * plain_ms / MARGIN

@@ -383,7 +383,7 @@ void RunAttention(const Attention& op, Parallel& parallel) {
   const int64_t repeat = op.heads / op.kv_heads, queries = op.width * repeat, pairs = op.batch * op.kv_heads;
   const int64_t work = 4 * all * op.heads * op.head_dim, shares = Shares(work, parallel);
   const int64_t most = std::clamp<int64_t>((1 << 18) / longest, repeat, kMostRows * repeat);
-  const int64_t block = std::clamp<int64_t>((active * op.heads + shares - 1) / shares, 2, most);
+  const int64_t block = std::clamp<int64_t>((active * op.heads + shares - 1) / shares, 2, std::max<int64_t>(2, most));
   const int64_t blocks = (queries + block - 1) / block;
   ForEach(parallel, pairs * blocks, work, [&](int64_t chunk) {
     const int64_t begin = chunk % blocks * block, pair = chunk / blocks;

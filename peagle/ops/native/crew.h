@@ -38,27 +38,21 @@ inline void Pause(int64_t spins) {
 //
 // A job is taken chunk by chunk, by the caller and by helpers alike, and the caller waits for those chunks alone that
 // somebody has begun: a pool whose threads are all waiting in handlers of their own cannot lock up. There is room for one
-// job; who comes while it is taken works alone.
+// job on the board; who finds it taken works alone until it is free.
 class Crew {
  public:
   // Whether a job came within kStay, so that another may: worth calling helpers for.
   static bool Busy() { return Now() - last_job_.load(std::memory_order_relaxed) < kStay; }
 
-  // That many helpers are there, or on their way.
-  static void Call(xla::ffi::ThreadPool& pool, int64_t helpers) {
-    while (size_.load(std::memory_order_relaxed) < helpers) {
-      size_.fetch_add(1, std::memory_order_relaxed);
-      pool.Schedule([] { Help(); });
-    }
-  }
-
-  // body(context, chunk) is done for all chunks.
-  static void Run(int64_t chunks, void (*body)(void*, int64_t), void* context) {
-    if (taken_.test_and_set(std::memory_order_acquire)) {
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) body(context, chunk);
-      return;
-    }
-    for (int64_t first = 0; first < chunks; first += kMostChunks) {
+  // body(context, chunk) is done for all chunks, with those helpers that are there; `called`, so many are in any case, or
+  // on their way.
+  static void Run(xla::ffi::ThreadPool& pool, int64_t called, int64_t chunks, void (*body)(void*, int64_t),
+                  void* context) noexcept {
+    int64_t first = 0;
+    for (; first < chunks && taken_.test_and_set(std::memory_order_acquire); ++first) body(context, first);
+    if (first == chunks) return;
+    Call(pool, called);
+    for (; first < chunks; first += kMostChunks) {
       const int64_t count = std::min(kMostChunks, chunks - first);
       board_.body.store(body, std::memory_order_relaxed);
       board_.context.store(context, std::memory_order_relaxed);
@@ -88,11 +82,19 @@ class Crew {
     std::atomic<int64_t> first;
   };
 
+  static void Call(xla::ffi::ThreadPool& pool, int64_t helpers) {
+    for (int64_t size = size_.load(std::memory_order_relaxed); size < helpers;) {
+      if (!size_.compare_exchange_weak(size, size + 1, std::memory_order_relaxed)) continue;
+      pool.Schedule([] { Help(); });
+      ++size;
+    }
+  }
+
   static int64_t Chunks(uint64_t word) { return static_cast<int64_t>(word >> 16 & 0xffff); }
   static int64_t Left(uint64_t word) { return Chunks(word) - static_cast<int64_t>(word & 0xffff); }
 
   // Chunks of the job are done, as long as any were left; whether there was one.
-  static bool Take() {
+  static bool Take() noexcept {
     int64_t count = 0;
     for (uint64_t word = board_.word.load(std::memory_order_acquire); Left(word) > 0;) {
       const auto body = board_.body.load(std::memory_order_relaxed);
@@ -116,7 +118,7 @@ class Crew {
     }
   }
 
-  static void Help() {
+  static void Help() noexcept {
     const int64_t seat = Sit();
     int64_t since = Now();
     for (int64_t spins = 1;; ++spins) {
@@ -152,8 +154,8 @@ class PoolParallel final : public Parallel {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) body(context, chunk);
       return;
     }
-    if (work >= kWorthWaking || Crew::Busy()) Crew::Call(pool_, helpers);
-    Crew::Run(chunks, body, context);
+    const bool call = work >= kWorthWaking || Crew::Busy();
+    Crew::Run(pool_, call ? helpers : 0, chunks, body, context);
   }
 
   int64_t threads() const override { return threads_; }

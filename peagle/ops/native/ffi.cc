@@ -1,12 +1,13 @@
 // The kernels as XLA FFI handlers: every shape is checked before anything is read, and work goes to XLA's own threads.
 
 #include <algorithm>
-#include <memory>
 #include <string>
 
 #include "buffers.h"
 #include "crew.h"
 #include "kernels.h"
+#include "scratch.h"
+#include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace peagle {
@@ -17,51 +18,32 @@ bool IsFloat(const AnyBuffer& buffer) {
 }
 
 // A buffer's values as float32: in place where they are, else a copy.
-class Floats {
- public:
-  explicit Floats(const AnyBuffer& buffer) : count_(buffer.element_count()) {
-    if (buffer.element_type() == ffi::DataType::F32) {
-      values_ = static_cast<const float*>(buffer.untyped_data());
-      return;
-    }
-    copy_ = std::make_unique_for_overwrite<float[]>(count_);
-    auto halves = static_cast<const uint16_t*>(buffer.untyped_data());
-    auto bits = reinterpret_cast<uint32_t*>(copy_.get());
-    for (size_t i = 0; i < count_; ++i) bits[i] = static_cast<uint32_t>(halves[i]) << 16;
-    values_ = copy_.get();
-  }
-  const float* get() const { return values_; }
-
- private:
-  size_t count_;
-  const float* values_;
-  std::unique_ptr<float[]> copy_;
-};
+const float* AsFloats(const AnyBuffer& buffer, Scratch& scratch) {
+  if (buffer.element_type() == ffi::DataType::F32) return static_cast<const float*>(buffer.untyped_data());
+  const auto count = static_cast<int64_t>(buffer.element_count());
+  float* const copy = scratch.Take<float>(count);
+  Widen(static_cast<const uint16_t*>(buffer.untyped_data()), count, copy);
+  return copy;
+}
 
 // Where float32 results go: into the buffer, or beside it until Finish rounds them into it.
 class Results {
  public:
-  explicit Results(Out& buffer) : count_(buffer->element_count()), half_(buffer->element_type() == ffi::DataType::BF16) {
-    if (half_) copy_ = std::make_unique_for_overwrite<float[]>(count_);
-    data_ = buffer->untyped_data();
-  }
-  float* get() { return half_ ? copy_.get() : static_cast<float*>(data_); }
+  Results(Out& buffer, Scratch& scratch)
+      : count_(static_cast<int64_t>(buffer->element_count())),
+        data_(buffer->untyped_data()),
+        beside_(buffer->element_type() == ffi::DataType::BF16 ? scratch.Take<float>(count_) : nullptr) {}
+
+  float* get() { return beside_ == nullptr ? static_cast<float*>(data_) : beside_; }
 
   void Finish() {
-    if (!half_) return;
-    auto bits = reinterpret_cast<const uint32_t*>(copy_.get());
-    auto halves = static_cast<uint16_t*>(data_);
-    for (size_t i = 0; i < count_; ++i) {  // to nearest, ties to even; NaN stays NaN
-      const uint32_t rounded = (bits[i] + 0x7fffu + ((bits[i] >> 16) & 1u)) >> 16;
-      halves[i] = (bits[i] & 0x7fffffffu) > 0x7f800000u ? (bits[i] >> 16) | 64u : rounded;
-    }
+    if (beside_ != nullptr) Round(beside_, count_, static_cast<uint16_t*>(data_));
   }
 
  private:
-  size_t count_;
-  bool half_;
-  void* data_;
-  std::unique_ptr<float[]> copy_;
+  const int64_t count_;
+  void* const data_;
+  float* const beside_;
 };
 
 // A matrix from its buffers, once they are found to hold `copies` times inputs x outputs.
@@ -129,11 +111,11 @@ ffi::Error LinearHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, AnyB
   PEAGLE_TRY(norm_weight, Optional("linear: norm", norm, in[1]));
   PEAGLE_TRY(bias_values, Optional("linear: bias", bias, to[1]));
   PEAGLE_TRY(row_positions, OptionalPositions("linear: positions", positions, in[0]));
-  const Floats inputs(x), residuals(residual);
-  Results results(out);
+  Scratch scratch;
+  Results results(out, scratch);
   PoolParallel parallel(pool);
-  RunLinear({inputs.get(), {norm_weight, epsilon}, weight, bias_values,
-             residual.element_count() > 0 ? residuals.get() : nullptr, row_positions, results.get(), in[0]},
+  RunLinear({AsFloats(x, scratch), {norm_weight, epsilon}, weight, bias_values,
+             residual.element_count() > 0 ? AsFloats(residual, scratch) : nullptr, row_positions, results.get(), in[0]},
             parallel);
   results.Finish();
   return ffi::Error::Success();
@@ -159,10 +141,10 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   PEAGLE_TRY(second_bias, Optional("experts: down bias", down_bias, num_experts * width));
   PEAGLE_TRY(row_positions, OptionalPositions("experts: positions", positions, rows));
   if (first_bias == nullptr || second_bias == nullptr) return ffi::Error::InvalidArgument("experts: a bias is missing");
-  const Floats inputs(x);
-  Results results(out);
+  Scratch scratch;
+  Results results(out, scratch);
   PoolParallel parallel(pool);
-  RunExperts({inputs.get(), {norm_weight, epsilon}, route, route_bias, first, first_bias, second, second_bias,
+  RunExperts({AsFloats(x, scratch), {norm_weight, epsilon}, route, route_bias, first, first_bias, second, second_bias,
               row_positions, results.get(), rows, num_experts, top_k, limit},
              parallel);
   results.Finish();
@@ -225,10 +207,11 @@ ffi::Error DecodeAttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer
       static_cast<int64_t>(cos.element_count()) != angles || static_cast<int64_t>(sin.element_count()) != angles)
     return ffi::Error::InvalidArgument("decode_attention: positions " + Shape(positions) + ", cos " + Shape(cos) +
                                        " do not fit out " + Shape(*out));
-  const Floats values(qkv), cosines(cos), sines(sin);
-  auto query = std::make_unique_for_overwrite<char[]>(out->size_bytes());
-  RotateAndWrite(op, {values.get(), cosines.get(), sines.get(), query.get(), key_out->untyped_data(), value_out->untyped_data()});
-  op.query = query.get();
+  Scratch scratch;
+  char* const query = scratch.Take<char>(static_cast<int64_t>(out->size_bytes()));
+  RotateAndWrite(op, {AsFloats(qkv, scratch), AsFloats(cos, scratch), AsFloats(sin, scratch), query,
+                      key_out->untyped_data(), value_out->untyped_data()});
+  op.query = query;
   op.out = out->untyped_data();
   PoolParallel parallel(pool);
   RunAttention(op, parallel);

@@ -392,7 +392,7 @@ void DotPanels(const Matrix& matrix, int64_t first, int64_t count, const void* c
   auto group = [&]<int R>() {
     for (; c + R <= count * kColumns; c += R) {
       const char* weights = panels + At(c, bytes, 4);
-      const uint8_t* powers = scales + At(c, scale_bytes, 1);
+      const uint8_t* powers = scales == nullptr ? nullptr : scales + At(c, scale_bytes, 1);
       float* out = tile.values[0][0] + At(c, kTileRows * kPanelRows, 1);
       DotColumns<W, kFirst, R>(weights, powers, matrix.inputs, x, out);
       if constexpr (kRest > 0) DotColumns<W, kRest, R>(weights, powers, matrix.inputs, x + kFirst, out + kFirst * kPanelRows);

@@ -3,40 +3,59 @@
 
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <vector>
 
 namespace peagle {
 
-// Memory for as long as a Scratch lives, the latest first to end. An op takes a dozen pieces, and malloc is slower than
-// what small ones are needed for; so each thread keeps room for those.
+// Memory for as long as a Scratch lives: a thread's ends before the one that it was made within, and takes on that thread,
+// while there is none within it. An op takes a dozen pieces, and malloc is slower than what small ones are needed for; so
+// each thread keeps room for those. Pieces begin with a cache line.
 class Scratch {
  public:
-  Scratch() : begin_(used_) {}
-  ~Scratch() { used_ = begin_; }
+  Scratch() : begin_(used_), outer_(innermost_) { innermost_ = this; }
+  ~Scratch() {
+    used_ = begin_;
+    innermost_ = outer_;
+  }
   Scratch(const Scratch&) = delete;
 
   template <class T>
   T* Take(int64_t count) {
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), padded = (bytes + 63) / 64 * 64;
+    static_assert(alignof(T) <= kLine);
+    if (innermost_ != this) __builtin_trap();  // what it would take another may have
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), padded = (bytes + kLine - 1) / kLine * kLine;
     if (padded > kRoom - used_) {
-      large_.push_back(std::make_unique_for_overwrite<char[]>(bytes));
+      large_.push_back(Allocate(bytes));
       return reinterpret_cast<T*>(large_.back().get());
     }
-    if (room_ == nullptr) room_ = std::make_unique_for_overwrite<char[]>(kRoom);
+    if (room_ == nullptr) room_ = Allocate(kRoom);
     used_ += padded;
     return reinterpret_cast<T*>(room_.get() + used_ - padded);
   }
 
  private:
+  static constexpr int64_t kLine = 64;
 #if defined(PEAGLE_SANITIZED)
-  static constexpr int64_t kRoom = 0;  // the sanitizer knows the ends of pieces that malloc gave
+  static constexpr int64_t kRoom = 0;  // the sanitizer knows the ends of pieces that were allocated alone
 #else
   static constexpr int64_t kRoom = 1 << 18;
 #endif
-  static inline thread_local std::unique_ptr<char[]> room_;
+
+  struct Free {
+    void operator()(char* piece) const { ::operator delete[](piece, std::align_val_t{kLine}); }
+  };
+  using Piece = std::unique_ptr<char[], Free>;
+  static Piece Allocate(int64_t bytes) {
+    return Piece(static_cast<char*>(::operator new[](static_cast<size_t>(bytes), std::align_val_t{kLine})));
+  }
+
+  static inline thread_local Piece room_;
   static inline thread_local int64_t used_ = 0;
+  static inline thread_local Scratch* innermost_ = nullptr;
   const int64_t begin_;
-  std::vector<std::unique_ptr<char[]>> large_;
+  Scratch* const outer_;
+  std::vector<Piece> large_;
 };
 
 }  // namespace peagle

@@ -147,4 +147,16 @@ PEAGLE_INLINE void PutLanes(void* base, int64_t index, Floats values) {
   }
 }
 
+inline void Widen(const uint16_t* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) Store(to + i, LoadLanes<true>(from, i));
+  for (; i < count; ++i) to[i] = LoadOne<true>(from, i);
+}
+
+inline void Round(const float* from, int64_t count, uint16_t* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) PutLanes<true>(to, i, Load<Floats>(from + i));
+  for (; i < count; ++i) Put<true>(to, i, from[i]);
+}
+
 }  // namespace peagle

@@ -147,21 +147,21 @@ def build_sanitized(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 def plant(sources: Path) -> dict[tuple[str, int], str]:
     """The kernels in `sources` read one element before and one behind each operand: what is read, by file and line."""
-    planted, functions = {}, dict(OPERANDS)
+    planted: dict[tuple[str, int], str] = {}
+    found: list[str] = []
     for path in sorted(sources.glob("*.cc")):
         text = path.read_text()
-        for function in [function for function in functions if function in text]:
+        for function, operands in OPERANDS.items():
+            found += [function] * text.count(function)
             reads = [
-                f"  PEAGLE_READ({operand}, {at})  // planted"
-                for operand, end in functions.pop(function).items()
-                for at in ("-1", end)
+                f"  PEAGLE_READ({operand}, {at})  // planted" for operand, end in operands.items() for at in ("-1", end)
             ]
             text = text.replace(function, "\n".join([function, *reads]))
         text = text.replace("\nnamespace peagle {\n", f"{READ}\nnamespace peagle {{\n", 1)
         path.write_text(text)
         lines = enumerate(text.splitlines(), start=1)
         planted |= {(path.name, number): line.strip() for number, line in lines if line.endswith("// planted")}
-    assert not functions
+    assert sorted(found) == sorted(OPERANDS), "each once"
     return planted
 
 
