@@ -232,8 +232,15 @@ def directory() -> Path:
 
 
 def typical(measured: Sequence[Costs]) -> Costs:
-    """The median of each cost."""
-    return jax.tree.map(lambda *each: np.median(np.stack(each), axis=0), *measured)
+    """The median of each cost in plain steps of its own measurement, times the median plain step. A machine is now
+    quicker, now slower: medians of milliseconds would set plain steps of one moment beside drafts of another."""
+    plain_ms = [float(each.verify_ms[0]) for each in measured]
+
+    def median(*each: Any) -> np.ndarray:
+        relative = [np.asarray(ms) / plain for ms, plain in zip(each, plain_ms, strict=True)]
+        return np.asarray(np.median(relative, axis=0) * np.median(plain_ms), np.float32)
+
+    return Costs(*(median(*part) for part in zip(*(vars(each).values() for each in measured), strict=True)))
 
 
 def load(known: dict[str, Any]) -> list[Costs]:
