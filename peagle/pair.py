@@ -337,7 +337,7 @@ def with_drafter(
 ) -> Pair:
     """The pair with another drafter, as `load` would give it; the target's weights are the pair's own. `target` is what
     the pair was loaded from. Raises InputError as `load` does."""
-    from drafter.load import load_drafter
+    from drafter.load import load_drafter, weight_bytes
     from drafter.propose import drafter_of
     from drafter.vocabulary import narrow
     from target.model import GptOss
@@ -351,10 +351,13 @@ def with_drafter(
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
         taps = check_fit(target_directory, drafter_directory)
+        dtype, native = jnp.dtype(pair.dtype), plain.params.native
+        size = weight_bytes(drafter_directory, dtype, native=native)
+        refuse_too_large({f"the drafter {drafter}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
         params, config = load_drafter(
             drafter_directory,
-            jnp.dtype(pair.dtype),
-            native=plain.params.native,
+            dtype,
+            native=native,
             target_embedding=plain.params.embedding,
             target_lm_head=plain.params.lm_head,
         )
@@ -402,7 +405,12 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
             f"the target {target} needs a drafter of its own (the demo's drafters fit the demo target only); give "
             "--drafter DIR, or --drafter ngram, which needs no weights"
         )
-    return resolve(drafter, "drafter")
+    directory = resolve(drafter, "drafter")
+    if not directory.exists():
+        raise InputError(
+            f"{directory} does not exist; expected a drafter's directory, {DEMO}, {DEMO_EAGLE3}, or {NGRAM}"
+        )
+    return directory
 
 
 def check_fit(target_directory: Path, drafter_directory: Path) -> tuple[int, ...]:
@@ -485,7 +493,7 @@ def _native(kernels: KernelsChoice) -> bool:
     """Whether the weights are to be loaded for the CPU's native kernels. Raises InputError where native kernels were
     asked for by name and none run."""
     if kernels == "native" and not (native_available() or cuda.available()):
-        raise InputError(f"the native kernels do not run here: {kernels_in_words()}")
+        raise InputError(f"the native kernels do not run here: {kernels_in_words().removeprefix('XLA: ')}")
     return kernels != "xla" and native_available()
 
 

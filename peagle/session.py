@@ -73,9 +73,9 @@ class Outcome:
 @dataclasses.dataclass(frozen=True)
 class CostsUsed:
     """What an adaptive run chose by: milliseconds of drafting and of verifying (with all the rest of a step), per
-    number of drafts; 0 drafts is a plain step; and what the first step after a rest takes more. `can_pay`: whether some
-    number of drafts could, were all of them right; else every step was plain. `found`: measured when, or kept from
-    where."""
+    number of drafts; where a dispatch holds many steps, whole steps are measured, and all of it is in verify_ms. 0
+    drafts is a plain step; and what the first step after a rest takes more. `can_pay`: whether some number of drafts
+    could, were all of them right; else every step was plain. `found`: measured when, or kept from where."""
 
     num_drafts: tuple[int, ...]
     draft_ms: tuple[float, ...]

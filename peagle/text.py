@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -96,6 +97,7 @@ def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
         raise InputError(
             f"{directory / TOKENIZER_FILE} cannot be read: {_one_line(error)}; fetch the file again"
         ) from None
+    inner.model_max_length = sys.maxsize  # who asks checks lengths; it would only warn
     decoder = type(inner.backend_tokenizer.decoder).__name__
     if decoder != "ByteLevel":
         raise InputError(

@@ -257,7 +257,7 @@ Logprobs = Annotated[
         "--logprobs",
         metavar="N",
         rich_help_panel=OUTPUT,
-        help="In --json, per token its log-probability and the N most likely tokens with theirs.",
+        help="Per token its log-probability and the N most likely tokens with theirs; in --json, too.",
     ),
 ]
 Json = Annotated[

@@ -60,7 +60,8 @@ def bench_command(settings: BenchSettings) -> int:
         json_file.write(dumps(report))
     if markdown_file is not None:
         markdown_file.write(markdown(measured, weights, report))
-    _show(measured, weights, report, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
+    if settings.markdown != STANDARD_OUTPUT:  # the same table
+        _show(measured, weights, report, to_stderr=settings.json == STANDARD_OUTPUT)
     return 130 if measured.interrupted else 0
 
 

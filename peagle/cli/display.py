@@ -20,8 +20,8 @@ _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "
 
 
 class Display(Observer):
-    """Streams one text at a time; texts of a batch come whole, as they finish. Progress is shown on terminals only, and
-    never while text runs into the same terminal."""
+    """Streams one text at a time; texts of a batch come whole, in the order of the requests, when all of them have
+    ended. Progress is shown on terminals only, and never while text runs into the same terminal."""
 
     def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, has_tokenizer: bool = True) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -30,6 +30,7 @@ class Display(Observer):
         self._live = self.console.is_terminal and not quiet
         self._shared = self._live and text and sys.stdout.isatty()
         self._pieces: dict[int, list[str]] = {}
+        self._ended: dict[int, tuple[Request, str]] = {}  # those of a batch that is not whole yet
         self._progress: Progress | None = None
         self._done = 0
         self._began: float | None = None
@@ -93,11 +94,15 @@ class Display(Observer):
         if pieces is None:
             return
         text = "".join(pieces)
-        if not self._streaming:
-            self._heading(request, None)
-            self._write(text)
-        if not text.endswith("\n"):
-            self._write("\n")
+        if self._streaming:
+            self._write("" if text.endswith("\n") else "\n")
+            return
+        self._ended[request.index] = request, text
+        if not self._pieces:
+            for _, (each, whole) in sorted(self._ended.items()):
+                self._heading(each, None)
+                self._write(whole if whole.endswith("\n") else whole + "\n")
+            self._ended.clear()
 
     def end_all(self) -> None:
         """The same for whatever was interrupted."""
@@ -128,7 +133,7 @@ class Display(Observer):
     def _heading(self, request: Request, turn: int | None) -> None:
         if self._total > 1 and self._text and not self._quiet:
             turns = "" if turn is None else f", turn {turn}"
-            self.note(f"--- request {request.index} of {self._total}{turns}{self._time_left()}")
+            self.note(f"--- request {request.index + 1} of {self._total}{turns}{self._time_left()}")
 
     def _time_left(self) -> str:
         if not self._done or self._began is None:

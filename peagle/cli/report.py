@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.metrics import Result, speculative_decoding_block, summarize
@@ -69,6 +69,25 @@ def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) ->
         lines.append(("profile", _profile(run.profile)))
     lines += [("cut short", line) for line in run.cut_short]
     return [f"{name:<12} {text}" for name, text in lines]
+
+
+def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
+    """What --logprobs asked for, a line per token: its log-probability, its text, and the likeliest with theirs."""
+
+    def shown(token_id: int) -> str:
+        if pair.tokenizer is None:
+            return str(token_id)
+        return repr(pair.tokenizer.token_bytes(token_id).decode("utf-8", errors="replace"))
+
+    for outcome in run.outcomes:
+        if outcome.logprobs is None:
+            continue
+        if len(run.outcomes) > 1:
+            yield f"request {outcome.result.request.index + 1}"
+        yield "log-probability, token | the likeliest there"
+        for token in outcome.logprobs:
+            best = ", ".join(f"{shown(token_id)} {logprob:.2f}" for token_id, logprob in token.best)
+            yield f"{token.logprob:8.2f}  {shown(token.token_id):<16} | {best}"
 
 
 def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
@@ -150,16 +169,23 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
 
 
 def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
-    rates = " ".join(_number(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
+    rates = " ".join(_number(rate, ".2f") for rate in _told(summary["acceptance_rate_per_position"] or []))
     steps = f"{summary['num_spec_steps']} steps of K = {config.num_speculative_tokens}"
     if config.adaptive:
         steps = f"{summary['num_spec_steps']} steps of K <= {config.num_speculative_tokens}, "
         steps += f"{summary['num_plain_steps']} plain"
     text = f"length {_number(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if summary["looping_requests_frac"]:
-        without = _number(summary["acceptance_length_without_loops"], ".2f")
-        text += f" | {summary['looping_requests_frac']:.0%} of outputs loop, length without them {without}"
+        text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"
+        if summary["acceptance_length_without_loops"] is not None:
+            text += f", length without them {summary['acceptance_length_without_loops']:.2f}"
     return text
+
+
+def _told(rates: Sequence[float | None]) -> Sequence[float | None]:
+    """Up to the last draft that was ever right, and one more: of those behind it there is nothing to tell."""
+    last = max((place for place, rate in enumerate(rates) if rate), default=-1)
+    return rates[: last + 2]
 
 
 def _hopeless(costs: CostsUsed) -> str:

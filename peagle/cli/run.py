@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
-from peagle.cli.report import dumps, report, summary_lines, trace_lines
+from peagle.cli.report import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.settings import DataSettings, Settings
 from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
@@ -29,7 +29,8 @@ def run_command(settings: Settings) -> int:
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = DEMO if settings.target is None else settings.target
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
-    resolve(target, "target")
+    if not (directory := resolve(target, "target")).exists():
+        raise InputError(f"{directory} does not exist; expected a checkpoint's directory")
     drafter_path(target, drafter)
     rendering = rendering_of(settings)
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
@@ -70,6 +71,8 @@ def run_command(settings: Settings) -> int:
         trace_file.write("".join(trace_lines(outcome)))
     if json_file is not None:
         json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak)))
+    if json_file is None:  # which has them
+        display.summary(list(logprob_lines(outcome, pair)))
     display.summary(summary_lines(outcome, config, peak))
     if outcome.profile_failed is not None:
         raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")

@@ -16,7 +16,7 @@ from peagle.pair import DEMO, HELD_OUT, Pair, check_fit, drafter_path, load, res
 from peagle.prompt_files import PromptSet, read_prompt_file
 from peagle.prompts import Conversation
 from peagle.provenance import provenance
-from peagle.sweep import page
+from peagle.sweep import charts, page
 from peagle.sweep.compare import differences
 from peagle.sweep.figures import rows
 from peagle.sweep.folder import RAW, Folder, begin, open_run
@@ -106,6 +106,7 @@ def report_command(runs: Sequence[Path], out: Path | None, quiet: bool) -> int:
         where = out or folders[0].path
         page.write(where, blocks)
     _show(blocks, where, quiet)
+    _tell_of_pictures(display, where)
     return 0
 
 
@@ -113,14 +114,16 @@ def _finish(folder: Folder, display: Display) -> None:
     """The figures are in run.json, the pages beside it."""
     with display.stage("figures"):
         folder.save(rows=rows(folder))
-    try:
-        with display.stage("drawing"):
-            blocks = page.run_blocks(folder, folder.record["rows"])
-            page.write(folder.path, blocks)
-    except InputError as error:  # no matplotlib: the figures are there, and the pages can be made elsewhere
-        display.note(f"no pages: {error}; then: peagle report {folder.path}")
-        return
+    with display.stage("drawing"):
+        blocks = page.run_blocks(folder, folder.record["rows"])
+        page.write(folder.path, blocks)
     _show(blocks, folder.path, quiet=not display.talks)
+    _tell_of_pictures(display, folder.path)
+
+
+def _tell_of_pictures(display: Display, where: Path) -> None:
+    if not charts.can_draw():
+        display.note(f"without pictures, which need matplotlib: pip install matplotlib; then: peagle report {where}")
 
 
 def _show(blocks: Sequence[page.Block], where: Path, quiet: bool) -> None:

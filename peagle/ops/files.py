@@ -27,8 +27,9 @@ def write_text_whole(path: Path, text: str) -> None:
 
 
 def cache_directory(name: str) -> Path:
-    """peagle/`name` in the user's cache directory (XDG_CACHE_HOME)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peagle" / name
+    """peagle/`name` in the user's cache directory (XDG_CACHE_HOME, which counts where it is absolute)."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "peagle" / name
 
 
 def keep(path: Path, content: bytes) -> bool:

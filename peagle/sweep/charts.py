@@ -1,5 +1,6 @@
-"""The pictures of a report: SVG texts, drawn from figures alone. Needs matplotlib (the extra `plots`)."""
+"""The pictures of a report: SVG texts, drawn from figures alone, or None without matplotlib (the extra `plots`)."""
 
+import importlib.util
 import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from peagle.ops.errors import InputError
 from peagle.sweep.plan import AUTO
 
 Row = Mapping[str, Any]
@@ -17,12 +17,17 @@ WIDE, HIGH = 6.6, 4.0  # inches
 FEW_SERIES = 4
 
 
-def speedup(series: Mapping[str, Sequence[Row]]) -> str:
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Pooled speed-up over K, a line a series."""
     return _over_k(series, "speedup", "speed-up over plain decoding", level=1.0)
 
 
-def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str:
+def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
     """Acceptance length over K: of all outputs, and hollow of those that do not loop."""
 
     def without_loops(row: Row) -> Any:
@@ -107,7 +112,7 @@ def _over_k(
     name: str,
     level: float | None = None,
     also: Callable[[Row], Any] | None = None,
-) -> str:
+) -> str | None:
     labels = list(dict.fromkeys(str(row["k"]) for rows in series.values() for row in rows))
     labels.sort(key=lambda label: int(label) if label.isdecimal() else 1 << 30)
 
@@ -167,11 +172,10 @@ def _rotation(rows: Sequence[Row]) -> int:
     return 25 if any(len(row["label"]) > 4 for row in rows) else 0
 
 
-def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise InputError("pictures need matplotlib, which is not installed; pip install 'peagle[plots]'") from None
+def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
+    if not can_draw():
+        return None
+    import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

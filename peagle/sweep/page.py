@@ -335,8 +335,7 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
         caption = f"Each request's speed-up, K = {chosen['label']}."
         pictures.append(("requests", caption, charts.requests(chosen, LOOPING_ABOVE)))
     for name, caption, svg in pictures:
-        if svg is not None:
-            yield Picture(f"{slug}_{name}", svg, caption)
+        yield from _drawn(f"{slug}_{name}", svg, caption)
     for key, what in (("by_category", "category"), ("by_bucket", "prompt tokens")):
         parts = [(row, part) for row in fast for part in row[key]]
         if parts:
@@ -365,8 +364,14 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
 def _curves(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
     series = {title or "all": rows for title, rows in series.items() if rows}
     if series:
-        yield Picture(f"{slug}_speedup", charts.speedup(series), "Speed-up over K.")
-        yield Picture(f"{slug}_acceptance", charts.acceptance_length(series), "Acceptance length over K.")
+        yield from _drawn(f"{slug}_speedup", charts.speedup(series), "Speed-up over K.")
+        yield from _drawn(f"{slug}_acceptance", charts.acceptance_length(series), "Acceptance length over K.")
+
+
+def _drawn(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
+    """The picture, if there is one to show."""
+    if svg is not None:
+        yield Picture(name, svg, caption)
 
 
 def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -10,7 +10,7 @@ def page(record: Json) -> str:
     source, rows = record["provenance"], record["rows"]
     device, rate = source["device"], record["config"]["synthetic_acceptance"]
     lines = [
-        "# On one GPU: right, and how fast",
+        "# On one GPU: right, and how fast" if device["platform"] == "gpu" else "# A rehearsal without a GPU",
         "",
         f"`{source['command']}`",
         "",

@@ -12,6 +12,7 @@ Whoever calls an op of peagle.ops never comes here: the ops do, for weights in p
 import ctypes
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None
     Raises InputError where `available` is False."""
     isa, line = status()
     if isa is None:
-        raise InputError(f"the native kernels do not run here ({line}); load the weights with kernels='xla'")
+        why = line.removeprefix("XLA: ")
+        raise InputError(f"the native kernels do not run here ({why}); load the weights with kernels='xla'")
     kernel = jax.ffi.ffi_call(f"peagle_{name}_{isa}", result, input_output_aliases=in_place)
     return kernel(*operands, **attributes)
 
@@ -75,7 +77,8 @@ def _choose(wanted: str) -> tuple[str | None, str]:
     if jax.default_backend() != "cpu":
         return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
     built = [isa for isa in instruction_sets() if _library(isa).exists()]
-    again = "python -m peagle.ops.native compiles them where a C++ compiler is"
+    # -P: in a checkout of the project the package that is installed, not the one of the folder
+    again = f"{sys.executable} -P -m peagle.ops.native compiles them where a C++ compiler is"
     if "portable" not in built or (wanted and wanted not in built):
         return None, f"the native kernels were not compiled; {again}"
     order = list(instruction_sets())

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import re
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from peagle.ops.native import build
 from peagle.ops.native.build import BuildError
 
 SETS = list(build.instruction_sets())
+AGAIN = f"{sys.executable} -P -m peagle.ops.native compiles them where a C++ compiler is"
 needs_libraries = pytest.mark.usefixtures("fresh", "libraries")
 TINY = """
 #include "xla/ffi/api/c_api.h"
@@ -168,7 +170,7 @@ def test_a_set_that_the_cpu_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("fresh")
 def test_without_libraries_it_is_xla_and_the_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
     monkeypatch.setenv(native.DIRECTORY, str(out))
-    todo = "the native kernels were not compiled; python -m peagle.ops.native compiles them where a C++ compiler is"
+    todo = f"the native kernels were not compiled; {AGAIN}"
     assert reason() == f"XLA: {todo}"
     for isa in SETS:
         monkeypatch.setenv(native.VARIABLE, isa)
@@ -189,7 +191,7 @@ def test_where_the_best_is_missing_the_next_runs_and_says_so(monkeypatch: pytest
     else:
         assert best is not None
         assert isa == SETS[SETS.index(best) + 1]
-        again = "python -m peagle.ops.native compiles them where a C++ compiler is"
+        again = AGAIN
         assert line == f"native, {isa} (those for {best} were not compiled; {again})"
         monkeypatch.setenv(native.VARIABLE, best)
         assert refusal().startswith(f"PEAGLE_KERNELS is {best!r}, but the native kernels were not compiled; ")
@@ -205,7 +207,7 @@ def test_a_library_that_does_not_load_is_xla_and_the_line_says_why(monkeypatch: 
     monkeypatch.setenv(native.DIRECTORY, str(out))
     line = reason()
     assert line.startswith("XLA: the native kernels do not load (")
-    assert line.endswith("; python -m peagle.ops.native compiles them where a C++ compiler is")
+    assert line.endswith(f"; {AGAIN}")
     monkeypatch.setenv(native.VARIABLE, "portable")
     assert refusal().startswith("PEAGLE_KERNELS is 'portable', but the native kernels do not load (")
 
