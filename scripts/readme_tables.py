@@ -6,7 +6,7 @@
 A table stands between two comments, the first of which names its kind and its run, or for the list of all runs their
 folder:
 
-    <!-- peers results/2026-11-21_cpu_bench_peers -->
+    <!-- peers results/2026-11-24_cpu_bench_peers -->
     ...
     <!-- end of peers -->
 """
