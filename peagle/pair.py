@@ -401,6 +401,8 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     if drafter is None or drafter == NGRAM:
         return None
     if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
+        if not Path(target).exists():
+            raise InputError(f"{target} does not exist; expected a checkpoint's directory")
         raise InputError(
             f"the target {target} needs a drafter of its own (the demo's drafters fit the demo target only); give "
             "--drafter DIR, or --drafter ngram, which needs no weights"

@@ -60,8 +60,8 @@ def bench_command(settings: BenchSettings) -> int:
         json_file.write(dumps(report))
     if markdown_file is not None:
         markdown_file.write(markdown(measured, weights, report))
-    if settings.markdown != STANDARD_OUTPUT:  # the same table
-        _show(measured, weights, report, to_stderr=settings.json == STANDARD_OUTPUT)
+    if settings.markdown != STANDARD_OUTPUT or not sys.stdout.isatty():  # else it is on the screen already
+        _show(measured, weights, report, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
     return 130 if measured.interrupted else 0
 
 

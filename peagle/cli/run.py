@@ -29,8 +29,7 @@ def run_command(settings: Settings) -> int:
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = DEMO if settings.target is None else settings.target
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
-    if not (directory := resolve(target, "target")).exists():
-        raise InputError(f"{directory} does not exist; expected a checkpoint's directory")
+    resolve(target, "target")
     drafter_path(target, drafter)
     rendering = rendering_of(settings)
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default

@@ -1,5 +1,6 @@
 """The command line: what it prints where, what it leaves behind, and what it says to what cannot work."""
 
+import ast
 import io
 import json
 import os
@@ -20,6 +21,7 @@ import peagle.cli.run
 import peagle.pair
 from peagle.cli import main
 from peagle.cli.display import Display
+from peagle.generate import Request
 from peagle.ops import native
 from peagle.pair import Pair
 from peagle.policy import Costs
@@ -154,6 +156,32 @@ def test_logprobs_are_in_the_json(cli: Run) -> None:
     assert [token["id"] for token in request["logprobs"]] == request["output_ids"]
     assert [token["top"][0][0] for token in request["logprobs"]] == request["output_ids"]
     assert all(token["top"][0][1] == token["logprob"] for token in request["logprobs"])
+
+
+def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
+    code, out, err = cli("generate", "-n", "4", "--logprobs", "2", "Hi")
+    assert code == 0
+    lines = err.splitlines()
+    first = lines.index("log-probability, token | the likeliest there") + 1
+    tokens = [line.partition(" | ")[0].split(maxsplit=1)[1].strip() for line in lines[first : first + 4]]
+    assert "".join(map(ast.literal_eval, tokens)) == out.removesuffix("\n")
+    assert all(line.partition(" | ")[2].count(", ") >= 1 for line in lines[first : first + 4])
+    ids = cli("generate", "-n", "4", "--logprobs", "2", "--prompt-ids", "50", pair=toy_pair(None))[2]
+    assert "log-probability" in ids
+
+
+def test_texts_of_a_batch_come_in_the_order_of_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(text=True, quiet=False, total=3, streaming=False)
+    requests = [Request(index, (1,), 1) for index in range(3)]
+    for request in requests:
+        display.started(request, None)
+        display.emitted(request, (), f"text {request.index}")
+    for index in (2, 0, 1):
+        assert not capsys.readouterr().out, "not before all have ended"
+        display.end(requests[index])
+    captured = capsys.readouterr()
+    assert captured.out == "text 0\ntext 1\ntext 2\n"
+    assert [line.split()[2] for line in captured.err.splitlines()] == ["1", "2", "3"]
 
 
 def test_without_a_tokenizer_ids_are_printed(cli: Run) -> None:
@@ -371,6 +399,8 @@ def test_a_target_without_a_drafter_and_other_mixtures_are_refused(
 ) -> None:
     refused(real("speculate", "--target", str(directories.target), "Hi"), "--drafter DIR, or --drafter ngram")
     refused(real("generate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
+    refused(real("speculate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
+    refused(real("speculate", "--drafter", "demo-eagle9", "Hi"), "demo-eagle9 does not exist", "demo-eagle3, or ngram")
     drafter_as_target = ("--target", str(directories.drafter), "--drafter", "ngram")
     refused(real("speculate", *drafter_as_target, "Hi"), "'llama'")
     shutil.copytree(directories.target, tmp_path / "bare")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from peagle.cli import main
+from peagle.sweep import charts
 from peagle.sweep.compare import differences
 from peagle.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio
 from peagle.sweep.folder import RAW, RUN, Folder, open_run
@@ -72,6 +73,21 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
     (folder.path / RAW).write_text("")
     assert main(["report", str(folder.path)]) == 2
     assert "resume it first" in capsys.readouterr().err
+
+
+def test_without_matplotlib_there_is_the_page_without_pictures(
+    runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runs[0]
+    whole = (folder.path / "README.md").read_text()
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
+    assert main(["report", str(folder.path)]) == 0
+    found = (folder.path / "README.md").read_text()
+    assert "![" in whole
+    assert "![" not in found
+    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (whole, found)]
+    assert tables[0] == tables[1]
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -> None:
