@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,9 +208,9 @@ class Engine:
                 f"holds {capacity}: shorten one of them or raise the context"
             )
 
-    def warm_up(self, requests: Sequence[Request]) -> None:
+    def warm_up(self, requests: Sequence[Request], measuring: Callable[[], object] = lambda: None) -> None:
         """Compiles, and runs once, every program the requests need, so that no time measured later holds a
-        compilation."""
+        compilation. `measuring` is called where costs are measured then, which takes seconds."""
         started = time.perf_counter()
         for bucket in sorted({self._bucket(batch) for batch in self._batches(requests)} - self._warm):
             dummy = [Request(0, (0,), max_new_tokens=2)]
@@ -224,7 +224,7 @@ class Engine:
             self.compile_s += time.perf_counter() - started
             started = time.perf_counter()
         if self.config.adaptive and self.costs is None:
-            self._find_costs()
+            self._find_costs(measuring)
         if self.plain is not None:
             before = self.plain.compile_s
             self.plain.warm_up(requests)
@@ -256,7 +256,7 @@ class Engine:
         """Those that have a program of their own; None: the program of all."""
         return range(len(self.config.ladder)) if self.chooses_by_dispatch else [None]
 
-    def _find_costs(self) -> None:
+    def _find_costs(self, measuring: Callable[[], object]) -> None:
         """The costs are there: kept from other runs, or, as long as those were few, measured once more now, with the
         programs that are warm."""
         known = costs.identity(self.target, self.drafter, self.config, self.steps_per_dispatch)
@@ -272,6 +272,7 @@ class Engine:
             return
         prompt = np.random.default_rng(0).integers(0, self.target.vocab_size, length).tolist()
         requests = [Request(0, tuple(prompt), capacity - length)] * batch
+        measuring()
         unending = dataclasses.replace(self, stop_token_ids=(-1,) * len(self.stop_token_ids))
 
         def holding(choice: costs.Choice) -> Steps:

@@ -114,6 +114,9 @@ class Observer:
     def compiling(self) -> None:
         """Programs may be compiled now."""
 
+    def measuring(self) -> None:
+        """What drafting costs on this machine is measured now."""
+
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         """`done` of `total` requests are finished; the next ones are decoded now."""
 
@@ -262,7 +265,7 @@ class _Session:
         self.observer.compiling()
         for engine in self._all_engines():
             before = engine.compile_s
-            engine.warm_up(requests)
+            engine.warm_up(requests, self.observer.measuring)
             self.compile_s += engine.compile_s - before
         fast = self._engine(self.config.num_speculative_tokens)
         plain_results: list[Result] = []

@@ -3,6 +3,11 @@ asserted is what programs say, not how fast they say it. That a row's bits are i
 they are compiled for users."""
 
 import importlib.metadata
+from pathlib import Path
+
+# what an earlier run, or the worker or the process beside this one, compiled is read back
+COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "jax"
+MOST_BYTES = 1 << 30
 
 QUICKLY: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
 AS_FOR_USERS: dict[str, int | bool] = {"xla_backend_optimization_level": 3}

@@ -4,16 +4,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle.sweep.charts import can_draw
+
 CURVE = "curve.png"
 
 
 def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     """Draws loss, right drafts by depth, and the engine's acceptance over the steps to out/curve.png. What is returned
     says where it is, or why there is none."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "none: matplotlib is not installed (pip install 'peagle[plots]')"
+    if not can_draw():
+        return "none: matplotlib is not installed (pip install matplotlib)"
+    import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -65,10 +65,13 @@ class Display(Observer):
     def compiling(self) -> None:
         self._show("compiling")
 
+    def measuring(self) -> None:
+        # not animated: a thread that redraws would be in the way of what is measured
+        self._show("measuring what drafting costs here, as each of the first runs does", animated=False)
+
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self._done, self._began = done, self._began or time.perf_counter()
         what = "decoding plainly, to compare" if plainly else "decoding"
-        # not animated: a thread that redraws would be in the way of what is measured
         self._show(what if total == 1 else f"{what}: {done} of {total} requests{self._time_left()}", animated=False)
 
     def profiling(self) -> None:

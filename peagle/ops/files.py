@@ -1,5 +1,6 @@
 """Files that are whole or not there."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,20 @@ def keep(path: Path, content: bytes) -> bool:
     except OSError:
         return False
     return True
+
+
+def trim(folder: Path, most_bytes: int) -> None:
+    """The files in `folder`, of which other processes may be writing and removing some, are those written last, of so
+    many bytes at most."""
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat(), path))
+    size = 0
+    for stat, path in sorted(found, key=lambda each: each[0].st_mtime, reverse=True):
+        size += stat.st_size
+        if size > most_bytes:
+            path.unlink(missing_ok=True)
 
 
 def holds_files(folder: Path) -> bool:

@@ -45,8 +45,9 @@ def engine(target) -> Engine:
 
 @pytest.mark.usefixtures("cache")
 def test_the_first_runs_measure_them_and_the_next_take_the_median(target, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = engine(target)
-    first.warm_up([REQUEST])
+    first, told = engine(target), []
+    first.warm_up([REQUEST], measuring=lambda: told.append("first"))
+    assert told == ["first"]
     assert first.costs is not None
     assert first.costs_found is not None
     assert first.costs_found.startswith("measured in")
@@ -67,8 +68,9 @@ def test_the_first_runs_measure_them_and_the_next_take_the_median(target, monkey
         assert asked.costs is not None
         assert asked.costs.verify_ms[0] == seen
     last = engine(target)
-    last.warm_up([REQUEST])
+    last.warm_up([REQUEST], measuring=lambda: told.append("last"))
     assert not busy
+    assert told == ["first"]
     assert last.costs_found == "kept from earlier runs"
     assert last.costs is not None
     np.testing.assert_allclose(last.costs.verify_ms, 2.0)

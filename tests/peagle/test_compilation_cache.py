@@ -1,0 +1,108 @@
+"""What the commands compile is kept for the next run, where it can be read back."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peagle.cli import compilation_cache
+from peagle.cli.compilation_cache import DIRECTORY, ONLY_ABOVE_S, keep_compiled
+
+ROOT = Path(__file__).parents[2]
+AMD = "processor : 0\nvendor_id : AuthenticAMD\nmodel name : AMD\nflags : fpu avx2\ncpu MHz : {mhz}\n\nprocessor : 1\n"
+ARM = "processor : 0\nFeatures : fp asimd\nCPU implementer : 0x41\nCPU part : 0xd0c\n\n"
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | None], str | None]:
+    """Where programs are kept on a machine whose /proc/cpuinfo says this; None: it has none."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def directory(cpuinfo: str | None) -> str | None:
+        monkeypatch.delenv(DIRECTORY, raising=False)
+        monkeypatch.setenv(ONLY_ABOVE_S, "0")
+        told = tmp_path / "cpuinfo"
+        told.unlink(missing_ok=True)
+        if cpuinfo is not None:
+            told.write_text(cpuinfo)
+        monkeypatch.setattr(compilation_cache, "CPUINFO", told)
+        keep_compiled()
+        return os.environ.get(DIRECTORY)
+
+    return directory
+
+
+def test_each_kind_of_cpu_has_its_own(kept: Callable[[str | None], str | None], tmp_path: Path) -> None:
+    amd, arm = kept(AMD.format(mhz=2000)), kept(ARM)
+    assert amd is not None
+    assert arm is not None
+    assert Path(amd).is_dir()
+    assert Path(amd).is_relative_to(tmp_path / "cache" / "peagle")
+    assert amd != arm
+    assert kept(AMD.format(mhz=3000)) == amd  # what changes from moment to moment does not tell CPUs apart
+    assert kept(AMD.format(mhz=2000).replace("avx2", "avx2 avx512f")) != amd
+
+
+def test_nothing_is_kept_that_could_not_be_read_back(kept: Callable[[str | None], str | None]) -> None:
+    assert kept(AMD.replace("AuthenticAMD", "GenuineIntel").format(mhz=2000)) is None
+    assert kept("something else altogether") is None
+    assert kept(None) is None
+
+
+def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for wanted in ("", str(tmp_path / "elsewhere")):
+        monkeypatch.setenv(DIRECTORY, wanted)
+        keep_compiled()
+        assert os.environ[DIRECTORY] == wanted
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_no_cache(
+    kept: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kept(AMD) is None
+
+
+def test_the_oldest_programs_go(kept: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = kept(AMD)
+    assert directory is not None
+    for age, name in enumerate(("newest", "middle", "oldest")):
+        (Path(directory) / name).write_bytes(bytes(10))
+        os.utime(Path(directory) / name, (0, 1000 - age))
+    monkeypatch.setattr(compilation_cache, "MOST_BYTES", 25)
+    kept(AMD)
+    assert sorted(path.name for path in Path(directory).iterdir()) == ["middle", "newest"]
+
+
+def test_a_second_run_compiles_nothing_and_a_torn_file_costs_a_compilation_alone(tmp_path: Path) -> None:
+    """In processes of their own, as a person runs them."""
+    told = tmp_path / "cpuinfo"
+    told.write_text(AMD)
+    process = (
+        "import sys; from pathlib import Path; from peagle.cli import compilation_cache, main;"
+        f"compilation_cache.CPUINFO = Path({str(told)!r}); sys.exit(main(sys.argv[1:]))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", process, "generate", "--quiet", "-n", "4"]
+
+    def run() -> tuple[str, dict[Path, float]]:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True
+        )
+        assert done.stderr == ""
+        return done.stdout, {path: path.stat().st_mtime_ns for path in tmp_path.glob("peagle/compiled/*/*-cache")}
+
+    first, compiled = run()
+    assert any("step" in path.name for path in compiled)
+    again, unchanged = run()
+    assert (again, unchanged) == (first, compiled)
+    for path in compiled:
+        path.write_bytes(path.read_bytes()[:100])
+    assert run()[0] == first
