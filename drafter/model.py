@@ -310,7 +310,7 @@ def run_layers(
     """Residual stream after the last layer [B, T, D], from the tokens and fc's output for each row; of the `wanted`
     rows alone [B, K, D], where some are named: of the others the last layer needs only keys and values."""
     eps = config.rms_norm_eps
-    cos, sin = rope_tables(config.rope, positions, hidden.dtype)
+    cos, sin = rope_tables(config.rope, positions, hidden.dtype, native=params.native)
     x = hidden
     for index, p in enumerate(params.layers):
         if p.hidden_norm is None:

@@ -171,7 +171,7 @@ def _run_layers(
 ) -> tuple[jax.Array, jax.Array]:
     """(residual stream after the last layer [B, T, D], taps side by side [B, T, A * D])."""
     x = embed(params.embedding, token_ids, params.dtype)
-    cos, sin = rope_tables(config.rope, positions, x.dtype)
+    cos, sin = rope_tables(config.rope, positions, x.dtype, native=params.native)
     taps: dict[int, jax.Array] = {}
     for index, layer in enumerate(params.layers):
         p, moe = layer.attention, layer.moe

@@ -1,8 +1,8 @@
 """The compiled CPU kernels, called through XLA's FFI: which there are, which this machine runs, and the call.
 
-Sources: kernels.h (what they compute), linear.cc, experts.cc, attention.cc and likeliest.cc (how), with panels.h
-(products with weights in panels) and vectors.h under them; ffi.cc and crew.h (checked and threaded, as XLA calls them);
-build.py.
+Sources: kernels.h (what they compute), linear.cc, experts.cc, attention.cc, rope.cc and likeliest.cc (how), with
+panels.h (products with weights in panels) and vectors.h under them; ffi.cc and crew.h (checked and threaded, as XLA
+calls them); build.py.
 Whoever calls an op of peagle.ops never comes here: the ops do, for weights in panels (peagle.ops.linear).
 
     PEAGLE_KERNELS          an instruction set, whose kernels then run or it is an error; or xla, for XLA's own code
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import HERE, instruction_sets, library
 
-HANDLERS = ("linear", "experts", "attention", "decode_attention", "likeliest")
+HANDLERS = ("linear", "experts", "attention", "decode_attention", "rope_tables", "likeliest")
 VARIABLE = "PEAGLE_KERNELS"
 DIRECTORY = "PEAGLE_KERNELS_DIR"
 XLA = "xla"

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("panels.cc", "linear.cc", "experts.cc", "attention.cc", "likeliest.cc", "ffi.cc")
+SOURCES = ("panels.cc", "linear.cc", "experts.cc", "attention.cc", "rope.cc", "likeliest.cc", "ffi.cc")
 SUFFIX = ".so"
 CUDA = HERE.parent / "cuda"
 LAUNCHER = CUDA / f"launch{SUFFIX}"

@@ -218,6 +218,23 @@ ffi::Error DecodeAttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer
   return ffi::Error::Success();
 }
 
+ffi::Error RopeTablesHandler(ffi::ThreadPool pool, AnyBuffer positions, AnyBuffer frequencies, Out cos, Out sin,
+                             float concentration) {
+  const auto at = positions.dimensions(), of = frequencies.dimensions(), out = cos->dimensions();
+  if (at.size() != 2 || of.size() != 1 || out.size() != 3 || out[0] != at[0] || out[1] != at[1] || out[2] != of[0] ||
+      sin->dimensions() != out || !IsFloat(*cos) || sin->element_type() != cos->element_type() ||
+      positions.element_type() != ffi::DataType::S32 || frequencies.element_type() != ffi::DataType::F32)
+    return ffi::Error::InvalidArgument("rope_tables: positions " + Shape(positions) + ", frequencies " +
+                                       Shape(frequencies) + ", cos " + Shape(*cos) + " and sin " + Shape(*sin) +
+                                       " are not [B, T], [H/2] and [B, T, H/2] twice");
+  PoolParallel parallel(pool);
+  RunRopeTables({positions.typed_data<int32_t>(), frequencies.typed_data<float>(), concentration,
+                 cos->element_type() == ffi::DataType::BF16, cos->untyped_data(), sin->untyped_data(), at[0] * at[1],
+                 of[0]},
+                parallel);
+  return ffi::Error::Success();
+}
+
 ffi::Error LikeliestHandler(ffi::ThreadPool pool, AnyBuffer logits, Out index, Out probability) {
   const auto in = logits.dimensions(), out = index->dimensions();
   const int64_t asked = probability->element_count();
@@ -310,6 +327,19 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_decode_attention(XLA_FFI_CallFrame* frame) {
                              .Attr<int64_t>("window")
                              .Attr<bool>("ring")
                              .To(peagle::DecodeAttentionHandler)
+                             .release();
+  return handler->Call(frame);
+}
+
+PEAGLE_EXPORT XLA_FFI_Error* peagle_rope_tables(XLA_FFI_CallFrame* frame) {
+  static auto* handler = xla::ffi::Ffi::Bind()
+                             .Ctx<xla::ffi::ThreadPool>()
+                             .Arg<xla::ffi::AnyBuffer>()  // positions
+                             .Arg<xla::ffi::AnyBuffer>()  // frequencies
+                             .Ret<xla::ffi::AnyBuffer>()  // cos
+                             .Ret<xla::ffi::AnyBuffer>()  // sin
+                             .Attr<float>("concentration")
+                             .To(peagle::RopeTablesHandler)
                              .release();
   return handler->Call(frame);
 }

@@ -1,5 +1,5 @@
-// What the kernels compute, free of XLA: plain pointers in, plain pointers out. linear.cc, experts.cc, attention.cc and
-// likeliest.cc do it; ffi.cc checks shapes and calls them. All of it makes one shared library per instruction set: in one
+// What the kernels compute, free of XLA: plain pointers in, plain pointers out. linear.cc, experts.cc, attention.cc,
+// rope.cc and likeliest.cc do it; ffi.cc checks shapes and calls them. All of it makes one shared library per instruction set: in one
 // library the linker could take a template compiled for one set into the code of another.
 //
 // T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
@@ -81,6 +81,16 @@ struct Attention {
   bool ring;
 };
 
+// The cosine and the sine of position * frequency, a float32 product, times the concentration. No row is inactive.
+struct RopeTables {
+  const int32_t* positions;  // [T]
+  const float* frequencies;  // [H/2]
+  float concentration;
+  bool bfloat16;    // both tables
+  void *cos, *sin;  // [T, H/2]
+  int64_t rows, half;
+};
+
 // Before attention: queries and keys are rotated, keys and values written to their positions' slots. Rows of negative
 // position, and in a full cache those beyond its capacity, are not written.
 struct Rotation {
@@ -103,6 +113,7 @@ void RunLinear(const Linear&, Parallel&);
 void RunExperts(const Experts&, Parallel&);
 void RunAttention(const Attention&, Parallel&);
 void RotateAndWrite(const Attention&, const Rotation&);
+void RunRopeTables(const RopeTables&, Parallel&);
 void RunLikeliest(const Likeliest&, Parallel&);
 
 }  // namespace peagle

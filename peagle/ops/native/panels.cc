@@ -4,7 +4,6 @@
 #include "panels.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "vectors.h"
 

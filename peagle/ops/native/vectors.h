@@ -2,7 +2,6 @@
 // lane: exp, and bfloat16 to float and back.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 

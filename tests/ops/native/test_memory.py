@@ -20,7 +20,7 @@ from peagle.ops.native import build
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-TESTS = [str(HERE / f"test_{name}.py") for name in ("linear", "experts", "attention", "likeliest")]
+TESTS = [str(HERE / f"test_{name}.py") for name in ("linear", "experts", "attention", "rope", "likeliest")]
 # all ops; matrices, heads and caches of awkward shapes; inactive rows; every operand present. Caches are filled to the
 # last slot in rings and beyond
 ESSENTIAL = (
@@ -63,6 +63,12 @@ OPERANDS = {
         "op.positions": "op.batch * op.width",
         "op.sinks": "op.heads",
         "Bytes(op.out)": "op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+    },
+    "void RunRopeTables(const RopeTables& op, Parallel& parallel) {": {
+        "op.positions": "op.rows",
+        "op.frequencies": "op.half",
+        "Bytes(op.cos)": "op.rows * op.half * (op.bfloat16 ? 2 : 4)",
+        "Bytes(op.sin)": "op.rows * op.half * (op.bfloat16 ? 2 : 4)",
     },
     "void RunLikeliest(const Likeliest& op, Parallel& parallel) {": {
         "Bytes(op.logits)": "op.rows * op.width * (op.bfloat16 ? 2 : 4)",

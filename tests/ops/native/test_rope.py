@@ -1,0 +1,100 @@
+"""Tables of cosines and sines, compiled, against float64 and against XLA's form."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from peagle.ops import native
+from peagle.ops.rope import RopeConfig, Yarn, rope_frequencies, rope_tables
+from tests.ops.native.cases import ROUNDED, assert_same_bits, bits, one_at_a_time, one_set
+
+pytestmark = pytest.mark.usefixtures("kernels")
+NO_MATRICES = True
+
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+WIDTHS = (2, 14, 32, 34, 64, 90)  # of heads: half of each is what a table holds
+FAR = 131_072
+LAST_PLACE = 2.0**-24  # of a number below one
+each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def rope(width: int) -> RopeConfig:
+    return RopeConfig(width, 150_000.0, Yarn(32.0, 4096))
+
+
+def exact(config: RopeConfig, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(cos, sin) in float64 of angles that are float32 products."""
+    frequencies, concentration = rope_frequencies(config)
+    angles = (positions.astype(np.float32)[..., None] * frequencies).astype(np.float64)
+    return np.cos(angles) * concentration, np.sin(angles) * concentration
+
+
+@each_dtype
+@pytest.mark.parametrize("width", WIDTHS)
+def test_any_width_is_the_definition(width: int, dtype: type) -> None:
+    positions = np.random.default_rng(width).integers(0, FAR, (2, 5)).astype(np.int32)
+    positions[0, :2] = 0, FAR - 1
+    positions[1, :2] = -1, 1  # an inactive row's numbers are finite
+    tables = rope_tables(rope(width), jnp.asarray(positions), dtype, native=True)
+    for table, expected in zip(tables, exact(rope(width), positions), strict=True):
+        assert table.shape == (2, 5, width // 2)
+        assert table.dtype == dtype
+        error = ROUNDED * np.abs(expected) if dtype == ml_dtypes.bfloat16 else np.zeros(())
+        assert np.all(np.abs(np.asarray(table, np.float64) - expected) <= error + 3 * LAST_PLACE)
+
+
+def test_every_quarter_of_a_turn_and_the_sums_of_squares() -> None:
+    """Of every position: what the C library makes of the same angle, but for the last place."""
+    config, positions = RopeConfig(8, 3.0), np.arange(FAR, dtype=np.int32)[None]
+    cos, sin = (np.asarray(table) for table in rope_tables(config, jnp.asarray(positions), np.float32, native=True))
+    for table, expected in zip((cos, sin), exact(config, positions), strict=True):
+        np.testing.assert_allclose(table, expected, rtol=0, atol=LAST_PLACE)
+    np.testing.assert_allclose(cos.astype(np.float64) ** 2 + sin.astype(np.float64) ** 2, 1.0, atol=3e-7)
+
+
+@each_dtype
+def test_it_does_not_matter_which_rows_it_goes_with(dtype: type) -> None:
+    config, positions = rope(90), np.arange(0, FAR, 131, dtype=np.int32)[:, None]
+    together = rope_tables(config, jnp.asarray(positions), dtype, native=True)
+    for number in range(2):
+        alone = one_at_a_time(lambda at, n=number: rope_tables(config, at, dtype, native=True)[n], positions[:40])
+        np.testing.assert_array_equal(bits(alone), bits(together[number][:40]))
+    in_a_row = rope_tables(config, jnp.asarray(positions.T), dtype, native=True)
+    for ours, theirs in zip(in_a_row, together, strict=True):
+        assert_same_bits(ours[0], theirs[:, 0])
+
+
+def test_xla_says_the_same() -> None:
+    config, positions = rope(64), jnp.asarray(np.arange(0, FAR, 1009, dtype=np.int32)[None])
+    ours = rope_tables(config, positions, np.float32, native=True)
+    theirs = jax.jit(lambda: rope_tables(config, positions, np.float32))()
+    for our, their in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(our, their, rtol=0, atol=4 * LAST_PLACE)
+
+
+@one_set
+@pytest.mark.parametrize(
+    ("positions", "frequencies", "cos", "sin", "dtype"),
+    [
+        ((6,), (4,), (6, 4), (6, 4), np.float32),
+        ((2, 3), (4,), (2, 3, 5), (2, 3, 5), np.float32),
+        ((2, 3), (4,), (2, 4, 4), (2, 4, 4), np.float32),
+        ((2, 3), (4,), (2, 3, 4), (2, 3, 3), np.float32),
+        ((2, 3), (4, 1), (2, 3, 4), (2, 3, 4), np.float32),
+        ((2, 3), (4,), (2, 3, 4), (2, 3, 4), np.float16),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(positions, frequencies, cos, sin, dtype) -> None:
+    results = jax.ShapeDtypeStruct(cos, dtype), jax.ShapeDtypeStruct(sin, dtype)
+    operands = jnp.zeros(positions, jnp.int32), jnp.zeros(frequencies, jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rope_tables"):
+        native.call("rope_tables", results, *operands, concentration=np.float32(1))
+
+
+@one_set
+def test_positions_are_integers() -> None:
+    table = jax.ShapeDtypeStruct((2, 3, 4), jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rope_tables"):
+        native.call("rope_tables", (table, table), jnp.zeros((2, 3)), jnp.zeros((4,)), concentration=np.float32(1))
