@@ -101,7 +101,7 @@ PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const int64_t*
     Floats part = {};
 #pragma GCC unroll 4
     for (int64_t h = 0; h < whole; h += kLanes)
-      part += Load<Floats>(query.vector + h) * LoadLanes<kHalf>(keys, at[i] + h);
+      part = MulAdd(Load<Floats>(query.vector + h), LoadLanes<kHalf>(keys, at[i] + h), part);
     parts[i] = part;
   }
   return SumEach(parts);
@@ -131,7 +131,7 @@ PEAGLE_INLINE void AddInputs(const float* const (&vectors)[kQueries], const floa
 #pragma GCC unroll 4
     for (int64_t h = kFirst; h < whole; h += kLanes) {
       const Floats keys = Load<Floats>(turned + h * kLanes);
-      for (int q = 0; q < kQueries; ++q) sums[q] += vectors[q][h] * keys;
+      for (int q = 0; q < kQueries; ++q) sums[q] = MulAdd(keys, vectors[q][h], sums[q]);
     }
   } else {
     Floats others[kQueries];
@@ -154,7 +154,7 @@ template <bool kHalf>
 PEAGLE_INLINE Floats Finish(Floats scores, const Query& query, const void* keys, const int64_t* at, int64_t position,
                             int64_t width) {
   for (int64_t h = width / kLanes * kLanes; h < width; ++h)
-    for (int i = 0; i < kLanes; ++i) scores[i] += query.vector[h] * LoadOne<kHalf>(keys, at[i] + h);
+    for (int i = 0; i < kLanes; ++i) scores[i] = MulAdd(query.vector[h], LoadOne<kHalf>(keys, at[i] + h), scores[i]);
   Ints lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
   const int32_t before = static_cast<int32_t>(std::clamp<int64_t>(query.oldest - position, 0, kLanes));
@@ -198,7 +198,7 @@ void AddValues(const Query* queries, int64_t offset, const void* values, const i
       Floats read[kBlocks];
       for (int b = 0; b < kBlocks; ++b) read[b] = LoadLanes<kHalf>(values, at[i] + h + b * kLanes);
       for (int q = 0; q < kQueries; ++q)
-        for (int b = 0; b < kBlocks; ++b) sums[q][j][b] += weights[q][i] * read[b];
+        for (int b = 0; b < kBlocks; ++b) sums[q][j][b] = MulAdd(read[b], weights[q][i], sums[q][j][b]);
     };
     int64_t i = begin;
     if (i % 2 == 1 && i < end) add(i++, 1);
@@ -213,8 +213,10 @@ void AddValues(const Query* queries, int64_t offset, const void* values, const i
   }
   for (; h < head_dim; ++h)
     for (int64_t i = begin; i < end; ++i)
-      for (int q = 0; q < kQueries; ++q)
-        queries[q].sums[i % 2 * head_dim + h] += weights[q][i] * LoadOne<kHalf>(values, at[i] + h);
+      for (int q = 0; q < kQueries; ++q) {
+        float& sum = queries[q].sums[i % 2 * head_dim + h];
+        sum = MulAdd(weights[q][i], LoadOne<kHalf>(values, at[i] + h), sum);
+      }
 }
 
 constexpr int64_t kWorthTurning = 6;  // queries for which keys are turned
@@ -332,12 +334,12 @@ void Rotate(const float* x, const float* cos, const float* sin, int64_t half, vo
   for (; i + kLanes <= half; i += kLanes) {
     const Floats a = Load<Floats>(x + i), b = Load<Floats>(x + i + half);
     const Floats c = Load<Floats>(cos + i), s = Load<Floats>(sin + i);
-    PutLanes<kHalf>(out, at + i, a * c - b * s);
-    PutLanes<kHalf>(out, at + i + half, b * c + a * s);
+    PutLanes<kHalf>(out, at + i, MulAdd(a, c, -(b * s)));
+    PutLanes<kHalf>(out, at + i + half, MulAdd(b, c, a * s));
   }
   for (; i < half; ++i) {
-    Put<kHalf>(out, at + i, x[i] * cos[i] - x[i + half] * sin[i]);
-    Put<kHalf>(out, at + i + half, x[i + half] * cos[i] + x[i] * sin[i]);
+    Put<kHalf>(out, at + i, MulAdd(x[i], cos[i], -(x[i + half] * sin[i])));
+    Put<kHalf>(out, at + i + half, MulAdd(x[i + half], cos[i], x[i] * sin[i]));
   }
 }
 

@@ -30,7 +30,7 @@ _X86 = {
 }
 FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
-    "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
+    "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 # as written: an optimiser leaves out reads whose values are not used, and takes its time
 SANITIZE = ("-fsanitize=address", "-DPEAGLE_SANITIZED", "-fno-omit-frame-pointer", "-g1", "-O0")

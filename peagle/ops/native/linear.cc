@@ -17,11 +17,11 @@ void Normalize(const float* x, const Norm& norm, int64_t width, float* out) {
   int64_t i = 0;
   for (; i + kLanes <= width; i += kLanes) {
     Floats values = Load<Floats>(x + i);
-    squares += values * values;
+    squares = MulAdd(values, values, squares);
   }
   float sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) sum += squares[lane];
-  for (; i < width; ++i) sum += x[i] * x[i];
+  for (; i < width; ++i) sum = MulAdd(x[i], x[i], sum);
   const float scale = 1.0f / __builtin_sqrtf(sum / static_cast<float>(width) + norm.epsilon);
   for (i = 0; i < width; ++i) out[i] = x[i] * scale * norm.weight[i];
 }

@@ -37,7 +37,7 @@ template <int T, int R>
 PEAGLE_INLINE void AddOuter(const Floats (&weights)[R], const float* const* x, int64_t k, Floats (&sums)[R][T]) {
   for (int t = 0; t < T; ++t) {
     const float value = x[t][k];
-    for (int r = 0; r < R; ++r) sums[r][t] += weights[r] * value;
+    for (int r = 0; r < R; ++r) sums[r][t] = MulAdd(weights[r], value, sums[r][t]);
   }
 }
 
@@ -269,7 +269,7 @@ struct Mxfp4 {
           const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][t][0]), _mm512_set1_ps(65536.0f),
                                              _mm512_cvtepi32_ps(lower));
           const __m512 scaled = _mm512_scalef_ps(sum, _mm512_set1_ps(x[t][block].exponent));
-          sums[r][t] += reinterpret_cast<Floats>(scaled) * power;
+          sums[r][t] = MulAdd(reinterpret_cast<Floats>(scaled), power, sums[r][t]);
         }
       }
     }
@@ -318,7 +318,7 @@ struct Mxfp4 {
         const __m256i lower = _mm256_add_epi32(_mm256_slli_epi32(part[1], 8), part[2]);
         const __m256 sum =
             _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[0]), _mm256_set1_ps(65536.0f), _mm256_cvtepi32_ps(lower));
-        sums[0][t] += reinterpret_cast<Floats>(sum * row.unit[0] * row.unit[1]) * power;
+        sums[0][t] = MulAdd(reinterpret_cast<Floats>(sum * row.unit[0] * row.unit[1]), power, sums[0][t]);
       }
     }
   }
@@ -351,7 +351,7 @@ struct Mxfp4 {
       }
       for (int r = 0; r < R; ++r) {
         const Floats power = Power(scales + At(r, blocks * kPanelRows, 1) + block * kPanelRows);
-        for (int t = 0; t < T; ++t) sums[r][t] += part[r][t] * power;
+        for (int t = 0; t < T; ++t) sums[r][t] = MulAdd(part[r][t], power, sums[r][t]);
       }
     }
   }

@@ -7,6 +7,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace peagle {
@@ -42,7 +44,34 @@ PEAGLE_INLINE void Store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof(vector));
 }
 
-PEAGLE_INLINE Floats Broadcast(float value) { return Floats{} + value; }
+PEAGLE_INLINE Floats Broadcast(float value) { return value - Floats{}; }  // -0, too
+
+// a * b + c, rounded once where the machine does so in one instruction. Compilers are told not to (-ffp-contract=off):
+// they would do it in one loop and not in another, and a row's bits would depend on which loop it went through.
+PEAGLE_INLINE float MulAdd(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+PEAGLE_INLINE Floats MulAdd(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Floats>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(PEAGLE_AVX2)
+  return reinterpret_cast<Floats>(
+      _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a),
+                                            reinterpret_cast<float32x4_t>(b)));
+#else
+  return a * b + c;
+#endif
+}
+
+PEAGLE_INLINE Floats MulAdd(Floats a, float b, Floats c) { return MulAdd(a, Broadcast(b), c); }
 
 // The first `count` floats, and zeros behind them.
 PEAGLE_INLINE Floats LoadFirst(const float* from, int64_t count) {
@@ -67,17 +96,17 @@ PEAGLE_INLINE Floats Exp(Floats x) {
   const Floats magic = Broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   Floats clamped = x < -87.0f ? Broadcast(-87.0f) : x;
   clamped = clamped > 88.0f ? Broadcast(88.0f) : clamped;
-  Floats shifted = clamped * 1.44269504f + magic;
+  Floats shifted = MulAdd(clamped, 1.44269504f, magic);
   Floats n = shifted - magic;
-  Floats r = clamped - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;  // ln 2 in two parts
+  Floats r = MulAdd(n, -0.693359375f, clamped);
+  r = MulAdd(n, 2.12194440e-4f, r);  // ln 2 in two parts
   Floats p = Broadcast(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  p = MulAdd(p, r, Broadcast(1.3981999507e-3f));
+  p = MulAdd(p, r, Broadcast(8.3334519073e-3f));
+  p = MulAdd(p, r, Broadcast(4.1665795894e-2f));
+  p = MulAdd(p, r, Broadcast(1.6666665459e-1f));
+  p = MulAdd(p, r, Broadcast(5.0000001201e-1f));
+  p = MulAdd(p, r * r, r) + 1.0f;
   Ints exponent = (reinterpret_cast<Ints>(shifted) << 23) + (127 << 23);  // magic's low bits hold n
   Floats result = p * reinterpret_cast<Floats>(exponent);
   result = x < -87.0f ? Floats{} : result;
