@@ -28,7 +28,7 @@ from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, StepOutput
 
-SCHEMA = 10
+SCHEMA = 11
 ENOUGH_S, ENOUGH_WHOLE_S = 2.5, 5.0  # rounds go on until they took this long together; those of whole steps
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 24
 MEASUREMENTS = 5  # of as many runs

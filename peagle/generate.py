@@ -223,12 +223,12 @@ class Engine:
             self._warm.add(bucket)
             self.compile_s += time.perf_counter() - started
             started = time.perf_counter()
-        if self.config.adaptive and self.costs is None:
-            self._find_costs(measuring)
         if self.plain is not None:
             before = self.plain.compile_s
             self.plain.warm_up(requests)
             self.compile_s += self.plain.compile_s - before
+        if self.config.adaptive and self.costs is None:
+            self._find_costs(measuring)
 
     @contextlib.contextmanager
     def _learning_nothing(self) -> Iterator[None]:

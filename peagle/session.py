@@ -262,8 +262,8 @@ class _Session:
         if self.config.context is None:
             # an answer may come back a little longer than it was, cut into other tokens: then the room grows
             self.capacity = max(self.capacity, self.pair.capacity(requests))
-        self.observer.compiling()
         for engine in self._all_engines():
+            self.observer.compiling()
             before = engine.compile_s
             engine.warm_up(requests, self.observer.measuring)
             self.compile_s += engine.compile_s - before

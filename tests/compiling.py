@@ -5,7 +5,7 @@ they are compiled for users."""
 import importlib.metadata
 from pathlib import Path
 
-# what an earlier run, or the worker or the process beside this one, compiled is read back
+# what an earlier run, or the worker beside this one, compiled is read back
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 MOST_BYTES = 1 << 30
 

@@ -5,9 +5,7 @@ import os
 
 from tests.compiling import COMPILED, FLAGS, MOST_BYTES
 
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(COMPILED)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = ""  # child processes keep nothing
 os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  # of two of a name the last one counts
 
 import peagle  # noqa: F401, I001  before JAX: it makes its CPU backend right before it starts
@@ -41,6 +39,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

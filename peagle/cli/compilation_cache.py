@@ -1,52 +1,61 @@
 """What the commands compile is kept for the next run, by JAX's persistent compilation cache."""
 
 import hashlib
+import itertools
 import os
 import warnings
 from pathlib import Path
 
 from peagle.ops.files import cache_directory, trim
+from peagle.provenance import num_threads
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
-ONLY_ABOVE_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-WORTH_A_FILE_S = "0.05"
-MOST_BYTES = 1 << 30
+SETTINGS = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",  # what is compiled sooner is not worth a file
+    "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # XLA's own, for GPUs: of those a fault ends the run
+}
+MOST_BYTES = 1 << 30  # of one kind of machine
 
 CPUINFO = Path("/proc/cpuinfo")
 _THAT_TELL_CPUS_APART = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 
 
 def keep_compiled() -> None:
-    """Where JAX is not imported yet, this process and its children read what earlier ones compiled, and keep what they
+    """This process, where JAX is not imported yet, and its children read what earlier ones compiled, and keep what they
     compile, in the user's cache directory; the oldest beyond MOST_BYTES are gone. Nothing changes where the environment
     says what JAX is to do (JAX_COMPILATION_CACHE_DIR, which may be empty), where nothing can be kept, or where what is
     kept could not be read back."""
-    if DIRECTORY in os.environ or (cpu := _cpu()) is None:
+    # a disk that is full, or what was killed while it wrote: costs the time to compile, in the latter case until that
+    # file is among the oldest
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
+    if DIRECTORY in os.environ or (machine := _machine()) is None:
         return
-    directory = cache_directory("compiled") / cpu
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        trim(directory, MOST_BYTES)
-    except OSError:
-        return
-    if not os.access(directory, os.W_OK | os.X_OK):
+        directory = cache_directory("compiled") / machine
+        there = next(folder for folder in (directory, *directory.parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+            return
+        if there == directory:
+            trim(directory, MOST_BYTES)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return
     os.environ[DIRECTORY] = str(directory)
-    os.environ.setdefault(ONLY_ABOVE_S, WORTH_A_FILE_S)
-    # a disk that is full, or a file that a killed process left behind: costs the time to compile, and only that
-    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache", UserWarning)
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
-def _cpu() -> str | None:
-    """A name of this kind of CPU, as what is compiled for one may not run on another that has the same home directory.
-    None where the system does not tell, and on Intel's: JAX compiles for those with features that it then misses when
-    it reads a program back, so that it refuses each with an error message (jax issue 38445)."""
+def _machine() -> str | None:
+    """A name of this kind of CPU and its number of threads: what is compiled for one may not run on another that has
+    the same home directory, and is cut into as many parts as there are threads. None where the system does not tell,
+    and on Intel's: JAX compiles for those with features that it then misses when it reads a program back, so that it
+    refuses each with an error message (jax issue 38445)."""
     try:
-        first = CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+        with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+            first = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
     except OSError:
         return None
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    told = {name.strip(): value.strip() for name, _, value in first}
     known = [told[name] for name in _THAT_TELL_CPUS_APART if name in told]
     if not known or told.get("vendor_id") == "GenuineIntel":
         return None
-    return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([*known, str(num_threads())]).encode()).hexdigest()[:16]

@@ -66,7 +66,6 @@ class Display(Observer):
         self._show("compiling")
 
     def measuring(self) -> None:
-        # not animated: a thread that redraws would be in the way of what is measured
         self._show("measuring what drafting costs here, as each of the first runs does", animated=False)
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
@@ -153,6 +152,7 @@ class Display(Observer):
         sys.stdout.flush()
 
     def _show(self, what: str, animated: bool = True) -> None:
+        """Not animated is what is measured: a thread that redraws would be in its way."""
         if not self._live:
             return
         self.clear()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,14 +46,15 @@ def keep(path: Path, content: bytes) -> bool:
 
 def trim(folder: Path, most_bytes: int) -> None:
     """The files in `folder`, of which other processes may be writing and removing some, are those written last, of so
-    many bytes at most."""
+    many bytes at most. Folders in it stay."""
     found = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             found.append((path.stat(), path))
+    found = [(seen, path) for seen, path in found if stat.S_ISREG(seen.st_mode)]
     size = 0
-    for stat, path in sorted(found, key=lambda each: each[0].st_mtime, reverse=True):
-        size += stat.st_size
+    for seen, path in sorted(found, key=lambda each: each[0].st_mtime, reverse=True):
+        size += seen.st_size
         if size > most_bytes:
             path.unlink(missing_ok=True)
 

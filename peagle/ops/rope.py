@@ -144,8 +144,8 @@ def rope_tables(
     """(cos, sin) [B, T, head_dim/2] at the given positions: angles in float32, times the concentration, then cast
     to the activation dtype before they rotate anything (openai/gpt-oss).
 
-    native: by the compiled kernels. XLA on CPU calls the C library for each cosine, which takes a tenth of the prefill
-    of a small model.
+    native: by the compiled kernels. XLA on CPU calls the C library for each cosine, which took a fifth of a small
+    model's prefill.
     """
     frequencies, concentration = rope_frequencies(config)
     if native:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from peagle.cli import compilation_cache
-from peagle.cli.compilation_cache import DIRECTORY, ONLY_ABOVE_S, keep_compiled
+from peagle.cli.compilation_cache import DIRECTORY, SETTINGS, keep_compiled
 
 ROOT = Path(__file__).parents[2]
 AMD = "processor : 0\nvendor_id : AuthenticAMD\nmodel name : AMD\nflags : fpu avx2\ncpu MHz : {mhz}\n\nprocessor : 1\n"
@@ -23,7 +23,8 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | Non
 
     def directory(cpuinfo: str | None) -> str | None:
         monkeypatch.delenv(DIRECTORY, raising=False)
-        monkeypatch.setenv(ONLY_ABOVE_S, "0")
+        for name in SETTINGS:
+            monkeypatch.setenv(name, "")
         told = tmp_path / "cpuinfo"
         told.unlink(missing_ok=True)
         if cpuinfo is not None:
@@ -35,15 +36,19 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | Non
     return directory
 
 
-def test_each_kind_of_cpu_has_its_own(kept: Callable[[str | None], str | None], tmp_path: Path) -> None:
+def test_each_kind_of_machine_has_its_own(
+    kept: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     amd, arm = kept(AMD.format(mhz=2000)), kept(ARM)
     assert amd is not None
     assert arm is not None
-    assert Path(amd).is_dir()
+    assert not (tmp_path / "cache").exists()  # JAX makes it once there is something to keep
     assert Path(amd).is_relative_to(tmp_path / "cache" / "peagle")
     assert amd != arm
     assert kept(AMD.format(mhz=3000)) == amd  # what changes from moment to moment does not tell CPUs apart
     assert kept(AMD.format(mhz=2000).replace("avx2", "avx2 avx512f")) != amd
+    monkeypatch.setattr(compilation_cache, "num_threads", lambda: 1234)
+    assert kept(AMD.format(mhz=2000)) != amd  # programs are cut into parts for threads
 
 
 def test_nothing_is_kept_that_could_not_be_read_back(kept: Callable[[str | None], str | None]) -> None:
@@ -69,28 +74,36 @@ def test_a_cache_that_cannot_be_written_is_no_cache(
     assert kept(AMD) is None
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), RuntimeError("no home directory")])
+def test_a_home_that_cannot_be_looked_at_has_no_cache(
+    kept: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(name: str) -> Path:
+        raise error
+
+    monkeypatch.setattr(compilation_cache, "cache_directory", refuse)
+    assert kept(AMD) is None
+
+
 def test_the_oldest_programs_go(kept: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch) -> None:
     directory = kept(AMD)
     assert directory is not None
+    Path(directory).mkdir(parents=True)
+    (Path(directory) / "of XLA's own").mkdir()
     for age, name in enumerate(("newest", "middle", "oldest")):
         (Path(directory) / name).write_bytes(bytes(10))
         os.utime(Path(directory) / name, (0, 1000 - age))
     monkeypatch.setattr(compilation_cache, "MOST_BYTES", 25)
     kept(AMD)
-    assert sorted(path.name for path in Path(directory).iterdir()) == ["middle", "newest"]
+    assert sorted(path.name for path in Path(directory).iterdir()) == ["middle", "newest", "of XLA's own"]
 
 
+@pytest.mark.skipif(compilation_cache._machine() is None, reason="what is compiled here is not kept")
 def test_a_second_run_compiles_nothing_and_a_torn_file_costs_a_compilation_alone(tmp_path: Path) -> None:
     """In processes of their own, as a person runs them."""
-    told = tmp_path / "cpuinfo"
-    told.write_text(AMD)
-    process = (
-        "import sys; from pathlib import Path; from peagle.cli import compilation_cache, main;"
-        f"compilation_cache.CPUINFO = Path({str(told)!r}); sys.exit(main(sys.argv[1:]))"
-    )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", process, "generate", "--quiet", "-n", "4"]
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "peagle", "generate", "--quiet", "-n", "4"]
 
     def run() -> tuple[str, dict[Path, float]]:
         done = subprocess.run(

@@ -1,6 +1,6 @@
 // What the kernels compute, free of XLA: plain pointers in, plain pointers out. linear.cc, experts.cc, attention.cc,
-// rope.cc and likeliest.cc do it; ffi.cc checks shapes and calls them. All of it makes one shared library per instruction set: in one
-// library the linker could take a template compiled for one set into the code of another.
+// rope.cc and likeliest.cc do it; ffi.cc checks shapes and calls them. All of it makes one shared library per instruction
+// set: in one library the linker could take a template compiled for one set into the code of another.
 //
 // T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
 // fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads. Where positions are given,

@@ -1,5 +1,5 @@
 // Vectors of as many lanes as the machine's registers have: one source for all instruction sets. And what is computed by
-// lane: exp, and bfloat16 to float and back.
+// lane: a product added to a sum, exp, and bfloat16 to float and back.
 #pragma once
 
 #include <cstdint>
@@ -46,8 +46,9 @@ PEAGLE_INLINE void Store(void* to, Vector vector) {
 
 PEAGLE_INLINE Floats Broadcast(float value) { return value - Floats{}; }  // -0, too
 
-// a * b + c, rounded once where the machine does so in one instruction. Compilers are told not to (-ffp-contract=off):
-// they would do it in one loop and not in another, and a row's bits would depend on which loop it went through.
+// a * b + c, rounded once where machines of the instruction set do so in one instruction. Compilers are told not to make it
+// of products and sums (-ffp-contract=off): they would in one loop and not in another, and a row's bits would depend on
+// which loop it went through.
 PEAGLE_INLINE float MulAdd(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);

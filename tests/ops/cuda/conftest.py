@@ -17,7 +17,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     directory = tmp_path_factory.mktemp("cuda")
     launcher = build.compile_library(directory / "launch.so", [build.CUDA / "launch.cc"], "-DPEAGLE_TEST_ON_HOST")
     return launcher, build.compile_library(
-        directory / "driver.so", [DRIVER], f"-I{build.CUDA}", "-fvisibility=default", "-ffp-contract=off", GPU_PRAGMAS
+        directory / "driver.so", [DRIVER], f"-I{build.CUDA}", "-fvisibility=default", GPU_PRAGMAS
     )
 
 

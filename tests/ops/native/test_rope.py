@@ -46,7 +46,7 @@ def test_any_width_is_the_definition(width: int, dtype: type) -> None:
 
 
 def test_every_quarter_of_a_turn_and_the_sums_of_squares() -> None:
-    """Of every position: what the C library makes of the same angle, but for the last place."""
+    """Of every position, but for the last place."""
     config, positions = RopeConfig(8, 3.0), np.arange(FAR, dtype=np.int32)[None]
     cos, sin = (np.asarray(table) for table in rope_tables(config, jnp.asarray(positions), np.float32, native=True))
     for table, expected in zip((cos, sin), exact(config, positions), strict=True):
