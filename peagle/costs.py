@@ -30,6 +30,7 @@ from peagle.state import FRESH_ROOM, StepOutput
 
 SCHEMA = 11
 ENOUGH_S, ENOUGH_WHOLE_S = 2.5, 5.0  # rounds go on until they took this long together; those of whole steps
+TOO_LONG_S = 60.0  # one round is enough then
 FEWEST_ROUNDS, MOST_ROUNDS = 4, 24
 MEASUREMENTS = 5  # of as many runs
 FEWEST_DISPATCHES = 2  # that are timed of each run of steps that choose, if it does not end before
@@ -168,8 +169,11 @@ def _times(run: Run, dispatches: dict[Choice, int]) -> dict[Choice, list["_Time"
 
 
 def _enough(rounds: int, began: float, enough_s: float) -> bool:
-    """Whether so many rounds since then need no further one."""
-    return rounds >= MOST_ROUNDS or (rounds >= FEWEST_ROUNDS and time.perf_counter() - began > enough_s)
+    """Whether so many rounds since then need no further one: enough of them, or after a while what there is. Where
+    caches are large, a round takes as long as it takes to make them."""
+    took_s = time.perf_counter() - began
+    fewest = FEWEST_ROUNDS if took_s < TOO_LONG_S else 1
+    return rounds >= MOST_ROUNDS or (rounds >= fewest and took_s > enough_s)
 
 
 @dataclass(frozen=True)

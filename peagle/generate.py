@@ -218,8 +218,7 @@ class Engine:
                 for _ in self._decode(dummy, bucket):
                     pass
                 for rung in self._rungs if not self._warm else ():
-                    state, sent = self._dispatch(self._start(dummy, bucket)[0], rung, self.steps_per_dispatch)
-                    jax.block_until_ready((state, sent.outputs))
+                    self._dispatch_once(dummy, bucket, rung)
             self._warm.add(bucket)
             self.compile_s += time.perf_counter() - started
             started = time.perf_counter()
@@ -229,6 +228,11 @@ class Engine:
             self.compile_s += self.plain.compile_s - before
         if self.config.adaptive and self.costs is None:
             self._find_costs(measuring)
+
+    def _dispatch_once(self, requests: Sequence[Request], bucket: int, rung: int | None) -> None:
+        """A dispatch of that rung has run, and its caches are gone: nobody holds them while the next ones are made."""
+        state, sent = self._dispatch(self._start(requests, bucket)[0], rung, self.steps_per_dispatch)
+        jax.block_until_ready((state, sent.outputs))
 
     @contextlib.contextmanager
     def _learning_nothing(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The command line: what it prints where, what it leaves behind, and what it says to what cannot work."""
 
 import ast
+import importlib.metadata
 import io
 import json
 import os
@@ -78,6 +79,14 @@ def test_text_goes_to_standard_output_and_the_summary_to_standard_error(cli: Run
                  "compiled in", "peak memory"):  # fmt: skip
         assert part in err
     assert "\x1b" not in err  # no colours where no terminal is
+
+
+def test_the_version_needs_no_command(real: Run) -> None:
+    code, out, err = real("--version")
+    assert (code, out, err) == (0, f"{importlib.metadata.version('peagle')}\n", "")
+    code, out, _ = real()
+    assert code == 0
+    assert "Usage: peagle" in out
 
 
 def test_quiet_is_the_text_alone(cli: Run) -> None:

@@ -78,7 +78,7 @@ def test_a_cache_that_cannot_be_written_is_no_cache(
 def test_a_home_that_cannot_be_looked_at_has_no_cache(
     kept: Callable[[str | None], str | None], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def refuse(name: str) -> Path:
+    def refuse(_: str) -> Path:
         raise error
 
     monkeypatch.setattr(compilation_cache, "cache_directory", refuse)

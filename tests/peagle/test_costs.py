@@ -5,7 +5,9 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from peagle import costs, generate, policy
 from peagle.autoregressive import NoDrafter
 from peagle.config import SpeculationConfig
-from peagle.generate import Engine, Request
+from peagle.generate import STEPS_THAT_SHARE_A_CHOICE, Engine, Request
 from peagle.ngram import NGram
 from peagle.policy import Costs
 from peagle.state import StepOutput
@@ -75,6 +77,37 @@ def test_the_first_runs_measure_them_and_the_next_take_the_median(target, monkey
     assert last.costs is not None
     np.testing.assert_allclose(last.costs.verify_ms, 2.0)
     assert [e.token_ids for e in last.generate([REQUEST])]
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("steps_per_dispatch", [2, STEPS_THAT_SHARE_A_CHOICE])
+def test_nobody_holds_the_caches_while_the_next_are_made(target, monkeypatch, steps_per_dispatch: int) -> None:
+    """They may be all the memory that is left."""
+    warm = dataclasses.replace(engine(target), steps_per_dispatch=steps_per_dispatch)
+    warm.plain = Engine(target, NoDrafter(), CONFIGURATION.plain, steps_per_dispatch=steps_per_dispatch)
+    shape = target.init_cache(1, CONFIGURATION.capacity, CONFIGURATION.draft_places + 1)[-1].key.shape
+    held = []
+    start = Engine._start
+
+    def counted(self: Engine, *arguments: Any) -> Any:
+        held.append(sum(array.shape == shape for array in jax.live_arrays()))
+        return start(self, *arguments)
+
+    monkeypatch.setattr(Engine, "_start", counted)
+    warm.warm_up([REQUEST])
+    list(warm.generate([REQUEST]))
+    assert len(held) > 10
+    assert set(held) == {held[0]}
+
+
+@pytest.mark.parametrize("took_s", [1.0, 59.0, 61.0])
+def test_where_a_round_takes_long_one_is_enough(monkeypatch: pytest.MonkeyPatch, took_s: float) -> None:
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: took_s)
+    assert not costs._enough(0, 0.0, 0.5)
+    assert costs._enough(1, 0.0, 0.5) == (took_s > costs.TOO_LONG_S)
+    assert costs._enough(costs.FEWEST_ROUNDS, 0.0, 0.5)
+    assert not costs._enough(costs.FEWEST_ROUNDS, 0.0, 100.0)
+    assert costs._enough(costs.MOST_ROUNDS, 0.0, 100.0)
 
 
 def fake(steps: int, rung: int, seconds: float, clock: list[float]) -> costs.Steps:
