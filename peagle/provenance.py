@@ -3,6 +3,7 @@ beyond what was typed."""
 
 import datetime
 import importlib.metadata
+import itertools
 import os
 import platform
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("peagle", "jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "transformers")
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -52,11 +54,18 @@ def git_state() -> dict[str, Any] | None:
 
 def cpu_model() -> str | None:
     """The processor's name, where the system tells it."""
+    told = first_processor()
+    return (platform.processor() or None) if told is None else told.get("model name")
+
+
+def first_processor() -> dict[str, str] | None:
+    """What the system tells of the first processor, by Linux' names; None where it does not."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
+            told = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
     except OSError:
-        return platform.processor() or None
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+        return None
+    return {name.strip(): value.strip() for name, _, value in told}
 
 
 def num_threads() -> int | None:

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from peagle.cli.compilation_cache import keep_compiled
 from peagle.cli.settings import BenchSettings, Settings
 from peagle.jax_cure import MiscompilingJaxError
 from peagle.ops.errors import InputError
@@ -516,7 +515,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # nothing is ever fetched: a library that would ask the network may not
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    keep_compiled()
     command = typer.main.get_command(app)
     try:
         code = command.main(args=given or ["--help"], prog_name="peagle", standalone_mode=False)
@@ -532,7 +530,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit code of a run, with what a person can mend told in one line."""
+    """The exit code of a run, which is one that may compile, with what a person can mend told in one line."""
+    from peagle.cli.compilation_cache import keep_compiled
+
+    keep_compiled()
     try:
         return run()
     except (InputError, MiscompilingJaxError) as error:

@@ -1,13 +1,11 @@
 """What the commands compile is kept for the next run, by JAX's persistent compilation cache."""
 
 import hashlib
-import itertools
 import os
 import warnings
-from pathlib import Path
 
 from peagle.ops.files import cache_directory, trim
-from peagle.provenance import num_threads
+from peagle.provenance import first_processor, num_threads
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 SETTINGS = {
@@ -16,7 +14,6 @@ SETTINGS = {
 }
 MOST_BYTES = 1 << 30  # of one kind of machine
 
-CPUINFO = Path("/proc/cpuinfo")
 _THAT_TELL_CPUS_APART = ("vendor_id", "model name", "flags", "CPU implementer", "CPU part", "CPU variant", "Features")
 
 
@@ -49,12 +46,7 @@ def _machine() -> str | None:
     the same home directory, and is cut into as many parts as there are threads. None where the system does not tell,
     and on Intel's: JAX compiles for those with features that it then misses when it reads a program back, so that it
     refuses each with an error message (jax issue 38445)."""
-    try:
-        with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
-            first = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
-    except OSError:
-        return None
-    told = {name.strip(): value.strip() for name, _, value in first}
+    told = first_processor() or {}
     known = [told[name] for name in _THAT_TELL_CPUS_APART if name in told]
     if not known or told.get("vendor_id") == "GenuineIntel":
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from peagle import provenance
 from peagle.cli import compilation_cache
 from peagle.cli.compilation_cache import DIRECTORY, SETTINGS, keep_compiled
 
@@ -29,7 +30,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str | Non
         told.unlink(missing_ok=True)
         if cpuinfo is not None:
             told.write_text(cpuinfo)
-        monkeypatch.setattr(compilation_cache, "CPUINFO", told)
+        monkeypatch.setattr(provenance, "CPUINFO", told)
         keep_compiled()
         return os.environ.get(DIRECTORY)
 

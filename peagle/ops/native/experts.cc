@@ -158,7 +158,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
             for (int64_t j = 0; j < kPanelRows; j += kLanes) {
               const int64_t column = left + p * kPanelRows + j, kept = width - column;
               const Floats values = Load<Floats>(tile.values[p][t] + j) + LoadFirst(bias + column, kept);
-              StoreFirst(out + column, MulAdd(values, one.weight, LoadFirst(out + column, kept)), kept);
+              PutFirst<false>(out, column, MulAdd(values, one.weight, LoadFirst(out + column, kept)), kept);
             }
           }
         }

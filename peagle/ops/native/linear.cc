@@ -72,7 +72,7 @@ void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias,
               Floats values = Load<Floats>(tile.values[p][t] + i);
               if (bias != nullptr) values += LoadFirst(bias + column, kept);
               if (residual != nullptr) values += LoadFirst(residual + at, kept);
-              StoreFirst(out_rows + at, values, kept);
+              PutFirst<false>(out_rows, at, values, kept);
             }
           }
         }

@@ -44,12 +44,6 @@ PEAGLE_INLINE void Turn(const float* angles, float* cos, float* sin) {
 }
 
 template <bool kHalf>
-void PutFirst(void* base, int64_t index, const float* values, float factor, int64_t count) {
-  if (count >= kLanes) return PutLanes<kHalf>(base, index, Load<Floats>(values) * factor);
-  for (int64_t i = 0; i < count; ++i) Put<kHalf>(base, index + i, values[i] * factor);
-}
-
-template <bool kHalf>
 void RunRopeTablesAs(const RopeTables& op, Parallel& parallel) {
   const int64_t work = op.rows * op.half * kMultiplications, chunks = std::min(Shares(work, parallel), op.rows);
   ForEach(parallel, chunks, work, [&](int64_t chunk) {
@@ -59,8 +53,9 @@ void RunRopeTablesAs(const RopeTables& op, Parallel& parallel) {
         float angles[kLanes], cos[kLanes], sin[kLanes];
         Store(angles, LoadFirst(op.frequencies + i, op.half - i) * position);
         for (int64_t part = 0; part < kLanes; part += kTurns) Turn(angles + part, cos + part, sin + part);
-        PutFirst<kHalf>(op.cos, row * op.half + i, cos, op.concentration, op.half - i);
-        PutFirst<kHalf>(op.sin, row * op.half + i, sin, op.concentration, op.half - i);
+        const int64_t at = row * op.half + i;
+        PutFirst<kHalf>(op.cos, at, Load<Floats>(cos) * op.concentration, op.half - i);
+        PutFirst<kHalf>(op.sin, at, Load<Floats>(sin) * op.concentration, op.half - i);
       }
     }
   });

@@ -82,11 +82,6 @@ PEAGLE_INLINE Floats LoadFirst(const float* from, int64_t count) {
   return values;
 }
 
-PEAGLE_INLINE void StoreFirst(float* to, Floats values, int64_t count) {
-  if (count >= kLanes) return Store(to, values);
-  for (int64_t i = 0; i < count; ++i) to[i] = values[i];
-}
-
 PEAGLE_INLINE Floats Max(Floats a, Floats b) { return a > b ? a : b; }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -174,6 +169,13 @@ PEAGLE_INLINE void PutLanes(void* base, int64_t index, Floats values) {
   } else {
     Store(static_cast<float*>(base) + index, values);
   }
+}
+
+// Of the lanes the first `count`, all if there are no more.
+template <bool kHalf>
+PEAGLE_INLINE void PutFirst(void* base, int64_t index, Floats values, int64_t count) {
+  if (count >= kLanes) return PutLanes<kHalf>(base, index, values);
+  for (int64_t i = 0; i < count; ++i) Put<kHalf>(base, index + i, values[i]);
 }
 
 inline void Widen(const uint16_t* from, int64_t count, float* to) {
