@@ -6,22 +6,35 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle import jax_cure
+
 PACKAGES = ("peagle", "jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
+# variables of the environment that change what runs, here or in a peer that is measured beside
+TUNING = (
+    "PEAGLE_KERNELS",
+    "XLA_FLAGS",
+    "JAX_PLATFORMS",
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "OMP_NUM_THREADS",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+)
 
 
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """What goes with every number. `command` are the arguments as typed, sys.argv's by default. JAX must be usable: its
-    backend is started if it was not."""
+    """What goes with every number. `command` are the arguments as typed, sys.argv's by default; before them stands what
+    the environment changes (`tuning`). JAX must be usable: its backend is started if it was not."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["peagle", *(sys.argv[1:] if command is None else command)],
+        "command": [*tuning(), "peagle", *(sys.argv[1:] if command is None else command)],
         "git": git_state(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -30,6 +43,13 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "num_threads": num_threads(),
         "device": device(),
     }
+
+
+def tuning() -> list[str]:
+    """The variables of TUNING that are set, as they would be typed before a command: NAME=value. What is set in every
+    process (peagle.jax_cure) is not among them."""
+    values = {name: os.environ.get(name, "").replace(jax_cure.FLAG, "").strip() for name in TUNING}
+    return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]
 
 
 def device() -> dict[str, Any]:

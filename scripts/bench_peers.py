@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -34,7 +33,7 @@ from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, NAMES, OURS, unavailable
-from scripts.results import in_one_line
+from scripts.results import command, in_one_line
 from target.load import inspect_target
 
 
@@ -157,7 +156,7 @@ def check(settings: Settings, checkpoints: list[Path]) -> None:
 def shown_command(typed: list[str]) -> str:
     """The command line; of existing paths only their names, which is all that counts elsewhere."""
     paths = [Path(word).name if Path(word).is_absolute() else word for word in typed]
-    return shlex.join(["python", "-m", "scripts.bench_peers", *paths])
+    return command("scripts.bench_peers", paths)
 
 
 class Progress:

@@ -18,6 +18,7 @@ import jax
 from peagle.ops.errors import InputError
 from peagle.pair import load
 from peagle.provenance import provenance
+from scripts.results import command
 
 STATUS = Path("/proc/self/status")
 PROMPT, NEW_TOKENS = (1, 2, 3), 3
@@ -83,8 +84,8 @@ def main() -> None:
         found = measure(args.target, args.kernels)
     except InputError as error:
         sys.exit(f"error: {error}")
-    command = f"python -m scripts.measure_memory {Path(args.target).name} --kernels {args.kernels}"
-    print(json.dumps({**found, "provenance": provenance() | {"command": command}}, indent=1))
+    typed = command("scripts.measure_memory", [Path(args.target).name, "--kernels", args.kernels])
+    print(json.dumps({**found, "provenance": provenance() | {"command": typed}}, indent=1))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.ops.errors import InputError
-from peagle.provenance import provenance
+from peagle.provenance import provenance, tuning
 
 
 def in_one_line(name: str, run: Callable[[], int]) -> int:
@@ -22,7 +22,12 @@ def in_one_line(name: str, run: Callable[[], int]) -> int:
 
 def origin(module: str) -> dict[str, Any]:
     """What goes with every number of a run of `python -m module`: its command line among it."""
-    return provenance() | {"command": shlex.join(["python", "-m", module, *sys.argv[1:]])}
+    return provenance() | {"command": command(module, sys.argv[1:])}
+
+
+def command(module: str, arguments: Sequence[str]) -> str:
+    """The command line that runs a module, with what the environment changes about it."""
+    return " ".join([*tuning(), shlex.join(["python", "-m", module, *arguments])])
 
 
 class RawLines:

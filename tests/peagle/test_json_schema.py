@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from peagle import jax_cure
 from peagle.cli.report import dumps, report, trace_lines
 from peagle.pair import Pair
 from peagle.prompts import Conversation, from_ids
-from peagle.provenance import provenance
+from peagle.provenance import TUNING, provenance, tuning
 from peagle.session import Run, RunConfig, run
+from scripts import results
 from tests.peagle.conftest import MAX_POSITIONS
 
 K = 3
@@ -65,7 +67,7 @@ def test_speculation_has_every_key(toy: Pair, config: RunConfig) -> None:
     assert value["schema"] == 1
     assert set(value) == TOP
     assert set(value["provenance"]) == PROVENANCE
-    assert value["provenance"]["command"] == ["peagle", "speculate", "-k", "3"]
+    assert value["provenance"]["command"] == [*tuning(), "peagle", "speculate", "-k", "3"]
     assert set(value["config"]) == CONFIG
     assert set(value["summary"]) == SUMMARY
     assert [request["turn"] for request in value["requests"]] == [None, 0, 1]
@@ -130,6 +132,20 @@ def test_the_trace_tells_the_output_again(toy: Pair, config: RunConfig) -> None:
             assert line["length"] == len(outcome.result.request.prompt_ids) + len(replayed) - 1
             replayed += [*line["draft_token_ids"][: line["num_accepted"]], line["next_token"]]
         assert tuple(replayed[: len(output)]) == output
+
+
+def test_a_command_names_what_the_environment_changes_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TUNING:
+        monkeypatch.delenv(name, raising=False)
+    plain = ["peagle", "speculate"]
+    assert provenance(["speculate"])["command"] == plain
+    monkeypatch.setenv("XLA_FLAGS", jax_cure.FLAG)
+    assert provenance(["speculate"])["command"] == plain, "every process has it"
+    monkeypatch.setenv("XLA_FLAGS", f"--first=1 --second=2 {jax_cure.FLAG}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert provenance(["speculate"])["command"] == ["XLA_FLAGS='--first=1 --second=2'", "OMP_NUM_THREADS=1", *plain]
+    shown = results.command("scripts.some", ["two words"])
+    assert shown == "XLA_FLAGS='--first=1 --second=2' OMP_NUM_THREADS=1 python -m scripts.some 'two words'"
 
 
 def test_provenance_names_no_place_and_no_host() -> None:
