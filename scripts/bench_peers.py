@@ -28,12 +28,11 @@ from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.provenance import provenance
 from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, NAMES, OURS, unavailable
-from scripts.results import command, in_one_line
+from scripts.results import in_one_line, origin
 from target.load import inspect_target
 
 
@@ -80,7 +79,7 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
         print(f"{engine} is left out: {why}", file=sys.stderr)
     record: dict[str, Any] = {
         "schema": 1,
-        "provenance": provenance() | {"command": shown_command(typed)},
+        "provenance": origin("scripts.bench_peers", shown(typed)),
         "config": asdict(settings),
         "left_out": left_out,
         "checkpoints": [],
@@ -153,10 +152,9 @@ def check(settings: Settings, checkpoints: list[Path]) -> None:
             raise InputError(f"{checkpoint} has {room} positions; expected {longest} or more: ask for fewer tokens")
 
 
-def shown_command(typed: list[str]) -> str:
-    """The command line; of existing paths only their names, which is all that counts elsewhere."""
-    paths = [Path(word).name if Path(word).is_absolute() else word for word in typed]
-    return command("scripts.bench_peers", paths)
+def shown(typed: list[str]) -> list[str]:
+    """The arguments; of existing paths only their names, which is all that counts elsewhere."""
+    return [Path(word).name if Path(word).is_absolute() else word for word in typed]
 
 
 class Progress:

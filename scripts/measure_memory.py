@@ -17,8 +17,7 @@ import jax
 
 from peagle.ops.errors import InputError
 from peagle.pair import load
-from peagle.provenance import provenance
-from scripts.results import command
+from scripts.results import origin
 
 STATUS = Path("/proc/self/status")
 PROMPT, NEW_TOKENS = (1, 2, 3), 3
@@ -84,8 +83,8 @@ def main() -> None:
         found = measure(args.target, args.kernels)
     except InputError as error:
         sys.exit(f"error: {error}")
-    typed = command("scripts.measure_memory", [Path(args.target).name, "--kernels", args.kernels])
-    print(json.dumps({**found, "provenance": provenance() | {"command": typed}}, indent=1))
+    typed = [Path(args.target).name, "--kernels", args.kernels]
+    print(json.dumps({**found, "provenance": origin("scripts.measure_memory", typed)}, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,14 +20,11 @@ def in_one_line(name: str, run: Callable[[], int]) -> int:
         return 2
 
 
-def origin(module: str) -> dict[str, Any]:
-    """What goes with every number of a run of `python -m module`: its command line among it."""
-    return provenance() | {"command": command(module, sys.argv[1:])}
-
-
-def command(module: str, arguments: Sequence[str]) -> str:
-    """The command line that runs a module, with what the environment changes about it."""
-    return " ".join([*tuning(), shlex.join(["python", "-m", module, *arguments])])
+def origin(module: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """What goes with every number of a run of `python -m module`: its command line among it, with what the environment
+    changes before it. `arguments` are those as typed, sys.argv's by default."""
+    typed = sys.argv[1:] if arguments is None else arguments
+    return provenance() | {"command": " ".join([*tuning(), shlex.join(["python", "-m", module, *typed])])}
 
 
 class RawLines:

@@ -144,7 +144,7 @@ def test_a_command_names_what_the_environment_changes_about_it(monkeypatch: pyte
     monkeypatch.setenv("XLA_FLAGS", f"--first=1 --second=2 {jax_cure.FLAG}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert provenance(["speculate"])["command"] == ["XLA_FLAGS='--first=1 --second=2'", "OMP_NUM_THREADS=1", *plain]
-    shown = results.command("scripts.some", ["two words"])
+    shown = results.origin("scripts.some", ["two words"])["command"]
     assert shown == "XLA_FLAGS='--first=1 --second=2' OMP_NUM_THREADS=1 python -m scripts.some 'two words'"
 
 
