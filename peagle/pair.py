@@ -95,18 +95,20 @@ class Pair:
         system: str | None = None,
         reasoning_effort: str | None = None,
         raw: bool = False,
+        special_tokens: bool = False,
         date: str = DEFAULT_DATE,
         ignore_eos: bool = False,
     ) -> "Stream":
         """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
 
-        A text is put into the chat template, unless `raw`; token ids are taken as they are. num_speculative_tokens is
+        A text is put into the chat template, unless `raw`; special tokens spelled in it are characters, unless it is
+        raw and they are asked for by `special_tokens`. Token ids are taken as they are. num_speculative_tokens is
         K, 0 for plain decoding, or "auto": each step drafts what pays, `default_num_speculative_tokens` at most. None
         is the pair's default (plain decoding where it has no drafter). Raises InputError at once for what cannot be
         run.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
-        rendering = Rendering(raw, system, reasoning_effort, date)
+        rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
         num_speculative_tokens, adaptive = self.num_drafts(num_speculative_tokens)
         request = self.request(conversation, (), rendering, max_new_tokens=max_new_tokens, seed=seed)
         config = SpeculationConfig(

@@ -10,20 +10,27 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peagle.ops.errors import InputError
-from peagle.text import DEFAULT_DATE, Tokenizer, parse_date
+from peagle.text import DEFAULT_DATE, Message, Tokenizer, chat_messages, parse_date, texts_in
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendering:
-    """How text becomes a prompt. `raw`: as it is, without the chat template."""
+    """How text becomes a prompt. `raw`: as it is, without the chat template. `special_tokens`: those that a raw text
+    spells are control tokens; else, and in a chat, they are characters."""
 
     raw: bool = False
     system: str | None = None
     reasoning_effort: str | None = None
     date: str = DEFAULT_DATE
+    special_tokens: bool = False
 
     def __post_init__(self) -> None:
         parse_date(self.date)
+        if self.special_tokens and not self.raw:
+            raise InputError(
+                "special tokens can be spelled in raw text alone, in a chat they are the template's; leave out "
+                "--special-tokens, or take the text as it is, without the template"
+            )
         if self.system is not None:
             check_text(self.system, "the system text")
         if self.raw and (self.system is not None or self.reasoning_effort is not None):
@@ -35,29 +42,34 @@ class Rendering:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Either turns of text or the ids of a single prompt. `name` says where it comes from; `numbered` that its requests
-    are told apart by a turn number.
+    """Turns of text, each a request, behind a `history` of messages; without turns one request, for what follows the
+    history; or the ids of a single prompt.
 
-    Each turn is a request, but for the first ones whose answers are `given`. `system` goes before a rendering's own.
+    `name` says where it comes from; `numbered` that its requests are told apart by a turn number. `system` goes before
+    a rendering's own. Raises InputError for text that cannot be encoded.
     """
 
     name: str
     turns: tuple[str, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
     numbered: bool = False
-    given: tuple[str, ...] = ()
+    history: tuple[Message, ...] = ()
     system: str | None = None
     category: str | None = None
 
+    def __post_init__(self) -> None:
+        for text in texts_in([self.turns, self.history, self.system, self.category]):
+            check_encodable(text, self.name)
+
     @property
     def num_requests(self) -> int:
-        return 1 if self.prompt_ids is not None else len(self.turns) - len(self.given)
+        return len(self.turns) or 1
 
     def encode(self, answers: Sequence[str], tokenizer: Tokenizer | None, rendering: Rendering) -> tuple[int, ...]:
-        """The prompt of the turn that follows these answers.
+        """Encode the prompt of the turn that follows these answers.
 
-        Raises InputError for text without a tokenizer or template, for turns without the template, and for a prompt
-        that comes out empty.
+        Raises InputError for text without a tokenizer or template, for a chat without the template, for one that the
+        template refuses, and for a prompt that comes out empty.
         """
         if self.prompt_ids is not None:
             return self.prompt_ids
@@ -66,23 +78,24 @@ class Conversation:
                 f"{self.name} is text, but the target's directory has no tokenizer.json; give token ids (--prompt-ids, "
                 'or "prompt_ids" in a file)'
             )
-        answers = (*self.given, *answers)
-        turns = self.turns[: len(answers) + 1]
         if rendering.raw:
-            if len(self.turns) > 1 or self.system is not None:
-                what = f"{len(self.turns)} turns" if self.system is None else "a system text"
+            whole = {
+                f"{len(self.turns)} turns": len(self.turns) > 1,
+                "a system text": self.system is not None,
+                "a history": bool(self.history),
+            }
+            if chat := [what for what, there in whole.items() if there]:
                 raise InputError(
-                    f"{self.name} has {what}, which only a chat template can put together; leave out --raw-prompt"
+                    f"{self.name} has {chat[0]}, which only a chat template can put together; leave out --raw-prompt"
                 )
-            ids = tokenizer.encode(turns[0])
+            ids = tokenizer.encode(self.turns[0], special_tokens=rendering.special_tokens)
         else:
-            ids = tokenizer.encode_chat(
-                turns,
-                answers,
-                system=rendering.system if self.system is None else self.system,
-                reasoning_effort=rendering.reasoning_effort,
-                date=rendering.date,
-            )
+            system = rendering.system if self.system is None else self.system
+            messages = chat_messages(self.turns[: len(answers) + 1], answers, system, self.history)
+            try:
+                ids = tokenizer.encode_chat(messages, reasoning_effort=rendering.reasoning_effort, date=rendering.date)
+            except InputError as error:
+                raise InputError(f"{self.name}: {error}") from None
         if not ids:
             raise InputError(f"{self.name} is empty; expected at least one token")
         return ids
@@ -113,14 +126,22 @@ def parse_ids(text: str) -> Conversation:
 
 
 def check_text(text: str, name: str) -> str:
-    """The text. Raises InputError where it is blank, or not encodable (a lone surrogate: bytes that are not UTF-8)."""
+    """Return the text. Raises InputError if it is blank, or not encodable."""
     if not text.strip():
         raise InputError(f"{name} is empty; expected some text")
+    check_encodable(text, name)
+    return text
+
+
+def check_encodable(text: str, name: str) -> None:
+    """Raises InputError for a lone surrogate: half a character, or in what was typed a byte that is not UTF-8."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise InputError(f"{name} is not valid Unicode text; expected UTF-8") from None
-    return text
+    except UnicodeEncodeError as error:
+        found = text[error.start].encode("unicode_escape").decode()
+        raise InputError(
+            f"{name} is not valid Unicode text: it holds the lone surrogate {found}; expected UTF-8"
+        ) from None
 
 
 def brief(value: Any) -> str:

@@ -7,10 +7,11 @@ Through transformers, whose import is heavy and therefore inside the functions. 
 import codecs
 import datetime
 import hashlib
+import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,26 +20,30 @@ from peagle.ops.errors import InputError
 # What a template that asks for today's date gets: acceptance must not drift by the day.
 DEFAULT_DATE = "2025-08-05"
 TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.json"  # how older releases of transformers wrote it: {"chat_template": TEXT}
+
+Message = Mapping[str, Any]  # of a chat, as templates get it: role, content, and what else the role has
+
+# Where a harmony answer may begin: GPT-OSS's generation prompt ends before the channel, and before a call's recipient.
+_HEADER = re.compile(r"(?:<\|start\|>assistant)?(?: to=\S+?)?<\|channel\|>")
+_FINAL = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>final\b.*?<\|message\|>(.*)", re.DOTALL)
+_BETWEEN_MESSAGES = re.compile(r"<\|(?:end|return|call)\|>(?=<\|start\|>|\Z)")
+_STOP = re.compile(r"<\|(?:end|return|call|endoftext)\|>\Z")
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
     """What the toolkit needs of a tokenizer; `load_tokenizer` gives a checkpoint's, tests may bring their own."""
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a raw text, with whatever the tokenizer puts in front of one."""
+    def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
+        """Encode a raw text, with whatever the tokenizer puts in front of one. `special_tokens`: those spelled in the
+        text are control tokens, not characters."""
         ...
 
     def encode_chat(
-        self,
-        turns: Sequence[str],
-        answers: Sequence[str],
-        *,
-        system: str | None = None,
-        reasoning_effort: str | None = None,
-        date: str = DEFAULT_DATE,
+        self, messages: Sequence[Message], *, reasoning_effort: str | None = None, date: str = DEFAULT_DATE
     ) -> tuple[int, ...]:
-        """The ids of a chat that waits for the answer to the last turn; `answers` are those to the turns before it."""
+        """Encode a chat that waits for the next answer. Nothing in a message is ever a control token."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -74,7 +79,7 @@ def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 def template_fingerprint(directory: Path) -> str:
     """A hash of what turns text into ids in a directory: tokenizer, its settings, chat template."""
     found = hashlib.sha256()
-    for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja"):
+    for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", TEMPLATE_FILE):
         path = Path(directory) / name
         found.update(path.read_bytes() if path.is_file() else b"")
     return found.hexdigest()
@@ -83,7 +88,8 @@ def template_fingerprint(directory: Path) -> str:
 def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
     """The tokenizer in a directory; None where it has no tokenizer.json.
 
-    Raises InputError where that file is corrupt, or not byte-level BPE (which every GPT-OSS tokenizer is).
+    Raises InputError if that file is corrupt, or not byte-level BPE (which every GPT-OSS tokenizer is), or if the chat
+    template stands in a chat_template.json that holds none.
     """
     directory = Path(directory)
     if not (directory / TOKENIZER_FILE).is_file():
@@ -103,7 +109,20 @@ def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
         raise InputError(
             f"{directory / TOKENIZER_FILE} decodes by {decoder}; expected a byte-level BPE, as GPT-OSS has"
         )
+    if not inner.chat_template and (directory / TEMPLATE_FILE).is_file():
+        inner.chat_template = _template_in(directory / TEMPLATE_FILE)
     return ByteLevelTokenizer(inner, directory)
+
+
+def _template_in(path: Path) -> str:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        template = found["chat_template"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        template = None
+    if not isinstance(template, str):
+        raise InputError(f'{path} holds no template; expected {{"chat_template": TEXT}}: fetch the file again')
+    return template
 
 
 class ByteLevelTokenizer:
@@ -115,23 +134,23 @@ class ByteLevelTokenizer:
         self._byte_of = _byte_alphabet()
         self._bytes: dict[int, bytes] = {}
         self._size = len(inner)
+        known = inner.backend_tokenizer.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in known.items() if token.special}
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a raw text, with whatever the tokenizer puts in front of one."""
-        return tuple(self._inner(text)["input_ids"])
+    def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
+        """Encode a raw text, with whatever the tokenizer puts in front of one, but for what is there already.
+        `special_tokens`: those spelled in the text are control tokens, not characters."""
+        options = {"split_special_tokens": not special_tokens}
+        ids, bare = (tuple(self._inner(text, add_special_tokens=add, **options)["input_ids"]) for add in (True, False))
+        return bare if bare and bare[0] in self._special and bare[0] == ids[0] else ids
 
     def encode_chat(
-        self,
-        turns: Sequence[str],
-        answers: Sequence[str],
-        *,
-        system: str | None = None,
-        reasoning_effort: str | None = None,
-        date: str = DEFAULT_DATE,
+        self, messages: Sequence[Message], *, reasoning_effort: str | None = None, date: str = DEFAULT_DATE
     ) -> tuple[int, ...]:
-        """The ids of a chat that waits for the answer to the last turn. Raises InputError where there is no template,
-        or where it refuses the chat."""
-        messages = chat_messages(turns, answers, system)
+        """Encode a chat that waits for the next answer. Nothing in a message is ever a control token.
+
+        Raises InputError if there is no template, or if it refuses the chat.
+        """
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:
             template = self._inner.get_chat_template()
@@ -140,15 +159,50 @@ class ByteLevelTokenizer:
                 f"{self._directory} has no chat template; add chat_template.jinja, or give --raw-prompt"
             ) from None
         template, dates = fix_date(template, date)
+        masks = self._masks([*texts_in(messages), template, *options.values()])
         try:
             text = self._inner.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=True, **options, **dates
+                _with_texts([*messages], lambda text: text.translate(masks)),
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **_with_texts(options, lambda text: text.translate(masks)),
+                **dates,
             )
         except Exception as error:  # whatever a template raises
             raise InputError(
-                f"{self._directory}: the chat template refuses this chat: {_one_line(error)}; give --raw-prompt"
+                f"{self._directory}: the chat template refuses this chat: {_one_line(error)}; leave it out, or give "
+                "--raw-prompt"
             ) from None
-        return tuple(self._inner(text, add_special_tokens=False)["input_ids"])
+        return self._encode_rendered(text, {ord(mask): chr(char) for char, mask in masks.items()})
+
+    def _masks(self, texts: Sequence[str]) -> dict[int, str]:
+        """Characters that these texts do not hold, for those that a special token begins or ends with.
+
+        With them in the messages' texts, a special token in the rendered chat begins and ends in the template.
+        """
+        used = set().union(*texts)
+        free = (char for code in range(0xF0000, 0x10FFFE) if (char := chr(code)) not in used)  # private use
+        ends = sorted({spelled[end] for spelled in self._special.values() for end in (0, -1)})
+        return {ord(char): next(free) for char in ends}
+
+    def _encode_rendered(self, text: str, unmask: Mapping[int, str]) -> tuple[int, ...]:
+        """Encode a chat whose texts are masked: special tokens are the template's, all else is characters."""
+        found = self._inner(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
+        whole = tuple(found["input_ids"])
+        if text.translate(unmask) == text:
+            return whole
+        ids: list[int] = []
+        start = 0
+        # a tokenizer cuts at special tokens before anything else, so the pieces give the ids of the whole
+        for token_id, (begin, end) in zip(whole, found["offset_mapping"], strict=True):
+            if token_id in self._special:
+                ids += [*self._characters(text[start:begin].translate(unmask)), token_id]
+                start = end
+        return (*ids, *self._characters(text[start:].translate(unmask)))
+
+    def _characters(self, text: str) -> tuple[int, ...]:
+        return tuple(self._inner(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The UTF-8 bytes a token stands for; none for an id the tokenizer does not know (a padded vocabulary)."""
@@ -165,20 +219,49 @@ class ByteLevelTokenizer:
             return token.encode("utf-8", errors="replace")
 
 
-def chat_messages(turns: Sequence[str], answers: Sequence[str], system: str | None) -> list[dict[str, str]]:
-    """The chat in the roles every template knows: one answer fewer than turns."""
-    messages = [] if system is None else [{"role": "system", "content": system}]
+def chat_messages(
+    turns: Sequence[str], answers: Sequence[str], system: str | None, history: Sequence[Message] = ()
+) -> list[Message]:
+    """Put a chat together in the roles every template knows: one answer fewer than turns. `history` is what was said
+    before the first turn."""
+    messages = [*([] if system is None else [{"role": "system", "content": system}]), *history]
     for turn, answer in zip(turns[:-1], answers, strict=True):
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": final_message(answer)}]
-    return [*messages, {"role": "user", "content": turns[-1]}]
+    return [*messages, *({"role": "user", "content": turn} for turn in turns[-1:])]
 
 
 def final_message(answer: str) -> str:
-    """What of an answer goes into the history: its last harmony message; all of it where it has no such marks.
+    """Take from an answer what goes into the history: the text of its final channel, none if it was cut off before. An
+    answer that does not begin with a channel's header stays as it is, but for a stop token at its end.
 
     Example: "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42" -> "42".
     """
-    return re.split(r"<\|(?:end|return|call|start)\|>", answer.rsplit("<|message|>", 1)[-1], maxsplit=1)[0]
+    if not _HEADER.match(answer):
+        return _STOP.sub("", answer)
+    finals = [found[1] for each in _BETWEEN_MESSAGES.split(answer) if (found := _FINAL.match(each))]
+    return finals[-1] if finals else ""
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_in(item)
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value whose texts, keys among them, are changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _with_texts(item, change) for key, item in value.items()}
+    return [_with_texts(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
 def fix_date(template: str, date: str) -> tuple[str, Mapping[str, Mapping[str, str]]]:

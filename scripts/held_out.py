@@ -35,7 +35,7 @@ def first_requests(pair: Pair, prompts: Path, num_prompts: int, max_new_tokens: 
     """The first turns of a file's first prompts, in the chat template."""
     return [
         pair.request(each, [], Rendering(), max_new_tokens=max_new_tokens, index=index)
-        for index, each in enumerate(read_prompt_file(prompts).conversations[:num_prompts])
+        for index, each in enumerate(read_prompt_file(prompts, strict=True).conversations[:num_prompts])
     ]
 
 

@@ -117,7 +117,15 @@ PromptFile = Annotated[
         metavar="FILE",
         rich_help_panel=PROMPT,
         help='JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]} or {"prompt_ids": [ID, ...]}; MT-Bench, '
-        "HumanEval, GSM8K, ShareGPT, OpenAI messages; or .txt, a prompt a line.",
+        "HumanEval, GSM8K, ShareGPT, OpenAI messages; or .txt, a prompt a line. Any of them .gz.",
+    ),
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        rich_help_panel=PROMPT,
+        help="Refuse a file with a row that cannot be asked, instead of leaving the row out and saying so.",
     ),
 ]
 PromptIds = Annotated[
@@ -127,6 +135,14 @@ PromptIds = Annotated[
 RawPrompt = Annotated[
     bool,
     typer.Option("--raw-prompt", rich_help_panel=PROMPT, help="Go on with the text as it is: no chat template."),
+]
+SpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--special-tokens",
+        rich_help_panel=PROMPT,
+        help="In a raw prompt: special tokens that the text spells are control tokens, not characters.",
+    ),
 ]
 System = Annotated[
     str | None, typer.Option("--system", metavar="TEXT", rich_help_panel=PROMPT, help="A system message before it.")
@@ -316,8 +332,10 @@ def peagle(
 def speculate(
     prompt: PromptArgument = None,
     prompt_file: PromptFile = None,
+    strict: Strict = False,
     prompt_ids: PromptIds = None,
     raw_prompt: RawPrompt = False,
+    special_tokens: SpecialTokens = False,
     system: System = None,
     reasoning_effort: ReasoningEffort = None,
     date: Date = None,
@@ -348,8 +366,10 @@ def speculate(
         command="speculate",
         prompt=prompt,
         prompt_file=prompt_file,
+        strict=strict,
         prompt_ids=prompt_ids,
         raw_prompt=raw_prompt,
+        special_tokens=special_tokens,
         system=system,
         reasoning_effort=reasoning_effort and reasoning_effort.value,
         date=date,
@@ -384,8 +404,10 @@ def speculate(
 def generate(
     prompt: PromptArgument = None,
     prompt_file: PromptFile = None,
+    strict: Strict = False,
     prompt_ids: PromptIds = None,
     raw_prompt: RawPrompt = False,
+    special_tokens: SpecialTokens = False,
     system: System = None,
     reasoning_effort: ReasoningEffort = None,
     date: Date = None,
@@ -411,8 +433,10 @@ def generate(
         command="generate",
         prompt=prompt,
         prompt_file=prompt_file,
+        strict=strict,
         prompt_ids=prompt_ids,
         raw_prompt=raw_prompt,
+        special_tokens=special_tokens,
         system=system,
         reasoning_effort=reasoning_effort and reasoning_effort.value,
         date=date,
@@ -515,6 +539,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     # nothing is ever fetched: a library that would ask the network may not
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for stream in (sys.stdout, sys.stderr):  # a name, say of a file, can be shown whatever it holds
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
     try:
         code = command.main(args=given or ["--help"], prog_name="peagle", standalone_mode=False)

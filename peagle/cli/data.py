@@ -31,7 +31,7 @@ from peagle.config import SamplingConfig
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, load, resolve
-from peagle.prompt_files import read_prompt_file
+from peagle.prompt_files import left_out_line, read_prompts
 from peagle.prompts import Rendering
 from target.config import default_aux_layer_ids
 from target.load import inspect_target, load_target
@@ -47,14 +47,14 @@ def data_command(settings: DataSettings) -> int:
     """
     name = DEMO if settings.target is None else settings.target
     directory = resolve(name, "target")
-    sets = [read_prompt_file(path) for path in settings.prompt_files]
+    rendering = rendering_of(settings)
+    sets = [read_prompts(path, directory, rendering, strict=settings.strict) for path in settings.prompt_files]
     conversations = [each for one in sets for each in one.conversations]
-    left_out = [line for one in sets for line in one.skipped]
+    left_out = [line for one in sets for line in one.left_out]
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
     if min(settings.shard_prompts, settings.batch, settings.max_new_tokens) < 1 or min(settings.top, settings.seed) < 0:
         raise InputError("--shard-prompts, --batch and -n must be 1 or more, --top and --seed 0 or more")
-    rendering = rendering_of(settings)
     sampling = SamplingConfig(settings.temperature, settings.top_k, settings.top_p)
     starts = range(0, len(conversations), settings.shard_prompts)
     out = Path(settings.out)
@@ -68,6 +68,8 @@ def data_command(settings: DataSettings) -> int:
     expect_folder(out, made_by)
     missing = [number for number in range(len(starts)) if not shard_path(out, number).exists()]
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    if left_out:
+        display.note(f"left out: {left_out_line(left_out)}")
     if not missing:
         display.note(f"{out} is complete: {len(starts)} shards")
         return 0
@@ -111,7 +113,7 @@ def data_command(settings: DataSettings) -> int:
         f"{counts[2] / seconds:,.0f} tok/s",
     ]
     if left_out:
-        lines.append(f"left out     {len(left_out)} rows that hold no prompt, the first: {left_out[0]}")
+        lines.append(f"left out     {left_out_line(left_out)}")
     if skipped:
         lines.append(f"skipped      {len(skipped)} prompts that cannot be answered, the first: {skipped[0]}")
     display.summary(lines)

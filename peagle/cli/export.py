@@ -16,6 +16,7 @@ from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli.display import Display
 from peagle.cli.settings import ExportSettings
 from peagle.ops.errors import InputError
+from peagle.ops.files import encoded
 from peagle.pair import resolve
 
 CARD = """\
@@ -77,7 +78,7 @@ def write_with_card(
 ) -> None:
     """The folder holds the drafter, its card and the other files. verifier: the target, as others name it. run: a
     folder of peagle train, if the drafter comes from one."""
-    text = card(config, dialect, verifier, run).encode()
+    text = encoded(card(config, dialect, verifier, run))
     try:
         save_drafter(out, params, config, dialect, verifier, {**(files or {}), "README.md": text})
     except OSError as error:

@@ -21,6 +21,8 @@ from peagle.cli.app import (
     Kernels,
     KernelsOption,
     Quiet,
+    SpecialTokens,
+    Strict,
     Target,
     app,
     guarded,
@@ -136,6 +138,7 @@ def sweep(
             help="The first of each file; 0: all. Default: 60 of the demo's, all of a file.",
         ),
     ] = None,
+    strict: Strict = False,
     turns: Annotated[
         int | None,
         typer.Option("--turns", min=1, metavar="N", rich_help_panel=PROMPT, help="Of a conversation. Default: all."),
@@ -143,6 +146,7 @@ def sweep(
     render: Annotated[
         Render, typer.Option("--render", rich_help_panel=PROMPT, help="With the chat template, the raw text, or both.")
     ] = Render.chat,
+    special_tokens: SpecialTokens = False,
     max_prompt_tokens: Annotated[
         int | None,
         typer.Option(
@@ -214,8 +218,10 @@ def sweep(
         draft_vocab=draft_vocab,
         prompt_files=tuple(prompts or ()),
         num_prompts=num_prompts,
+        strict=strict,
         turns=turns,
         render=render.value,
+        special_tokens=special_tokens,
         temperature=temperature,
         max_prompt_tokens=max_prompt_tokens,
         too_long=too_long.value,
@@ -280,9 +286,11 @@ def parity(
     num_prompts: Annotated[
         int, typer.Option("--num-prompts", min=1, metavar="N", rich_help_panel=PROMPT, help="Of the file.")
     ] = 10,
+    strict: Strict = False,
     render: Annotated[
         OneRender, typer.Option("--render", rich_help_panel=PROMPT, help="As you ask: chat template, or raw text.")
     ] = OneRender.chat,
+    special_tokens: SpecialTokens = False,
     num_speculative_tokens: Annotated[
         int, typer.Option("-k", "--num-speculative-tokens", min=1, metavar="K", rich_help_panel=SPECULATION)
     ] = 5,
@@ -303,7 +311,9 @@ def parity(
         drafter=drafter,
         prompts=prompts,
         num_prompts=num_prompts,
+        strict=strict,
         render=render.value,
+        special_tokens=special_tokens,
         num_speculative_tokens=num_speculative_tokens,
         max_new_tokens=max_new_tokens,
         reference_steps=reference_steps,

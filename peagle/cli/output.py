@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import umask
+from peagle.ops.files import encoded, umask
 
 STANDARD_OUTPUT = "-"
 
@@ -36,7 +36,7 @@ class OutputFile:
             return
         try:
             if self._is_device():
-                self._path.write_text(text, encoding="utf-8")
+                self._path.write_bytes(encoded(text))
             else:
                 self._replace(text)
         except OSError as error:
@@ -64,8 +64,8 @@ class OutputFile:
     def _replace(self, text: str) -> None:
         descriptor, temporary = tempfile.mkstemp(prefix=".peagle-", dir=self._path.parent)
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(encoded(text))
             os.chmod(temporary, 0o666 & ~umask())
             os.replace(temporary, self._path)
         except BaseException:

@@ -26,7 +26,7 @@ from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, HELD_OUT, NGRAM, Pair, check_fit, drafter_path, load, resolve
 from peagle.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
-from peagle.prompt_files import read_prompt_file
+from peagle.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts
 from peagle.prompts import Conversation, Rendering
 from peagle.provenance import provenance
 from peagle.sweep.figures import estimate, json_ready, ratio
@@ -102,8 +102,11 @@ def parity_command(settings: ParitySettings) -> int:
     path = drafter_path(target, drafter)
     assert path is not None
     check_fit(resolve(target, "target"), path)
-    conversations = _conversations(settings, target)
+    prompts = _prompts(settings, target)
+    conversations = prompts.conversations[: settings.num_prompts]
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    if prompts.left_out:
+        display.note(f"left out: {left_out_line(prompts.left_out)}")
     with display.stage("loading") as progress:
         kinds: Any = {"dtype": settings.dtype, "kernels": settings.kernels}
         pair = load(target, drafter, progress=progress, **kinds)
@@ -116,6 +119,8 @@ def parity_command(settings: ParitySettings) -> int:
     with display.stage("the drafter", animated=False) as progress:
         found = examine(pair, model, read_checkpoint(path), asked, conversations, settings, progress)
     lines = [*layers.lines, *report_lines(found, settings)]
+    if prompts.left_out:
+        lines.append(f"left out     {left_out_line(prompts.left_out)}")
     if json_file is not None:
         whole = {
             "schema": SCHEMA,
@@ -123,6 +128,7 @@ def parity_command(settings: ParitySettings) -> int:
             "config": json_ready(
                 dataclasses.asdict(settings) | {"prompts": settings.prompts and settings.prompts.name}
             ),
+            "left_out": list(prompts.left_out),
             "target": dataclasses.asdict(layers),
             "drafter": json_ready(dataclasses.asdict(found)),
         }
@@ -138,7 +144,7 @@ def ask(
     """Each prompt answered greedily by the engine, whose caches hold `at_least` so many tokens, with every hidden state
     of the target."""
     requests = [
-        pair.request(each, [], Rendering(raw=raw), max_new_tokens=settings.max_new_tokens, index=index)
+        pair.request(each, [], _rendering(settings, raw), max_new_tokens=settings.max_new_tokens, index=index)
         for index, each in enumerate(conversations)
     ]
     capacity = pair.capacity(requests, at_least)
@@ -396,8 +402,16 @@ def _tensors(checkpoint: Checkpoint, pair: Pair) -> Tensors:
     return tensors
 
 
-def _conversations(settings: ParitySettings, target: str) -> tuple[Conversation, ...]:
+def _rendering(settings: ParitySettings, raw: bool) -> Rendering:
+    return Rendering(raw=raw, special_tokens=raw and settings.special_tokens)
+
+
+def _prompts(settings: ParitySettings, target: str) -> PromptSet:
     if settings.prompts is None and target != DEMO:
         raise InputError("a target of your own is asked your own prompts; give --prompts FILE")
-    found = read_prompt_file(HELD_OUT if settings.prompts is None else settings.prompts)
-    return found.conversations[: settings.num_prompts]
+    if settings.special_tokens and settings.render != "raw":
+        raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
+    if settings.prompts is None:
+        return read_prompt_file(HELD_OUT)
+    rendering = _rendering(settings, settings.render == "raw")
+    return read_prompts(settings.prompts, resolve(target, "target"), rendering, strict=settings.strict)

@@ -9,19 +9,27 @@ from typing import Any
 from peagle.metrics import Result, speculative_decoding_block, summarize
 from peagle.pair import Pair
 from peagle.profile import Breakdown
+from peagle.prompt_files import left_out_line
 from peagle.session import CostsUsed, Outcome, Run, RunConfig
 
 SCHEMA = 1
 
 
 def report(
-    run: Run, pair: Pair, config: RunConfig, names: dict[str, str | None], provenance: dict[str, Any], peak: int | None
+    run: Run,
+    pair: Pair,
+    config: RunConfig,
+    names: dict[str, str | None],
+    provenance: dict[str, Any],
+    peak: int | None,
+    left_out: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The object that --json writes. `names` are the command, the target and the drafter as they were typed."""
+    """The object that --json writes. `names` are the command, the target and the drafter as they were typed;
+    `left_out` says of each row of a prompt file that was not asked which it is, and why."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
-        "config": {**names, **_config_block(run, pair, config)},
+        "config": {**names, **_config_block(run, pair, config), "left_out": list(left_out)},
         "profile": None if run.profile is None else dataclasses.asdict(run.profile),
         "requests": [_request_block(outcome) for outcome in run.outcomes],
         "summary": summary_block(run, peak),
@@ -47,7 +55,9 @@ def dumps(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=1, allow_nan=False) + "\n"
 
 
-def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) -> list[str]:
+def summary_lines(
+    run: Run, config: RunConfig, peak_memory_bytes: int | None, left_out: Sequence[str] = ()
+) -> list[str]:
     """What a person reads under the text."""
     if not run.outcomes:
         return ["interrupted before the first token"] if run.interrupted else []
@@ -68,6 +78,8 @@ def summary_lines(run: Run, config: RunConfig, peak_memory_bytes: int | None) ->
     if run.profile is not None:
         lines.append(("profile", _profile(run.profile)))
     lines += [("cut short", line) for line in run.cut_short]
+    if left_out:
+        lines.append(("left out", left_out_line(left_out)))
     return [f"{name:<12} {text}" for name, text in lines]
 
 
@@ -109,6 +121,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "ignore_eos": config.ignore_eos,
         "logprobs": config.logprobs,
         "raw_prompt": config.rendering.raw,
+        "special_tokens": config.rendering.special_tokens,
         "system": config.rendering.system,
         "reasoning_effort": config.rendering.reasoning_effort,
         "date": config.rendering.date,

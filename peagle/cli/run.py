@@ -13,7 +13,7 @@ from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
 from peagle.profile import writable
-from peagle.prompt_files import read_prompt_file
+from peagle.prompt_files import left_out_line, read_prompts
 from peagle.prompts import Conversation, Rendering, from_text, parse_ids
 from peagle.provenance import peak_memory_bytes, provenance
 from peagle.session import RunConfig, run
@@ -29,11 +29,11 @@ def run_command(settings: Settings) -> int:
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = DEMO if settings.target is None else settings.target
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
-    resolve(target, "target")
+    directory = resolve(target, "target")
     drafter_path(target, drafter)
     rendering = rendering_of(settings)
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
-    conversations, left_out = _conversations(settings)
+    conversations, left_out = _conversations(settings, directory, rendering)
     if settings.profile is not None:
         writable(Path(settings.profile))
 
@@ -44,7 +44,7 @@ def run_command(settings: Settings) -> int:
         streaming=min(settings.batch, len(conversations)) == 1,
     )
     if left_out:
-        display.note(f"{len(left_out)} rows are left out, the first: {left_out[0]}")
+        display.note(f"left out: {left_out_line(left_out)}")
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
@@ -69,10 +69,10 @@ def run_command(settings: Settings) -> int:
     if trace_file is not None:
         trace_file.write("".join(trace_lines(outcome)))
     if json_file is not None:
-        json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak)))
+        json_file.write(dumps(report(outcome, pair, config, names, provenance(), peak, left_out)))
     if json_file is None:  # which has them
         display.summary(list(logprob_lines(outcome, pair)))
-    display.summary(summary_lines(outcome, config, peak))
+    display.summary(summary_lines(outcome, config, peak, left_out))
     if outcome.profile_failed is not None:
         raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
     return 130 if outcome.interrupted else 0
@@ -81,7 +81,7 @@ def run_command(settings: Settings) -> int:
 def rendering_of(settings: Settings | DataSettings) -> Rendering:
     """How prompts become ids, as it was asked for."""
     date = DEFAULT_DATE if settings.date is None else settings.date
-    return Rendering(settings.raw_prompt, settings.system, settings.reasoning_effort, date)
+    return Rendering(settings.raw_prompt, settings.system, settings.reasoning_effort, date, settings.special_tokens)
 
 
 def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) -> RunConfig:
@@ -139,8 +139,10 @@ def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
     return k
 
 
-def _conversations(settings: Settings) -> tuple[Sequence[Conversation], Sequence[str]]:
-    """(what is asked, a line for each row of a file that asks nothing)."""
+def _conversations(
+    settings: Settings, target: Path, rendering: Rendering
+) -> tuple[Sequence[Conversation], Sequence[str]]:
+    """Gather (what is asked, a line for each row of a file that is left out)."""
     given = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
@@ -153,8 +155,8 @@ def _conversations(settings: Settings) -> tuple[Sequence[Conversation], Sequence
             )
         return [parse_ids(settings.prompt_ids)], ()
     if settings.prompt_file is not None:
-        read = read_prompt_file(settings.prompt_file)
-        return read.conversations, read.skipped
+        read = read_prompts(settings.prompt_file, target, rendering, strict=settings.strict)
+        return read.conversations, read.left_out
     if settings.prompt == "-":
         return [from_text(_read_standard_input(), "standard input")], ()
     return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)], ()

@@ -12,8 +12,10 @@ class Settings:
     command: Literal["speculate", "generate"]
     prompt: str | None
     prompt_file: Path | None
+    strict: bool
     prompt_ids: str | None
     raw_prompt: bool
+    special_tokens: bool
     system: str | None
     reasoning_effort: str | None
     date: str | None
@@ -79,7 +81,9 @@ class DataSettings:
     hidden: bool
     top: int
     taps: tuple[int, ...] | None
+    strict: bool
     raw_prompt: bool
+    special_tokens: bool
     system: str | None
     reasoning_effort: str | None
     date: str | None
@@ -131,6 +135,7 @@ class TrainSettings:
     evaluate: str | None
     evaluate_every: int
     evaluate_prompts: int
+    strict: bool
     num_speculative_tokens: int
     dialect: str
     quiet: bool
@@ -162,7 +167,9 @@ class SweepSettings:
     prompt_files: tuple[Path, ...]
     num_prompts: int | None
     turns: int | None
+    strict: bool
     render: Literal["chat", "raw", "both"]
+    special_tokens: bool
     temperature: str
     max_prompt_tokens: int | None
     too_long: Literal["skip", "error"]
@@ -193,3 +200,5 @@ class ParitySettings:
     kernels: str
     json: str | None
     quiet: bool
+    strict: bool = False
+    special_tokens: bool = False

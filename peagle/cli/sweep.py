@@ -13,8 +13,8 @@ from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.pair import DEMO, HELD_OUT, Pair, check_fit, drafter_path, load, resolve, with_drafter
-from peagle.prompt_files import PromptSet, read_prompt_file
-from peagle.prompts import Conversation
+from peagle.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts, without_suffix
+from peagle.prompts import Rendering
 from peagle.provenance import provenance
 from peagle.sweep import charts, page
 from peagle.sweep.compare import differences
@@ -44,6 +44,9 @@ def sweep_command(settings: SweepSettings) -> int:
         sets = _read_again(plan) if folder.asked() is None else {}
         _same_files(plan)
     _check_models(plan)
+    for found in sets.values():
+        if found.left_out:
+            display.note(f"left out of {found.name}: {left_out_line(found.left_out)}")
     if settings.dry_run:
         _say(plan, sets, folder)
         return 0
@@ -61,9 +64,8 @@ def sweep_command(settings: SweepSettings) -> int:
                 folder.save(sittings=[*folder.record["sittings"], origin], rows=None)
             if folder.asked() is None:
                 with display.stage("reading the prompts", animated=False) as progress:
-                    conversations = {one: found[: _used(plan, one)] for one, found in sets.items()}
                     try:
-                        ask(folder, pair, conversations, progress)
+                        ask(folder, pair, sets, progress)
                     except InputError:
                         if not settings.resume:
                             folder.discard()  # what is wrong is the plan itself
@@ -136,18 +138,18 @@ def _show(blocks: Sequence[page.Block], where: Path, quiet: bool) -> None:
     console.print(f"{where / 'report.html'}", markup=False)
 
 
-def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, Sequence[Conversation]]]:
+def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
     target = DEMO if settings.target is None else settings.target
     drafters = tuple(dict.fromkeys((DEMO if settings.drafters is None else settings.drafters).split(",")))
     paths = list(dict.fromkeys(settings.prompt_files))
-    names = short_names([path.with_suffix("") for path in paths])
+    names = short_names([without_suffix(path) for path in paths])
+    raw = {"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render]
     files = {
-        str(path): dataclasses.replace(read_prompt_file(path), name=name)
+        str(path): dataclasses.replace(_read(path, target, raw, settings.strict), name=name)
         for path, name in zip(paths, names, strict=True)
     }
     if not files:
         files = {DEMO: dataclasses.replace(read_prompt_file(HELD_OUT), name=DEMO)}
-    raw = {"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render]
     plan = Plan(
         target=target,
         drafters=drafters,
@@ -165,13 +167,19 @@ def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, Sequence[Conversatio
         too_long=settings.too_long,
         buckets=numbers("--buckets", settings.buckets, int),
         seed=settings.seed,
+        special_tokens=settings.special_tokens,
         dtype=settings.dtype,
         experts=settings.experts,
         kernels=settings.kernels,
         template=template_fingerprint(resolve(target, "target")),
         fingerprints=_fingerprints(target, drafters),
     )
-    return plan, {found.name: found.conversations for found in files.values()}
+    return plan, {found.name: found for found in files.values()}
+
+
+def _read(path: Path, target: str, raw: Sequence[bool], strict: bool) -> PromptSet:
+    """Read a file for all renderings: what the template refuses is left out of raw text, too."""
+    return read_prompts(path, resolve(target, "target"), Rendering(raw=False not in raw), strict=strict)
 
 
 def _source(file: str, found: PromptSet, settings: SweepSettings) -> Source:
@@ -181,7 +189,7 @@ def _source(file: str, found: PromptSet, settings: SweepSettings) -> Source:
         layout=found.layout,
         sha256=found.sha256,
         num_rows=found.num_rows,
-        num_skipped=len(found.skipped),
+        num_skipped=len(found.left_out),
         num_used=min(_num_prompts(settings, file) or len(found.conversations), len(found.conversations)),
         max_turns=settings.turns,
     )
@@ -192,10 +200,6 @@ def _num_prompts(settings: SweepSettings, file: str) -> int:
     if settings.num_prompts is not None:
         return settings.num_prompts
     return DEMO_PROMPTS if file == DEMO else 0
-
-
-def _used(plan: Plan, name: str) -> int:
-    return next(source.num_used for source in plan.sources if source.name == name)
 
 
 def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
@@ -226,17 +230,18 @@ def _runs_alike(folder: Folder, ran: Mapping[str, str]) -> None:
         raise InputError(f"{folder.path} ran with {how[0]}; now it is {how[1]}: begin a new run with another --out")
 
 
-def _read_again(plan: Plan) -> dict[str, Sequence[Conversation]]:
-    """The conversations of a run that goes on; needed only where it had not got as far as to write its prompts down."""
-    found: dict[str, Sequence[Conversation]] = {}
+def _read_again(plan: Plan) -> dict[str, PromptSet]:
+    """The prompts of a run that goes on; needed only where it had not got as far as to write them down."""
+    found: dict[str, PromptSet] = {}
     for source in plan.sources:
-        read = read_prompt_file(HELD_OUT if source.file == DEMO else Path(source.file))
+        demo = source.file == DEMO
+        read = read_prompt_file(HELD_OUT) if demo else _read(Path(source.file), plan.target, plan.raw, strict=False)
         if read.sha256 != source.sha256:
             raise InputError(
                 f"{source.file} is another than when this run began, and it had not read its prompts yet; begin a new "
                 "run with another --out"
             )
-        found[source.name] = read.conversations
+        found[source.name] = dataclasses.replace(read, name=source.name)
     return found
 
 
@@ -260,7 +265,7 @@ def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
     return pairs
 
 
-def _say(plan: Plan, sets: dict[str, Sequence[Conversation]], folder: Folder | None) -> None:
+def _say(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> None:
     """What would run."""
 
     known = None if folder is None else folder.asked()
@@ -268,7 +273,7 @@ def _say(plan: Plan, sets: dict[str, Sequence[Conversation]], folder: Folder | N
     def turns(source: Source, raw: bool) -> int:
         if known is not None:
             return sum((one.prompts, one.raw) == (source.name, raw) for one in known[0])
-        return sum(turns_asked(source, raw, each) for each in sets[source.name][: source.num_used])
+        return sum(turns_asked(source, raw, each) for each in sets[source.name].conversations[: source.num_used])
 
     requests = {(source.name, raw): turns(source, raw) for source in plan.sources for raw in plan.raw}
     each = sum(requests[setting.prompts, setting.raw] for setting in plan.settings)
@@ -279,7 +284,7 @@ def _say(plan: Plan, sets: dict[str, Sequence[Conversation]], folder: Folder | N
         f"arms         K = {'; '.join(plan.label(arm) for arm in plan.arms)}",
         *(
             f"prompts      {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
-            f"{f', {source.num_skipped} ask nothing' if source.num_skipped else ''}, "
+            f"{f', {source.num_skipped} cannot be asked' if source.num_skipped else ''}, "
             f"{' and '.join(f'{requests[source.name, raw]} turns' + ' raw' * raw for raw in plan.raw)}"
             for source in plan.sources
         ),

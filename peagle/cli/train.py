@@ -35,7 +35,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import holds_files, write_text_whole
 from peagle.ops.rope import RopeConfig
 from peagle.pair import DEMO, Pair, default_dtype, load, resolve
-from peagle.prompt_files import read_prompt_file
+from peagle.prompt_files import PromptSet, left_out_line, read_prompts
 from peagle.prompts import Rendering
 from peagle.provenance import provenance
 from target.config import TargetConfig
@@ -75,14 +75,19 @@ def train_command(settings: TrainSettings) -> int:
         raise InputError("a new training needs --steps or --minutes")
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
 
+    held_out = None
+    if settings.evaluate is not None:
+        held_out = read_prompts(Path(settings.evaluate), directory, Rendering(), strict=settings.strict)
+        if held_out.left_out:
+            display.note(f"left out: {left_out_line(held_out.left_out)}")
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
         loaded = load_target(directory, dtype=jnp.dtype(default_dtype()), progress=progress)
     initial = _initial(settings, config, loaded, vocab)
     ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
     teacher = None if _self_contained(documents) else Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
     evaluate = None
-    if settings.evaluate is not None:
-        evaluate = _Acceptance(load(name, None), config, Path(settings.evaluate), settings).of
+    if held_out is not None:
+        evaluate = _Acceptance(load(name, None), config, held_out, settings).of
     trainer = Trainer(out, config, recipe, batches, teacher, ids)
     steps = begun["recipe"]["steps"] if begun is not None and settings.steps is None else settings.steps
     if steps is None:
@@ -116,6 +121,8 @@ def train_command(settings: TrainSettings) -> int:
     write_with_card(out / "drafter", shipped, config, cast(Any, settings.dialect), name, out)
     lines = [f"drafter      {out / 'drafter'} | {recipe.steps} steps | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
+    if held_out is not None and held_out.left_out:
+        lines.append(f"left out     of --evaluate {left_out_line(held_out.left_out)}")
     display.summary(lines)
     return 0
 
@@ -422,11 +429,12 @@ def _shown(line: Mapping[str, Any]) -> str:
 class _Acceptance:
     """What the real engine accepts of a drafter's drafts on held-out prompts, greedy."""
 
-    def __init__(self, pair: Pair, config: DrafterConfig, prompts: Path, settings: TrainSettings) -> None:
-        conversations = read_prompt_file(prompts).conversations[: settings.evaluate_prompts]
+    def __init__(self, pair: Pair, config: DrafterConfig, prompts: PromptSet, settings: TrainSettings) -> None:
+        conversations = prompts.conversations[: settings.evaluate_prompts]
         assert isinstance(pair.plain_target, GptOss)
         self._target = dataclasses.replace(pair.plain_target, aux_layer_ids=config.aux_layer_ids or ())
         self._pair, self._config = pair, config
+        self._num_left_out = len(prompts.left_out)
         self._requests = [
             pair.request(each, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
             for index, each in enumerate(conversations)
@@ -445,6 +453,7 @@ class _Acceptance:
         return {
             "num_speculative_tokens": self._shape.num_speculative_tokens,
             "num_outputs": len(results),
+            "num_left_out": self._num_left_out,
             "num_outputs_without_loops": len(quiet),
             "acceptance_length": whole.acceptance_length,
             "acceptance_length_without_loops": None if calm is None else calm.acceptance_length,

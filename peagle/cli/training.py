@@ -21,6 +21,8 @@ from peagle.cli.app import (
     RawPrompt,
     ReasoningEffort,
     Seed,
+    SpecialTokens,
+    Strict,
     System,
     Target,
     Temperature,
@@ -113,7 +115,9 @@ def data(
     num_prompts: Annotated[
         int | None, typer.Option("--num-prompts", min=1, metavar="N", rich_help_panel=PROMPT, help="So many at most.")
     ] = None,
+    strict: Strict = False,
     raw_prompt: RawPrompt = False,
+    special_tokens: SpecialTokens = False,
     system: System = None,
     reasoning_effort: ReasoningEffort = None,
     date: Date = None,
@@ -179,7 +183,9 @@ def data(
             hidden=hidden,
             top=top,
             taps=_taps(taps),
+            strict=strict,
             raw_prompt=raw_prompt,
+            special_tokens=special_tokens,
             system=system,
             reasoning_effort=reasoning_effort and reasoning_effort.value,
             date=date,
@@ -317,6 +323,7 @@ def train(
         typer.Option("--evaluate-every", min=0, rich_help_panel=RUNNING, help="Steps between; 0: at the end only."),
     ] = 200,
     evaluate_prompts: Annotated[int, typer.Option("--evaluate-prompts", min=1, rich_help_panel=RUNNING)] = 20,
+    strict: Strict = False,
     num_speculative_tokens: Annotated[
         int, typer.Option("-k", "--num-speculative-tokens", min=1, rich_help_panel=RUNNING, help="K of the evaluation.")
     ] = 7,
@@ -365,6 +372,7 @@ def train(
             evaluate=evaluate,
             evaluate_every=evaluate_every,
             evaluate_prompts=evaluate_prompts,
+            strict=strict,
             num_speculative_tokens=num_speculative_tokens,
             dialect=dialect.value,
             quiet=quiet,

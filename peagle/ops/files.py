@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from peagle.ops.errors import InputError
 
 _TEMPORARY = ".{}.tmp"
+# control characters, line breaks, lone surrogates (a file's name may hold bytes that are no UTF-8) and no characters
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, shared: bool = False) -> None:
@@ -24,8 +27,18 @@ def write_whole(path: Path, write: Callable[[Path], object], *, shared: bool = F
 
 
 def write_text_whole(path: Path, text: str) -> None:
-    """As `write_whole`: the text is at `path`, in UTF-8."""
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    """Write a text as `write_whole` does, in UTF-8. No text fails: what UTF-8 has not is there as its escape."""
+    write_whole(path, lambda temporary: temporary.write_bytes(encoded(text)))
+
+
+def encoded(text: str) -> bytes:
+    """Encode any text in UTF-8, a lone surrogate as its escape."""
+    return text.encode("utf-8", errors="backslashreplace")
+
+
+def printable(text: str) -> str:
+    """Make a text fit for a line, a table and a picture: what cannot stand there is escaped, as in Python."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def cache_directory(name: str) -> Path:

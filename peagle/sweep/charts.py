@@ -181,7 +181,9 @@ def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
     import matplotlib.pyplot as plt
 
     # the same figures give the same file: no date, no random ids
-    with matplotlib.rc_context({"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 9}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}
+    ):
         below = 0.1 * num_series if num_series > FEW_SERIES else 0.0  # two columns of lines of .2 inches
         figure, axis = plt.subplots(figsize=(WIDE, HIGH + below), layout="constrained")
         draw(axis)

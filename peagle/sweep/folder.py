@@ -49,11 +49,12 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A conversation that was not asked, or not to its end, and why."""
+    """A conversation that was not asked, or not to its end, and why; or a row of the file that is none, which `why`
+    names."""
 
     prompts: str
-    raw: bool
-    row: int
+    raw: bool | None
+    row: int | None
     why: str
 
 
@@ -163,9 +164,10 @@ class Folder:
         ]
         return [each for each in found if isinstance(each, Asked)], [e for e in found if isinstance(e, LeftOut)]
 
-    def save_asked(self, posed: Sequence[Posed]) -> None:
-        """All prompts are written down, those that `posing` kept no longer by themselves."""
+    def save_asked(self, posed: Sequence[Posed], left_out: Mapping[str, Sequence[str]]) -> None:
+        """Write down all prompts, and the rows of each source that are left out; the file of those posed goes."""
         lines = [dataclasses.asdict(asked) for each in posed for asked in each.asked]
+        lines += [dataclasses.asdict(LeftOut(name, None, None, why)) for name, some in left_out.items() for why in some]
         lines += [dataclasses.asdict(LeftOut(each.prompts, each.raw, each.row, each.why)) for each in posed if each.why]
         _write(self.path / PROMPTS, "".join(json.dumps(line) + "\n" for line in lines))
         (self.path / ASKING).unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.memory import share_of_mappings
 from peagle.pair import Pair
 from peagle.profile import operations_of, profile
+from peagle.prompt_files import PromptSet
 from peagle.prompts import Conversation, Rendering
 from peagle.sweep.folder import ASKING, Appender, Asked, Folder, Json, Posed, Sample, key, sample_of, where
 from peagle.sweep.plan import LOOKED_AT, LOOKED_AT_TOKENS, PLAIN, Arm, Plan, Setting, Source
@@ -39,9 +40,9 @@ def loaded(arm: Arm) -> Loaded:
     return arm.drafter, arm.draft_vocab
 
 
-def ask(folder: Folder, pair: Pair, conversations: Mapping[str, Sequence[Conversation]], progress: Progress) -> None:
+def ask(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:
     """The folder knows every request of every source and rendering, numbered, and what is left out; what it knew
-    before is not asked again. `conversations` by a source's name.
+    before is not asked again. `sets` by a source's name.
 
     Raises InputError for what cannot be asked; for a prompt that is too long only where the plan says so.
     """
@@ -52,7 +53,7 @@ def ask(folder: Folder, pair: Pair, conversations: Mapping[str, Sequence[Convers
     with folder.appending(ASKING) as out:
         for source, raw in itertools.product(plan.sources, plan.raw):
             first = 0
-            for row, conversation in enumerate(conversations[source.name]):
+            for row, conversation in enumerate(sets[source.name].conversations[: source.num_used]):
                 posed = known.get((source.name, raw, row))
                 if posed is None:
                     posed = _ask_one(plan, pair, source, raw, row, conversation, first)
@@ -65,7 +66,7 @@ def ask(folder: Folder, pair: Pair, conversations: Mapping[str, Sequence[Convers
         if not any(posed.asked for posed in own):
             last = f"; the last: {own[-1].why}" if own else ""
             raise InputError(f"nothing of {source.name} can be asked{last}")
-    folder.save_asked(done)
+    folder.save_asked(done, {name: each.left_out for name, each in sets.items()})
 
 
 def turns_asked(source: Source, raw: bool, conversation: Conversation) -> int:
@@ -80,15 +81,16 @@ def _ask_one(
     """A conversation's requests, the first of this number."""
     found: list[Asked] = []
     answers: list[str] = []
-    given, why = len(conversation.given), None
+    why = None
     turns = turns_asked(source, raw, conversation)
     if turns < turns_asked(source, False, conversation):
         why = f"{conversation.name}: raw text has one turn; the {conversation.num_requests - 1} behind it"
-    asked = dataclasses.replace(conversation, turns=conversation.turns[: given + turns])
+    asked = dataclasses.replace(conversation, turns=conversation.turns[:turns])
+    rendering = Rendering(raw=raw, special_tokens=raw and plan.special_tokens)
     longest = min(plan.max_prompt_tokens or pair.max_positions, pair.max_positions - 1)
     for turn in range(turns):
         try:
-            prompt_ids = asked.encode(answers, pair.tokenizer, Rendering(raw=raw))
+            prompt_ids = asked.encode(answers, pair.tokenizer, rendering)
         except InputError as error:
             if not raw:
                 raise
@@ -99,7 +101,7 @@ def _ask_one(
             if plan.too_long == "error":
                 raise InputError(f"{why}: leave it out with --too-long skip")
             break
-        request = pair.request(asked, answers, Rendering(raw=raw), max_new_tokens=plan.max_new_tokens)
+        request = pair.request(asked, answers, rendering, max_new_tokens=plan.max_new_tokens)
         found.append(Asked(source.name, raw, first + turn, row, turn, conversation.category, request.prompt_ids))
         if turn + 1 < turns:
             engine = pair.engine(SpeculationConfig(0, 1, pair.capacity([request])))

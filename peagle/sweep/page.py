@@ -11,6 +11,7 @@ from typing import Any
 
 from peagle.metrics import LOOPING_ABOVE
 from peagle.ops.errors import InputError
+from peagle.ops.files import encoded, printable, write_text_whole
 from peagle.sweep import charts
 from peagle.sweep.compare import Difference
 from peagle.sweep.figures import SLOWER, best, sure
@@ -155,12 +156,14 @@ def markdown(blocks: Sequence[Block]) -> str:
                 parts.append(text)
             case Table(header, rows):
                 cells = [header, ("---",) * len(header), *rows]
-                parts.append(
-                    "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells)
-                )
+                parts.append("\n".join(f"| {' | '.join(_cell(text) for text in row)} |" for row in cells))
             case Picture(name, _, caption):
                 parts.append(f"![{caption}]({name}.svg)")
     return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return printable(text).replace("|", "\\|")
 
 
 def pictures(blocks: Sequence[Block]) -> dict[str, str]:
@@ -204,7 +207,7 @@ def _html(block: Block) -> str:
             return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table></div>'
         case Picture(_, svg, caption):
             # as an image: the ids inside one drawing must not meet those of another
-            data = base64.b64encode(svg.encode()).decode()
+            data = base64.b64encode(encoded(svg)).decode()
             alt = html.escape(caption)
             image = f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}">'
             return f"<figure>{image}<figcaption>{alt}</figcaption></figure>"
@@ -233,11 +236,13 @@ def _origin(folder: Folder) -> Iterator[Block]:
     known = folder.asked()
     left_out = [] if known is None else known[1]
     for source in plan.sources:
-        some = [each for each in left_out if each.prompts == source.name]
+        rows = [each for each in left_out if each.prompts == source.name and each.row is None]
+        some = [each for each in left_out if each.prompts == source.name and each.row is not None]
         yield Text(
             f"Prompts {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
             + ("" if source.max_turns is None else f", at most {source.max_turns} turn(s) of each")
-            + (f", {source.num_skipped} rows that ask nothing" if source.num_skipped else "")
+            + (f", {source.num_skipped} row(s) that cannot be asked" if source.num_skipped else "")
+            + (f", the first: {rows[0].why}" if rows else "")
             + f"; sha256 {source.sha256[:12]}."
             + (f" Left out of {len(some)} conversation(s), the first: {some[0].why}." if some else "")
         )
@@ -472,6 +477,6 @@ def write(path: Path, blocks: Sequence[Block]) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name, text in {"README.md": markdown(blocks), "report.html": page(blocks), **pictures(blocks)}.items():
-            (path / name).write_text(text, encoding="utf-8")
+            write_text_whole(path / name, text)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None

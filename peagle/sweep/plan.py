@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from peagle.config import SpeculationConfig
 from peagle.ops.errors import InputError
+from peagle.ops.files import printable
 
 AUTO: Literal["auto"] = "auto"  # as K: each step drafts what pays
 FULL = "full"  # the drafter's whole vocabulary
@@ -43,8 +44,8 @@ class Setting:
 
     @property
     def label(self) -> str:
-        kind = "raw" if self.raw else "chat"
-        return f"{self.prompts}, {kind}, {'greedy' if self.temperature == 0 else f'temperature {self.temperature:g}'}"
+        how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        return f"{printable(self.prompts)}, {'raw' if self.raw else 'chat'}, {how}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Source:
     layout: str
     sha256: str
     num_rows: int
-    num_skipped: int  # rows that hold nothing to ask
+    num_skipped: int  # rows that cannot be asked
     num_used: int  # conversations
     max_turns: int | None  # asked of each; None: all
 
@@ -84,12 +85,15 @@ class Plan:
     template: str = ""  # sha256 of the target's chat template and tokenizer
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     in_a_row: int = 1  # requests of an arm before the next has its turn
+    special_tokens: bool = False  # those spelled in raw text are control tokens
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.max_new_tokens < 2:
             raise InputError("--repeats must be 1 or more, and -n 2 or more: a speed needs two tokens")
         if self.in_a_row < 1:
             raise InputError(f"--in-a-row is {self.in_a_row}; expected 1 or more requests")
+        if self.special_tokens and True not in self.raw:
+            raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
         if any(not 0 <= t < float("inf") for t in self.temperatures):
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
@@ -119,7 +123,7 @@ class Plan:
         if arm.drafter is not None and len(self.drafters) > 1:
             parts.append(short_names(self.drafters)[self.drafters.index(arm.drafter)])
         if arm.draft_vocab is not None:
-            parts.append(f"{Path(arm.draft_vocab).name} tokens")
+            parts.append(f"{printable(Path(arm.draft_vocab).name)} tokens")
         return ", ".join(parts)
 
     def bucket(self, prompt_tokens: int) -> str:
@@ -143,14 +147,14 @@ class Plan:
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
-    """As much of the end of each path as tells it from the others. Example: runs/a/drafter and runs/b/drafter are
-    a/drafter and b/drafter."""
-    parts = [Path(path).parts or ("",) for path in paths]
+    """Take as much of the end of each path as tells it from the others, printable. Example: runs/a/drafter and
+    runs/b/drafter are a/drafter and b/drafter."""
+    parts = [Path(printable(str(path))).parts or ("",) for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-length:]) for each in parts]
         if len(set(names)) == len(names):
             return names
-    return [str(path) for path in paths]
+    return [printable(str(path)) for path in paths]
 
 
 def parse_ks(text: str) -> tuple[K, ...]:

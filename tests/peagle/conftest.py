@@ -20,7 +20,7 @@ from drafter.params import init_params as init_drafter
 from peagle.ngram import NGram
 from peagle.ops.rope import RopeConfig, Yarn
 from peagle.pair import Pair
-from peagle.text import ByteLevelTokenizer, Tokenizer, load_tokenizer
+from peagle.text import ByteLevelTokenizer, Message, Tokenizer, load_tokenizer
 from target.config import TargetConfig
 from target.load import save_target
 from target.params import init_params as init_target
@@ -90,11 +90,11 @@ class ByteTokenizer:
         self.asked += 1
         return bytes([token_id])
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
         return tuple(text.encode())
 
-    def encode_chat(self, turns: Sequence[str], answers: Sequence[str], **options: object) -> tuple[int, ...]:
-        return self.encode(repr((turns, answers, options)))
+    def encode_chat(self, messages: Sequence[Message], **options: object) -> tuple[int, ...]:
+        return self.encode(repr((messages, options)))
 
 
 @dataclasses.dataclass(frozen=True)

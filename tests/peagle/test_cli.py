@@ -26,7 +26,7 @@ from peagle.generate import Request
 from peagle.ops import native
 from peagle.pair import Pair
 from peagle.policy import Costs
-from tests.peagle.conftest import MASK, VOCAB_SIZE, Directories, edit_json, toy_pair
+from tests.peagle.conftest import MASK, SPECIALS, VOCAB_SIZE, Directories, edit_json, toy_pair
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -230,6 +230,17 @@ def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -
     assert "Be brief." in told
 
 
+def test_special_tokens_are_control_tokens_where_they_are_asked_for(cli: Run) -> None:
+    def prompt(*options: str) -> list[int]:
+        return json.loads(cli(*SPECULATE, "--json", "-", *options, "<|start|>a")[1])["requests"][0]["prompt_ids"]
+
+    start = SPECIALS.index("<|start|>")
+    assert start not in prompt("--raw-prompt")
+    assert prompt().count(start) == 3  # the template's
+    assert prompt("--raw-prompt", "--special-tokens")[0] == start
+    refused(cli(*SPECULATE, "--special-tokens", "Hi"), "in raw text alone")
+
+
 @pytest.mark.parametrize("batch", ["1", "2"])
 def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, batch: str) -> None:
     shown, emitted = [], Display.emitted
@@ -321,10 +332,16 @@ def test_bad_flags_and_prompts_are_refused_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_line_of_a_prompt_file_is_named(cli: Run, tmp_path: Path) -> None:
+def test_a_bad_line_of_a_prompt_file_is_left_out_and_told_or_refused(cli: Run, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": }\n')
-    refused(cli(*SPECULATE, "--prompt-file", str(prompts), "--json", str(tmp_path / "out")), "line 2", "not valid JSON")
+    arguments = (*SPECULATE, "--prompt-file", str(prompts), "--json")
+    code, out, err = cli(*arguments, "-")
+    assert (code, len(json.loads(out)["requests"])) == (0, 1)
+    (why,) = json.loads(out)["config"]["left_out"]
+    assert why.startswith(f"{prompts} line 2 is not valid JSON")
+    assert err.splitlines()[-1] == f"left out     1 row that cannot be asked, the first: {why}"
+    refused(cli(*arguments, str(tmp_path / "out"), "--strict"), "line 2", "not valid JSON")
     prompts.write_text(f'{{"prompt": "a"}}\n\n{{"prompt_ids": [{VOCAB_SIZE}]}}\n')
     refused(cli(*SPECULATE, "--prompt-file", str(prompts), "--json", str(tmp_path / "out")), "line 3", str(VOCAB_SIZE))
     assert not (tmp_path / "out").exists()

@@ -22,8 +22,8 @@ CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
     "top_k", "top_p", "draft_sampling", "synthetic_acceptance",
     "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels",
-    "draft_vocab", "baseline", "ignore_eos", "logprobs", "raw_prompt", "system", "reasoning_effort", "date",
-    "stop_token_ids", "interrupted", "cut_short",
+    "draft_vocab", "baseline", "ignore_eos", "logprobs", "raw_prompt", "special_tokens", "system", "reasoning_effort",
+    "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "finish_reason", "num_truncated_tokens", "ttft_s",

@@ -39,8 +39,14 @@ def parity(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 
 
 def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, said = parity(capsys, "--json", tmp_path / "parity.json")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(HELD_OUT.read_bytes() + b'{"prompt": ""}\n')
+    assert parity(capsys, "--prompts", prompts, "--strict")[0] == 2
+    code, said = parity(capsys, "--prompts", prompts, "--json", tmp_path / "parity.json")
     assert code == 0, said
+    (why,) = json.loads((tmp_path / "parity.json").read_text())["left_out"]
+    assert why.endswith("is empty; expected some text")
+    assert said.splitlines()[-1] == f"left out     1 row that cannot be asked, the first: {why}"
     assert "the same as the float64 reference" in said
     assert "in every step" in said
     assert "LIKELY CAUSE" not in said

@@ -1,14 +1,22 @@
 """Prompt files in the layouts people have; what does not work is named with its row."""
 
+import gzip
 import hashlib
 import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peagle.ops.errors import InputError
-from peagle.prompt_files import read_prompt_file
+from peagle.prompt_files import CONVERT, read_prompt_file, read_prompts
+from peagle.prompts import Rendering
+from tests.peagle.conftest import Directories
 
 
 def write(directory: Path, *lines: str | bytes) -> Path:
@@ -43,8 +51,9 @@ def test_the_three_kinds_of_lines_become_conversations(tmp_path: Path) -> None:
         ('{"prompt": "a"} {"prompt": "b"}', "not valid JSON"),
         ("[1]", "expected a JSON object"),
         ('"text"', "expected a JSON object"),
-        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b'{"prompt": "\xff"}', "line 3 is not UTF-8; expected text in UTF-8"),
         ('{"prompt": "\\ud800"}', "not valid Unicode"),
+        ('{"prompt": "a", "category": "\\ud800"}', "category is not valid Unicode"),
         ("{}", "expected exactly one of"),
         ('{"text": "a"}', "'text'"),
         ('{"prompt": "a", "prompt_ids": [1]}', "prompt and prompt_ids"),
@@ -59,12 +68,17 @@ def test_the_three_kinds_of_lines_become_conversations(tmp_path: Path) -> None:
         ('{"prompt_ids": [1, 2.5]}', "2.5"),
         ('{"prompt_ids": [true]}', "True"),
         ("[" * 100_000, "not valid JSON"),
+        ('{"question": "b", "answer": "c"}', "has the layout gsm8k, the rows before it prompts"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: str | bytes, what: str) -> None:
+def test_a_bad_line_is_named_with_its_number_and_left_out_or_refused(
+    tmp_path: Path, line: str | bytes, what: str
+) -> None:
     path = write(tmp_path, '{"prompt": "fine"}', "", line)
     with pytest.raises(InputError) as caught:
-        read_prompt_file(path)
+        read_prompt_file(path, strict=True)
+    found = read_prompt_file(path)
+    assert (found.num_rows, len(found.conversations), found.left_out) == (2, 1, (str(caught.value),))
     assert "line 3" in str(caught.value)
     assert what in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -125,7 +139,7 @@ def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
         (("Hi", "Why?"), "Be kind."),
         (("and on",), None),
     ]
-    assert found.skipped == (f"{path} row 3 holds no message of a person",)
+    assert found.left_out == (f"{path} row 3 holds no message of a person",)
 
 
 def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
@@ -140,11 +154,141 @@ def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
     ]
     found = read_prompt_file(lines(tmp_path / "m.jsonl", *rows))
     assert found.layout == "messages"
-    assert [(each.turns, each.given, each.system, each.num_requests) for each in found.conversations] == [
+    assert [(each.turns, each.history, each.system, each.num_requests) for each in found.conversations] == [
         (("one two",), (), "S", 1),  # the last answer is what is asked for
-        (("a", "c"), ("b",), None, 1),
+        (("c",), (message("user", "a"), message("assistant", "b")), None, 1),
         (("d",), (), None, 1),
     ]
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CALLED_FUNCTION = {"name": "f", "arguments": {"x": 1}}
+CALLED = {**said(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "layout", "history", "turns"),
+    [
+        ({"conversations": [user("a"), said("b"), user("c")]}, "sharegpt", [], ("a", "c")),  # SpecForge's own
+        ({"conversations": [{"from": "Human", "value": "a"}]}, "sharegpt", [], ("a",)),
+        ({"messages": [{"role": "User", "content": "a"}]}, "messages", [], ("a",)),
+        ({"messages": [user("a"), user("b")]}, "messages", [user("a")], ("b",)),
+        ({"messages": [said("a"), user("b")]}, "messages", [said("a")], ("b",)),
+        ({"messages": [user("a"), said(None), user("b")]}, "messages", [user("a"), said("")], ("b",)),
+        ({"messages": [user([{"type": "input_text", "text": "a"}])]}, "messages", [], ("a",)),
+        ({"messages": [user([{"type": "text", "text": "a"}, {"type": "text", "text": None}, "b"])]},
+         "messages", [], ("ab",)),
+        ({"prompt": [user("a")], "completion": [said("b")]}, "messages", [], ("a",)),
+        ([user("a"), said("b"), user("c")], "messages", [user("a"), said("b")], ("c",)),
+        ({"messages": [user("a"), {**said(None), "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]},
+         "messages", [user("a"), CALLED, {"role": "tool", "content": "5"}], ()),
+        ({"messages": [user("a"), {**said(None), "tool_calls": [CALL]}, {"role": "tool", "content": "5"}, said("c"),
+                       user("d")]},
+         "messages", [user("a"), CALLED, {"role": "tool", "content": "5"}, said("c")], ("d",)),
+        ({"conversations": [user("a"), {**said(None), "function_call": CALL["function"]},
+                            {"role": "function", "name": "f", "content": "5"}]},
+         "sharegpt",
+         [user("a"), {**said(""), "tool_calls": [{"type": "function", "function": CALLED_FUNCTION}]},
+          {"role": "tool", "name": "f", "content": "5"}],
+         ()),
+        # what was thought is not remembered, what looks like it is
+        ({"messages": [user("a"), said("<|channel|>analysis<|message|>Hm."), user("b")]},
+         "messages", [user("a"), said("")], ("b",)),
+        ({"messages": [user("a"), said("Put <|message|> there"), user("b")]},
+         "messages", [user("a"), said("Put <|message|> there")], ("b",)),
+    ],
+)  # fmt: skip
+def test_chats_are_read_as_people_have_them(
+    tmp_path: Path, row: Any, layout: str, history: list[Any], turns: tuple[str, ...]
+) -> None:
+    """In lines, alone, in one list, and packed."""
+    text = json.dumps(row)
+    (tmp_path / "lines.jsonl").write_text(f"{text}\n{text}\n")
+    (tmp_path / "one.jsonl").write_text(f"{text}\n")
+    (tmp_path / "list.json").write_text(json.dumps([row, row], indent=1))
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(f"{text}\n{text}\n".encode()))
+    for name, count in (("lines.jsonl", 2), ("one.jsonl", 1), ("list.json", 2), ("packed.jsonl.gz", 2)):
+        found = read_prompt_file(tmp_path / name, strict=True)
+        assert (found.name, found.layout, len(found.conversations)) == (name.partition(".")[0], layout, count)
+        for each in found.conversations:
+            assert (list(each.history), each.turns) == (history, turns)
+            assert each.num_requests == max(1, len(turns))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.csv", b"id,prompt\n1,a\n", "a.csv is CSV; expected JSON lines, or .txt, in UTF-8; to convert it: python"),
+        ("a.tsv", b"id\tprompt\n1\ta\n", "a.tsv is TSV; expected JSON lines, or .txt, in UTF-8; to convert it: python"),
+        ("a.jsonl", b"id,prompt\n1,a\n", "a.jsonl is CSV"),
+        ("a.csv.gz", gzip.compress(b"id,prompt\n1,a\n"), "a.csv.gz is CSV"),
+        ("a.parquet", b"PAR1\x15\x04\xff\n{}", "a.parquet is parquet"),
+        ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "a.jsonl is UTF-16"),
+        ("a.txt", "a\n".encode("utf-16"), "a.txt is UTF-16"),
+        ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16-be"), "a.jsonl is no text"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n')[:-9], "cannot be unpacked"),
+        ("a.json", b'[{"prompt": "a"},\n{"prompt": "b"}\n', "a.json is not valid JSON"),
+        ("a.json", b'[{"prompt": "a"}', "a.json is not valid JSON"),
+    ],
+)
+def test_a_file_that_is_something_else_is_refused_in_a_line_that_says_how_to_convert_it(
+    tmp_path: Path, name: str, data: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        read_prompt_file(tmp_path / name)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "comma"), [("CSV", ","), ("TSV", "\t")])
+def test_the_line_that_converts_does(tmp_path: Path, kind: str, comma: str) -> None:
+    (tmp_path / "FILE").write_text(f'id{comma}prompt\n1{comma}"a{comma}\nb ""c"""\n')
+    command = shlex.split(CONVERT[kind])
+    assert command[:2] == ["python", "-c"]
+    subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, check=True)
+    (found,) = read_prompt_file(tmp_path / "NEW.jsonl").conversations
+    assert found.turns == (f'a{comma}\nb "c"',)
+
+
+def test_a_name_and_a_category_are_fit_for_a_report(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl"))
+    path.write_text(json.dumps({"prompt": "a", "category": "東京\n\x1b"}) + '\n{"prompt": ""}\n')
+    found = read_prompt_file(path)
+    assert (found.name, found.conversations[0].category) == ("caf\\udce9", "東京\\n\\x1b")
+    assert found.left_out == (f"{path} line 2 is empty; expected some text",)
+
+
+def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(directories.target / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ message.content }}{% endfor %}"
+    )
+    rows = [{"messages": [user("a")]}, {"messages": [user("a"), {"role": "tool", "content": "5"}]}]
+    path = lines(tmp_path / "rows.jsonl", *rows, {"messages": []})
+    found = read_prompts(path, tmp_path, Rendering(), strict=False)
+    assert [each.turns for each in found.conversations] == [("a",)]
+    first, second = found.left_out
+    assert first == f"{path} line 3 holds no message of a user"
+    assert second.startswith(f"{path} line 2: ")
+    assert "the chat template refuses this chat: no tools" in second
+    with pytest.raises(InputError, match="line 3 holds no message"):
+        read_prompts(path, tmp_path, Rendering(), strict=True)
+    assert len(read_prompts(path, directories.target, Rendering(), strict=False).conversations) == 2
+    lines(path, rows[1])
+    for strict in (False, True):
+        with pytest.raises(InputError, match=r"line 1: .*no tools"):
+            read_prompts(path, tmp_path, Rendering(), strict=strict)
 
 
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
@@ -158,24 +302,28 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "what"),
     [
-        (
-            [{"prompt": "a"}, {"question": "b", "answer": "c"}],
-            "line 2 has the layout gsm8k, the rows before it prompts",
-        ),
         ([{"instruction": "a"}], "a row of HumanEval (task_id"),
         ([{"conversations": "a"}], "expected a list of messages"),
-        ([{"conversations": [{"from": "dog", "value": "a"}]}], "message 0 is from 'dog'"),
-        ([{"conversations": [{"value": "a"}]}], "expected an object with from and value"),
-        ([{"conversations": [{"from": "human", "value": None}]}], "value of message 0 is None"),
+        (
+            [{"conversations": [{"from": "dog", "value": "a"}]}],
+            "message 0 is of the 'dog'; expected one of user, human",
+        ),
+        ([{"conversations": [{"value": "a"}]}], "expected an object with role and content, or from and value"),
+        ([{"conversations": [{"from": "human", "value": None}]}], "holds no message of a person"),
         ([{"messages": []}], "holds no prompts: "),
-        ([{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}], "the user first"),
-        ([{"messages": [{"role": "tool", "content": "a"}]}], "message 0, system texts aside, is of the 'tool'"),
-        ([{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}], "expected a text"),
+        ([{"messages": [user(" ")]}], "the last message of the user is empty"),
+        ([{"messages": [said("a")]}], "holds no message of a user"),
+        ([{"messages": [user([{"type": "image_url"}])]}], "expected a text"),
+        ([{"messages": [user("a"), {**said("b"), "tool_calls": [{"function": 3}]}, user("c")]}], "expected a function"),
+        ([{"messages": [user("a"), said("\ud800"), user("c")]}], "line 1 is not valid Unicode text"),
+        ([{"messages": [{"role": "system", "content": "\ud800"}, user("c")]}], "line 1 is not valid Unicode text"),
         ([{"question": 3, "answer": "4"}], "question is 3; expected a text"),
     ],
 )
 def test_a_layout_that_is_not_as_it_should_be_is_one_line(tmp_path: Path, rows: list[Any], what: str) -> None:
-    with pytest.raises(InputError) as caught:
-        read_prompt_file(lines(tmp_path / "rows.jsonl", *rows))
-    assert what in str(caught.value)
-    assert "\n" not in str(caught.value)
+    path = lines(tmp_path / "rows.jsonl", *rows)
+    for strict in (True, False):
+        with pytest.raises(InputError) as caught:
+            read_prompt_file(path, strict=strict)
+        assert what in f"holds no prompts: {caught.value}"
+        assert "\n" not in str(caught.value)

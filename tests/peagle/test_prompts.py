@@ -1,5 +1,7 @@
 """Prompts in, conversations out."""
 
+from collections.abc import Callable
+
 import pytest
 
 from peagle.ops.errors import InputError
@@ -23,8 +25,23 @@ def test_empty_texts_and_ids_are_refused() -> None:
         from_text(" \n")
     with pytest.raises(InputError, match="is empty"):
         from_ids([])
-    with pytest.raises(InputError, match="not valid Unicode"):
-        from_text("a\udc80")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: from_text("a\udc80"),
+        lambda: Conversation("it", turns=("fine", "a\ud800b")),
+        lambda: Conversation("it", turns=("a",), history=({"role": "assistant", "content": "\udfff"},)),
+        lambda: Conversation("it", turns=("a",), history=({"role": "tool", "content": "", "x": {"\ud800": 1}},)),
+        lambda: Conversation("it", turns=("a",), system="\ud800"),
+        lambda: Conversation("it", turns=("a",), category="\ud800"),
+        lambda: Rendering(system="\ud800"),
+    ],
+)
+def test_half_a_character_is_refused_where_it_enters(made: Callable[[], object]) -> None:
+    with pytest.raises(InputError, match=r"is not valid Unicode text: it holds the lone surrogate \\ud"):
+        made()
 
 
 def test_a_turn_is_rendered_with_the_answers_before_it(tokenizer: ByteLevelTokenizer) -> None:
@@ -37,8 +54,9 @@ def test_a_turn_is_rendered_with_the_answers_before_it(tokenizer: ByteLevelToken
     assert "three" not in text
 
 
-def test_given_answers_are_history_and_its_own_system_text_comes_first(tokenizer: ByteLevelTokenizer) -> None:
-    conversation = Conversation("it", turns=("one", "two", "three"), given=("uno",), system="Be kind.")
+def test_a_history_and_its_own_system_text_come_first(tokenizer: ByteLevelTokenizer) -> None:
+    history = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "uno"})
+    conversation = Conversation("it", turns=("two", "three"), history=history, system="Be kind.")
     assert conversation.num_requests == 2
     text = detokenize(tokenizer, conversation.encode([], tokenizer, Rendering(system="Be brief.")))
     assert text.index("Be kind.") < text.index("one") < text.index("uno") < text.index("two")
@@ -61,6 +79,10 @@ def test_what_only_a_template_can_do_is_refused_without_it(tokenizer: ByteLevelT
         Conversation("it", turns=("a", "b")).encode([], tokenizer, Rendering(raw=True))
     with pytest.raises(InputError, match="a system text"):
         Conversation("it", turns=("a",), system="Be brief.").encode([], tokenizer, Rendering(raw=True))
+    with pytest.raises(InputError, match="a history"):
+        Conversation("it", history=({"role": "user", "content": "a"},)).encode([], tokenizer, Rendering(raw=True))
+    with pytest.raises(InputError, match="in raw text alone"):
+        Rendering(special_tokens=True)
     with pytest.raises(InputError, match="--raw-prompt"):
         Rendering(raw=True, system="Be brief.")
     with pytest.raises(InputError, match="YYYY-MM-DD"):

@@ -41,7 +41,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS))
+    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS) + '{"prompt_ids": []}\n')
     return path
 
 
@@ -76,7 +76,11 @@ def test_data_go_on_where_they_were_cut_off_and_are_the_same(
     shutil.copytree(made, copy)
     (copy / "shard_00001.safetensors").unlink()
     before = (copy / "shard_00002.safetensors").stat().st_mtime_ns
-    assert run(*arguments, "--out", copy, "--batch", 2)[0] == 0
+    code, said = run(*arguments, "--out", copy, "--batch", 2)
+    assert code == 0
+    assert said.startswith(f"left out     1 row that cannot be asked, the first: {prompts} line {len(PROMPTS) + 1}")
+    code, said = run(*arguments, "--out", tmp_path / "strict", "--strict")
+    assert (code, "is empty" in said, (tmp_path / "strict").exists()) == (2, True, False)
     assert (copy / "shard_00002.safetensors").stat().st_mtime_ns == before
     for one, other in zip(read_shards(made), read_shards(copy), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
@@ -96,7 +100,7 @@ def test_a_turn_is_asked_with_the_answers_before_it(
     said = [token for token in first.token_ids[first.trained].tolist() if token != STOP]
     assert pair.tokenizer is not None
     text = peagle.text.detokenize(pair.tokenizer, said)
-    expected = pair.tokenizer.encode_chat(["1 + 2", "and?"], [text], system=None, reasoning_effort=None)
+    expected = pair.tokenizer.encode_chat(peagle.text.chat_messages(["1 + 2", "and?"], [text], None))
     assert tuple(second.token_ids[~second.trained].tolist()) == expected
 
 
@@ -112,11 +116,14 @@ def test_from_data_to_a_drafter_that_runs(
         assert run("data", "--target", directories.target, *asked)[0] == 0
         assert sorted(read_shards(data)[0].teacher) == ["aux_hidden", "log_total", "top_ids", "top_logits"]
     evaluation = () if more else ("--evaluate", prompts, "--evaluate-every", 2, "-k", 3)
-    assert run(*train(directories, data, out, *evaluation))[0] == 0
+    code, said = run(*train(directories, data, out, *evaluation))
+    assert code == 0
+    assert ("left out     of --evaluate 1 row that cannot be asked" in said) == bool(evaluation)
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "loss" in line][-1] == 4
     if not more:
         lengths = [line["evaluation"]["acceptance_length"] for line in log if "evaluation" in line]
+        assert [line["evaluation"]["num_left_out"] for line in log if "evaluation" in line] == [1, 1]
         assert len(lengths) == 2
         assert all(1 <= length <= 4 for length in lengths)
     assert (out / "curve.png").stat().st_size > 10_000

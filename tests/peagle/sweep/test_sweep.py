@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import runpy
 import shutil
@@ -24,8 +25,8 @@ from peagle.pair import Pair
 from peagle.sweep.figures import best, rows
 from peagle.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
 from peagle.sweep.plan import Arm, Setting, short_names
-from peagle.text import Tokenizer
-from tests.peagle.conftest import toy_pair
+from peagle.text import ByteLevelTokenizer, Tokenizer
+from tests.peagle.conftest import SPECIALS, toy_pair
 from tests.peagle.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
 
 
@@ -470,6 +471,60 @@ def test_what_only_a_template_can_put_together_is_left_out_of_raw(
     assert sweep(monkeypatch, *options, "--render", "raw") == 2
     assert "only a chat template can put together" in capsys.readouterr().err
     assert not (tmp_path / "raw").exists()
+
+
+def test_no_text_costs_a_sweep_its_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of files that are no UTF-8, categories with anything in them, rows that cannot be read; and a run that an
+    older release recorded with such names is reported, too."""
+    prompts = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9 $x^{.jsonl"))
+    rows = [{"prompt": text, "category": f"$a_{{\n|\x00{n % 2}"} for n, text in enumerate(TEXTS)]
+    prompt_file(tmp_path, *rows, {"prompt": "a", "category": "\ud800"}, {"prompt": ""}).rename(prompts)
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run\xe9"))
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 4, "--render", "raw", "--out", out]
+    assert sweep(monkeypatch, *options, "--strict") == 2
+    assert not out.exists()
+    assert sweep(monkeypatch, *options) == 0
+    folder = open_run(out)
+    assert (folder.plan.sources[0].num_rows, folder.plan.sources[0].num_skipped) == (len(TEXTS) + 2, 2)
+    _, left_out = folder.asked() or ([], [])
+    assert [each.why.partition(".jsonl ")[2] for each in left_out] == [
+        "line 10: category is not valid Unicode text: it holds the lone surrogate \\ud800; expected UTF-8",
+        "line 11 is empty; expected some text",
+    ]
+    pages = {name: (out / name).read_text(encoding="utf-8") for name in ("README.md", "report.html")}
+    for text in pages.values():
+        assert "2 row(s) that cannot be asked, the first: " in text
+        assert "caf\\udce9 $x^{, raw, greedy" in text
+        assert "$a_{\\n" in text
+    assert "2 rows that cannot be asked, the first: " in capsys.readouterr().err
+    record = json.loads((out / RUN).read_text())
+    record["plan"]["sources"][0]["name"] = "caf\udce9 $x^{"
+    (out / RUN).write_text(json.dumps(record))
+    for name in (RAW, PROMPTS):
+        text = (out / name).read_text()
+        (out / name).write_text(text.replace("caf\\\\udce9", "caf\\udce9").replace("$a_{\\\\n", "$a_{\\ud800"))
+    assert main(["report", str(out)]) == 0
+    assert "caf\\udce9 $x^{, raw, greedy" in (out / "README.md").read_text(encoding="utf-8")
+
+
+def test_special_tokens_are_read_in_raw_text_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: ByteLevelTokenizer
+) -> None:
+    options = ["--prompts", prompt_file(tmp_path, {"prompt": "<|start|>a"}), "-k", "1", "--repeats", 1, "-n", 4]
+    pair, ids = toy_pair(tokenizer, ()), {}
+    for more in ((), ("--special-tokens",)):
+        out = tmp_path / f"run{len(more)}"
+        assert sweep(monkeypatch, *options, "--render", "both", *more, "--out", out, pair=pair) == 0
+        ids[more] = {each.raw: each.prompt_ids for each in (open_run(out).asked() or ([], []))[0]}
+    start = SPECIALS.index("<|start|>")
+    assert start not in ids[()][True]
+    assert ids[("--special-tokens",)][True][0] == start
+    assert ids[()][False] == ids[("--special-tokens",)][False]
+    capsys.readouterr()
+    assert sweep(monkeypatch, *options, "--special-tokens", "--out", tmp_path / "other") == 2
+    assert "in raw text alone" in capsys.readouterr().err
 
 
 def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
