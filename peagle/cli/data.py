@@ -30,6 +30,7 @@ from peagle.cli.settings import DataSettings
 from peagle.config import SamplingConfig
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
 from peagle.pair import DEMO, load, resolve
 from peagle.prompt_files import read_prompt_file
 from peagle.prompts import Rendering
@@ -160,7 +161,7 @@ def _made_by(
         "taps": list(taps),
         "top": settings.top,
     }
-    loaded: dict[str, Any] = json.loads(json.dumps(made))
+    loaded: dict[str, Any] = json.loads(dumps(made))
     return loaded
 
 
