@@ -19,6 +19,7 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.errors import InputError
 from peagle.ops.linear import take_outputs
+from peagle.ops.strict_json import dumps
 
 FREQUENT_TOKENS = "frequent_tokens.json"
 
@@ -99,5 +100,5 @@ def by_frequency(counts: np.ndarray) -> list[int]:
 def write_frequent_tokens(path: Path, counts: np.ndarray) -> int:
     """The file lists the tokens `by_frequency`. Returns how many. counts [V]."""
     ids = by_frequency(counts)
-    path.write_text(json.dumps(ids) + "\n")
+    path.write_text(dumps(ids) + "\n")
     return len(ids)

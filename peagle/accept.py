@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.config import SamplingConfig
+from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Acceptance
 from peagle.sampling import ACCEPT, TARGET, choose, draw, probabilities
 
@@ -33,7 +34,8 @@ def accept(
     sampling: SamplingConfig,
     uniforms: Float[Array, "B T 3"] | None,
 ) -> Acceptance:
-    """num_accepted in 0..K and the token that follows; T = K + 1, row i's logits decide the token draft i stands for.
+    """Judge the drafts: num_accepted in 0..K and the token that follows; T = K + 1, row i's logits decide the token
+    draft i stands for. Logits that are not finite accept no draft, and give NO_TOKEN.
 
     draft_probs None means one-hot drafts. uniforms may be None when greedy, unless acceptance is synthetic.
     """
@@ -73,8 +75,8 @@ def _synthetic(
     rates = (1.0, *(sampling.synthetic_acceptance or ()))
     conditional = [after / before if before else 0.0 for before, after in itertools.pairwise(rates)][:num_drafts]
     kept = uniforms[:, :-1, ACCEPT] < jnp.asarray(conditional, uniforms.dtype)[None, :]
-    num_accepted = _leading(kept)
     chosen = choose(logits, sampling, None if sampling.greedy else uniforms[..., TARGET])
+    num_accepted = _leading(kept & (chosen[:, :-1] != NO_TOKEN))
     return Acceptance(num_accepted, _row(chosen, num_accepted))
 
 

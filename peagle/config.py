@@ -5,10 +5,14 @@ import itertools
 
 from peagle.ops.errors import InputError
 
+GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
+HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    """How logits become a token. Temperature 0 is greedy; top_k 0 and top_p 1 are off. The seed is the request's.
+    """How logits become a token. A temperature below GREEDY_BELOW is greedy; top_k 0 and top_p 1 are off. The seed is
+    the request's.
 
     Order: temperature, then top-k, then top-p, on the target's side, before anything is compared with a draft.
     With draft_sampling the drafts are drawn from the drafter's distribution (same temperature, no truncation); without,
@@ -25,14 +29,19 @@ class SamplingConfig:
     synthetic_acceptance: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature is {self.temperature}; expected a finite number, 0 (greedy) or more")
+        if not 0 <= self.temperature <= HOTTEST:
+            raise InputError(
+                f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g} (all alike)"
+            )
         if self.top_k < 0:
             raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)")
         if self.draft_sampling and self.greedy:
-            raise InputError("draft sampling needs a temperature above 0; give --temperature or leave it out")
+            raise InputError(
+                f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
+                "--temperature or leave it out"
+            )
         rates = (1.0, *(self.synthetic_acceptance or ()))
         if any(not 0 <= after <= before for before, after in itertools.pairwise(rates)):
             raise InputError(
@@ -44,7 +53,7 @@ class SamplingConfig:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW
 
 
 Ladder = tuple[int, ...]  # the numbers of drafts a step may choose from, ascending

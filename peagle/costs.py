@@ -24,6 +24,7 @@ import numpy as np
 from peagle.config import Ladder, SpeculationConfig
 from peagle.ops import kernels
 from peagle.ops.files import cache_directory, keep
+from peagle.ops.strict_json import dumps
 from peagle.policy import Costs
 from peagle.provenance import cpu_model, device, num_threads
 from peagle.state import FRESH_ROOM, StepOutput
@@ -279,8 +280,8 @@ def save(known: dict[str, Any], measured: Sequence[Costs]) -> bool:
             for each in measured
         ],
     }
-    return keep(_path(known), (json.dumps(kept, indent=1) + "\n").encode())
+    return keep(_path(known), (dumps(kept, indent=1) + "\n").encode())
 
 
 def _path(known: dict[str, Any]) -> Path:
-    return directory() / f"{hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:24]}.json"
+    return directory() / f"{hashlib.sha256(dumps(known, sort_keys=True).encode()).hexdigest()[:24]}.json"

@@ -15,10 +15,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,9 @@ from peagle.config import Ladder, SamplingConfig, SpeculationConfig
 from peagle.costs import Running, Steps
 from peagle.ops import native
 from peagle.ops.errors import InputError
+from peagle.ops.likeliest import NO_TOKEN
 from peagle.policy import Costs, Course, Outlook, Turns
-from peagle.protocols import Drafter, PyTree, Target
+from peagle.protocols import Drafter, Explains, PyTree, Target
 from peagle.sampling import TARGET, choose, row_keys, uniforms
 from peagle.state import DecodeState, StepOutput, init_state
 from peagle.step import steps, steps_of
@@ -76,6 +78,14 @@ class Emission:
     token_ids: tuple[int, ...]
     time_s: float
     decision: Decision | None = None
+
+
+class _NotFinite(Exception):
+    """A model's outputs for this request, behind these tokens, are not finite."""
+
+    def __init__(self, part: Literal["target", "drafter"], request: Request, token_ids: Sequence[int]) -> None:
+        super().__init__(f"the {part}'s outputs are not finite")
+        self.part, self.request, self.token_ids = part, request, tuple(token_ids)
 
 
 _traces = collections.Counter({"prefill": 0, "step": 0})
@@ -215,8 +225,10 @@ class Engine:
         for bucket in sorted({self._bucket(batch) for batch in self._batches(requests)} - self._warm):
             dummy = [Request(0, (0,), max_new_tokens=2)]
             with self._learning_nothing():
-                for _ in self._decode(dummy, bucket):
-                    pass
+                # whether it is finite behind a token that nobody asked about is not looked into
+                with contextlib.suppress(_NotFinite):
+                    for _ in self._decode(dummy, bucket):
+                        pass
                 for rung in self._rungs if not self._warm else ():
                     self._dispatch_once(dummy, bucket, rung)
             self._warm.add(bucket)
@@ -301,17 +313,32 @@ class Engine:
         self._running_costs = Running(found) if self.chooses_by_dispatch else None
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Emission]:
-        """Decodes the requests, batch_size together, and yields each step's tokens as soon as the host knows them."""
+        """Decode the requests, batch_size together, and yield each step's tokens as soon as the host knows them.
+
+        Raises InputError where a model's outputs are not finite, which only such a model can cause."""
         for request in requests:
             self.check(request)
         if self.config.adaptive and self.costs is None:
             self.warm_up(requests)
         decoder = self._decoder()
-        for batch in self._batches(requests):
-            if decoder is self and self._rests_through(batch):
-                yield from self._rest_through(batch)
-            else:
-                yield from decoder._decode(batch, self._bucket(batch), self._running_costs)
+        try:
+            for batch in self._batches(requests):
+                if decoder is self and self._rests_through(batch):
+                    yield from self._rest_through(batch)
+                else:
+                    yield from decoder._decode(batch, self._bucket(batch), self._running_costs)
+        except _NotFinite as found:
+            raise self._explained(found) from None
+
+    def _explained(self, found: _NotFinite) -> InputError:
+        """Make the error for a person, with what a diagnostic pass finds where the model has one."""
+        model = self.target if found.part == "target" else self.drafter
+        number, index = len(found.token_ids) - len(found.request.prompt_ids), found.request.index
+        said = f"the {found.part}'s logits for token {number} of the answer to prompt {index} are not finite"
+        if isinstance(model, Explains):
+            where = model.first_not_finite(found.token_ids)
+            said += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
+        return InputError(f"{said}; expected finite ones: check the weights, or try --dtype float32 or --kernels xla")
 
     def _rests_through(self, requests: Sequence[Request]) -> bool:
         """Whether the drafter would rest from the beginning of these requests to their end, however long they get."""
@@ -375,6 +402,10 @@ class Engine:
         # read before a step is sent off: where the device is the host's own cores, steps would delay the first token
         firsts = np.asarray(first_token)
         now = time.perf_counter()
+        for request, token in zip(requests, firsts, strict=False):
+            if token == NO_TOKEN:
+                raise _NotFinite("target", request, request.prompt_ids)
+        known = [[*request.prompt_ids, int(token)] for request, token in zip(requests, firsts, strict=False)]
         state, in_flight = self._dispatch_next(state, course)
         lengths = [len(request.prompt_ids) for request in requests]
         for request, token in zip(requests, firsts, strict=False):
@@ -386,14 +417,16 @@ class Engine:
                 for row, request in enumerate(requests):
                     if accepted[row] >= 0:
                         width = verified[row]
+                        sure = tuple(confidence[row][:width])
+                        if math.isnan(sum(sure)):
+                            raise _NotFinite("drafter", request, known[row])
+                        if tokens[row][accepted[row]] == NO_TOKEN:
+                            raise _NotFinite("target", request, known[row] + tokens[row][: accepted[row]])
                         decision = Decision(
-                            lengths[row],
-                            tuple(drafts[row][:width]),
-                            accepted[row],
-                            tokens[row][accepted[row]],
-                            tuple(confidence[row][:width]),
+                            lengths[row], tuple(drafts[row][:width]), accepted[row], tokens[row][accepted[row]], sure
                         )
                         lengths[row] += accepted[row] + 1
+                        known[row] += tokens[row][: counts[row]]
                         yield Emission(request, tuple(tokens[row][: counts[row]]), now, decision)
 
     def _steps(

@@ -84,8 +84,12 @@ class Counters:
 
     @property
     def acceptance_rate_per_position(self) -> tuple[float | None, ...]:
-        """Place i: steps that accepted draft i / all steps. Unconditional, so it never rises with i."""
-        return tuple(_ratio(accepted, self.num_steps) for accepted in self.accepted_per_position)
+        """Place i: steps that accepted draft i / all steps, None where none verified it. Unconditional, so it never
+        rises with i."""
+        return tuple(
+            _ratio(accepted, self.num_steps if verified else 0)
+            for accepted, verified in zip(self.accepted_per_position, self.verified, strict=True)
+        )
 
     @property
     def conditional_rate_per_position(self) -> tuple[float | None, ...]:

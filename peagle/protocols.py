@@ -20,6 +20,7 @@ Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pen
                    aux [h5, h6, ., .], num 2, first_position 5 = length - num
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import flax.struct
@@ -34,7 +35,8 @@ PyTree: TypeAlias = Any
 @flax.struct.dataclass
 class Acceptance:
     num_accepted: jax.Array  # [B] int32, 0..K
-    next_token: jax.Array  # [B] int32: the recovered token, or the bonus token when all K were accepted
+    next_token: jax.Array  # [B] int32: the recovered token, or the bonus token when all K were accepted; NO_TOKEN
+    # where the logits that decide it are not finite
 
 
 @runtime_checkable
@@ -61,6 +63,15 @@ class Target(Protocol):
         self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: PyTree
     ) -> tuple[TargetOutput, PyTree]:
         """Runs T rows at positions length.. and writes them to the caches; a row of negative length does nothing."""
+        ...
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A model that can say where it goes wrong, if asked."""
+
+    def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
+        """Run the model over the tokens once more, and name its first output that is not finite; None where all are."""
         ...
 
 

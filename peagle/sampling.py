@@ -5,16 +5,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.config import SamplingConfig
-from peagle.ops.likeliest import argmax
+from peagle.ops.likeliest import NO_TOKEN, argmax
 
 
 def probabilities(logits: Float[Array, "... V"], sampling: SamplingConfig) -> Float[Array, "... V"]:
-    """The distribution tokens are drawn from, float32: temperature, then top-k, then top-p, renormalised.
+    """Compute the distribution tokens are drawn from, float32: temperature, then top-k, then top-p, renormalised.
 
     top-k keeps every logit not below the k-th largest; top-p keeps the smallest set of most likely tokens whose mass
-    reaches top_p, and what ties with its last member. Temperature must be above 0.
+    reaches top_p, and what ties with its last member. `sampling` must not be greedy. Finite logits, and -inf beside
+    them, give finite probabilities that sum to 1; where a logit is NaN, or the largest is infinite, all are NaN.
     """
-    logits = logits.astype(jnp.float32) / sampling.temperature
+    logits = logits.astype(jnp.float32)
+    # the largest becomes exactly 0 before anything is scaled: a scaled one is rounded, and what is left of a difference
+    # of two such is that rounding, times 1 / temperature
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = _cut(logits, jnp.ones_like(logits), float(sampling.top_k))
     if sampling.top_p < 1:
@@ -23,8 +27,8 @@ def probabilities(logits: Float[Array, "... V"], sampling: SamplingConfig) -> Fl
 
 
 def _cut(logits: Float[Array, "... V"], weights: Float[Array, "... V"], enough: float) -> Float[Array, "... V"]:
-    """The logits of the fewest most likely tokens whose weights reach `enough`, and of those that tie with the last of
-    them; -inf for the others.
+    """Keep the logits of the fewest most likely tokens whose weights reach `enough`, and of those that tie with the
+    last of them; -inf for the others. The largest logit is 0, and stays, however little is enough.
 
     No sorting, which at 200 000 tokens takes longer than a pass of most targets: the lowest logit that stays is found
     bit by bit, each of which takes one sum.
@@ -40,17 +44,18 @@ def _cut(logits: Float[Array, "... V"], weights: Float[Array, "... V"], enough: 
         )
 
     lowest = jax.lax.fori_loop(jnp.int32(0), 32, find, jnp.zeros_like(order[..., :1]))
-    return jnp.where(order >= lowest, logits, -jnp.inf)
+    return jnp.where(order >= jnp.minimum(lowest, top), logits, -jnp.inf)  # top is the place of 0
 
 
 BLOCK = 512  # weights that are summed up together
 
 
 def draw(weights: Float[Array, "... V"], uniform: Float[Array, "..."]) -> Int[Array, "..."]:
-    """The token whose interval of the cumulative weights holds uniform * total. Weights need not be normalised.
+    """Draw the token whose interval of the cumulative weights holds uniform * total. Weights need not be normalised.
 
-    uniform lies in [0, 1); a token of zero weight has an empty interval and is never drawn. The sums are those of
-    blocks first, then those within the block that was hit: one running sum over a large vocabulary is slow.
+    uniform lies in [0, 1); a token of zero weight has an empty interval and is never drawn. NO_TOKEN where the total is
+    not above 0, NaN above all. The sums are those of blocks first, then those within the block that was hit: one
+    running sum over a large vocabulary is slow.
     """
     *lead, vocab_size = weights.shape
     padded = jnp.pad(weights, [(0, 0)] * len(lead) + [(0, -vocab_size % BLOCK)])
@@ -61,7 +66,8 @@ def draw(weights: Float[Array, "... V"], uniform: Float[Array, "..."]) -> Int[Ar
     block = _hit(sums, ends, point)[..., None]
     inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
     begin = jnp.take_along_axis(ends - sums, block, axis=-1)[..., 0]
-    return block[..., 0] * BLOCK + _hit(inside, jnp.cumsum(inside, axis=-1), point - begin)
+    token = block[..., 0] * BLOCK + _hit(inside, jnp.cumsum(inside, axis=-1), point - begin)
+    return jnp.where(ends[..., -1] > 0, token, NO_TOKEN)
 
 
 def _hit(weights: Float[Array, "... N"], ends: Float[Array, "... N"], point: Float[Array, "..."]) -> Int[Array, "..."]:
@@ -77,7 +83,8 @@ def _hit(weights: Float[Array, "... N"], ends: Float[Array, "... N"], point: Flo
 def choose(
     logits: Float[Array, "... V"], sampling: SamplingConfig, uniform: Float[Array, "..."] | None
 ) -> Int[Array, "..."]:
-    """The token plain decoding takes: the argmax, or a draw with the given uniform numbers."""
+    """Choose the token plain decoding takes: the argmax, or a draw with the given uniform numbers. NO_TOKEN where a
+    logit is NaN, or the largest is not finite."""
     if sampling.greedy:
         return argmax(logits)
     assert uniform is not None

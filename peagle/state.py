@@ -69,7 +69,7 @@ class StepOutput:
     done: jax.Array | np.ndarray  # [B]
     token_ids: (
         jax.Array | np.ndarray
-    )  # [B, K+1]: accepted drafts, then next_token at index num_accepted; then leftovers
+    )  # [B, K+1]: accepted drafts, then next_token, or NO_TOKEN, at index num_accepted; then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; from num_verified on leftovers
     confidence: jax.Array | np.ndarray  # [B, K]: the drafter's, as far as it gives any
 
@@ -119,10 +119,11 @@ def init_state(
     stop_token_ids: Int[Array, " S"],
 ) -> DecodeState:
     """The state after prefill and the first token, which counts as emitted, but for what the target and the drafter
-    keep. A row of budget 0 is done from the start.
+    keep. A row of budget 0 is done from the start; where the first token is NO_TOKEN, it goes on with 0.
 
     A ladder of several numbers needs an outlook, unless the host chooses.
     """
+    first_token = jnp.maximum(first_token, 0)
     batch, width = first_token.shape[0], ladder[-1] + 1
     places = width if len(ladder) == 1 else 2 * max(2 * width, FRESH_ROOM)  # twice the room: see overdue
     fresh = Fresh(
@@ -160,14 +161,15 @@ def commit(
     rung of how many tokens were drafted.
 
     Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
-    there.
+    there. NO_TOKEN is said in the output, for the host to stop; on the device the row goes on with token 0.
     """
     active = ~state.done
     num_drafts, acceptance = proposal.token_ids.shape[1], verdict.acceptance
+    next_token = jnp.maximum(acceptance.next_token, 0)
     steps = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
     accepted = acceptance.num_accepted[:, None]
     drafts = jnp.pad(proposal.token_ids, ((0, 0), (0, 1)))
-    run = jnp.where(steps == accepted, acceptance.next_token[:, None], drafts)
+    run = jnp.where(steps == accepted, next_token[:, None], drafts)
 
     in_run = steps <= accepted
     stops = in_run & _is_stop(run, state.stop_token_ids)
@@ -190,7 +192,7 @@ def commit(
     state = dataclasses.replace(
         state,
         length=jnp.where(active, state.length + num_new, state.length),
-        pending_token=jnp.where(active, acceptance.next_token, state.pending_token),
+        pending_token=jnp.where(active, next_token, state.pending_token),
         fresh=fresh,
         done=done,
         remaining=remaining,
@@ -202,7 +204,7 @@ def commit(
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
         num_verified=jnp.where(active, num_verified, 0),
         done=done,
-        token_ids=run,
+        token_ids=jnp.where(steps == accepted, acceptance.next_token[:, None], run),
         draft_token_ids=proposal.token_ids,
         confidence=proposal.confidence,
     )

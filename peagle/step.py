@@ -194,7 +194,7 @@ def _propose(
     token_ids, probs = draft.token_ids, None
     if sampling.draft_sampling and draft.logits is not None and known.random is not None:
         probs = probabilities(draft.logits, SamplingConfig(temperature=sampling.temperature))
-        token_ids = draw(probs, known.random[:, :num_drafts, DRAFT])
+        token_ids = jnp.maximum(draw(probs, known.random[:, :num_drafts, DRAFT]), 0)  # NaN shows in the confidence
         probs = _widen(probs, most)
     confidence = draft.confidence
     if confidence is None:

@@ -30,6 +30,7 @@ from peagle.config import SpeculationConfig
 from peagle.metrics import LOOPING_ABOVE, decode
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.ops.strict_json import dumps
 from peagle.pair import HELD_OUT
 from peagle.sweep.figures import Estimate, estimate, one_more_than_ratio, ratio
 from scripts.demo.tuned import TUNED
@@ -208,7 +209,7 @@ def evaluated(arguments: argparse.Namespace, variant: Variant, seed: int, folder
         line = {"variant": variant.name, "seed": seed, "request": request.index, "loop_share": result.loop_share}
         lines.append(line | {"num_accepted": [decision.num_accepted for decision in result.decisions]})
     partial = kept.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    partial.write_text("".join(dumps(line) + "\n" for line in lines), encoding="utf-8")
     partial.replace(kept)
     return lines
 

@@ -17,7 +17,6 @@ engine), raw.jsonl (a line per measurement) and README.md (the tables).
 """
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.ops.strict_json import dumps
 from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.page import page
@@ -86,7 +86,7 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
         "rows": [],
     }
     arguments.out.mkdir(parents=True)
-    write(arguments.out / "run.json", json.dumps(record, indent=1) + "\n")
+    write(arguments.out / "run.json", dumps(record, indent=1) + "\n")
     for number, checkpoint in enumerate(arguments.checkpoints, start=1):
         say = Progress(f"{number}/{len(arguments.checkpoints)}")
         measured = measure(checkpoint, settings, arguments.llama_python or "", say)
@@ -103,8 +103,8 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
             }
         )
         with (arguments.out / "raw.jsonl").open("a", encoding="utf-8") as raw:
-            raw.writelines(json.dumps({"checkpoint": checkpoint.name, **line}) + "\n" for line in measured.lines)
-        write(arguments.out / "run.json", json.dumps(record, indent=1) + "\n")
+            raw.writelines(dumps({"checkpoint": checkpoint.name, **line}) + "\n" for line in measured.lines)
+        write(arguments.out / "run.json", dumps(record, indent=1) + "\n")
     text = page(record)
     write(arguments.out / "README.md", text)
     print(text)

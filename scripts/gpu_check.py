@@ -53,6 +53,7 @@ from peagle.ops.files import expect_new
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
+from peagle.ops.strict_json import dumps
 from peagle.pair import Pair
 from peagle.profile import profile
 from scripts.crossover import IN_TURN, NARROW_VOCAB, PUBLISHED_RATE, Kind
@@ -446,7 +447,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     def log(section: Section, line: Json) -> None:
         raw.add({"section": section.name, **line})
-        print(f"{section.name}: {json.dumps(line)[:200]}", flush=True)
+        print(f"{section.name}: {dumps(line)[:200]}", flush=True)
 
     source = origin("scripts.gpu_check")
     config = {"shapes": shapes, "synthetic_acceptance": PUBLISHED_RATE, "published": PUBLISHED}

@@ -7,7 +7,6 @@ it needs them. Prints JSON, in bytes. Linux only.
 """
 
 import argparse
-import json
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import jax
 
 from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
 from peagle.pair import load
 from scripts.results import origin
 
@@ -84,7 +84,7 @@ def main() -> None:
     except InputError as error:
         sys.exit(f"error: {error}")
     typed = [Path(args.target).name, "--kernels", args.kernels]
-    print(json.dumps({**found, "provenance": origin("scripts.measure_memory", typed)}, indent=1))
+    print(dumps({**found, "provenance": origin("scripts.measure_memory", typed)}, indent=1))
 
 
 if __name__ == "__main__":

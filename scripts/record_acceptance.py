@@ -14,6 +14,7 @@ from typing import Any
 import peagle
 from peagle.config import SpeculationConfig
 from peagle.metrics import Counters, decode, pooled_counters
+from peagle.ops.strict_json import dumps
 from peagle.pair import HELD_OUT, Pair
 from peagle.provenance import provenance
 from scripts.held_out import first_requests
@@ -48,8 +49,8 @@ def main() -> int:
         "acceptance_length": counters.acceptance_length,
         "rate_per_position": list(counters.acceptance_rate_per_position),
     }
-    GOLDEN.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(record, indent=1))
+    GOLDEN.write_text(dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(dumps(record, indent=1))
     return 0
 
 

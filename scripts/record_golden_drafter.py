@@ -13,7 +13,6 @@ EAGLE-3 (`eagle3`, `eagle3_variant`): inputs, and logits [depth, row] of its tra
 
 import argparse
 import importlib.metadata
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from speculators.models.peagle import core
 from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
+
+from peagle.ops.strict_json import dumps
 
 NUM_ROWS, NUM_DEPTHS, CONTEXT, NUM_DRAFTS = 24, 4, 9, 5
 LLAMA3 = {
@@ -179,7 +180,7 @@ def main() -> None:
         passes = {"train": record(model, None), "step": record(model, (anchor, depth))}
         arrays = {f"{key}_{name}": value for key, arrays in passes.items() for name, value in arrays.items()}
         _keep(directory / name, arrays)
-    (directory / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+    (directory / "versions.json").write_text(dumps(versions, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The folders of results/: one per run, with run.json, raw.jsonl, README.md and a picture."""
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
 from peagle.provenance import provenance, tuning
 
 
@@ -38,7 +38,7 @@ class RawLines:
     def add(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(dumps(line) + "\n")
 
 
 def write_run(out: Path, record: dict[str, Any], raw: Sequence[dict[str, Any]], page: str) -> None:
@@ -51,7 +51,7 @@ def write_run(out: Path, record: dict[str, Any], raw: Sequence[dict[str, Any]], 
 
 def write_page(out: Path, record: dict[str, Any], page: str, show: bool = True) -> None:
     """The folder, whose raw lines are there, holds run.json and README.md, which is shown, too, if asked for."""
-    (out / "run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (out / "run.json").write_text(dumps(record, indent=1) + "\n", encoding="utf-8")
     (out / "README.md").write_text(page, encoding="utf-8")
     if show:
         print(page)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -198,6 +199,21 @@ def _logits(params: TargetParams, config: TargetConfig, x: jax.Array) -> jax.Arr
     return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))
 
 
+LOOKED_AT = 32  # tokens that `first_not_finite` runs in one pass
+
+
+@jax.jit
+def _finite(
+    model: "GptOss", token_ids: jax.Array, lengths: jax.Array, caches: tuple[KVCache, ...]
+) -> tuple[jax.Array, tuple[KVCache, ...]]:
+    """(whether all is finite that comes out of the embedding, of each layer, and of the head [L + 2, T], caches) of one
+    sequence's next tokens."""
+    embedded = embed(model.params.embedding, token_ids, model.params.dtype)
+    output, caches = model.verify(token_ids, lengths, caches)
+    layers = jnp.split(output.aux_hidden, len(model.aux_layer_ids), axis=-1)
+    return jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in (embedded, *layers, output.logits)]), caches
+
+
 @flax.struct.dataclass
 class GptOss:
     """A model as the engine sees it (peagle.protocols.Target): parameters with what is static about them."""
@@ -235,3 +251,22 @@ class GptOss:
         """See `verify`."""
         logits, aux, cache = verify(self.params, self.config, token_ids, lengths, cache, self.aux_layer_ids)
         return TargetOutput(logits, aux), cache
+
+    def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
+        """Run the tokens through once more, and name the first output that is not finite; None where all are.
+
+        First is what comes before all others in the model: a layer before the next, then an earlier position."""
+        last = self.config.num_layers - 1
+        names = ["the embedding", *(f"layer {layer} of 0..{last}" for layer in range(last + 1)), "the head"]
+        tapped = self.replace(aux_layer_ids=tuple(range(last + 1)))  # type: ignore[attr-defined]
+        caches = tapped.init_cache(1, len(token_ids), LOOKED_AT)
+        for start in range(0, len(token_ids), LOOKED_AT):
+            part = np.zeros((1, LOOKED_AT), np.int32)
+            given = token_ids[start : start + LOOKED_AT]
+            part[0, : len(given)] = given
+            finite, caches = _finite(tapped, part, np.array([start], np.int32), caches)
+            bad = np.argwhere(~np.asarray(finite)[:, : len(given)])
+            if len(bad):
+                output, row = bad[0]
+                return f"{names[output]}, at position {start + row} (token {given[row]})"
+        return None

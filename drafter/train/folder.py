@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.ops.files import write_text_whole
+from peagle.ops.strict_json import dumps
 
 RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
 SIZES = "sizes.json"  # of a checkpoint's files
@@ -22,7 +23,7 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
 def keep_sizes(checkpoint: Path) -> None:
     """`expect_sizes` knows from here on how long the folder's files are."""
-    write_text_whole(checkpoint / SIZES, json.dumps(_sizes(checkpoint)))
+    write_text_whole(checkpoint / SIZES, dumps(_sizes(checkpoint)))
 
 
 def expect_sizes(checkpoint: Path) -> None:

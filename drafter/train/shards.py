@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from peagle.ops.checkpoint import save_tensors
 from peagle.ops.errors import InputError
 from peagle.ops.files import holds_files, write_text_whole, write_whole
+from peagle.ops.strict_json import dumps
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -76,7 +77,7 @@ def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
         return
     manifest = {"schema": SCHEMA, **made_by}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text_whole(path, json.dumps(manifest, indent=1) + "\n")
+    write_text_whole(path, dumps(manifest, indent=1) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ function of (recipe, data, step), so a training that was killed goes on to the b
 import dataclasses
 import errno
 import functools
-import json
 import math
 import os
 import shutil
@@ -35,6 +34,7 @@ from drafter.train.folder import CHECKPOINTS, LOG, expect_sizes, keep_sizes, rea
 from drafter.train.loss import LOSSES, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
+from peagle.ops.strict_json import dumps
 
 ROWS = "rows"  # the mesh axis
 OptimizerName = Literal["adamw", "muon"]
@@ -417,14 +417,14 @@ class Trainer:
 
     def _log(self, line: Mapping[str, Any]) -> None:
         with (self.out / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(dumps(line) + "\n")
         self.watch(line)
 
     def _keep_log_until(self, step: int) -> bool:
         """The log ends at the step that is gone on from. Returns whether it has an evaluation of that."""
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
-        text = "".join(json.dumps(line) + "\n" for line in kept)
+        text = "".join(dumps(line) + "\n" for line in kept)
         write_text_whole(path, text)
         return any(line["step"] == step and "evaluation" in line for line in kept)
 

@@ -30,6 +30,7 @@ from peagle.cli.settings import DataSettings
 from peagle.config import SamplingConfig
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
 from peagle.pair import DEMO, load, resolve
 from peagle.prompt_files import left_out_line, read_prompts
 from peagle.prompts import Rendering
@@ -162,7 +163,7 @@ def _made_by(
         "taps": list(taps),
         "top": settings.top,
     }
-    loaded: dict[str, Any] = json.loads(json.dumps(made))
+    loaded: dict[str, Any] = json.loads(dumps(made))
     return loaded
 
 

@@ -17,6 +17,7 @@ from peagle.cli.display import Display
 from peagle.cli.settings import ExportSettings
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
+from peagle.ops.strict_json import dumps
 from peagle.pair import resolve
 
 CARD = """\
@@ -109,7 +110,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, run: Pat
         proposes=f"{'all' if all_tokens else f'{c.draft_vocab_size:,}'} of the target's {c.vocab_size:,} tokens",
         slots=f"all drafts in one pass; mask token {c.mask_token_id}" if c.parallel else "one draft a pass",
         training=_training(run),
-        elsewhere=(VLLM.format(target=target, config=json.dumps(served)) if dialect == "vllm" else SPECULATORS),
+        elsewhere=(VLLM.format(target=target, config=dumps(served)) if dialect == "vllm" else SPECULATORS),
     )
 
 

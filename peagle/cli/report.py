@@ -1,12 +1,12 @@
 """A run as JSON (schema 1), as trace lines, and as the few lines a person reads. What is absent is null there."""
 
 import dataclasses
-import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from peagle.metrics import Result, speculative_decoding_block, summarize
+from peagle.ops import strict_json
 from peagle.pair import Pair
 from peagle.profile import Breakdown
 from peagle.prompt_files import left_out_line
@@ -47,12 +47,12 @@ def trace_lines(run: Run) -> Iterator[str]:
     for outcome in run.outcomes:
         for number, decision in enumerate(outcome.result.decisions):
             line = {"request": outcome.result.request.index, "step": number, **dataclasses.asdict(decision)}
-            yield json.dumps(line) + "\n"
+            yield strict_json.dumps(line) + "\n"
 
 
 def dumps(value: dict[str, Any]) -> str:
-    """JSON text, ASCII, so that it can be written whatever a path or a model holds. NaN is no JSON, and a bug."""
-    return json.dumps(value, indent=1, allow_nan=False) + "\n"
+    """JSON text, ASCII, so that it can be written whatever a path or a model holds."""
+    return strict_json.dumps(value, indent=1) + "\n"
 
 
 def summary_lines(
@@ -182,7 +182,7 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
 
 
 def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
-    rates = " ".join(_number(rate, ".2f") for rate in _told(summary["acceptance_rate_per_position"] or []))
+    rates = " ".join(_number(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
     steps = f"{summary['num_spec_steps']} steps of K = {config.num_speculative_tokens}"
     if config.adaptive:
         steps = f"{summary['num_spec_steps']} steps of K <= {config.num_speculative_tokens}, "
@@ -193,12 +193,6 @@ def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
         if summary["acceptance_length_without_loops"] is not None:
             text += f", length without them {summary['acceptance_length_without_loops']:.2f}"
     return text
-
-
-def _told(rates: Sequence[float | None]) -> Sequence[float | None]:
-    """Up to the last draft that was ever right, and one more: of those behind it there is nothing to tell."""
-    last = max((place for place, rate in enumerate(rates) if rate), default=-1)
-    return rates[: last + 2]
 
 
 def _hopeless(costs: CostsUsed) -> str:

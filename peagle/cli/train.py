@@ -34,6 +34,7 @@ from peagle.ops.checkpoint import fingerprint, read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.files import holds_files, write_text_whole
 from peagle.ops.rope import RopeConfig
+from peagle.ops.strict_json import dumps
 from peagle.pair import DEMO, Pair, default_dtype, load, resolve
 from peagle.prompt_files import PromptSet, left_out_line, read_prompts
 from peagle.prompts import Rendering
@@ -374,7 +375,7 @@ def _record(
         | {"documents": len(documents), "tokens": sum(len(each.token_ids) for each in documents)},
         "rows_per_step": settings.rows,
     }
-    record = json.loads(json.dumps(record))
+    record = json.loads(dumps(record))
     if begun is not None:
         then, now = _flat(begun), _flat(record)
         differing = [key for key in now if key != "data.given" and then.get(key) != now[key]]
@@ -386,7 +387,7 @@ def _record(
             )
         return
     out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**record, "provenance": provenance()}, indent=1) + "\n"
+    text = dumps({**record, "provenance": provenance()}, indent=1) + "\n"
     write_text_whole(out / RECIPE, text)
 
 

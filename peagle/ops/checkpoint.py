@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from peagle.ops.errors import InputError
 from peagle.ops.files import umask
 from peagle.ops.memory import aligned
+from peagle.ops.strict_json import dumps
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PIECE_BYTES = 1 << 24  # of a file at a time
@@ -372,7 +373,7 @@ def _replace_files(directory: Path, new: Path) -> None:
 
 
 def _json_bytes(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
+    return (dumps(value, indent=2) + "\n").encode()
 
 
 def _some(names: Iterable[str], most: int = 4) -> str:

@@ -9,21 +9,26 @@ from jaxtyping import Array, Float, Int
 
 from peagle.ops import native
 
+NO_TOKEN = -1  # instead of an index, where the logits say none
+
 
 def argmax(logits: Float[Array, "... V"]) -> Int[Array, "..."]:
-    """The index of the largest logit, the first of equal ones; the last index where a logit is NaN."""
+    """Find the index of the largest logit, the first of equal ones; NO_TOKEN where a logit is NaN, or the largest is
+    not finite."""
     if native.available():
         return _native(logits, with_probability=False)[0]
     return _first_of(logits, jnp.max(logits, axis=-1, keepdims=True))
 
 
 def likeliest(logits: Float[Array, "... V"]) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
-    """(the argmax, its probability in float32)."""
+    """Find (the argmax, its probability in float32); where there is none, (0, NaN): an index to go on with."""
     if native.available():
-        return _native(logits, with_probability=True)
-    peak = jnp.max(logits, axis=-1, keepdims=True)
-    total = jnp.sum(jnp.exp((logits - peak).astype(jnp.float32)), axis=-1)
-    return _first_of(logits, peak), 1.0 / total
+        index, probability = _native(logits, with_probability=True)
+    else:
+        peak = jnp.max(logits, axis=-1, keepdims=True)
+        index = _first_of(logits, peak)
+        probability = 1.0 / jnp.sum(jnp.exp((logits - peak).astype(jnp.float32)), axis=-1)
+    return jnp.maximum(index, 0), probability
 
 
 def _native(logits: jax.Array, *, with_probability: bool) -> tuple[jax.Array, jax.Array]:
@@ -38,5 +43,5 @@ def _native(logits: jax.Array, *, with_probability: bool) -> tuple[jax.Array, ja
 def _first_of(logits: Float[Array, "... V"], peak: Float[Array, "... 1"]) -> Int[Array, "..."]:
     vocab_size = logits.shape[-1]
     index = jnp.arange(vocab_size, dtype=jnp.int32)
-    # a row of NaN has no peak: its token is the last one, which is a token
-    return jnp.minimum(jnp.min(jnp.where(logits == peak, index, vocab_size), axis=-1), vocab_size - 1)
+    first = jnp.min(jnp.where(logits == peak, index, vocab_size), axis=-1)
+    return jnp.where(jnp.isfinite(peak[..., 0]), first, NO_TOKEN)  # jnp.max passes NaN on

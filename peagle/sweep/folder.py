@@ -23,6 +23,7 @@ import numpy as np
 from peagle.metrics import Counters, Result
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, write_text_whole
+from peagle.ops.strict_json import dumps
 from peagle.sweep.plan import Arm, K, Plan, Setting
 
 SCHEMA, KIND = 3, "sweep"
@@ -145,7 +146,7 @@ class Folder:
     def save(self, **changes: Any) -> None:
         """run.json holds these, too."""
         self.record = self.record | changes
-        _write(self.path / RUN, json.dumps(self.record, indent=1) + "\n")
+        _write(self.path / RUN, dumps(self.record, indent=1) + "\n")
 
     def discard(self) -> None:
         """The folder, as `begin` made it, is gone, unless anything was decoded: requests, or answers to ask with."""
@@ -169,7 +170,7 @@ class Folder:
         lines = [dataclasses.asdict(asked) for each in posed for asked in each.asked]
         lines += [dataclasses.asdict(LeftOut(name, None, None, why)) for name, some in left_out.items() for why in some]
         lines += [dataclasses.asdict(LeftOut(each.prompts, each.raw, each.row, each.why)) for each in posed if each.why]
-        _write(self.path / PROMPTS, "".join(json.dumps(line) + "\n" for line in lines))
+        _write(self.path / PROMPTS, "".join(dumps(line) + "\n" for line in lines))
         (self.path / ASKING).unlink(missing_ok=True)
 
     def posed(self) -> list[Posed]:
@@ -229,7 +230,7 @@ class Appender:
 
     def _line(self, value: Mapping[str, Any]) -> None:
         try:
-            self._file.write((json.dumps(value) + "\n").encode())
+            self._file.write((dumps(value) + "\n").encode())
             self._file.flush()
         except OSError as error:
             raise InputError(
@@ -291,7 +292,7 @@ def sample_of(setting: Setting, arm: Arm, repeat: int, result: Result) -> Sample
         verified=counters.verified,
         tried=counters.tried,
         num_plain_steps=counters.num_plain_steps,
-        output_sha256=hashlib.sha256(json.dumps(result.output_ids).encode()).hexdigest()[:16],
+        output_sha256=hashlib.sha256(dumps(result.output_ids).encode()).hexdigest()[:16],
         output_ids=result.output_ids if repeat == 0 and not arm.speculates else None,
     )
 

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from peagle.ops.strict_json import dumps
 from scripts.demo.tasks import FunctionNode, Task, digest, task_of
 
 # Distribution -> import name: run-time dependencies of this package and what those bring along.
@@ -368,7 +369,7 @@ def manifest(corpus: Corpus, packages: dict[str, str]) -> dict:
 
 def write_lines(path: Path, records: Iterable[dict]) -> None:
     """One JSON object a line."""
-    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    path.write_text("".join(dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -383,7 +384,7 @@ def write_corpus(corpus: Corpus, packages: dict[str, str], out: Path) -> None:
         write_lines(out / f"{name}.jsonl", (asdict(source) for source in getattr(corpus, name)))
     for name in ("chat_train", "chat_heldout", "heldout_prompts"):
         write_lines(out / f"{name}.jsonl", (function.record() for function in getattr(corpus, name)))
-    (out / "manifest.json").write_text(json.dumps(manifest(corpus, packages), indent=1) + "\n", encoding="utf-8")
+    (out / "manifest.json").write_text(dumps(manifest(corpus, packages), indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -397,7 +398,7 @@ def main() -> None:
     packages = {name: PACKAGES[name] for name in arguments.packages}
     corpus = build_corpus(collect_sources(packages))
     write_corpus(corpus, packages, arguments.out)
-    print(json.dumps({"counts": {name: len(part) for name, part in vars(corpus).items()}, "out": str(arguments.out)}))
+    print(dumps({"counts": {name: len(part) for name, part in vars(corpus).items()}, "out": str(arguments.out)}))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from drafter.train import shards
 from drafter.train.batches import fill_rows
 from drafter.train.shards import open_folder, write_shard
+from peagle.ops.strict_json import dumps
 from scripts.demo.corpus import read_lines
 from scripts.demo.tasks import digest
 from scripts.demo.tokenizer import END_OF_TEXT, RETURN, START_OF_TEXT
@@ -140,8 +141,8 @@ def main() -> None:
     counts = build_dataset(arguments.corpus, tokenizer, arguments.out)
     manifest = json.loads((arguments.corpus / "manifest.json").read_text(encoding="utf-8"))
     manifest["tokens"] = counts
-    (arguments.out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(counts))
+    (arguments.out / "manifest.json").write_text(dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    print(dumps(counts))
 
 
 if __name__ == "__main__":

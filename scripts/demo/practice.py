@@ -14,7 +14,6 @@ corpus' chat, the other files as in --dataset, and manifest.json with how many a
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 
 from drafter.train.shards import Document, read_shards
 from peagle.metrics import LOOP_GRAM, LOOPING_ABOVE, loop_grams
+from peagle.ops.strict_json import dumps
 from scripts.demo import dataset
 from scripts.demo.dataset import LOOP, PADDING, PROMPT, TEXT, pack, shuffled
 from scripts.demo.tokenizer import RETURN, SPECIAL_TOKENS
@@ -83,8 +83,8 @@ def main() -> None:
     for name in KEPT_AS_IT_IS:
         shutil.copy(arguments.dataset / name, arguments.out / name)
     manifest = {"answers": dict(Counter(kind for kind, _ in lessons)), "corpus": len(corpus)}
-    (arguments.out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(manifest))
+    (arguments.out / "manifest.json").write_text(dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    print(dumps(manifest))
 
 
 if __name__ == "__main__":

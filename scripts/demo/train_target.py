@@ -24,6 +24,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from peagle.ops.strict_json import dumps
 from scripts.demo.tuned import BATCH_ROWS, restart_tuned
 
 if __name__ == "__main__":
@@ -317,7 +318,7 @@ def settle_config(out: Path, arguments: argparse.Namespace) -> TargetConfig:
     elif not path.exists():
         names = ("hidden", "layers", "heads", "kv_heads", "experts", "expert_width", "vocab")
         config = hf_config(**{name: getattr(arguments, name) for name in names})
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        path.write_text(dumps(config, indent=2) + "\n", encoding="utf-8")
     return read_config(out)
 
 
@@ -336,7 +337,7 @@ def settle_schedule(out: Path, config: TargetConfig, arguments: argparse.Namespa
         raise SystemExit("train_target: a new run needs --minutes or --tokens")
     schedule = Schedule(steps, **options)
     practises = arguments.practise.name if arguments.practise else None
-    path.write_text(json.dumps(recipe(schedule, practises), indent=1) + "\n", encoding="utf-8")
+    path.write_text(dumps(recipe(schedule, practises), indent=1) + "\n", encoding="utf-8")
     return schedule
 
 
@@ -358,7 +359,7 @@ def restore(out: Path, config: TargetConfig, practises: Path | None) -> tuple[St
 
 def log(out: Path, **record: Any) -> None:
     """Append a line to log.jsonl and print it."""
-    line = json.dumps({name: round(v, 5) if isinstance(v, float) else v for name, v in record.items()})
+    line = dumps({name: round(v, 5) if isinstance(v, float) else v for name, v in record.items()})
     with (out / "log.jsonl").open("a", encoding="utf-8") as file:
         file.write(line + "\n")
     print(line, flush=True)

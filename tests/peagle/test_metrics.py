@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle.cli.report import summary_lines
 from peagle.generate import Decision, Emission, Request
 from peagle.metrics import (
     Counters,
@@ -20,6 +21,7 @@ from peagle.metrics import (
     speculative_decoding_block,
     summarize,
 )
+from peagle.session import Outcome, Run, RunConfig
 from tests.peagle.conftest import ByteTokenizer
 
 REQUEST = Request(0, (7, 8), max_new_tokens=100)
@@ -64,6 +66,18 @@ def test_steps_of_chosen_widths_by_hand() -> None:
     assert counters.conditional_rate_per_position == pytest.approx((1, 1 / 2, 1))
     assert counters + counters == Counters.of(decisions * 2, 3)
     assert speculative_decoding_block(counters)["num_plain_steps"] == 2
+
+
+def test_a_position_that_was_never_drafted_has_no_rate() -> None:
+    """Of a run that chose 3 drafts at most though K is 5; at place 2 none was right, which is a rate."""
+    decisions = [decision(1, 1), decision(2, 3), decision(0, 3), decision(0, 0)]
+    counters = Counters.of(decisions, 5)
+    assert counters.acceptance_rate_per_position == pytest.approx((2 / 3, 1 / 3, 0, None, None))
+    assert Counters.of([decision(0, 0)], 2).acceptance_rate_per_position == (None, None)
+    config = RunConfig(num_speculative_tokens=5, adaptive=True, baseline=False)
+    made = Result(REQUEST, 5, (1, 2), None, "length", 0.0, 1.0, 2.0, tuple(decisions))
+    (line,) = [text for text in summary_lines(Run([Outcome(made, None)], 128), config, None) if "per position" in text]
+    assert line.endswith("length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - -")
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))

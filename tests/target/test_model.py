@@ -133,3 +133,24 @@ def test_fresh_parameters_start_near_the_uniform_distribution() -> None:
     logits, _ = run_forward(params, CONFIG, token_ids(), positions(), aux_layer_ids=(1,))
     loss = -jax.nn.log_softmax(logits).mean()
     assert np.log(CONFIG.vocab_size) < loss < np.log(CONFIG.vocab_size) + 1.0
+
+
+def test_the_first_output_that_is_not_finite_is_named() -> None:
+    """Of several the one that the others follow from; of one token alone, the position where it stands first."""
+    params, ids = random_params(), token_ids(3)[0].tolist()
+    ids[32] = lone = 52  # behind the tokens that one pass looks at
+    assert lone not in ids[:32]
+    first, second = params.layers
+    spoilt = dataclasses.replace(second.attention, out=second.attention.out.at[3, 5].set(jnp.nan))
+    nan_layer = dataclasses.replace(params, layers=(first, dataclasses.replace(second, attention=spoilt)))
+    infinite_head = dataclasses.replace(params, lm_head=params.lm_head.at[2, 7].set(jnp.inf))
+    nan_token = dataclasses.replace(nan_layer, embedding=params.embedding.at[lone, 2].set(jnp.nan))
+    for broken, given, expected in (
+        (params, ids, None),
+        (nan_layer, ids, f"layer 1 of 0..1, at position 0 (token {ids[0]})"),
+        (nan_layer, ids[:1], f"layer 1 of 0..1, at position 0 (token {ids[0]})"),
+        (infinite_head, ids, f"the head, at position 0 (token {ids[0]})"),
+        (nan_token, ids, f"layer 1 of 0..1, at position 0 (token {ids[0]})"),
+        (dataclasses.replace(nan_token, layers=params.layers), ids, f"the embedding, at position 32 (token {lone})"),
+    ):
+        assert GptOss(broken, CONFIG).first_not_finite(given) == expected

@@ -49,8 +49,9 @@ def decode_attention(
     """(attention's output [B, T, N H], the cache with the rows' keys and values): rotated, written, then attended.
 
     A query at position p sees positions max(0, p - window + 1) .. p, all of them without a window; the newest position
-    that was ever written is the row's last query's. A query of negative position writes nothing, and what comes out of
-    it is finite and means nothing. `native` is for CPUs; `xla`: no kernels on GPUs either.
+    that a ring holds is the largest of the pass. A query of negative position, wherever it stands among the rows,
+    writes nothing, and what comes out of it is finite and means nothing. `native` is for CPUs; `xla`: no kernels on
+    GPUs either.
     """
     if not native:
         on_xla = functools.partial(_decode_attention, num_heads=num_heads, window=window)
@@ -91,7 +92,8 @@ def _decode_attention(
 ) -> tuple[jax.Array, KVCache]:
     query, key, value = split_heads(qkv, num_heads, cache.key.shape[2], cos, sin)
     cache = write_kv(cache, key, value, positions)
-    mask = causal_mask(positions, slot_positions(cache, positions[:, -1]), window)
+    # not the last row's: rows that are padding, of negative position, may stand behind
+    mask = causal_mask(positions, slot_positions(cache, jnp.max(positions, axis=1)), window)
     out = attention(query, cache.key, cache.value, mask, sinks)
     return out.reshape(*qkv.shape[:2], -1), cache
 

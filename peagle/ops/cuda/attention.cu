@@ -17,7 +17,7 @@ constexpr float kNothing = -1e30f;
 struct Slots {
   int capacity;
   int ring;
-  int newest;  // position: what the sequence's last row has just written
+  int newest;  // position: the largest that the pass has just written; negative where it wrote none
 
   // The position in a slot, negative where it is none.
   __device__ int Position(int slot) const {
@@ -90,13 +90,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
   __shared__ AttentionShared shared;
   const int chunk = blockIdx.x, num_chunks = gridDim.x, b = blockIdx.y / kv_heads, g = blockIdx.y % kv_heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
-  const int shared_heads = heads / kv_heads, queries = rows * shared_heads, newest = positions[b * rows + rows - 1];
-  const Slots slots = {capacity, ring, newest};
+  const int shared_heads = heads / kv_heads, queries = rows * shared_heads;
   const int first_slot = chunk * kChunkSlots + warp * kSlots;
-  // the oldest position that any row sees; rows stand at rising positions, inactive ones (negative) see nothing
+  // the newest position that any row sees, and the oldest; inactive rows (negative) see nothing, wherever they stand
+  int newest = -1;
+  for (int t = 0; t < rows; ++t) newest = max(newest, positions[b * rows + t]);
   int oldest = newest;
   for (int t = 0; t < rows; ++t)
     if (positions[b * rows + t] >= 0) oldest = min(oldest, positions[b * rows + t]);
+  const Slots slots = {capacity, ring, newest};
   oldest = window > 0 ? max(0, oldest - window + 1) : 0;
   const long long row_stride = static_cast<long long>(kv_heads) * kHead;
   const Half* keys = key + static_cast<long long>(b) * capacity * row_stride + g * kHead;

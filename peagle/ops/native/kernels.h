@@ -99,8 +99,8 @@ struct Rotation {
   void *query, *key, *value;  // as in Attention
 };
 
-// Of each row of [T, V] the index of the largest value, the first of equal ones, and its probability by softmax. A row
-// that holds a NaN has no largest value: V - 1, and NaN.
+// Of each row of [T, V] the index of the largest value, the first of equal ones, and its probability by softmax. Where a
+// value is NaN, or the largest is not finite: -1, and NaN.
 struct Likeliest {
   const void* logits;  // [T, V]
   bool bfloat16;

@@ -84,7 +84,8 @@ void RunLikeliestAs(const Likeliest& op, Parallel& parallel) {
       const Peak& other = peaks[row * slices + slice];
       if (other.index < 0 || other.value > best.value) best = other;
     }
-    op.index[row] = static_cast<int32_t>(best.index < 0 ? op.width - 1 : best.index);
+    if (__builtin_isinf(best.value)) best.index = -1;
+    op.index[row] = static_cast<int32_t>(best.index);
   }
   if (op.probability == nullptr) return;
   float* const sums = scratch.Take<float>(chunks);

@@ -1,5 +1,7 @@
 """The GPU kernels of attention over a cache, on a CPU: they say what the XLA form says."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,16 +78,22 @@ def test_it_is_the_xla_form(
 
 
 @pytest.mark.usefixtures("opened")
-@pytest.mark.parametrize(("ring", "window"), [(False, None), (True, 24)])
-def test_a_row_is_the_same_whatever_rows_are_behind_it(ring: bool, window: int | None) -> None:
-    qkv, cos, sin, cache, positions, sinks = random_case(9, 40 if ring else 300, 8, 2, ring, (270,))
-    together, _ = kernels(qkv, cos, sin, cache, positions, sinks, window=window)
-    alone = []
-    for t in range(9):
+@pytest.mark.parametrize("rows", [range(9), (0, 1), (0, 2, 3, 7), (5, 8), ()], ids=str)
+@pytest.mark.parametrize(("ring", "window"), [(False, None), (False, 24), (True, 24)])
+def test_a_row_is_the_same_whatever_rows_are_beside_it(ring: bool, window: int | None, rows: Sequence[int]) -> None:
+    """Those behind it, and rows of negative position, of which there may be any, anywhere: the newest position of a
+    pass is the largest, and not the last row's."""
+    qkv, cos, sin, cache, _, sinks = random_case(9, 40 if ring else 300, 8, 2, ring, (270,))
+    positions = np.full((1, 9), -1, np.int32)
+    positions[0, list(rows)] = 270 + np.arange(len(rows))
+    together, kept = kernels(qkv, cos, sin, cache, jnp.asarray(positions), sinks, window=window)
+    assert np.isfinite(np.asarray(together, np.float32)).all()
+    for t in rows:
         row = (part[:, t : t + 1] for part in (qkv, cos, sin))
-        out, cache = kernels(*row, cache, positions[:, t : t + 1], sinks, window=window)
-        alone.append(out)
-    np.testing.assert_array_equal(together, jnp.concatenate(alone, axis=1))
+        out, cache = kernels(*row, cache, jnp.asarray(positions[:, t : t + 1]), sinks, window=window)
+        np.testing.assert_array_equal(together[:, t : t + 1], out)
+    np.testing.assert_array_equal(kept.key, cache.key)
+    np.testing.assert_array_equal(kept.value, cache.value)
 
 
 @pytest.mark.usefixtures("opened")

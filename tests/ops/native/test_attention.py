@@ -275,6 +275,47 @@ def test_rows_of_negative_position_write_nothing(kind: str, dtype: type) -> None
             assert (np.asarray(now)[touched] != np.asarray(before)[touched]).all()
 
 
+# rows of negative position behind the others, as a drafter's padding stands, in their midst, before them, and alone
+PADDED = (
+    [[27, 28, 29, 30, -1, -1, -1], [24, -1, 25, -1, -1, 26, -1], [-1] * 7],
+    [[-1, -1, 31, 32], [-1] * 4, [27, -1, -1, 28]],
+)
+
+
+def padded_passes(heads: Heads) -> list[tuple[np.ndarray, np.ndarray]]:
+    """27 positions of each sequence, more than a ring holds, then the passes with padding."""
+    rng = np.random.default_rng(14)
+    passes = [steps(first, first, first, rows=9) for first in (0, 9, 18)] + [np.array(at, np.int32) for at in PADDED]
+    return [(random_projections(rng, heads, at.shape[1], np.float32), at) for at in passes]
+
+
+def assert_padding_is_nothing(kind: str, on: bool) -> None:
+    heads, (capacity, ring, window) = HEADS[0], CACHES[kind]
+    sinks, passes = random_sinks(np.random.default_rng(15), heads), padded_passes(heads)
+    empty = empty_cache(heads, capacity, ring, np.float32, fill=np.nan if on else 0.0)
+    outs, caches = one_after_the_other(passes, empty, heads, window, sinks, on)
+    memory = Memory(heads, window, sinks, np.float32)
+    for (qkv, positions), out, before, after in zip(passes, outs, [empty, *caches], caches, strict=False):
+        expected = memory.decode(qkv, *angles(positions, heads, np.float32), positions)
+        assert np.isfinite(out).all()
+        np.testing.assert_allclose(np.asarray(out)[positions >= 0], expected[positions >= 0], atol=EXACT)
+        touched = np.zeros((BATCH, capacity), bool)
+        touched[np.nonzero(positions >= 0)[0], positions[positions >= 0] % capacity] = True
+        for now, then in zip(parts(after), parts(before), strict=True):
+            assert_same_bits(now[~touched], then[~touched])
+
+
+@pytest.mark.parametrize("kind", ["full", "full, window", "ring"])
+def test_the_newest_position_of_a_pass_is_the_largest(kind: str) -> None:
+    assert_padding_is_nothing(kind, on=True)
+
+
+@one_set  # of which XLA takes no notice
+@pytest.mark.parametrize("kind", ["full", "full, window", "ring"])
+def test_so_it_is_on_xla(kind: str) -> None:
+    assert_padding_is_nothing(kind, on=False)
+
+
 @pytest.mark.parametrize("window", [None, 5, 2])
 def test_positions_beyond_a_full_cache_are_dropped(window: int | None) -> None:
     """A query there sees what of its positions is in the cache; where that is nothing, it is finite."""

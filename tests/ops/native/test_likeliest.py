@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
-from peagle.ops.likeliest import argmax, likeliest
+from peagle.ops.likeliest import NO_TOKEN, argmax, likeliest
 from tests.ops.native.cases import assert_same_bits, each, one_at_a_time, one_set
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -45,17 +45,24 @@ def test_of_equal_logits_the_first(dtype: type) -> None:
 
 
 @each_dtype
-def test_what_is_no_number(dtype: type) -> None:
-    """Minus infinity is a logit like others; a row with a NaN anywhere gives its last token, as in XLA's form."""
-    x = np.full((6, 40_000), -np.inf, dtype)
+def test_where_there_is_none(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minus infinity is a logit like others. A row with a NaN anywhere has no largest logit, nor has one whose largest
+    is infinite; XLA's form says the same."""
+    x = np.full((9, 40_000), -np.inf, dtype)
     x[0, 7] = -1e30
     x[1, :] = 1
     for row, place in enumerate((0, 18, 16_384, 39_999), start=2):
         x[row] = np.arange(40_000) % 7
         x[row, place] = np.nan
-    index, probability = likeliest(jnp.asarray(x))
-    np.testing.assert_array_equal(index, [7, 0, *[39_999] * 4])
-    np.testing.assert_allclose(probability, [1, 1 / 40_000, *[np.nan] * 4], rtol=2e-5)
+    x[6, 20_000] = np.inf
+    x[7, :] = np.nan  # and 8 is all of minus infinity
+    tokens, probabilities = [7, 0, *[NO_TOKEN] * 7], [1, 1 / 40_000, *[np.nan] * 7]
+    for _ in ("compiled", "XLA"):
+        ours, (index, probability) = each(lambda x: (argmax(x), likeliest(x)), [(x,)])[0]
+        np.testing.assert_array_equal(ours, tokens)
+        np.testing.assert_array_equal(index, np.maximum(tokens, 0))
+        np.testing.assert_allclose(probability, probabilities, rtol=2e-5 if dtype is np.float32 else 2e-2)
+        monkeypatch.setattr(native, "available", lambda: False)
 
 
 def test_leading_axes_stay_and_xla_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,68 @@
+"""JSON that every reader takes."""
+
+import ast
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peagle.ops.strict_json import dumps
+
+ROOT = Path(__file__).parents[2]
+# what passes between two processes of a script, and is no file
+PIPES = {"scripts/peers/worker.py", "scripts/peers/remote.py"}
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None)),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=8,
+)
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def expected(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: expected(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [expected(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@settings(deadline=None, max_examples=25)
+@given(values)
+def test_what_is_not_finite_becomes_null_and_all_else_stays(value: object) -> None:
+    assert strict(dumps(value)) == expected(value)
+    assert dumps(value, indent=1).isascii()
+
+
+def test_keys_that_are_numbers_and_what_is_no_json() -> None:
+    found = strict(dumps({1: math.nan, 2: {"a": (math.inf, -math.inf, 0.5)}}))
+    assert found == {"1": None, "2": {"a": [None, None, 0.5]}}
+    with pytest.raises(TypeError):
+        dumps({"a": object()})
+
+
+def test_everything_is_written_by_it() -> None:
+    """json.dumps and json.dump are called nowhere else."""
+    found = []
+    for package in ("peagle", "target", "drafter", "scripts"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if name == "peagle/ops/strict_json.py" or name in PIPES:
+                continue
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Attribute) and node.attr in ("dump", "dumps"):
+                    whole = isinstance(node.value, ast.Name) and node.value.id == "json"
+                    found += [f"{name}:{node.lineno}"] if whole else []
+                if isinstance(node, ast.ImportFrom) and node.module == "json":
+                    found += [f"{name}:{node.lineno}" for each in node.names if each.name in ("dump", "dumps")]
+    assert not found, f"write with peagle.ops.strict_json: {found}"

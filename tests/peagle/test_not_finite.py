@@ -1,0 +1,195 @@
+"""Models whose outputs are not finite: noticed at the first token that would follow from them, and said in a line."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import peagle.cli.run
+from peagle.autoregressive import NoDrafter
+from peagle.cli import main
+from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.generate import Emission, Engine, Request
+from peagle.ops.errors import InputError
+from peagle.ops.likeliest import likeliest
+from peagle.ops.messages import Draft, Fresh
+from peagle.protocols import Drafter
+from tests.peagle.conftest import toy_pair
+from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted
+
+VOCAB_SIZE, BAD, BUDGET = 12, 7, 10
+SAMPLED = SamplingConfig(0.7, top_p=0.9)
+
+
+@flax.struct.dataclass
+class Explained(MarkovTarget):
+    """A target that knows why: it says what it is asked."""
+
+    def first_not_finite(self, token_ids: Sequence[int]) -> str:
+        return f"what follows {list(token_ids)}"
+
+
+def counting(bad: Sequence[float] = (np.nan,) * VOCAB_SIZE, kind: type[MarkovTarget] = Explained) -> MarkovTarget:
+    """A target that goes on with the next number, and behind BAD with these logits."""
+    table = 60 * np.roll(np.eye(VOCAB_SIZE, dtype=np.float32), 1, axis=1)
+    table[BAD] = bad
+    return kind(jnp.asarray(table))
+
+
+def scripted() -> Scripted:
+    """Drafts that are right at all places but every fourth."""
+    index = np.arange(64, dtype=np.int32)
+    return Scripted(jnp.asarray(np.where(index % 4 == 3, 0, index % VOCAB_SIZE)[None]))
+
+
+def engine(
+    target: MarkovTarget,
+    drafter: Drafter,
+    k: int,
+    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
+    batch: int = 1,
+) -> Engine:
+    return Engine(target, drafter, SpeculationConfig(k, batch, 64, sampling), steps_per_dispatch=3)
+
+
+def until_refused(engine: Engine, *requests: Request) -> tuple[dict[int, list[int]], str]:
+    """(the tokens that came before, the error)."""
+    tokens: dict[int, list[int]] = {request.index: [] for request in requests}
+    try:
+        for emission in engine.generate(requests):
+            tokens[emission.request.index] += emission.token_ids
+    except InputError as error:
+        return tokens, str(error)
+    raise AssertionError(f"{tokens}, and no error")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "k", "sampling"),
+    [
+        (NoDrafter(), 0, SamplingConfig()),
+        (scripted(), 3, SamplingConfig()),
+        (FixedLogits(jnp.zeros((3, VOCAB_SIZE))), 3, dataclasses.replace(SAMPLED, draft_sampling=True)),
+        (Scripted(jnp.arange(64, dtype=jnp.int32)[None] + 2), 3, SamplingConfig(synthetic_acceptance=(1.0, 1.0, 1.0))),
+    ],
+    ids=["plain", "greedy", "sampled drafts", "synthetic"],
+)
+def test_it_is_noticed_where_it_begins(drafter: Drafter, k: int, sampling: SamplingConfig) -> None:
+    tokens, error = until_refused(engine(counting(), drafter, k, sampling), Request(0, (2, 3), BUDGET))
+    known = list(range(4, BAD + 1))
+    assert tokens[0] == known[: len(tokens[0])]
+    assert len(tokens[0]) >= len(known) - k
+    assert error.startswith(f"the target's logits for token {len(known)} of the answer to prompt 0 are not finite")
+    assert f"that of what follows {[2, 3, *known]};" in error
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [*[0.0] * (VOCAB_SIZE - 1), np.nan],
+        [np.nan, *[0.0] * (VOCAB_SIZE - 1)],
+        [0.0, np.inf, *[0.0] * (VOCAB_SIZE - 2)],
+        [-np.inf] * VOCAB_SIZE,
+    ],
+    ids=["last", "first", "infinite", "all minus infinite"],
+)
+def test_a_single_logit_is_enough(bad: list[float]) -> None:
+    for sampling in (SamplingConfig(), SAMPLED):
+        plain = engine(counting(bad, MarkovTarget), NoDrafter(), 0, sampling)
+        tokens, error = until_refused(plain, Request(0, (5,), BUDGET))
+        assert tokens[0] == [6, 7]
+        assert error.startswith("the target's logits for token 2 of the answer to prompt 0 are not finite; expected")
+
+
+def test_minus_infinity_is_a_logit() -> None:
+    bad = [-np.inf] * VOCAB_SIZE
+    bad[3] = -1e30
+    for sampling in (SamplingConfig(), SAMPLED):
+        plain = engine(counting(bad), NoDrafter(), 0, sampling)
+        emitted = [token for each in plain.generate([Request(0, (6,), 4)]) for token in each.token_ids]
+        assert emitted == [7, 3, 4, 5]
+
+
+def test_the_first_token_is_no_exception_and_the_prompt_is_named() -> None:
+    requests = Request(0, (1,), BUDGET), Request(1, (3, BAD), BUDGET)
+    tokens, error = until_refused(engine(counting(), NoDrafter(), 0, batch=2), *requests)
+    assert tokens == {0: [], 1: []}
+    assert error.startswith("the target's logits for token 0 of the answer to prompt 1 are not finite")
+    assert f"what follows [3, {BAD}];" in error
+
+
+def test_what_nobody_reads_may_be_anything() -> None:
+    """Rows that are done, whose last token is the bad one, places of a batch without a request, and the token that
+    warming up is done with."""
+    table = np.asarray(counting().table).copy()
+    table[0] = np.nan
+    two = engine(MarkovTarget(jnp.asarray(table)), scripted(), 3, batch=3)
+    requests = [Request(0, (5,), 2), Request(1, (8,), 3)]  # 6 7, and 9 10 11
+    two.warm_up(requests)
+    emissions: list[Emission] = list(two.generate(requests))
+    found = [
+        [token for each in emissions if each.request is request for token in each.token_ids] for request in requests
+    ]
+    assert found == [[6, 7], [9, 10, 11]]
+
+
+@flax.struct.dataclass
+class Broken(FixedLogits):
+    """A drafter with the confidence that a drafter with weights has."""
+
+    def propose(self, state: None, fresh: Fresh, num_drafts: int) -> tuple[Draft, None]:
+        draft, state = super().propose(state, fresh, num_drafts)
+        assert draft.logits is not None
+        token_ids, confidence = likeliest(jax.lax.optimization_barrier(draft.logits))
+        return Draft(token_ids, draft.logits, confidence), state
+
+
+@pytest.mark.parametrize("sampling", [SamplingConfig(), dataclasses.replace(SAMPLED, draft_sampling=True)])
+def test_a_drafters_outputs_are_looked_at_as_well(sampling: SamplingConfig) -> None:
+    """It would cost no token, but all the speed, without a word."""
+    logits = np.zeros((3, VOCAB_SIZE), np.float32)
+    logits[1, 4] = np.nan
+    speculation = engine(counting(), Broken(jnp.asarray(logits)), 3, sampling)
+    tokens, error = until_refused(speculation, Request(0, (2,), BUDGET))
+    assert tokens[0] == [3]
+    assert error.startswith("the drafter's logits for token 1 of the answer to prompt 0 are not finite; expected")
+
+
+@pytest.mark.parametrize("command", ["generate", "speculate"])
+def test_the_command_says_so_in_a_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = toy_pair(None)
+    broken = dataclasses.replace(pair.target, table=pair.target.table.at[60:].set(jnp.nan))  # type: ignore[attr-defined, type-var]
+    pair = dataclasses.replace(pair, target=broken, plain_target=broken)
+    monkeypatch.setattr(peagle.cli.run, "load", lambda *_, **__: pair)
+    drafter = ["--drafter", "ngram", "-k", "2"] if command == "speculate" else []
+    arguments = [command, "--target", "toy", *drafter, "--prompt-ids", "70", "-n", "8", "--json", "-"]
+    assert main([*arguments, *(["--logprobs", "1"] if command == "generate" else [])]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("peagle: error: the target's logits for token 0 of the answer to prompt 0 are not")
+
+
+def test_log_probabilities_of_what_cannot_be_are_null(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A token that the target never gives is among the two likeliest: minus infinity is no JSON."""
+    pair = toy_pair(None)
+    table = jnp.full_like(pair.target.table, -jnp.inf).at[:, 70].set(1.0)  # type: ignore[attr-defined]
+    certain = dataclasses.replace(pair.target, table=table)  # type: ignore[type-var]
+    pair = dataclasses.replace(pair, target=certain, plain_target=certain)
+    monkeypatch.setattr(peagle.cli.run, "load", lambda *_, **__: pair)
+    arguments = ["generate", "--target", "toy", "--prompt-ids", "70", "-n", "2", "--logprobs", "2", "--json", "-"]
+    assert main(arguments) == 0
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    (request,) = json.loads(capsys.readouterr().out, parse_constant=refuse)["requests"]
+    assert [[each[1] for each in token["top"]] for token in request["logprobs"]] == [[0.0, None]] * 2
