@@ -69,6 +69,11 @@ class DrafterConfig:
                 f"the drafter names {len(self.aux_layer_ids)} tapped layers {list(self.aux_layer_ids)} but reads "
                 f"{self.num_taps} taps; expected one id per tap"
             )
+        if len(set(self.aux_layer_ids or ())) < len(self.aux_layer_ids or ()):
+            raise InputError(
+                f"the drafter taps the outputs of layers {list(self.aux_layer_ids or ())}, one of them twice; expected "
+                "each layer once, since other servers read each once: train it on distinct layers"
+            )
         if any(layer < 0 for layer in self.aux_layer_ids or ()):
             raise InputError(
                 f"the drafter taps the outputs of layers {list(self.aux_layer_ids or ())}; expected 0 or more"

@@ -6,11 +6,13 @@ Three dialects (vllm llama_eagle3.py; speculators models/peagle, models/eagle3):
     pard naming  the same with `pard_token` or `mask_token_id`
     speculators  geometry under `transformer_layer_config`; layer 0 is `layers.0.*`; mask id in `mask_token_id`
 
-An EAGLE-3 drafter is the same with neither a mask id nor `mask_hidden`.
+An EAGLE-3 drafter is the same with neither a mask id nor `mask_hidden`. NeMo puts `model.` before the names of the
+inner tensors, SpecForge the target's model_type above Llama layers; both are read.
 
 A file is taken whole or refused: every tensor is consumed or named, every parameter is filled or named, and a setting
 that would change the result is followed or named. `t2d` says nothing that `d2t` does not, and is skipped.
-`norm_output` concerns EAGLE-3 alone. A `mask_hidden` of more than one vector is this project's own extension.
+`norm_output` concerns EAGLE-3 alone. A `mask_hidden` of more than one vector is this project's own extension;
+`refused_by` says which other servers load what is written.
 """
 
 import dataclasses
@@ -36,6 +38,9 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 NESTED = "transformer_layer_config"
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of both kinds
 _EMBEDDING, _LM_HEAD, _FC, _MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
+
+_STRIPPED = "model."  # NeMo's prefix
+VLLM, PACKAGE = "vLLM", "the speculators package"  # who else loads drafters
 
 SPECULATORS = {"peagle": "PEagleSpeculator", "eagle3": "Eagle3Speculator"}  # speculators_model_type: architecture
 DRAFTS_ELSEWHERE = {"peagle": 7, "eagle3": 3}  # the K that other servers take from a speculators config by default
@@ -69,7 +74,7 @@ def load_drafter(
 
     Raises InputError, in one line, for whatever is missing, surplus, wrongly shaped or not supported.
     """
-    checkpoint = read_checkpoint(directory)
+    checkpoint = read_checkpoint(directory).without_prefix(_STRIPPED)
     config = parse_config(checkpoint)
     dtype = jnp.dtype(checkpoint.dtype(_FC) if dtype is None else dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == np.float64 else dtype
@@ -102,9 +107,19 @@ def weight_bytes(directory: Path, dtype: DTypeLike, *, native: bool = False) -> 
     return total
 
 
+def shared_tensors(directory: Path) -> list[str]:
+    """List what a drafter takes from its target, not being stored: its embedding, its head. No weight is read."""
+    names = read_checkpoint(directory).without_prefix(_STRIPPED).names
+    return [name for name in (_EMBEDDING, _LM_HEAD) if name not in names]
+
+
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json looks like a drafter's: it says so, has a mask token or nested geometry."""
-    named = ARCHITECTURE in (config.get("architectures") or ())
+    """Tell whether a config.json is a drafter's: by its architecture, a mask token or nested geometry.
+
+    Whoever trains or serves drafters names the architecture after EAGLE: LlamaForCausalLMEagle3 (SGLang, SpecForge),
+    Eagle3LlamaForCausalLM and PEagleDraftModel (vLLM), PEagleSpeculator, LlamaEagle3DraftModel (NeMo).
+    """
+    named = "eagle" in str(config.get("architectures")).lower()
     return named or NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
 
 
@@ -112,7 +127,7 @@ def parse_config(checkpoint: Checkpoint) -> DrafterConfig:
     """The DrafterConfig of a checkpoint: config.json, completed by the shapes of its tensors where that is silent (head
     geometry, width of the taps). Raises InputError naming what is missing, contradictory or not supported."""
     try:
-        return _parse_config(checkpoint)
+        return _parse_config(checkpoint.without_prefix(_STRIPPED))
     except InputError as error:
         where = str(checkpoint.directory)
         raise error if str(error).startswith(where) else InputError(f"{where}: {error}") from None
@@ -137,6 +152,45 @@ def save_drafter(
     tensors = to_tensors(params, config, dialect)
     rendered = render_config(config, dialect, str(params.dtype), verifier)
     write_checkpoint(directory, rendered, tensors, extra_files=extra_files)
+
+
+def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
+    """Say who else cannot load a drafter in that dialect, and why: {VLLM or PACKAGE: the reason}.
+
+    As found with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks a width against its heads;
+    vLLM builds one in its own dialect alone.
+    """
+    if config.num_mask_hiddens > 1:
+        why = f"it has {config.num_mask_hiddens} mask hiddens, expected one"
+        return dict.fromkeys((VLLM,) if dialect == "vllm" else (VLLM, PACKAGE), why)
+    if config.hidden_size % config.num_heads:
+        why = f"its width is {config.hidden_size}, expected a multiple of its {config.num_heads} heads"
+        return {VLLM if dialect == "vllm" else PACKAGE: why}
+    if dialect == "speculators" and config.hidden_size != config.target_hidden_size:
+        return {PACKAGE: f"its width is {config.hidden_size}, expected the target's {config.target_hidden_size}"}
+    return {}
+
+
+def sort_taps(params: DrafterParams, config: DrafterConfig) -> tuple[DrafterParams, DrafterConfig]:
+    """Put the taps into the order of the target's layers, as vLLM reads them whatever their order in config.json.
+
+    What reads them goes along: fc, the norm of the taps, mask_hidden. The drafter stays the same.
+    """
+    ids = config.aux_layer_ids
+    if ids is None or list(ids) == sorted(ids):
+        return params, config
+    order = np.argsort(ids)
+
+    def sort(values: np.ndarray) -> jax.Array:  # [..., A]
+        return jnp.asarray(np.concatenate([np.split(values, config.num_taps, axis=-1)[tap] for tap in order], axis=-1))
+
+    moved = dataclasses.replace(
+        params,
+        fc=sort(as_matrix(params.fc).T).T,
+        aux_norm=None if params.aux_norm is None else sort(np.asarray(params.aux_norm)),
+        mask_hidden=None if params.mask_hidden is None else sort(np.asarray(params.mask_hidden)),
+    )
+    return moved, dataclasses.replace(config, aux_layer_ids=tuple(sorted(ids)))
 
 
 def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> dict[str, np.ndarray]:
@@ -179,15 +233,19 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
         put_parts(names, [config.mlp_width] * 2, layer.gate_up, layer.gate_up_bias)
         put(f"{mlp}.down_proj.weight", layer.down)
         put(f"{mlp}.down_proj.bias", layer.down_bias)
-    if params.draft_to_target is not None:
-        target_ids = np.asarray(params.draft_to_target).astype(np.int64)
+    ids = params.draft_to_target
+    if ids is not None and not np.array_equal(ids, np.arange(config.vocab_size)):  # vLLM has no place for a map to all
+        target_ids = np.asarray(ids).astype(np.int64)
         tensors["d2t"] = target_ids - np.arange(config.draft_vocab_size)
         tensors["t2d"] = np.isin(np.arange(config.vocab_size), target_ids)
     return tensors
 
 
 def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier: str | None = None) -> dict[str, Any]:
-    """The config.json of a drafter in that dialect."""
+    """The config.json of a drafter in that dialect.
+
+    In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states from the nested geometry alone.
+    """
     geometry: dict[str, Any] = {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -202,6 +260,7 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": False,
+        "num_aux_hidden_states": config.num_taps,
         **_render_rope(config.rope),
     }
     if config.max_positions is not None:
@@ -221,8 +280,7 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
     else:
         common["norm_output"] = config.norm_output
     if dialect == "vllm":
-        taps = {"num_aux_hidden_states": config.num_taps}
-        return {"architectures": [ARCHITECTURE], "dtype": dtype, **geometry, **common, **taps}
+        return {"architectures": [ARCHITECTURE], "dtype": dtype, **geometry, **common}
     named = {"architectures": [SPECULATORS[kind]], "speculators_model_type": kind, "dtype": dtype}
     used = {
         "algorithm": kind,
@@ -230,7 +288,8 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
         "default_proposal_method": "greedy",
         "verifier": {"name_or_path": verifier, "architectures": ["GptOssForCausalLM"]},
     }
-    return {**named, "speculators_config": used, NESTED: geometry, **common}
+    nested = {**geometry, "fc_norm": common["fc_norm"]}
+    return {**named, "speculators_config": used, NESTED: nested, **common}
 
 
 class _Reader:
@@ -400,7 +459,11 @@ def _refuse_variants(
             f"config.json says speculators_model_type {kind!r}; expected {expected!r}, since there is "
             f"{'a' if parallel else 'no'} tensor {_MASK_HIDDEN}"
         )
-    if (kind := geometry.get("model_type", "llama")) != "llama":
+    kind = geometry.get("model_type", "llama")
+    # SpecForge keeps the target's model_type above layers that are Llama's by their architecture, and reads the file as
+    # a LlamaConfig: what it leaves out (theta, say) is Llama's default, too
+    of_target = kind == "gpt_oss" and "llama" in str(config.get("architectures")).lower()
+    if kind != "llama" and not of_target:
         raise InputError(f"config.json says the drafter's layers are model_type {kind!r}; expected 'llama'")
     for key, supported, meaning in _FIXED:
         value = settings.get(key, supported)
@@ -481,8 +544,8 @@ def _first_layer_prefix(checkpoint: Checkpoint) -> str:
     found = [p for p in ("midlayer", "layers.0") if any(name.startswith(f"{p}.") for name in checkpoint.names)]
     if len(found) != 1:
         raise InputError(
-            f"{checkpoint.directory} has {'both' if found else 'neither'} midlayer.* and layers.0.* tensors; expected "
-            "the first layer under one of these names"
+            f"{checkpoint.directory} has {'both midlayer.* and' if found else 'neither midlayer.* nor'} layers.0.* "
+            "tensors; expected the first layer under one of these names"
         )
     return found[0]
 

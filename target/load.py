@@ -136,6 +136,12 @@ def load_target(
     return LoadedTarget(params, config, stop_token_ids, layout, mxfp4)
 
 
+def load_ends(directory: Path) -> tuple[jax.Array, jax.Array | Panels]:
+    """Read a target's embedding [V, D] and head [D, V] alone, in float32. Raises InputError as load_target does."""
+    checkpoint, names, config, mxfp4 = _open(Path(directory))
+    return _Reader(checkpoint, names, config, np.dtype(np.float32), mxfp4, native=False).ends()
+
+
 def save_target(
     directory: Path,
     params: TargetParams,
@@ -384,11 +390,16 @@ class _Reader:
         self._shapes = _shapes(names, config, mxfp4)
         self._mxfp4, self._native = mxfp4, native
 
-    def params(self, layout: Layout) -> TargetParams:
+    def ends(self) -> tuple[jax.Array, jax.Array | Panels]:
+        """Take the embedding and the head."""
         # the head first: the largest matrix, which is here twice for a moment, while nothing else is yet
         lm_head = self._matrix(self._names.lm_head)
+        return arrange_embedding(self._floats(self._names.embedding), self._dtype, self._native), lm_head
+
+    def params(self, layout: Layout) -> TargetParams:
+        embedding, lm_head = self.ends()
         return TargetParams(
-            embedding=arrange_embedding(self._floats(self._names.embedding), self._dtype, self._native),
+            embedding=embedding,
             layers=tuple(self._layer(index, layout) for index in range(self._config.num_layers)),
             norm=self._vector(self._names.norm),
             lm_head=lm_head,

@@ -129,6 +129,8 @@ def chosen_taps(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
         return default_aux_layer_ids(num_layers)
     if outside := [tap for tap in asked if not 0 <= tap < num_layers]:
         raise InputError(f"--taps names the output of layer {outside[0]}; expected 0..{num_layers - 1}")
+    if len(set(asked)) < len(asked):
+        raise InputError(f"--taps is {','.join(map(str, asked))}; expected each layer once")
     return asked
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from drafter.config import DrafterConfig
-from drafter.load import load_drafter, parse_config
+from drafter.load import load_drafter, parse_config, shared_tensors, sort_taps
 from drafter.params import DrafterParams, init_params
 from drafter.propose import drafter_of
 from drafter.train.batches import Batches, Source, pack
@@ -25,7 +25,7 @@ from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
 from peagle.cli.curve import draw
 from peagle.cli.data import chosen_taps
 from peagle.cli.display import Display
-from peagle.cli.export import write_with_card
+from peagle.cli.export import with_positions, write_with_card
 from peagle.cli.settings import TrainSettings
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine
@@ -119,7 +119,8 @@ def train_command(settings: TrainSettings) -> int:
     trained = dataclasses.replace(params, draft_to_target=None)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
     shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
-    write_with_card(out / "drafter", shipped, config, cast(Any, settings.dialect), name, out)
+    shipped, config = sort_taps(shipped, with_positions(config, files.config, out))
+    write_with_card(out / "drafter", shipped, config, cast(Any, settings.dialect), name, files.config, out)
     lines = [f"drafter      {out / 'drafter'} | {recipe.steps} steps | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
     if held_out is not None and held_out.left_out:
@@ -323,7 +324,7 @@ def _initial(
     """What training begins with: --init; or random layers, and from the target, where the widths agree, embedding,
     final norm and head, and an fc that passes the last tap through."""
     if settings.init is not None:
-        return load_drafter(resolve(settings.init, "drafter"), jnp.float32)[0]
+        return _given(settings.init, loaded)
     params = init_params(config, jax.random.key(settings.seed))
     ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
     params = dataclasses.replace(params, draft_to_target=ids)
@@ -339,6 +340,15 @@ def _initial(
         lm_head=jnp.array(head if ids is None else head[:, ids]),
         fc=jnp.zeros((config.aux_width, hidden)).at[-hidden:].set(jnp.eye(hidden)),
     )
+
+
+def _given(name: str, loaded: LoadedTarget) -> DrafterParams:
+    """Load the drafter of --init; an embedding and head that it does not store are the target's."""
+    directory = resolve(name, "drafter")
+    embedding = lm_head = None
+    if shared_tensors(directory):  # copies: a step of training overwrites them
+        embedding, lm_head = jnp.array(loaded.params.embedding), jnp.array(cast(jax.Array, loaded.params.lm_head))
+    return load_drafter(directory, jnp.float32, target_embedding=embedding, target_lm_head=lm_head)[0]
 
 
 def _begun(out: Path) -> dict[str, Any] | None:

@@ -52,10 +52,17 @@ class Checkpoint:
     Whoever reads it takes or ignores every tensor, then calls `finish`, which names what is left.
     """
 
-    def __init__(self, directory: Path, config: dict[str, Any], shard_of: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: dict[str, Any],
+        shard_of: dict[str, Any],
+        stored_names: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory = directory
         self.config = config
         self._shard_of = shard_of  # tensor name -> its open safetensors file
+        self._stored_names = stored_names or {}  # tensor name -> what that file calls it, where it is another name
         self._left = set(shard_of)
         self._progress: Callable[[int, int], None] | None = None
         self._taken_bytes = self._all_bytes = 0
@@ -67,6 +74,17 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         return name in self._shard_of
+
+    def without_prefix(self, prefix: str) -> "Checkpoint":
+        """Call the tensors by their names without a prefix that some of them have.
+
+        The checkpoint comes back as it is where no name has the prefix, and where two tensors would share a name.
+        """
+        stored = {name.removeprefix(prefix): name for name in self._shard_of}
+        if len(stored) < len(self._shard_of) or stored.keys() == self._shard_of.keys():
+            return self
+        shards = {name: self._shard_of[whole] for name, whole in stored.items()}
+        return Checkpoint(self.directory, self.config, shards, stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Raises InputError where there is no such tensor."""
@@ -164,7 +182,7 @@ class Checkpoint:
             raise InputError(
                 f"{self.directory}: tensor {name} is missing; the checkpoint is incomplete or not of this kind"
             )
-        return self._shard_of[name].get_slice(name)
+        return self._shard_of[name].get_slice(self._stored_names.get(name, name))
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

@@ -19,15 +19,19 @@ from drafter.load import (
     is_drafter_config,
     load_drafter,
     parse_config,
+    refused_by,
     render_config,
     save_drafter,
+    shared_tensors,
+    sort_taps,
     to_tensors,
 )
 from drafter.params import DrafterParams, init_params
+from drafter.reference import draft_logits
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig, Yarn
-from tests.drafter.cases import CONFIGS, FOUR, ONE, TWO, random_params
+from tests.drafter.cases import CONFIGS, EAGLE, EAGLE_NORMED, FOUR, LLAMA3, MASKS, ONE, TWO, random_params, random_text
 
 Tensors = dict[str, np.ndarray]
 Edit = Callable[[dict[str, Any], Tensors], None]
@@ -109,6 +113,132 @@ def test_each_name_of_the_mask_token_is_known(tmp_path: Path, key: str) -> None:
     assert not is_drafter_config({"model_type": "gpt_oss"})
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLMEagle3",  # vLLM, SGLang, SpecForge
+        "Eagle3LlamaForCausalLM",  # vLLM
+        "PEagleDraftModel",  # vLLM, SpecForge
+        "PeagleLlamaForCausalLM",  # vLLM
+        "PEagleSpeculator",  # speculators
+        "Eagle3DraftModel",  # speculators
+        "LlamaEagle3DraftModel",  # NeMo
+    ],
+)
+def test_a_drafter_is_known_by_its_architecture(name: str) -> None:
+    """Without a mask key, whoever wrote it."""
+    assert is_drafter_config({"architectures": [name], "model_type": "llama"})
+    assert not is_drafter_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+
+
+@pytest.mark.parametrize("name", [ONE, EAGLE])
+def test_nemos_names_are_known(tmp_path: Path, name: str) -> None:
+    """`model.` before what is inside the wrapped model, layer 0 among the layers, its own architecture."""
+
+    def wrap(config: dict[str, Any], tensors: Tensors) -> None:
+        config["architectures"] = ["LlamaEagle3DraftModel"]
+        for tensor in [each for each in tensors if each not in ("lm_head.weight", "mask_hidden", "d2t", "t2d")]:
+            tensors[f"model.{tensor.replace('midlayer', 'layers.0')}"] = tensors.pop(tensor)
+
+    loaded, config = load_drafter(write(tmp_path, name, edit=wrap))
+    assert config == CONFIGS[name]
+    assert_same(loaded, random_params(CONFIGS[name]))
+    assert shared_tensors(tmp_path) == []
+
+
+def test_layers_under_other_names_are_refused(tmp_path: Path) -> None:
+    def rename(_config: dict[str, Any], tensors: Tensors) -> None:
+        for tensor in [each for each in tensors if each.startswith("midlayer.")]:
+            tensors[tensor.replace("midlayer", "decoder.0")] = tensors.pop(tensor)
+
+    assert "has neither midlayer.* nor layers.0.* tensors" in refusal(write(tmp_path, edit=rename))
+
+
+def test_specforge_keeps_the_targets_model_type_above_layers_of_llama(tmp_path: Path) -> None:
+    """Without rope keys its LlamaConfig is plain, of base 10000. An architecture of experts is another model."""
+
+    def retype(config: dict[str, Any], _tensors: Tensors) -> None:
+        config |= {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4}
+        del config["rope_theta"], config["rope_scaling"]
+
+    loaded, config = load_drafter(write(tmp_path, EAGLE, edit=retype))
+    assert config == dataclasses.replace(CONFIGS[EAGLE], rope=RopeConfig(6, 10000.0))
+    assert_same(loaded, random_params(CONFIGS[EAGLE]))
+
+    def experts(config: dict[str, Any], tensors: Tensors) -> None:
+        retype(config, tensors)
+        config["architectures"] = ["GptOssForCausalLMEagle3"]
+
+    assert "model_type 'gpt_oss'; expected 'llama'" in refusal(write(tmp_path, EAGLE, edit=experts))
+
+
+@pytest.mark.parametrize("name", [MASKS, EAGLE_NORMED, FOUR])
+def test_sorted_taps_draft_the_same(name: str) -> None:
+    """fc, the norms of the taps and the mask hiddens go along with them; a second sorting changes nothing."""
+    config = dataclasses.replace(CONFIGS[name], aux_layer_ids=(6, 1, 4))
+    params = random_params(CONFIGS[name])
+    moved, in_order = sort_taps(params, config)
+    assert in_order.aux_layer_ids == (1, 4, 6)
+    text = random_text(config, 0, length=5)
+    first, *others = np.split(text.aux_hidden[:-1], 3, axis=-1)  # as the target gives them: of 6, then of 1 and 4
+    token_ids = text.token_ids.tolist()
+    expected = draft_logits(to_tensors(params, config), config, token_ids, text.aux_hidden[:-1], 4)
+    aux = np.concatenate([*others, first], axis=-1)
+    found = draft_logits(to_tensors(moved, in_order), in_order, token_ids, aux, 4)
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+    assert sort_taps(moved, in_order)[0] is moved
+
+
+@pytest.mark.parametrize(
+    ("changes", "vllm", "speculators"),
+    [
+        ({}, {}, {}),
+        ({"num_mask_hiddens": 2}, {"vLLM": "2 mask hiddens"}, {"vLLM": "2 mask", "the speculators package": "2 mask"}),
+        ({"num_heads": 3}, {"vLLM": "20, expected a multiple of its 3 heads"}, {"the speculators package": "3 heads"}),
+        ({"target_hidden_size": 32}, {}, {"the speculators package": "width is 20, expected the target's 32"}),
+    ],
+)
+def test_what_others_refuse_is_known(
+    changes: dict[str, Any], vllm: dict[str, str], speculators: dict[str, str]
+) -> None:
+    base = dataclasses.replace(CONFIGS[ONE], num_heads=4, num_kv_heads=1, target_hidden_size=20)
+    for dialect, expected in (("vllm", vllm), ("speculators", speculators)):
+        found = refused_by(dataclasses.replace(base, **changes), dialect)  # type: ignore[arg-type]
+        assert found.keys() == expected.keys()
+        assert all(expected[who] in why for who, why in found.items())
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_what_is_written_is_a_config_of_llama(dialect: Dialect, recwarn: pytest.WarningsRecorder) -> None:
+    """transformers builds one of it, as vLLM and speculators do, and the rope is inside of the positions."""
+    from transformers import LlamaConfig
+
+    config = dataclasses.replace(CONFIGS[ONE], num_heads=4, max_positions=131072)
+    written = render_config(config, dialect, "float32", "some/target")
+    if dialect == "speculators":
+        written = written["transformer_layer_config"]
+    read = LlamaConfig(**written)
+    assert read.max_position_embeddings == 131072
+    assert read.rope_parameters is not None
+    assert read.rope_parameters["rope_type"] == "llama3"
+    assert read.rope_parameters["original_max_position_embeddings"] == LLAMA3.original_length < 131072
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", [TWO, EAGLE_NORMED])
+def test_vllm_finds_taps_and_their_norms_in_the_nested_geometry(name: str) -> None:
+    """All it takes from the top level is told in SpeculatorsConfig; these two are not, for P-EAGLE."""
+    nested = render_config(CONFIGS[name], "speculators", "float32", "some/target")["transformer_layer_config"]
+    assert (nested["num_aux_hidden_states"], nested["fc_norm"]) == (CONFIGS[name].num_taps, True)
+
+
+def test_a_map_to_the_whole_vocabulary_is_not_written() -> None:
+    """vLLM has a place for a map only where the draft vocabulary is smaller."""
+    config = CONFIGS[TWO]
+    whole = random_params(config).replace(draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32))
+    assert not {"d2t", "t2d"} & to_tensors(whole, config).keys()
+
+
 def test_a_sparse_config_is_completed_by_the_tensors(tmp_path: Path) -> None:
     """Head geometry and the taps' width are in the shapes; either name of the first layer, mask_hidden flat, no t2d,
     a d2t of offsets."""
@@ -169,6 +299,7 @@ def test_what_the_target_shares_may_be_missing(tmp_path: Path) -> None:
         del tensors["embed_tokens.weight"], tensors["lm_head.weight"]
 
     directory = write(tmp_path / "shared", edit=strip)
+    assert shared_tensors(directory) == ["embed_tokens.weight", "lm_head.weight"]
     loaded, _ = load_drafter(directory, target_embedding=embedding, target_lm_head=jnp.asarray(head))
     np.testing.assert_array_equal(loaded.embedding, embedding)
     np.testing.assert_array_equal(loaded.lm_head, head[:, np.asarray(params.draft_to_target)])
@@ -238,6 +369,10 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"draft_vocab_size": 62}, r"draft_vocab_size 62 exceeds its vocab_size 61"),
         ({"target_hidden_size": 13}, r"fc.weight reads 36 values, which is not 3 taps of target_hidden_size 13"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 5, 5]},
+            r"layers \[1, 4, 4\], one of them twice; expected each .* once",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"names 2 tapped layers \[1, 3\] but reads 3 taps"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...}, r"reads 36 values.*2 taps"),
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),

@@ -79,6 +79,23 @@ def test_what_is_written_comes_back(layout: str, request: pytest.FixtureRequest)
     checkpoint.finish()
 
 
+@pytest.mark.parametrize("layout", ["single", "sharded"])
+def test_a_prefix_that_some_names_have_is_left_out(tmp_path: Path, layout: str) -> None:
+    values = {f"model.{name}" if index else name: value for index, (name, value) in enumerate(tensors().items())}
+    write_checkpoint(tmp_path / "prefixed", CONFIG_VALUE, values, None if layout == "single" else 1)
+    checkpoint = read_checkpoint(tmp_path / "prefixed").without_prefix("model.")
+    assert checkpoint.names == tensors().keys()
+    for name, value in tensors().items():
+        np.testing.assert_array_equal(checkpoint.take(name, value.shape), value)
+    checkpoint.finish()
+    assert checkpoint.without_prefix("model.") is checkpoint
+
+
+def test_a_prefix_stays_where_two_tensors_would_share_a_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "both", {}, {"model.a": np.zeros(2), "a": np.ones(2)})
+    assert read_checkpoint(tmp_path / "both").without_prefix("model.").names == {"model.a", "a"}
+
+
 def test_what_is_left_is_named(single: Path) -> None:
     checkpoint = read_checkpoint(single)
     for name in checkpoint.names - {"brain", "bytes"}:

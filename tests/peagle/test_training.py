@@ -6,20 +6,25 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import peagle.pair
-from drafter.load import load_drafter
+from drafter.load import load_drafter, save_drafter
 from drafter.propose import Eagle3
 from drafter.train.shards import read_shards
 from peagle.cli import main
+from peagle.cli.train import _given
 from peagle.config import SpeculationConfig
 from peagle.generate import Request
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from tests.peagle.conftest import STOP, VOCAB_SIZE, Directories
+from target.load import load_target
+from tests.drafter.cases import random_params
+from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, STOP, TARGET, VOCAB_SIZE, Directories
 
 Run = Callable[..., tuple[int, str]]
 PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
@@ -189,11 +194,16 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
 def test_a_smaller_draft_vocabulary_and_the_other_dialect(
     directories: Directories, made: Path, tmp_path: Path, run: Run
 ) -> None:
-    more = ("--draft-vocab", 40, "--dialect", "speculators", "--hidden-size", 24, "--loss", "kl")
+    """What nobody else loads is written and read here, with no promise in the card; positions are the target's."""
+    more = ("--draft-vocab", 40, "--dialect", "speculators", "--hidden-size", 24, "--loss", "kl", "--mask-hiddens", 2)
     code, said = run(*train(directories, made, tmp_path / "run", *more))
     assert code == 0, said
     params, config = load_drafter(tmp_path / "run" / "drafter", np.dtype(np.float32))
-    assert (config.draft_vocab_size, config.hidden_size) == (40, 24)
+    assert (config.draft_vocab_size, config.hidden_size, config.num_mask_hiddens) == (40, 24, 2)
+    assert config.max_positions == MAX_POSITIONS
+    text = (tmp_path / "run" / "drafter" / "README.md").read_text()
+    assert "vLLM cannot load it: it has 2 mask hiddens, expected one." in text
+    assert "vllm serve" not in text
     assert params.draft_to_target is not None
     listed = set(params.draft_to_target.tolist())
     seen = {token for each in read_shards(made) for token in each.token_ids[each.trained].tolist()}
@@ -214,6 +224,24 @@ def test_training_goes_on_from_a_drafter(directories: Directories, made: Path, t
     np.testing.assert_allclose(params.fc, begun.fc, atol=1e-3)
 
 
+def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
+    directories: Directories, tmp_path: Path
+) -> None:
+    """Copies: training overwrites what it begins with, and the target is still needed."""
+    config = dataclasses.replace(DRAFTER, hidden_size=TARGET.hidden_size)
+    save_drafter(tmp_path / "drafter", random_params(config), config)
+    weights = load_file(tmp_path / "drafter" / "model.safetensors")
+    del weights["embed_tokens.weight"], weights["lm_head.weight"]
+    save_file(weights, tmp_path / "drafter" / "model.safetensors")
+    target = load_target(directories.target)
+    params = _given(str(tmp_path / "drafter"), target)
+    for one, other in ((params.embedding, target.params.embedding), (params.lm_head, target.params.lm_head)):
+        assert isinstance(one, jax.Array)
+        np.testing.assert_array_equal(one, other)
+        one.delete()
+        assert np.isfinite(other).all()
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -223,6 +251,7 @@ def test_training_goes_on_from_a_drafter(directories: Directories, made: Path, t
         (("--mask-token", 17), "the mask token 17 is in use"),
         (("--mask-token", 400), "mask token 400 lies outside"),
         (("--taps", "0,1,9"), "--taps names the output of layer 9; expected 0..2"),
+        (("--taps", "0,1,1"), "--taps is 0,1,1; expected each layer once"),
         (("--taps", "a,b"), "--taps is 'a,b'; expected layers"),
         (("--depth", 0), "expected a depth of 1 or more"),
         (("--autoregressive", "--mask-token", 4), "an EAGLE-3 drafter has no mask slots"),
