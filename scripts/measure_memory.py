@@ -40,6 +40,7 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._watcher.join()
+        self.bytes = max(self.bytes, anonymous_bytes())  # it may never have had its turn
 
     def _watch(self) -> None:
         while not self._ended.wait(INTERVAL_S):

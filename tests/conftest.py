@@ -10,15 +10,17 @@ os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  
 
 import peagle  # noqa: F401, I001  before JAX: it makes its CPU backend right before it starts
 
+import dataclasses
+import inspect
 import signal
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, get_args, get_origin
 
 import flax.struct
+import hypothesis
 import jax
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
-
-from peagle.ops.files import trim
 
 _struct_dataclass = flax.struct.dataclass
 
@@ -31,8 +33,42 @@ def _unchecked_dataclass(*args: Any, **kwargs: Any) -> Any:
     return made
 
 
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def _may_hold_a_shape(hint: Any) -> bool:
+    """Whether jaxtyping has something to say of what is annotated so; a text may name anything."""
+    if isinstance(hint, str) or (isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)):
+        return True
+    parts = () if get_origin(hint) is Literal else hint if isinstance(hint, list) else get_args(hint)
+    return any(map(_may_hold_a_shape, parts))
+
+
+def _jaxtyped_where_shapes_are(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """jaxtyping.jaxtyped, but that signatures without shapes are the type checker's alone: jaxtyping binds the
+    arguments at every call, and calls two more functions, which is thirty times as long."""
+
+    def checked(made: Any) -> Any:
+        if inspect.isfunction(made):
+            shapes = any(map(_may_hold_a_shape, made.__annotations__.values()))
+            return _jaxtyped(made, typechecker=typechecker) if shapes else typechecker(made)
+        own = vars(made).get("__init__") if dataclasses.is_dataclass(made) else None
+        if own is not None and not hasattr(own, "__wrapped__") and not getattr(made, "__no_type_check__", False):
+            made.__init__ = checked(own)
+        return made
+
+    return checked
+
+
 flax.struct.dataclass = _unchecked_dataclass
-install_import_hook(["peagle", "target", "drafter"], "beartype.beartype")
+jaxtyping.jaxtyped = _jaxtyped_where_shapes_are
+jaxtyping.install_import_hook(["peagle", "target", "drafter"], "beartype.beartype")
+
+# a busy machine is no failure
+hypothesis.settings.register_profile(
+    "peagle", deadline=None, max_examples=50, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("peagle")
 
 # a suite that was started in the background ignores Ctrl-C, and so would the processes whose Ctrl-C is tested
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,5 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     the thousands of programs at every one it writes, and holds a lock meanwhile."""
     if hasattr(config, "workerinput"):
         return
+    from peagle.ops.files import trim  # not before signatures are checked
+
     COMPILED.mkdir(parents=True, exist_ok=True)
     trim(COMPILED, MOST_BYTES)

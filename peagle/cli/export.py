@@ -189,7 +189,7 @@ def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: Targe
         served: dict[str, Any] = {"method": "eagle3", "model": "DIR", "num_speculative_tokens": DRAFTS_ELSEWHERE[kind]}
         if config.parallel:
             served["parallel_drafting"] = True
-        lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{json.dumps(served)}'`")
+        lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
     else:
         lines.append(f"vLLM: `vllm serve DIR{flag}`")
     if grouped:

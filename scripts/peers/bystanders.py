@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+PROC = Path("/proc")
 _IDLE = (3, 4)  # fields of /proc/stat's first line that are not work: idle, waiting for a disk
 
 
@@ -33,8 +34,8 @@ class Bystanders:
     def _ticks(self) -> int | None:
         """Clock ticks that all processes but ours have worked since the machine started."""
         try:
-            fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:9]
-            own = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            fields = (PROC / "stat").read_text().splitlines()[0].split()[1:9]
+            own = (PROC / str(self._pid) / "stat").read_text().rpartition(")")[2].split()[11:13]
         except OSError:
             return None
         return sum(int(value) for i, value in enumerate(fields) if i not in _IDLE) - sum(map(int, own))

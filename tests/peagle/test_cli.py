@@ -39,6 +39,13 @@ from tests.peagle.conftest import toy_pair
 peagle.cli.run.load = lambda *a, **b: toy_pair(None)
 sys.exit(main(sys.argv[1:]))
 """
+# whatever was shown, it goes on when somebody looked and closed its standard input
+LOOKED_AT = """
+import sys
+from peagle.cli.display import Display
+show = Display.emitted
+Display.emitted = lambda *given: (show(*given), sys.stdin.buffer.read())
+"""
 ROOT = Path(__file__).parents[2]
 
 
@@ -528,7 +535,12 @@ def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_p
 
 def process(*arguments: str, code: str = TOY_PROCESS, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
     )
 
 
@@ -571,25 +583,23 @@ print(sorted(heavy & set(sys.modules)), file=sys.stderr)
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "300", "-q")
-    with process(*arguments) as running:
+    with process(*arguments, code=LOOKED_AT + TOY_PROCESS) as running:
+        assert running.stdin is not None
         assert running.stdout is not None
         assert running.stderr is not None
         assert running.stdout.read(2)
         running.stdout.close()
+        running.stdin.close()
         assert running.stderr.read() == b""
         assert running.wait() == 141
 
 
 def test_ctrl_c_in_a_process_leaves_130() -> None:
-    slow = (
-        "import time\nimport peagle.cli.display as d\nd.Display.finished = lambda *_: None\nshow = d.Display.emitted\n"
-    )
-    slow += "d.Display.emitted = lambda *a: (show(*a), time.sleep(0.1))\n"
     arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "380", "-k", "1")
-    with process(*arguments, code=slow + TOY_PROCESS) as running:
+    with process(*arguments, code=LOOKED_AT + TOY_PROCESS) as running:
         assert running.stdout is not None
         assert running.stdout.read(2)
-        running.send_signal(signal.SIGINT)
+        running.send_signal(signal.SIGINT)  # it is there before the input ends
         _, err = running.communicate()
     assert running.returncode == 130
     assert b"Traceback" not in err

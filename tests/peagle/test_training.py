@@ -18,10 +18,12 @@ from drafter.train.shards import read_shards
 from peagle.cli import main
 from peagle.cli.train import _given
 from peagle.config import SpeculationConfig
+from peagle.costs import MEASUREMENTS
 from peagle.generate import Request
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
+from peagle.policy import Costs
 from target.load import load_target
 from tests.drafter.cases import random_params
 from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, STOP, TARGET, VOCAB_SIZE, Directories
@@ -167,9 +169,10 @@ def test_what_was_learnt_by_heart_is_drafted_right(
 
 
 def test_the_baseline_proposes_in_turn_and_changes_no_token(
-    directories: Directories, made: Path, tmp_path: Path, run: Run
+    directories: Directories, made: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An EAGLE-3 drafter, by the same command, in the engine: in a batch, adaptive, never sampled."""
+    monkeypatch.setattr("peagle.costs.load", lambda known: [Costs.even(known["ladder"])] * MEASUREMENTS)
     out = tmp_path / "run"
     code, said = run(*train(directories, made, out, "--autoregressive", "--learning-rate", 1e-2))
     assert code == 0, said

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
 from scripts import bench_peers
 from scripts.make_random_checkpoint import SIZES, geometry, random_tensors
-from scripts.peers import cost, figures, gguf_file, measure, page, remote, roster
+from scripts.peers import bystanders, cost, figures, gguf_file, measure, page, remote, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
 from target.load import inspect_target, write_target
@@ -338,20 +335,31 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not out.exists()
 
 
-def test_work_of_others_is_told_from_that_of_an_engine() -> None:
-    if not Path("/proc/stat").exists():
-        pytest.skip("not Linux")
-    spin = "import time\nwhile time.process_time() < 0.4: pass"
-    with subprocess.Popen([sys.executable, "-c", spin + "\ntime.sleep(0.2)"]) as process:
-        time.sleep(0.1)
-        with Bystanders(process.pid) as own:
-            time.sleep(0.15)
-        with Bystanders(os.getpid()) as others:
-            time.sleep(0.15)
-    assert own.frac is not None
-    assert others.frac is not None
-    assert 0 <= own.frac <= 1
-    assert 0 < others.frac <= 1
+def test_work_of_others_is_told_from_that_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processors, ten seconds: of 40 s all processes together worked 16, and the engine 10 of them."""
+    monkeypatch.setattr(bystanders, "PROC", tmp_path)
+    monkeypatch.setattr("os.sysconf", lambda _: 100)  # ticks of a second
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    clock = iter([5.0, 15.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    (tmp_path / "7").mkdir()
+
+    def say(user: int, system: int, idle: int, own: tuple[int, int]) -> None:
+        (tmp_path / "stat").write_text(f"cpu  {user} 10 {system} {idle} 70 0 0 0 0 0\ncpu0 1 2 3 4\n")
+        (tmp_path / "7" / "stat").write_text(f"7 (a (name) of) R{' 1' * 10} {own[0]} {own[1]} 0 0\n")
+
+    say(1000, 500, 90_000, (300, 40))
+    with Bystanders(7) as found:
+        say(2100, 1000, 92_400, (1200, 140))
+    assert found.frac == pytest.approx(6 / 40)
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="not Linux")
+def test_work_of_others_is_known_here() -> None:
+    with Bystanders(os.getpid()) as found:
+        pass
+    assert found.frac is not None
+    assert 0 <= found.frac <= 1
 
 
 def test_an_engine_that_is_not_there_is_named_with_the_reason() -> None:

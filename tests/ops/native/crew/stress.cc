@@ -1,4 +1,5 @@
 // Jobs of all sizes from several callers at the same time: each chunk is run once, while its job lasts, and by others, too.
+// For so long, and on until somebody has helped: on a busy machine nobody may for a while.
 //     stress CALLERS THREADS SECONDS
 #include "crew.h"
 
@@ -47,7 +48,7 @@ int64_t Size(std::mt19937& random) {
 void Call(xla::ffi::ThreadPool& pool, unsigned seed, int64_t end) {
   std::mt19937 random(seed);
   peagle::PoolParallel parallel(pool);
-  while (peagle::Now() < end) {
+  while (peagle::Now() < end || by_others.load() == 0) {
     Job job{std::vector<int>(Size(random)), parallel, std::this_thread::get_id(), random() % 7 == 0};
     parallel.Run(
         static_cast<int64_t>(job.runs.size()), random() % 3 == 0 ? kWork : peagle::kWorthAThread,
@@ -66,6 +67,5 @@ int main(int, char** arguments) {
   std::vector<std::thread> callers;
   for (int i = 0; i < std::atoi(arguments[1]); ++i) callers.emplace_back([&pool, i, end] { Call(pool, i, end); });
   for (std::thread& caller : callers) caller.join();
-  Expect(by_others.load() > 0, "nobody helped");
   return 0;
 }
