@@ -225,14 +225,24 @@ def _both(counts: Json) -> str:
 
 
 def _differences(rows: Sequence[Json]) -> Iterator[str]:
+    """Render a line for whatever differs first in a request."""
     found = [
-        f"- {_setting(row)}, request {request['request']}: first {what} that differs is {request[key]} (from 0)"
+        f"- {_setting(row)}, request {request['request']}: {what}"
         for row in rows
         for request in row["requests"]
-        for what, key in (("token", "first_token_apart"), ("step", "first_step_apart"))
-        if request[key] is not None
+        for what in _apart(request)
     ]
     yield from found or ["Nothing differs."]
+
+
+def _apart(request: Json) -> Iterator[str]:
+    token, step = request["first_token_apart"], request["first_step_apart"]
+    if token is not None:
+        yield f"first token that differs is {token} (from 0)"
+    if step is not None:
+        yield f"first step that differs is {step} (from 0)"
+    elif "vllm" in request:
+        yield "other counts, with the same drafts accepted in every step"
 
 
 def recorded() -> tuple[Json, list[tuple[Setting, Request, Answer]]]:
