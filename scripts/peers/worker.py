@@ -20,6 +20,7 @@ KINDS = {
     "peagle": "scripts.peers.ours",
     "transformers": "scripts.peers.torch_engine",
     "llama.cpp": "scripts.peers.llama_engine",
+    "vllm": "scripts.peers.vllm_engine",
 }
 
 
