@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.metrics import Result, speculative_decoding_block, summarize
