@@ -221,6 +221,13 @@ def _decoded(data: bytes, name: str) -> str:
 
 def _read(given: Any, name: str, *, text: bool) -> tuple[str, Conversation]:
     """Read a row: (its layout, its conversation)."""
+    try:
+        return _layout_and_conversation(given, name, text)
+    except RecursionError:
+        raise InputError(f"{name} is nested too deeply; expected a prompt") from None
+
+
+def _layout_and_conversation(given: Any, name: str, text: bool) -> tuple[str, Conversation]:
     if text:
         return TEXT, from_text(_decoded(given, name).removesuffix("\r"), name)
     row = _parsed(given, name) if isinstance(given, bytes) else given

@@ -68,6 +68,14 @@ def test_the_three_kinds_of_lines_become_conversations(tmp_path: Path) -> None:
         ('{"prompt_ids": [1, 2.5]}', "2.5"),
         ('{"prompt_ids": [true]}', "True"),
         ("[" * 100_000, "not valid JSON"),
+        ('{"prompt": ' + "[" * 800 + "]" * 800 + "}", ""),
+        (
+            '{"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": '
+            + "[" * 800
+            + "]" * 800
+            + '}}, {"role": "user", "content": "a"}]}',
+            "",
+        ),
         ('{"question": "b", "answer": "c"}', "has the layout gsm8k, the rows before it prompts"),
     ],
 )
