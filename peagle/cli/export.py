@@ -14,7 +14,7 @@ from drafter.params import DrafterParams
 from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli.display import Display
-from peagle.cli.settings import ExportSettings
+from peagle.cli.settings import ExportSettings, parse_layers
 from peagle.ops.errors import InputError
 from peagle.pair import resolve
 
@@ -54,7 +54,7 @@ def export_command(settings: ExportSettings) -> int:
     dialect = cast(Dialect, settings.dialect)
     if dialect == "speculators" and settings.verifier is None:
         raise InputError("--dialect speculators needs --verifier, the target: it does not load a drafter without")
-    params, config = load_drafter(source)
+    params, config = load_drafter(source, aux_layer_ids=parse_layers(settings.aux_layer_ids))
     beside = {FREQUENT_TOKENS: source / FREQUENT_TOKENS}  # what --draft-vocab N goes by
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
     write_with_card(out, params, config, dialect, settings.verifier, source.parent, files)

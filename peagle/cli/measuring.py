@@ -14,6 +14,7 @@ from peagle.cli.app import (
     RUNNING,
     SAMPLING,
     SPECULATION,
+    AuxLayerIds,
     DtypeOption,
     Experts,
     ExpertsOption,
@@ -107,6 +108,7 @@ def sweep(
             help="Checkpoints, or ngram, with commas between: each K with each. Default: the demo's.",
         ),
     ] = None,
+    aux_layer_ids: AuxLayerIds = None,
     draft_vocab: Annotated[
         str,
         typer.Option(
@@ -228,6 +230,7 @@ def sweep(
         experts=experts.value,
         kernels=kernels.value,
         quiet=quiet,
+        aux_layer_ids=aux_layer_ids,
     )
 
     def run() -> int:
@@ -273,6 +276,7 @@ def parity(
         str | None,
         typer.Option("--drafter", metavar="DIR", rich_help_panel=MODEL, help="Its checkpoint. Default: the demo's."),
     ] = None,
+    aux_layer_ids: AuxLayerIds = None,
     prompts: Annotated[
         Path | None,
         typer.Option("--prompts", metavar="FILE", rich_help_panel=PROMPT, help="Default: the demo's held-out prompts."),
@@ -311,6 +315,7 @@ def parity(
         kernels=kernels.value,
         json=json,
         quiet=quiet,
+        aux_layer_ids=aux_layer_ids,
     )
 
     def run() -> int:
