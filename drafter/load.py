@@ -430,6 +430,11 @@ def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> Drafte
     named = named_aux_layers(config)[:1]
     aux_layer_ids = tuple(given) if given is not None else named[0].outputs if named else None
     num_taps = int(settings.get("num_aux_hidden_states") or (len(aux_layer_ids) if aux_layer_ids else 3))
+    if given is None and named and len(named[0].ids) != num_taps:
+        raise InputError(
+            f"config.json's {named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_taps}; expected "
+            "one id for each"
+        )
     head_dim, num_kv_heads = _head_geometry(checkpoint, geometry, num_heads)
     joint, per_tap = bool(settings.get("norm_before_fc")), bool(settings.get("fc_norm"))
     if joint and per_tap:
@@ -599,7 +604,7 @@ def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
             return None
         said = f"{taken} t2d marks other tokens ({len(np.intersect1d(read, marked))} of {len(marked)} are the same)"
         if np.array_equal(np.sort(stored), marked):
-            return f"{said}, and the same if it holds absolute ids: {STORE_OFFSETS}"
+            return f"{said}; read as absolute ids it agrees with t2d: {STORE_OFFSETS}"
         return f"{said}; peagle parity tells which of the two the drafter follows"
     if len(stored) ** 2 > _CHANCE * config.vocab_size and (np.diff(stored) > 0).all():
         return (

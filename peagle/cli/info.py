@@ -50,6 +50,8 @@ def show(names: Sequence[str], aux_layer_ids: Sequence[int] | None = None) -> in
     paths = [(name, resolve(name, "target")) for name in names]
     if not names:
         paths = [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
+    if aux_layer_ids is not None and not any(is_drafter_config(read_json(path, CONFIG)) for _, path in paths):
+        raise InputError("--aux-layer-ids is given, but no drafter that reads any; leave it out")
     console = Console(highlight=False, soft_wrap=True)
     targets: list[tuple[str, TargetFiles]] = []
     drafters: list[tuple[str, Checkpoint]] = []
@@ -63,8 +65,6 @@ def show(names: Sequence[str], aux_layer_ids: Sequence[int] | None = None) -> in
         else:
             targets.append((name, inspect_target(path)))
             _print(console, name, "GPT-OSS target", target_rows(targets[-1][1], path))
-    if aux_layer_ids is not None and not drafters:
-        raise InputError("--aux-layer-ids is given, but no drafter that reads any; leave it out")
     doubts = [doubtful_map(each, parse_drafter(each, aux_layer_ids)) for _, each in drafters]
     if len(paths) == 2:
         if len(targets) != 1:

@@ -58,7 +58,8 @@ Say whether a pair does what it should, and why its acceptance is what it is.
 
 The target is compared layer by layer with transformers (where torch is installed), the drafter with a reference in
 float64, the engine with both. Then the checkpoint is read in other ways (taps one layer off, another mask token,
-norm, vocabulary map, raw prompts): one that is accepted more often is the likely cause. Exit code 1 where anything is.
+norm, vocabulary map, the target's embedding, raw prompts): one that is accepted more often is the likely cause, and
+what to change is said as the file names it. Exit code 1 where anything is.
 
 [bold]Examples[/bold]
 

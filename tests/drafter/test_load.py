@@ -215,7 +215,9 @@ def test_a_map_of_absolute_ids_is_named(tmp_path: Path, with_mask: bool) -> None
         write_checkpoint(tmp_path / "absolute", render_config(config, "vllm", "float32"), tensors)
         return tmp_path / "absolute"
 
-    said = "t2d marks other tokens .* the same if it holds absolute ids" if with_mask else "no two of its 61 tokens"
+    said = (
+        "t2d marks other tokens .* read as absolute ids it agrees with t2d" if with_mask else "no two of its 61 tokens"
+    )
     with pytest.warns(InputWarning, match=f"{said}.* store d2t - arange"):
         params, _ = load_drafter(save(np.arange(VOCAB)))
     assert np.asarray(params.draft_to_target).tolist() == (2 * np.arange(VOCAB)).tolist()
@@ -321,7 +323,7 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"draft_vocab_size": 62}, r"draft_vocab_size 62 exceeds its vocab_size 61"),
         ({"target_hidden_size": 13}, r"fc.weight reads 36 values, which is not 3 taps of target_hidden_size 13"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"names 2 tapped layers \[1, 3\] but reads 3 taps"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"is \[2, 4\] beside num_aux_hidden_states 3"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...}, r"reads 36 values.*2 taps"),
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
         ({"norm_before_fc": True}, r"input_norm.weight is missing"),

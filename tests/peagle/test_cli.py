@@ -553,7 +553,7 @@ def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_p
     code, out, err = real("info", target, str(tmp_path / "other"))
     assert code == 2
     assert "They fit" not in out
-    assert "layer 8" in err
+    assert "9 is no layer's" in err
 
 
 def process(*arguments: str, code: str = TOY_PROCESS, **options: Any) -> subprocess.Popen[bytes]:
