@@ -10,13 +10,14 @@ An EAGLE-3 drafter is the same with neither a mask id nor `mask_hidden`. NeMo pu
 inner tensors, SpecForge the target's model_type above Llama layers; both are read.
 
 A file is taken whole or refused: every tensor is consumed or named, every parameter is filled or named, and a setting
-that would change the result is followed or named. `t2d` says nothing that `d2t` does not, and is skipped.
+that would change the result is followed or named. `t2d` says nothing that `d2t` does not: the two are compared.
 `norm_output` concerns EAGLE-3 alone. A `mask_hidden` of more than one vector is this project's own extension;
 `refused_by` says which other servers load what is written.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from jax.typing import DTypeLike
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, LayerParams
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.linear import Panels, arrange, arrange_embedding, as_matrix, take_outputs
 from peagle.ops.linear.panels import BFLOAT16
 from peagle.ops.rope import RopeConfig, Yarn, parse_rope
@@ -36,6 +37,7 @@ from peagle.ops.rope import RopeConfig, Yarn, parse_rope
 Dialect = Literal["vllm", "speculators"]
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 NESTED = "transformer_layer_config"
+AUX_LAYER_IDS, EAGLE_CONFIG = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of both kinds
 _EMBEDDING, _LM_HEAD, _FC, _MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
 
@@ -64,22 +66,27 @@ def load_drafter(
     native: bool = False,
     target_embedding: jax.Array | np.ndarray | None = None,
     target_lm_head: jax.Array | np.ndarray | Panels | None = None,
+    aux_layer_ids: Sequence[int] | None = None,
 ) -> tuple[DrafterParams, DrafterConfig]:
     """The drafter in a directory, in the given dtype or that of its fc weight; with `native` its matrices are panels
-    for the compiled CPU kernels, in which bfloat16 stays bfloat16.
+    for the compiled CPU kernels, in which bfloat16 stays bfloat16. aux_layer_ids: outputs of the target's layers, in
+    place of those that config.json names.
 
     Some drafters share the target's embedding or head and do not store it. Such a file loads only together with the
     target's own, as it was loaded, with the same `native`: target_embedding [V, D], target_lm_head [D, V] (narrowed to
     the draft vocabulary here). What the file stores wins over what is given.
 
-    Raises InputError, in one line, for whatever is missing, surplus, wrongly shaped or not supported.
+    Raises InputError, in one line, for whatever is missing, surplus, wrongly shaped or not supported. Warns where the
+    map from draft ids to the target's looks wrong.
     """
     checkpoint = read_checkpoint(directory).without_prefix(_STRIPPED)
-    config = parse_config(checkpoint)
+    config = parse_config(checkpoint, aux_layer_ids)
     dtype = jnp.dtype(checkpoint.dtype(_FC) if dtype is None else dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == np.float64 else dtype
     reader = _Reader(checkpoint, config, dtype, native)
     draft_to_target = _draft_to_target(checkpoint, config)
+    if (doubt := doubtful_map(checkpoint, config)) is not None:
+        warnings.warn(doubt, InputWarning, stacklevel=2)
     params = DrafterParams(
         embedding=reader.embedding(target_embedding),
         aux_norm=reader.aux_norm(),
@@ -123,11 +130,12 @@ def is_drafter_config(config: Mapping[str, Any]) -> bool:
     return named or NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
 
 
-def parse_config(checkpoint: Checkpoint) -> DrafterConfig:
+def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = None) -> DrafterConfig:
     """The DrafterConfig of a checkpoint: config.json, completed by the shapes of its tensors where that is silent (head
-    geometry, width of the taps). Raises InputError naming what is missing, contradictory or not supported."""
+    geometry, width of the taps). aux_layer_ids win over those of config.json. Raises InputError naming what is missing,
+    contradictory or not supported."""
     try:
-        return _parse_config(checkpoint.without_prefix(_STRIPPED))
+        return _parse_config(checkpoint.without_prefix(_STRIPPED), aux_layer_ids)
     except InputError as error:
         where = str(checkpoint.directory)
         raise error if str(error).startswith(where) else InputError(f"{where}: {error}") from None
@@ -137,6 +145,67 @@ def parse_config(checkpoint: Checkpoint) -> DrafterConfig:
         raise InputError(
             f"{checkpoint.directory}: config.json holds a value of the wrong kind: {error}; fetch it again"
         ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedAuxLayers:
+    """Aux layers as a place in a config.json names them.
+
+    The place decides what an id means. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write and
+    read it so, vLLM does not read that place. At the top, or among a speculators drafter's geometry, id i is the INPUT
+    of layer i, the output of layer i - 1: so vLLM reads it. Example: inputs [2, 12, 21] are outputs (1, 11, 20).
+    """
+
+    key: str
+    ids: tuple[int, ...]
+    are_outputs: bool
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The tapped outputs of the target's 0-based layers. Raises InputError where an id is none's."""
+        first = self.written((0,))[0]
+        if any(each < first for each in self.ids):
+            hint = (
+                "" if self.are_outputs else " (id i is the input of layer i, and that of layer 0 is no layer's output)"
+            )
+            raise InputError(
+                f"config.json's {self.key} is {list(self.ids)}; expected {first} or more each{hint}: write what it was "
+                "trained with, or give its outputs with --aux-layer-ids"
+            )
+        return tuple(each - first for each in self.ids)
+
+    def written(self, outputs: Sequence[int]) -> list[int]:
+        """The ids that mean these outputs in this place."""
+        return [layer if self.are_outputs else layer + 1 for layer in outputs]
+
+    @property
+    def meaning(self) -> str:
+        """What the ids were taken for, and why."""
+        if self.are_outputs:
+            return "outputs, as SpecForge and SGLang write them there"
+        return "inputs, each the output of the layer before, as vLLM reads them there"
+
+
+TOP_AUX_LAYERS = NamedAuxLayers(AUX_LAYER_IDS, (), are_outputs=False)  # where to name them if no place does
+
+
+def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
+    """Every place of a config.json that names aux layers, the one that counts first. Raises InputError for ids that are
+    no list of numbers."""
+    geometry = config.get(NESTED) or {}
+    places = (
+        (AUX_LAYER_IDS, config, False),
+        (f"{NESTED}.{AUX_LAYER_IDS}", geometry, False),
+        (f"{EAGLE_CONFIG}.{AUX_LAYER_IDS}", config.get(EAGLE_CONFIG) or {}, True),
+    )
+    found = []
+    for key, place, are_outputs in places:
+        ids = place.get(AUX_LAYER_IDS) or ()
+        if not isinstance(ids, list | tuple) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise InputError(f"config.json's {key} is {_brief(ids)}; expected a list of layers, as [2, 12, 21]")
+        if ids:
+            found.append(NamedAuxLayers(key, tuple(ids), are_outputs))
+    return found
 
 
 def save_drafter(
@@ -401,7 +470,7 @@ class _Reader:
             )
 
 
-def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:
+def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> DrafterConfig:
     config = checkpoint.config
     geometry: Mapping[str, Any] = config.get(NESTED, config)
     if not isinstance(geometry, Mapping):
@@ -417,8 +486,14 @@ def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:
     hidden_size = int(geometry["hidden_size"])
     num_heads = int(geometry["num_attention_heads"])
     vocab_size = int(geometry["vocab_size"])
-    aux_layer_ids = _aux_layer_ids(settings.get("eagle_aux_hidden_state_layer_ids"))
+    named = named_aux_layers(config)[:1]
+    aux_layer_ids = tuple(given) if given is not None else named[0].outputs if named else None
     num_taps = int(settings.get("num_aux_hidden_states") or (len(aux_layer_ids) if aux_layer_ids else 3))
+    if given is None and named and len(named[0].ids) != num_taps:
+        raise InputError(
+            f"config.json's {named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_taps}; expected "
+            "one id for each"
+        )
     head_dim, num_kv_heads = _head_geometry(checkpoint, geometry, num_heads)
     joint, per_tap = bool(settings.get("norm_before_fc")), bool(settings.get("fc_norm"))
     if joint and per_tap:
@@ -435,7 +510,7 @@ def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:
         vocab_size=vocab_size,
         draft_vocab_size=int(_first(settings.get("draft_vocab_size"), vocab_size)),
         mask_token_id=mask_token_id,
-        rope=parse_rope(head_dim, geometry, default_theta=10000.0),
+        rope=parse_rope(head_dim, _with_outer_rope(geometry, config), default_theta=10000.0),
         num_taps=num_taps,
         aux_layer_ids=aux_layer_ids,
         aux_norm="joint" if joint else "per_tap" if per_tap else None,
@@ -447,6 +522,18 @@ def _parse_config(checkpoint: Checkpoint) -> DrafterConfig:
         mlp_bias=bool(geometry.get("mlp_bias", False)),
         max_positions=None if max_positions is None else int(max_positions),
     )
+
+
+def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The geometry with what config.json says of the rotation outside of it. Raises InputError where they disagree."""
+    outer = {key: config[key] for key in ("rope_theta", "rope_parameters", "rope_scaling") if key in config}
+    for key, value in outer.items():
+        if geometry.get(key) is not None and value is not None and geometry[key] != value:
+            raise InputError(
+                f"config.json says {key} {_brief(geometry[key])} in {NESTED} and {_brief(value)} outside; expected "
+                "them equal: take out the one that the drafter was not trained with"
+            )
+    return {**geometry, **{key: value for key, value in outer.items() if geometry.get(key) is None}}
 
 
 def _refuse_variants(
@@ -500,21 +587,6 @@ def _num_mask_hiddens(checkpoint: Checkpoint) -> int:
     return shape[1] if len(shape) == 3 and shape[0] == 1 else 1
 
 
-def _aux_layer_ids(named: list[int] | None) -> tuple[int, ...] | None:
-    """Tapped outputs for tapped inputs: the input of layer i is the output of layer i - 1.
-
-    Example: [2, 12, 21] -> (1, 11, 20). Absent or empty: None, the target's default.
-    """
-    if not named:
-        return None
-    if any(int(layer) < 1 for layer in named):
-        raise InputError(
-            f"config.json's eagle_aux_hidden_state_layer_ids are {list(named)}; expected 1 or more each (id i taps the "
-            "input of layer i, and that of layer 0 is no layer's output)"
-        )
-    return tuple(int(layer) - 1 for layer in named)
-
-
 def _head_geometry(checkpoint: Checkpoint, geometry: Mapping[str, Any], num_heads: int) -> tuple[int, int]:
     """(head_dim, num_kv_heads) as config.json says, else as the projections' shapes do."""
     prefix = _first_layer_prefix(checkpoint)
@@ -562,20 +634,59 @@ def _draft_to_target(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarra
                 f"its map into the target's of {config.vocab_size}"
             )
         return None
-    index = np.arange(config.draft_vocab_size)
-    target_ids = checkpoint.take("d2t", (config.draft_vocab_size,)).astype(np.int64) + index
-    if target_ids.min() < 0 or target_ids.max() >= config.vocab_size:
+    stored, index = _stored_map(checkpoint, config), np.arange(config.draft_vocab_size)
+    target_ids = stored + index
+    if (fault := _map_fault(target_ids, config.vocab_size)) is not None:
+        absolute = "" if _map_fault(stored, config.vocab_size) else f"; if these are absolute ids, {STORE_OFFSETS}"
         raise InputError(
-            f"{checkpoint.directory}: d2t maps to ids {target_ids.min()}..{target_ids.max()}; expected 0.."
-            f"{config.vocab_size - 1} (d2t holds offsets: target id = draft id + d2t[draft id])"
-        )
-    if len(np.unique(target_ids)) < len(target_ids):
-        raise InputError(
-            f"{checkpoint.directory}: d2t maps {len(target_ids)} draft ids to {len(np.unique(target_ids))} target ids; "
-            "expected one each (d2t holds offsets: target id = draft id + d2t[draft id])"
+            f"{checkpoint.directory}: d2t {fault} (d2t holds offsets: target id = draft id + d2t[draft id]){absolute}"
         )
     same = config.draft_vocab_size == config.vocab_size and bool((target_ids == index).all())
     return None if same else target_ids.astype(np.int32)
+
+
+STORE_OFFSETS = "store d2t - arange(len(d2t)) as d2t"
+_CHANCE = 20.0  # exp(-20): of a map whose ids never are neighbours, for no accident
+
+
+def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
+    """A line where d2t, read as offsets, cannot be what was meant: t2d marks other tokens, or, without a t2d, no two of
+    its tokens are neighbours; None where all is well. Reads no other tensor."""
+    if not checkpoint.has("d2t"):
+        return None
+    stored = _stored_map(checkpoint, config)
+    read, taken = stored + np.arange(len(stored)), f"{checkpoint.directory}: d2t is read as offsets, but"
+    if checkpoint.has("t2d"):
+        if checkpoint.shape("t2d") != (config.vocab_size,):
+            return (
+                f"{checkpoint.directory}: t2d has shape {list(checkpoint.shape('t2d'))}, and is not compared with d2t; "
+                f"expected [{config.vocab_size}], a mark for each of the target's tokens"
+            )
+        marked = np.flatnonzero(checkpoint.take("t2d"))
+        if np.array_equal(np.sort(read), marked):
+            return None
+        said = f"{taken} t2d marks other tokens ({len(np.intersect1d(read, marked))} of {len(marked)} are the same)"
+        if np.array_equal(np.sort(stored), marked):
+            return f"{said}; read as absolute ids it agrees with t2d: {STORE_OFFSETS}"
+        return f"{said}; peagle parity tells which of the two the drafter follows"
+    if len(stored) ** 2 > _CHANCE * config.vocab_size and (np.diff(stored) > 0).all():
+        return (
+            f"{taken} then no two of its {len(stored)} tokens are neighbours; if it holds absolute ids, {STORE_OFFSETS}"
+        )
+    return None
+
+
+def _stored_map(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarray:
+    return checkpoint.take("d2t", (config.draft_vocab_size,)).astype(np.int64)
+
+
+def _map_fault(target_ids: np.ndarray, vocab_size: int) -> str | None:
+    """Why these cannot be the target's ids of a draft vocabulary; None where they can."""
+    if target_ids.min() < 0 or target_ids.max() >= vocab_size:
+        return f"maps to ids {target_ids.min()}..{target_ids.max()}; expected 0..{vocab_size - 1}"
+    if (different := len(np.unique(target_ids))) < len(target_ids):
+        return f"maps {len(target_ids)} draft ids to {different} target ids; expected one each"
+    return None
 
 
 def _qkv_widths(config: DrafterConfig) -> list[int]:

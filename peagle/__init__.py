@@ -17,12 +17,13 @@ _apply_jax_cure()
 if TYPE_CHECKING:
     from peagle.config import SamplingConfig, SpeculationConfig
     from peagle.metrics import Result
-    from peagle.ops.errors import InputError
+    from peagle.ops.errors import InputError, InputWarning
     from peagle.pair import Pair, Stream, load
 
 # name -> module that defines it; imported on first use, so that `import peagle` costs milliseconds (PEP 562)
 _EXPORTS = {
     "InputError": "peagle.ops.errors",
+    "InputWarning": "peagle.ops.errors",
     "Pair": "peagle.pair",
     "Result": "peagle.metrics",
     "SamplingConfig": "peagle.config",
@@ -31,7 +32,7 @@ _EXPORTS = {
     "load": "peagle.pair",
 }
 
-__all__ = ["InputError", "Pair", "Result", "SamplingConfig", "SpeculationConfig", "Stream", "load"]
+__all__ = ["InputError", "InputWarning", "Pair", "Result", "SamplingConfig", "SpeculationConfig", "Stream", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ The first stream of a shape compiles; whatever is measured leaves that out.
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,8 @@ from peagle.generate import Engine, Request
 from peagle.metrics import Recorder, Result
 from peagle.ngram import NGram
 from peagle.ops import cuda
-from peagle.ops.errors import InputError
+from peagle.ops.checkpoint import Checkpoint, read_checkpoint
+from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.memory import available_memory_bytes
@@ -40,7 +42,7 @@ from peagle.protocols import Drafter, PyTree, Target
 from peagle.text import DEFAULT_DATE, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from drafter.config import DrafterConfig
+    from drafter.load import NamedAuxLayers
     from drafter.vocabulary import DraftVocab
     from target.config import TargetConfig
 
@@ -51,6 +53,10 @@ HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # prompts the demo pair was
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
 MOST_STEPS_PER_DISPATCH = 24
+NO_STOP_TOKEN = (  # behind the directory
+    "no stop token is named in generation_config.json, config.json or the tokenizer's files, so every answer takes its "
+    "whole budget; expected eos_token_id in generation_config.json"
+)
 CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -71,6 +77,7 @@ class Pair:
     dtype: str = "float32"
     experts: str | None = None  # the layout the target's experts are in
     kernels: str | None = None  # what computes: the compiled CPU kernels, or XLA and why
+    aux_layers: str | None = None  # which hidden states the drafter reads, and what said so
     draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
     default_num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
@@ -275,6 +282,7 @@ def load(
     experts: ExpertsChoice = "auto",
     kernels: KernelsChoice = "auto",
     draft_vocab: int | str | None = None,
+    aux_layer_ids: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
     """The pair of two checkpoint directories, or the demo pair, which comes with the package.
@@ -284,11 +292,13 @@ def load(
     on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load,
     "auto" takes what is fastest and fits. kernels: "native" runs the compiled CPU kernels or refuses, "xla" does
     without them, "auto" takes them where they run (`peagle info` says). draft_vocab: the drafter proposes so many of
-    the most frequent tokens alone, or those listed in a file (drafter.vocabulary). progress is told (bytes of the
-    target read, bytes in all) while it is read.
+    the most frequent tokens alone, or those listed in a file (drafter.vocabulary). aux_layer_ids: the 0-based layers of
+    the target whose outputs the drafter reads, in place of those that its config.json names (`Pair.aux_layers` says
+    which, and why). progress is told (bytes of the target read, bytes in all) while it is read.
 
     Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
-    read; weights that take more memory than there is are among that.
+    read; weights that take more memory than there is are among that. Warns, an InputWarning, of what works but may be
+    meant otherwise: aux layers or a vocabulary map that look like another convention's, no stop token.
     """
     from drafter.load import weight_bytes as drafter_bytes
     from target.load import inspect_target, load_target
@@ -297,8 +307,7 @@ def load(
 
     target_directory = resolve(target, "target")
     drafter_directory = drafter_path(target, drafter)
-    if drafter_directory is not None:
-        check_fit(target_directory, drafter_directory)
+    _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     if draft_vocab is not None:
         _vocabulary(target_directory, drafter_directory, draft_vocab)
     tokenizer = load_tokenizer(target_directory)
@@ -319,6 +328,8 @@ def load(
 
     refuse_too_large(needed(dtype, experts), least)
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
+    if not loaded.stop_token_ids:
+        warnings.warn(f"{target_directory}: {NO_STOP_TOKEN}", InputWarning, stacklevel=2)
     plain = GptOss(dataclasses.replace(loaded.params, xla=kernels == "xla"), loaded.config)
     pair = Pair(
         target=plain,
@@ -331,14 +342,19 @@ def load(
         kernels=kernels_in_words() if kernels != "xla" else "XLA",
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
     )
-    return with_drafter(pair, target, drafter, draft_vocab=draft_vocab)
+    return with_drafter(pair, target, drafter, draft_vocab=draft_vocab, aux_layer_ids=aux_layer_ids)
 
 
 def with_drafter(
-    pair: Pair, target: str | Path, drafter: str | Path | None, *, draft_vocab: int | str | None = None
+    pair: Pair,
+    target: str | Path,
+    drafter: str | Path | None,
+    *,
+    draft_vocab: int | str | None = None,
+    aux_layer_ids: Sequence[int] | None = None,
 ) -> Pair:
     """The pair with another drafter, as `load` would give it; the target's weights are the pair's own. `target` is what
-    the pair was loaded from. Raises InputError as `load` does."""
+    the pair was loaded from. Raises InputError, and warns, as `load` does."""
     from drafter.load import load_drafter, weight_bytes
     from drafter.propose import drafter_of
     from drafter.vocabulary import narrow
@@ -348,11 +364,10 @@ def with_drafter(
     plain = pair.plain_target
     assert isinstance(plain, GptOss)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
-    taps: tuple[int, ...] = ()
+    layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     said = None
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
-        taps = check_fit(target_directory, drafter_directory)
         dtype, native = jnp.dtype(pair.dtype), plain.params.native
         size = weight_bytes(drafter_directory, dtype, native=native)
         refuse_too_large({f"the drafter {drafter}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
@@ -362,13 +377,35 @@ def with_drafter(
             native=native,
             target_embedding=plain.params.embedding,
             target_lm_head=plain.params.lm_head,
+            aux_layer_ids=aux_layer_ids,
         )
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             said = f"{config.draft_vocab_size} tokens, by {vocab.source}"
         drafting = drafter_of(dataclasses.replace(params, xla=plain.params.xla), config)
-    tapped = GptOss(plain.params, plain.config, aux_layer_ids=taps)
-    return dataclasses.replace(pair, target=tapped, drafter=drafting, draft_vocab=said, _engines={})
+    if layers is not None and layers.doubt is not None:
+        warnings.warn(layers.doubt, InputWarning, stacklevel=2)
+    tapped = GptOss(plain.params, plain.config, aux_layer_ids=() if layers is None else layers.outputs)
+    return dataclasses.replace(
+        pair,
+        target=tapped,
+        drafter=drafting,
+        aux_layers=None if layers is None else layers.said,
+        draft_vocab=said,
+        _engines={},
+    )
+
+
+def _aux_layers(
+    target_directory: Path, drafter_directory: Path | None, asked: Sequence[int] | None
+) -> "AuxLayers | None":
+    """What a drafter with weights reads of the target; None where there is no such drafter. Raises InputError as
+    `check_fit` does, and for layers that are asked for without one."""
+    if drafter_directory is not None:
+        return check_fit(target_directory, drafter_directory, asked)
+    if asked is not None:
+        raise InputError("aux layers are given, but there is no drafter with weights that reads any; leave them out")
+    return None
 
 
 def _vocabulary(target_directory: Path, drafter_directory: Path | None, asked: int | str) -> "DraftVocab":
@@ -417,48 +454,112 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     return directory
 
 
-def check_fit(target_directory: Path, drafter_directory: Path) -> tuple[int, ...]:
-    """The outputs of the target's layers that the drafter reads. No weights are read.
+@dataclass(frozen=True)
+class AuxLayers:
+    """The layers of a target whose outputs a drafter reads."""
 
-    Raises InputError naming both sides where hidden size, vocabulary or taps do not fit.
+    outputs: tuple[int, ...]
+    said: str  # the same in words, and what decided
+    doubt: str | None = None  # a line, where it looks as if something else was meant
+
+
+def check_fit(target_directory: Path, drafter_directory: Path, aux_layer_ids: Sequence[int] | None = None) -> AuxLayers:
+    """Check that a drafter fits a target, and find the aux layers it reads: those given, or its config.json's, or the
+    target's default. No weights are read.
+
+    Raises InputError naming both sides where hidden size, vocabulary or aux layers do not fit.
     """
-    from drafter.load import parse_config
-    from peagle.ops.checkpoint import read_checkpoint
     from target.load import inspect_target
 
     target = inspect_target(target_directory).config
-    return fitting_taps(target, parse_config(read_checkpoint(drafter_directory)), target_directory, drafter_directory)
+    return fitting_aux_layers(
+        target, read_checkpoint(drafter_directory), target_directory, drafter_directory, aux_layer_ids
+    )
 
 
-def fitting_taps(
-    target: "TargetConfig", drafter: "DrafterConfig", target_name: str | Path, drafter_name: str | Path
-) -> tuple[int, ...]:
+def fitting_aux_layers(
+    target: "TargetConfig",
+    checkpoint: Checkpoint,
+    target_name: str | Path,
+    drafter_name: str | Path,
+    aux_layer_ids: Sequence[int] | None = None,
+) -> AuxLayers:
     """See `check_fit`; the names are for its messages."""
+    from drafter.load import TOP_AUX_LAYERS, named_aux_layers, parse_config
     from target.config import default_aux_layer_ids
 
-    def refuse(what: str, drafters: object, targets: object) -> InputError:
-        return InputError(
-            f"the drafter {drafter_name} does not fit the target {target_name}: {what} {drafters}, the target's is "
-            f"{targets}; use the drafter that was trained for this target"
-        )
+    drafter = parse_config(checkpoint, aux_layer_ids)
+
+    def refuse(what: str) -> InputError:
+        return InputError(f"the drafter {drafter_name} does not fit the target {target_name}: {what}")
+
+    def other(what: str, drafters: object, targets: object) -> InputError:
+        return refuse(f"{what} {drafters}, the target's is {targets}; use the drafter that was trained for this target")
 
     if drafter.target_hidden_size != target.hidden_size:
-        raise refuse("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
+        raise other("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
     if drafter.vocab_size != target.vocab_size:
-        raise refuse("its vocabulary has size", drafter.vocab_size, target.vocab_size)
-    taps = drafter.aux_layer_ids or default_aux_layer_ids(target.num_layers)
-    if len(taps) != drafter.num_taps:
-        raise InputError(
-            f"the drafter {drafter_name} reads {drafter.num_taps} taps and does not name their layers, and the default "
-            f"for the target {target_name} is {len(taps)} taps {list(taps)}; name them in "
-            "eagle_aux_hidden_state_layer_ids"
+        raise other("its vocabulary has size", drafter.vocab_size, target.vocab_size)
+    n, named = target.num_layers, named_aux_layers(checkpoint.config)
+    outputs = drafter.aux_layer_ids
+    if outputs is None:
+        outputs = default_aux_layer_ids(n)
+        if len(outputs) != drafter.num_taps:
+            raise InputError(
+                f"the drafter {drafter_name} reads {drafter.num_taps} taps and does not name their layers, and the "
+                f"default for the target {target_name} is {len(outputs)} taps {list(outputs)}; give --aux-layer-ids, "
+                f"or name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
+            )
+        return AuxLayers(outputs, aux_layers_in_words(outputs, named))
+    if outside := [layer for layer in outputs if not 0 <= layer < n]:
+        if aux_layer_ids is not None:
+            raise refuse(f"--aux-layer-ids names the output of layer {outside[0]}; expected 0..{n - 1}")
+        (wrong,), (first, last) = named[0].written(outside[:1]), named[0].written((0, n - 1))
+        raise refuse(
+            f"{named[0].key} in its config.json is {list(named[0].ids)}, and {wrong} is no layer's; expected "
+            f"{first}..{last} there, for the target's layers 0..{n - 1}: use the drafter that was trained for it, or "
+            "give --aux-layer-ids"
         )
-    if outside := [tap for tap in taps if not 0 <= tap < target.num_layers]:
-        raise InputError(
-            f"the drafter {drafter_name} does not fit the target {target_name}: it taps the output of layer "
-            f"{outside[0]}, the target has layers 0..{target.num_layers - 1}; use the drafter that was trained for it"
+    given = aux_layer_ids is not None
+    doubt = None if given else doubtful_aux_layers(named, drafter_name, n)
+    return AuxLayers(outputs, aux_layers_in_words(outputs, named, given), doubt)
+
+
+def aux_layers_in_words(outputs: Sequence[int] | None, named: Sequence["NamedAuxLayers"], given: bool = False) -> str:
+    """Which outputs of the target's layers a drafter reads (None: the default of whatever target), and what said so."""
+    which = "outputs" if outputs is None else f"outputs {', '.join(map(str, outputs))}"
+    if not named:
+        return f"{which}, given" if given else f"{which} by the target's default, as config.json names none"
+    says = f"config.json's {named[0].key} {list(named[0].ids)}"
+    return f"{which}, given instead of {says}" if given else f"{which}: {says} are {named[0].meaning}"
+
+
+def doubtful_aux_layers(
+    named: Sequence["NamedAuxLayers"], drafter_name: str | Path, num_layers: int | None = None
+) -> str | None:
+    """A line where the ids of a config.json look as if they were numbered in the other way, or where it names several;
+    None where all is well. num_layers: the target's, if it is known."""
+    if not named:
+        return None
+    used = named[0]
+
+    def line(but: str, outputs: Sequence[int]) -> str:
+        typed = ",".join(map(str, outputs))
+        return (
+            f"{drafter_name}: {used.key} {list(used.ids)} in config.json are read as {used.meaning}, but {but}; if few "
+            f"drafts are accepted, try --aux-layer-ids {typed}, and if it helps write {used.written(outputs)} there"
         )
-    return taps
+
+    for each in named[1:]:
+        if each.outputs != used.outputs:
+            return line(f"{each.key} {list(each.ids)}, which are {each.meaning}, name others", each.outputs)
+    # the default everywhere begins with the output of layer 1, which is the input of layer 2
+    flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
+    usual = flipped.ids[0] == flipped.written((1,))[0]
+    if usual and (num_layers is None or all(0 <= layer < num_layers for layer in flipped.outputs)):
+        kind = "outputs" if flipped.are_outputs else "inputs"
+        return line(f"{kind} as a rule begin with {used.ids[0]}", flipped.outputs)
+    return None
 
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -162,6 +162,7 @@ class Reading:
 
     name: str
     accepted: np.ndarray  # [S], over all texts
+    cure: str = ""  # what to change, so that it is read so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +172,7 @@ class Cause:
     name: str
     acceptance_length: float
     gain: Estimate
+    cure: str = ""
 
 
 def causes(given: np.ndarray, readings: Sequence[Reading]) -> list[Cause]:
@@ -182,5 +184,5 @@ def causes(given: np.ndarray, readings: Sequence[Reading]) -> list[Cause]:
         gain = estimate(np.stack([more, np.ones_like(more)], axis=1), ratio)
         least = max(LEAST_GAIN, LEAST_FRAC * (1 + given.mean()))
         if gain is not None and (gain.low or 0.0) > 0 and gain.value > least:
-            found.append(Cause(reading.name, 1 + float(reading.accepted.mean()), gain))
+            found.append(Cause(reading.name, 1 + float(reading.accepted.mean()), gain, reading.cure))
     return sorted(found, key=lambda cause: -cause.gain.value)

@@ -66,7 +66,7 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
     if num_layers < 7:
         raise InputError(
             f"a target of {num_layers} layers has no default taps (defined from 7 layers on); the drafter's "
-            "config.json must name them in eagle_aux_hidden_state_layer_ids"
+            "config.json must name them in eagle_aux_hidden_state_layer_ids, or --aux-layer-ids"
         )
     return (1, num_layers // 2 - 1, num_layers - 4)
 

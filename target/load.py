@@ -53,6 +53,7 @@ class TargetFiles:
 
     config: TargetConfig
     stop_token_ids: tuple[int, ...]
+    stop_tokens_from: str | None  # the file that names them
     mxfp4: bool
     num_parameters: int
     num_expert_parameters: int  # of them, in the experts' matrices
@@ -74,8 +75,9 @@ def inspect_target(directory: Path) -> TargetFiles:
             counts[of_experts] += size
         elif name.endswith(names.blocks_suffix):
             counts[of_experts] += 2 * size
+    stops, named_by = _stop_tokens(checkpoint)
     return TargetFiles(
-        config, _stop_token_ids(checkpoint), mxfp4, sum(counts.values()), counts[True], sum(sizes.values()), sizes[True]
+        config, stops, named_by, mxfp4, sum(counts.values()), counts[True], sum(sizes.values()), sizes[True]
     )
 
 
@@ -127,7 +129,7 @@ def load_target(
     """
     directory = Path(directory)
     checkpoint, names, config, mxfp4 = _open(directory)
-    stop_token_ids = _stop_token_ids(checkpoint)
+    stop_token_ids, _ = _stop_tokens(checkpoint)
     layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, directory)
     if progress is not None:
         checkpoint.watch(progress)
@@ -296,7 +298,8 @@ def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     theta = {"rope_theta": config.get("rope_theta", 150000.0)}
     rope = {**theta, **(yarn if factor > 1 else {"rope_type": "default"})}
-    return {**config, "model_type": "gpt_oss", "rope_parameters": rope, "layer_types": None}
+    others = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    return {**others, "model_type": "gpt_oss", "rope_parameters": rope, "layer_types": None}
 
 
 def _refuse_other_quantization(checkpoint: Checkpoint) -> None:
@@ -338,17 +341,40 @@ def _shapes(names: _Names, config: TargetConfig, mxfp4: bool) -> dict[str, tuple
     return shapes | {names.norm: (hidden,), names.lm_head: (c.vocab_size, hidden)}
 
 
-def _stop_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """generation_config.json decides where it exists, else config.json."""
-    name, config = "config.json", checkpoint.config
-    if (checkpoint.directory / "generation_config.json").exists():
-        name = "generation_config.json"
-        config = read_json(checkpoint.directory, name)
-    ids = config.get("eos_token_id")
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise InputError(f"{checkpoint.directory / name}: eos_token_id is {ids!r}; expected token ids")
-    return tuple(dict.fromkeys(ids))
+def _stop_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str | None]:
+    """(the stop tokens, the file that names them): of the first of these that names any: generation_config.json,
+    config.json, the tokenizer's files; none, and None, where no file does."""
+    directory, generation = checkpoint.directory, "generation_config.json"
+    configs = {"config.json": checkpoint.config}
+    if (directory / generation).exists():
+        configs = {generation: read_json(directory, generation), **configs}
+    for name, config in configs.items():
+        ids = config.get("eos_token_id")
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise InputError(f"{directory / name}: eos_token_id is {ids!r}; expected token ids")
+        if ids:
+            return tuple(dict.fromkeys(ids)), name
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (directory / name).exists():
+            token = read_json(directory, name).get("eos_token")
+            token = token.get("content") if isinstance(token, Mapping) else token
+            if token and (found := _token_id(directory, token)) is not None:
+                return (found,), name
+    return (), None
+
+
+def _token_id(directory: Path, token: str) -> int | None:
+    """The id of a special token, by its spelling; None where tokenizer.json does not know it."""
+    if not (directory / "tokenizer.json").exists():
+        return None
+    tokenizer = read_json(directory, "tokenizer.json")
+    try:
+        ids = {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
+        found = ids.get(token, ((tokenizer.get("model") or {}).get("vocab") or {}).get(token))
+    except (TypeError, KeyError, AttributeError):
+        found = None
+    return found if isinstance(found, int) else None
 
 
 def _choose_layout(

@@ -2,16 +2,18 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
-from peagle.cli.settings import BenchSettings, Settings
+from peagle.cli.settings import BenchSettings, Settings, parse_layers
 from peagle.jax_cure import MiscompilingJaxError
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 
 OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, 130, 141
 
@@ -172,6 +174,15 @@ Drafter = Annotated[
         rich_help_panel=MODEL,
         help="P-EAGLE or EAGLE-3 checkpoint, or ngram: looks back in the text, needs no weights. Default: the demo's; "
         "demo-eagle3 is its autoregressive one.",
+    ),
+]
+AuxLayerIds = Annotated[
+    str | None,
+    typer.Option(
+        "--aux-layer-ids",
+        metavar="L,L,L",
+        rich_help_panel=MODEL,
+        help="Target's layers, from 0, whose outputs the drafter reads. Default: as its config.json says.",
     ),
 ]
 DtypeOption = Annotated[
@@ -341,6 +352,7 @@ def speculate(
     date: Date = None,
     target: Target = None,
     drafter: Drafter = None,
+    aux_layer_ids: AuxLayerIds = None,
     dtype: DtypeOption = None,
     experts: ExpertsOption = Experts.auto,
     kernels: KernelsOption = Kernels.auto,
@@ -396,6 +408,7 @@ def speculate(
         trace=trace,
         profile=profile,
         quiet=quiet,
+        aux_layer_ids=aux_layer_ids,
     )
     return _run(settings)
 
@@ -472,11 +485,12 @@ def info(
     directories: Annotated[
         list[str] | None, typer.Argument(metavar="DIR", show_default=False, help="Target, drafter, or both.")
     ] = None,
+    aux_layer_ids: AuxLayerIds = None,
 ) -> int:
     def run() -> int:
         from peagle.cli.info import show
 
-        return show(directories or [])
+        return show(directories or [], parse_layers(aux_layer_ids))
 
     return guarded(run)
 
@@ -562,7 +576,8 @@ def guarded(run: Callable[[], int]) -> int:
 
     keep_compiled()
     try:
-        return run()
+        with _warnings_in_one_line():
+            return run()
     except (InputError, MiscompilingJaxError) as error:
         return _complain(str(error))
     except KeyboardInterrupt:
@@ -598,7 +613,37 @@ def _out_of_memory(error: Exception) -> bool:
     )
 
 
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Print what checkpoints may be meant otherwise as one line each, once; all other warnings as ever."""
+    told: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", InputWarning)
+        as_ever = warnings.showwarning
+
+        def show(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if not issubclass(category, InputWarning):
+                as_ever(message, category, filename, lineno, file, line)
+            elif str(message) not in told:
+                told.add(str(message))
+                _say("warning", str(message))
+
+        warnings.showwarning = show
+        yield
+
+
 def _complain(message: str) -> int:
-    line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
-    print(f"peagle: error: {line}", file=sys.stderr, flush=True)
+    _say("error", message)
     return BAD_INPUT
+
+
+def _say(what: str, message: str) -> None:
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
+    print(f"peagle: {what}: {line}", file=sys.stderr, flush=True)

@@ -25,7 +25,7 @@ from drafter.params import DrafterParams
 from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli.display import Display
-from peagle.cli.settings import ExportSettings
+from peagle.cli.settings import ExportSettings, parse_layers
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
 from peagle.ops.strict_json import dumps
@@ -68,11 +68,12 @@ def export_command(settings: ExportSettings) -> int:
     if dialect == "speculators" and settings.verifier is None:
         raise InputError("--dialect speculators needs --verifier, the target: it does not load a drafter without")
     target_directory = _directory(settings.verifier)
+    aux_layer_ids = parse_layers(settings.aux_layer_ids)
     target = None
     if target_directory is not None:
         target = inspect_target(target_directory).config
-        check_fit(target_directory, source)
-    params, stored = _load(source, target_directory)
+        check_fit(target_directory, source, aux_layer_ids)
+    params, stored = _load(source, target_directory, aux_layer_ids)
     refused = refused_by(stored, dialect)
     if VLLM in refused:  # which reads both dialects
         todo = "" if VLLM in refused_by(stored, "speculators") else "; take --dialect speculators, which it does load"
@@ -114,7 +115,9 @@ def _directory(verifier: str | None) -> Path | None:
     return directory if directory is not None and directory.is_dir() else None
 
 
-def _load(source: Path, target_directory: Path | None) -> tuple[DrafterParams, DrafterConfig]:
+def _load(
+    source: Path, target_directory: Path | None, aux_layer_ids: tuple[int, ...] | None
+) -> tuple[DrafterParams, DrafterConfig]:
     """Load the drafter, with the target's embedding and head where it stores none.
 
     Raises InputError where there is no target to take them from."""
@@ -125,7 +128,7 @@ def _load(source: Path, target_directory: Path | None) -> tuple[DrafterParams, D
             "target's folder, to take them from"
         )
     embedding, lm_head = load_ends(target_directory) if shared and target_directory is not None else (None, None)
-    return load_drafter(source, target_embedding=embedding, target_lm_head=lm_head)
+    return load_drafter(source, target_embedding=embedding, target_lm_head=lm_head, aux_layer_ids=aux_layer_ids)
 
 
 def write_with_card(

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 
 from drafter.config import DrafterConfig
-from drafter.load import is_drafter_config
+from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
@@ -18,7 +18,16 @@ from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import KVCache, cache_bytes
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
-from peagle.pair import DEFAULT_NUM_SPECULATIVE_TOKENS, DEMO, default_dtype, fitting_taps, resolve
+from peagle.pair import (
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    DEMO,
+    NO_STOP_TOKEN,
+    aux_layers_in_words,
+    default_dtype,
+    doubtful_aux_layers,
+    fitting_aux_layers,
+    resolve,
+)
 from peagle.text import TOKENIZER_FILE
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
 from target.load import TargetFiles, inspect_target, weight_bytes
@@ -30,8 +39,9 @@ FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
 Rows = list[tuple[str, str]]
 
 
-def show(names: Sequence[str]) -> int:
+def show(names: Sequence[str], aux_layer_ids: Sequence[int] | None = None) -> int:
     """Prints what the directories hold, and with a target and a drafter whether they fit. Returns the exit code.
+    aux_layer_ids: what the drafter is to read in place of what its config.json names.
 
     Raises InputError for more than two, for two of a kind, for what cannot be read, and for a pair that does not fit.
     """
@@ -40,29 +50,36 @@ def show(names: Sequence[str]) -> int:
     paths = [(name, resolve(name, "target")) for name in names]
     if not names:
         paths = [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
+    if aux_layer_ids is not None and not any(is_drafter_config(read_json(path, CONFIG)) for _, path in paths):
+        raise InputError("--aux-layer-ids is given, but no drafter that reads any; leave it out")
     console = Console(highlight=False, soft_wrap=True)
     targets: list[tuple[str, TargetFiles]] = []
-    drafters: list[tuple[str, DrafterConfig]] = []
+    drafters: list[tuple[str, Checkpoint]] = []
     for name, path in paths:
         if is_drafter_config(read_json(path, CONFIG)):
             checkpoint = read_checkpoint(path)
-            drafters.append((name, parse_drafter(checkpoint)))
-            _print(
-                console,
-                name,
-                "P-EAGLE drafter" if drafters[-1][1].parallel else "EAGLE-3 drafter",
-                drafter_rows(checkpoint, drafters[-1][1], path),
-            )
+            drafters.append((name, checkpoint))
+            config = parse_drafter(checkpoint, aux_layer_ids)
+            kind = "P-EAGLE drafter" if config.parallel else "EAGLE-3 drafter"
+            _print(console, name, kind, drafter_rows(checkpoint, config, path, aux_layer_ids))
         else:
             targets.append((name, inspect_target(path)))
             _print(console, name, "GPT-OSS target", target_rows(targets[-1][1], path))
+    doubts = [doubtful_map(each, parse_drafter(each, aux_layer_ids)) for _, each in drafters]
     if len(paths) == 2:
         if len(targets) != 1:
             kind = "targets" if targets else "drafters"
             raise InputError(f"{paths[0][0]} and {paths[1][0]} are both {kind}; expected a target and a drafter")
         (target_name, target), (drafter_name, drafter) = targets[0], drafters[0]
-        taps = fitting_taps(target.config, drafter, target_name, drafter_name)
-        console.print(f"They fit: the drafter reads the outputs of the target's layers {_list(taps)}.", markup=False)
+        layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
+        read = _list(layers.outputs)
+        console.print(f"They fit: the drafter reads the outputs of the target's layers {read}.", markup=False)
+        doubts.append(layers.doubt)
+    elif aux_layer_ids is None:
+        doubts += [doubtful_aux_layers(named_aux_layers(each.config), name) for name, each in drafters]
+    for doubt in doubts:
+        if doubt is not None:
+            console.print(f"WARNING: {doubt}", markup=False)
     return 0
 
 
@@ -97,15 +114,18 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
             f"layers, K = {DEFAULT_NUM_SPECULATIVE_TOKENS})",
         ),
         ("default taps", taps),
-        ("stop tokens", _list(files.stop_token_ids) or "none"),
+        ("stop tokens", _stop_tokens(files)),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
         ("kernels", kernels_in_words()),
     ]
 
 
-def drafter_rows(checkpoint: Checkpoint, config: DrafterConfig, path: Path) -> Rows:
-    """What to say of a drafter."""
+def drafter_rows(
+    checkpoint: Checkpoint, config: DrafterConfig, path: Path, aux_layer_ids: Sequence[int] | None = None
+) -> Rows:
+    """What to say of a drafter. aux_layer_ids: those that are given."""
     c = config
+    named = named_aux_layers(checkpoint.config)
     weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
     parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
     cells = cache_bytes(jax.eval_shape(lambda: init_drafter_caches(c, 1, POSITIONS, jnp.dtype(jnp.int8))))
@@ -117,13 +137,19 @@ def drafter_rows(checkpoint: Checkpoint, config: DrafterConfig, path: Path) -> R
         ("MLP", f"{c.mlp_width:,} wide"),
         ("proposes", proposes if c.draft_vocab_size < c.vocab_size else f"all of the target's {c.vocab_size:,} tokens"),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
-        ("taps", f"{c.num_taps}: " + ("the target's default" if c.aux_layer_ids is None else _list(c.aux_layer_ids))),
+        ("aux layers", f"{c.num_taps}: {aux_layers_in_words(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
         ("parameters", f"{parameters:,}"),
         ("on disk", _bytes(_disk_bytes(path))),
         ("in memory", f"{_bytes(parameters * 4)} float32, {_bytes(parameters * 2)} bfloat16"),
         (f"KV cache per {POSITIONS:,} positions", f"{_bytes(cells * 4)} float32, {_bytes(cells * 2)} bfloat16"),
         ("kernels", kernels_in_words()),
     ]
+
+
+def _stop_tokens(files: TargetFiles) -> str:
+    if not files.stop_token_ids:
+        return f"none. WARNING: {NO_STOP_TOKEN}"
+    return f"{_list(files.stop_token_ids)}, by {files.stop_tokens_from}"
 
 
 def _target_memory(files: TargetFiles) -> str:

@@ -14,6 +14,7 @@ from peagle.cli.app import (
     RUNNING,
     SAMPLING,
     SPECULATION,
+    AuxLayerIds,
     DtypeOption,
     Experts,
     ExpertsOption,
@@ -59,7 +60,8 @@ Say whether a pair does what it should, and why its acceptance is what it is.
 
 The target is compared layer by layer with transformers (where torch is installed), the drafter with a reference in
 float64, the engine with both. Then the checkpoint is read in other ways (taps one layer off, another mask token,
-norm, vocabulary map, raw prompts): one that is accepted more often is the likely cause. Exit code 1 where anything is.
+norm, vocabulary map, the target's embedding, raw prompts): one that is accepted more often is the likely cause, and
+what to change is said as the file names it. Exit code 1 where anything is.
 
 [bold]Examples[/bold]
 
@@ -109,6 +111,7 @@ def sweep(
             help="Checkpoints, or ngram, with commas between: each K with each. Default: the demo's.",
         ),
     ] = None,
+    aux_layer_ids: AuxLayerIds = None,
     draft_vocab: Annotated[
         str,
         typer.Option(
@@ -234,6 +237,7 @@ def sweep(
         experts=experts.value,
         kernels=kernels.value,
         quiet=quiet,
+        aux_layer_ids=aux_layer_ids,
     )
 
     def run() -> int:
@@ -279,6 +283,7 @@ def parity(
         str | None,
         typer.Option("--drafter", metavar="DIR", rich_help_panel=MODEL, help="Its checkpoint. Default: the demo's."),
     ] = None,
+    aux_layer_ids: AuxLayerIds = None,
     prompts: Annotated[
         Path | None,
         typer.Option("--prompts", metavar="FILE", rich_help_panel=PROMPT, help="Default: the demo's held-out prompts."),
@@ -321,6 +326,7 @@ def parity(
         kernels=kernels.value,
         json=json,
         quiet=quiet,
+        aux_layer_ids=aux_layer_ids,
     )
 
     def run() -> int:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -13,13 +14,14 @@ from rich.console import Console
 
 from drafter import reference
 from drafter.config import DrafterConfig
+from drafter.load import MASK_TOKEN_KEYS, STORE_OFFSETS, TOP_AUX_LAYERS, named_aux_layers
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3, PEagle
 from peagle.cli.display import Display
 from peagle.cli.oracle import layer_by_layer
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
-from peagle.cli.settings import ParitySettings
+from peagle.cli.settings import ParitySettings, parse_layers
 from peagle.config import SpeculationConfig
 from peagle.metrics import decode
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
@@ -36,6 +38,7 @@ MOST_MASK_TOKENS = 24  # other ids that are tried in the mask slots
 # of the spread of the reference's logits, by our arithmetic; and the steps whose drafts rounding may turn over
 CLOSE, TURNED_FRAC = {"float32": 1e-3, "bfloat16": 0.2}, {"float32": 0.02, "bfloat16": 0.15}
 
+EMBEDDING = "embed_tokens.weight"
 SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of tokens that stand for no text
 
 Tensors = dict[str, np.ndarray]
@@ -101,7 +104,8 @@ def parity_command(settings: ParitySettings) -> int:
         raise InputError("ngram has no weights to be compared; give a drafter's directory")
     path = drafter_path(target, drafter)
     assert path is not None
-    check_fit(resolve(target, "target"), path)
+    aux_layer_ids = parse_layers(settings.aux_layer_ids)
+    check_fit(resolve(target, "target"), path, aux_layer_ids)
     prompts = _prompts(settings, target)
     conversations = prompts.conversations[: settings.num_prompts]
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
@@ -109,7 +113,7 @@ def parity_command(settings: ParitySettings) -> int:
         display.note(f"left out: {left_out_line(prompts.left_out)}")
     with display.stage("loading") as progress:
         kinds: Any = {"dtype": settings.dtype, "kernels": settings.kernels}
-        pair = load(target, drafter, progress=progress, **kinds)
+        pair = load(target, drafter, aux_layer_ids=aux_layer_ids, progress=progress, **kinds)
     model = cast(Model, pair.drafter)
     with display.stage("asking", animated=False):
         asked = ask(pair, conversations, settings, raw=settings.render == "raw")
@@ -118,7 +122,7 @@ def parity_command(settings: ParitySettings) -> int:
         layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.dtype)
     with display.stage("the drafter", animated=False) as progress:
         found = examine(pair, model, read_checkpoint(path), asked, conversations, settings, progress)
-    lines = [*layers.lines, *report_lines(found, settings)]
+    lines = [*layers.lines, f"aux layers   {pair.aux_layers}", *report_lines(found, settings)]
     if prompts.left_out:
         lines.append(f"left out     {left_out_line(prompts.left_out)}")
     if json_file is not None:
@@ -201,9 +205,9 @@ def examine(
     given = np.concatenate([accepted(drafts, text) for drafts, text in zip(led, asked.texts, strict=True)])
     tried = list(readings(pair, model, checkpoint, asked))
     found = []
-    for number, (name, other, texts) in enumerate(tried):
-        steps = [accepted(replay(other, text, k).token_ids, text) for text in texts]
-        found.append(Reading(name, np.concatenate(steps)))
+    for number, other in enumerate(tried):
+        steps = [accepted(replay(other.model, text, k).token_ids, text) for text in other.texts]
+        found.append(Reading(other.name, np.concatenate(steps), other.cure))
         progress(number + 1, len(tried))
     likely = causes(given, found)
     other_rendering = None
@@ -265,37 +269,61 @@ def against_reference(
     return found, float(np.mean(same))
 
 
-def readings(
-    pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked
-) -> Iterator[tuple[str, Model, Sequence[Text]]]:
-    """Other ways to read this checkpoint, each the cause of a low acceptance that somebody had: (what it is, the model,
-    the texts with the hidden states it reads)."""
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """Another way to read a checkpoint."""
+
+    name: str
+    cure: str
+    model: Model
+    texts: Sequence[Text]  # with the hidden states it reads
+
+
+def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> Iterator[Other]:
+    """Other ways to read this checkpoint, each the cause of a low acceptance that somebody had; what to change is named
+    as the file names it."""
     params, config = model.params, model.config
+    aux_layers = [*named_aux_layers(checkpoint.config), TOP_AUX_LAYERS][0]
     texts, taps = asked.texts, cast(GptOss, pair.target).aux_layer_ids
     num_layers = asked.hiddens[0].shape[1]
     for shift in (-1, 1):
         moved = tuple(tap + shift for tap in taps)
         if all(0 <= tap < num_layers for tap in moved):
             shifted = [t.with_aux(_side_by_side(h, moved)) for t, h in zip(texts, asked.hiddens, strict=True)]
-            yield f"taps: {list(moved)} instead of {list(taps)}: every tap is off by {-shift:+d}", model, shifted
+            name = f"taps: every one is off by {-shift:+d}, it reads outputs {list(taps)} instead of {list(moved)}"
+            typed = ",".join(map(str, moved))
+            cure = f"{_key(aux_layers.key, aux_layers.written(moved))}, or give --aux-layer-ids {typed}"
+            yield Other(name, cure, model, shifted)
     flipped = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
-    said = str(flipped.norm_before_residual).lower()
-    yield f"norm_before_residual: {said}", dataclasses.replace(model, config=flipped), texts
+    flipped_key = "norm_before_residual", flipped.norm_before_residual
+    yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+    target_embedding = cast(GptOss, pair.plain_target).params.embedding
+    if checkpoint.has(EMBEDDING) and target_embedding.shape == params.embedding.shape:
+        shared = dataclasses.replace(model, params=dataclasses.replace(params, embedding=target_embedding))
+        cure = f"take the tensor {EMBEDDING} out of the drafter's file: it then shares the target's"
+        yield Other("embedding: the target's instead of the stored one", cure, shared, texts)
     if config.parallel:
+        mask_key = next(key for key in MASK_TOKEN_KEYS if checkpoint.config.get(key) is not None)
         for token in mask_tokens(pair, config):
             embedding = params.embedding.at[config.mask_token_id].set(params.embedding[token])
             other = dataclasses.replace(model, params=dataclasses.replace(params, embedding=embedding))
-            yield f"mask token: {token} instead of {config.mask_token_id}", other, texts
+            yield Other(f"mask token: {token} instead of {config.mask_token_id}", _key(mask_key, token), other, texts)
     else:
         flipped = dataclasses.replace(config, norm_output=not config.norm_output)
-        yield f"norm_output: {str(flipped.norm_output).lower()}", dataclasses.replace(model, config=flipped), texts
-    for name, ids in vocabularies(checkpoint, params, config):
-        mapped = jnp.asarray(ids, jnp.int32)
-        yield (
-            f"vocabulary map: {name}",
-            dataclasses.replace(model, params=dataclasses.replace(params, draft_to_target=mapped)),
-            texts,
-        )
+        flipped_key = "norm_output", flipped.norm_output
+        yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+    for name, cure, ids in vocabularies(checkpoint, params, config):
+        mapped = dataclasses.replace(params, draft_to_target=jnp.asarray(ids, jnp.int32))
+        yield Other(f"vocabulary map: {name}", cure, dataclasses.replace(model, params=mapped), texts)
+
+
+def _key(key: str, value: object) -> str:
+    """What to write into a config.json."""
+    return f'write "{key}": {json.dumps(value)} into the drafter\'s config.json'
+
+
+def _plain(key: str, value: object) -> str:
+    return f"{key}: {json.dumps(value)}"
 
 
 def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
@@ -315,18 +343,22 @@ def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
 
 def vocabularies(
     checkpoint: Checkpoint, params: DrafterParams, config: DrafterConfig
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Other maps from draft ids to the target's that the files may mean."""
-    if params.draft_to_target is None:
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Other maps from draft ids to the target's that the files may mean: (name, cure, ids), each map once."""
+    if params.draft_to_target is None or not checkpoint.has("lm_head.weight"):  # a shared head follows the map
         return
     used = np.asarray(params.draft_to_target)
-    found = {"d2t holds ids, not offsets": checkpoint.take("d2t").astype(np.int64), "none": np.arange(len(used))}
+    found = [("d2t holds absolute ids, not offsets", STORE_OFFSETS, checkpoint.take("d2t").astype(np.int64))]
     if checkpoint.has("t2d"):
-        found["that of t2d"] = np.flatnonzero(checkpoint.take("t2d"))
-    for name, ids in found.items():
+        marked = np.flatnonzero(checkpoint.take("t2d"))
+        found.append(("that of t2d", "store numpy.flatnonzero(t2d) - arange(len(d2t)) as d2t", marked))
+    found.append(("none", "store zeros as d2t", np.arange(len(used))))
+    tried = [used]
+    for name, cure, ids in found:
         fits = len(ids) == len(used) and ids.min() >= 0 and ids.max() < config.vocab_size
-        if fits and (ids != used).any():
-            yield name, ids
+        if fits and not any(np.array_equal(ids, each) for each in tried):
+            tried.append(ids)
+            yield name, cure, ids
 
 
 def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
@@ -365,6 +397,7 @@ def report_lines(found: Parity, settings: ParitySettings) -> Iterator[str]:
             f"LIKELY CAUSE {cause.name}: {cause.acceptance_length:.2f} tokens a step, {cause.gain.value:+.2f} "
             f"({cause.gain.low or 0:+.2f}..{cause.gain.high or 0:+.2f})"
         )
+        yield f"             to mend it, {cause.cure}"
     if not found.causes:
         kinds = collections.Counter(name.partition(":")[0] for name in found.readings)
         tried = ", ".join(f"{name} ({count})" for name, count in kinds.items())
@@ -380,7 +413,8 @@ def _template(raw: Asked, chat: Asked) -> list[Cause]:
     gain = estimate(table, lambda tables: ratio(tables[..., 2:]) - ratio(tables[..., :2]))
     if gain is None or (gain.low or 0.0) <= 0:
         return []
-    return [Cause("the prompts are raw: put them into the chat template", 1 + float(chat.num_accepted.mean()), gain)]
+    better = 1 + float(chat.num_accepted.mean())
+    return [Cause("the prompts are raw", better, gain, "put them into the chat template: --render chat")]
 
 
 def _side_by_side(hidden: np.ndarray, taps: Sequence[int]) -> np.ndarray:
@@ -396,9 +430,9 @@ def _tensors(checkpoint: Checkpoint, pair: Pair) -> Tensors:
     """A drafter's tensors as they are stored; what it shares with the target is the target's."""
     tensors = {name: checkpoint.take(name) for name in checkpoint.names}
     target = cast(GptOss, pair.plain_target).params
-    if "embed_tokens.weight" not in tensors:
+    if EMBEDDING not in tensors:
         bits = np.asarray(target.embedding)
-        tensors["embed_tokens.weight"] = bits.view(jnp.bfloat16) if bits.dtype == np.uint16 else bits
+        tensors[EMBEDDING] = bits.view(jnp.bfloat16) if bits.dtype == np.uint16 else bits
     return tensors
 
 

@@ -116,6 +116,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "dtype": pair.dtype,
         "experts": pair.experts,
         "kernels": pair.kernels,
+        "aux_layers": pair.aux_layers,
         "draft_vocab": pair.draft_vocab,
         "baseline": config.compares,
         "ignore_eos": config.ignore_eos,

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import dumps, logprob_lines, report, summary_lines, trace_lines
-from peagle.cli.settings import DataSettings, Settings
+from peagle.cli.settings import DataSettings, Settings, parse_layers
 from peagle.config import SamplingConfig
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
@@ -31,6 +31,7 @@ def run_command(settings: Settings) -> int:
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
     directory = resolve(target, "target")
     drafter_path(target, drafter)
+    aux_layer_ids = parse_layers(settings.aux_layer_ids)
     rendering = rendering_of(settings)
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
     conversations, left_out = _conversations(settings, directory, rendering)
@@ -55,8 +56,11 @@ def run_command(settings: Settings) -> int:
             experts=cast(Any, settings.experts),
             kernels=cast(Any, settings.kernels),
             draft_vocab=settings.draft_vocab,
+            aux_layer_ids=aux_layer_ids,
             progress=progress,
         )
+    if pair.aux_layers is not None:
+        display.note(f"the drafter reads the target's {pair.aux_layers}")
     display.has_tokenizer = pair.tokenizer is not None
     config = _config(settings, rendering, pair)
     try:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from peagle.ops.errors import InputError
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -42,6 +44,7 @@ class Settings:
     trace: str | None
     profile: str | None
     quiet: bool
+    aux_layer_ids: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ class TrainSettings:
     num_speculative_tokens: int
     dialect: str
     quiet: bool
+    aux_layer_ids: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,7 @@ class ExportSettings:
     dialect: str
     verifier: str | None
     quiet: bool
+    aux_layer_ids: str | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +187,7 @@ class SweepSettings:
     experts: str
     kernels: str
     quiet: bool
+    aux_layer_ids: str | None = None
 
 
 @dataclass(frozen=True)
@@ -202,3 +208,14 @@ class ParitySettings:
     quiet: bool
     strict: bool = False
     special_tokens: bool = False
+    aux_layer_ids: str | None = None
+
+
+def parse_layers(typed: str | None, option: str = "--aux-layer-ids") -> tuple[int, ...] | None:
+    """The numbers of layers that were typed. Raises InputError for anything else."""
+    if typed is None:
+        return None
+    try:
+        return tuple(int(part) for part in typed.split(","))
+    except ValueError:
+        raise InputError(f"{option} is {typed!r}; expected layers with commas between them, as 1,11,20") from None

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from peagle.cli.display import Display
-from peagle.cli.settings import SweepSettings
+from peagle.cli.settings import SweepSettings, parse_layers
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.pair import DEMO, HELD_OUT, Pair, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.pair import DEMO, HELD_OUT, NGRAM, Pair, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts, without_suffix
 from peagle.prompts import Rendering
 from peagle.provenance import provenance
@@ -173,6 +173,7 @@ def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
         kernels=settings.kernels,
         template=template_fingerprint(resolve(target, "target")),
         fingerprints=_fingerprints(target, drafters),
+        aux_layer_ids=parse_layers(settings.aux_layer_ids),
     )
     return plan, {found.name: found for found in files.values()}
 
@@ -210,9 +211,11 @@ def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
 
 def _check_models(plan: Plan) -> None:
     """Raises InputError, without reading weights, for a target and drafter that do not fit."""
-    for drafter in plan.drafters:
-        if (path := drafter_path(plan.target, drafter)) is not None:
-            check_fit(resolve(plan.target, "target"), path)
+    paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
+    if plan.aux_layer_ids is not None and not paths:
+        raise InputError("--aux-layer-ids is given, but no drafter with weights that reads any; leave it out")
+    for path in paths:
+        check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids)
 
 
 def _same_files(plan: Plan) -> None:
@@ -257,7 +260,10 @@ def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
             continue
         try:
             with display.stage(f"loading {arm.drafter}"):
-                pairs[loaded(arm)] = with_drafter(plain, plan.target, arm.drafter, draft_vocab=arm.draft_vocab)
+                layers = None if arm.drafter == NGRAM else plan.aux_layer_ids
+                pairs[loaded(arm)] = with_drafter(
+                    plain, plan.target, arm.drafter, draft_vocab=arm.draft_vocab, aux_layer_ids=layers
+                )
         except InputError as error:
             if not continue_on_error:
                 raise

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -26,16 +27,16 @@ from peagle.cli.curve import draw
 from peagle.cli.data import chosen_taps
 from peagle.cli.display import Display
 from peagle.cli.export import with_positions, write_with_card
-from peagle.cli.settings import TrainSettings
+from peagle.cli.settings import TrainSettings, parse_layers
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine
 from peagle.metrics import decode, pooled_counters
 from peagle.ops.checkpoint import fingerprint, read_checkpoint
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import holds_files, write_text_whole
 from peagle.ops.rope import RopeConfig
 from peagle.ops.strict_json import dumps
-from peagle.pair import DEMO, Pair, default_dtype, load, resolve
+from peagle.pair import DEMO, Pair, default_dtype, fitting_aux_layers, load, resolve
 from peagle.prompt_files import PromptSet, left_out_line, read_prompts
 from peagle.prompts import Rendering
 from peagle.provenance import provenance
@@ -182,15 +183,22 @@ def _drafter_config(
     if settings.draft_vocab is not None:
         vocab = _draft_vocab(settings.draft_vocab, directory, target.vocab_size, stop_token_ids, documents)
     if settings.init is not None:
-        config = parse_config(read_checkpoint(resolve(settings.init, "drafter")))
+        given, checkpoint = parse_layers(settings.aux_layer_ids), read_checkpoint(resolve(settings.init, "drafter"))
+        config = parse_config(checkpoint, given)
         if (config.target_hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
             raise InputError(f"--init {settings.init} does not fit the target; use a drafter of this target")
         if settings.autoregressive and config.parallel:
             raise InputError(f"--init {settings.init} is a P-EAGLE drafter; leave out --autoregressive, or --init")
         if vocab is not None:
             raise InputError("--init has its own draft vocabulary; leave out --draft-vocab, or --init")
+        layers = fitting_aux_layers(target, checkpoint, directory, settings.init, given)
+        if layers.doubt is not None:
+            warnings.warn(layers.doubt, InputWarning, stacklevel=2)
+        config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
         _check_shape_of_init(settings, config)
         return config, None
+    if settings.aux_layer_ids is not None:
+        raise InputError("--aux-layer-ids says what --init reads, and there is none; a new drafter's are --taps")
     taps = chosen_taps(settings.taps, target.num_layers)
     hidden = settings.hidden_size or target.hidden_size
     head_dim = settings.head_dim or target.head_dim
@@ -324,7 +332,7 @@ def _initial(
     """What training begins with: --init; or random layers, and from the target, where the widths agree, embedding,
     final norm and head, and an fc that passes the last tap through."""
     if settings.init is not None:
-        return _given(settings.init, loaded)
+        return _given(settings.init, loaded, config.aux_layer_ids)
     params = init_params(config, jax.random.key(settings.seed))
     ids = None if vocab is None else jnp.asarray(sorted(vocab.token_ids), jnp.int32)
     params = dataclasses.replace(params, draft_to_target=ids)
@@ -342,13 +350,19 @@ def _initial(
     )
 
 
-def _given(name: str, loaded: LoadedTarget) -> DrafterParams:
+def _given(name: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ...] | None = None) -> DrafterParams:
     """Load the drafter of --init; an embedding and head that it does not store are the target's."""
     directory = resolve(name, "drafter")
     embedding = lm_head = None
     if shared_tensors(directory):  # copies: a step of training overwrites them
         embedding, lm_head = jnp.array(loaded.params.embedding), jnp.array(cast(jax.Array, loaded.params.lm_head))
-    return load_drafter(directory, jnp.float32, target_embedding=embedding, target_lm_head=lm_head)[0]
+    return load_drafter(
+        directory,
+        jnp.float32,
+        target_embedding=embedding,
+        target_lm_head=lm_head,
+        aux_layer_ids=aux_layer_ids,
+    )[0]
 
 
 def _begun(out: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from peagle.cli.app import (
     OUTPUT,
     PROMPT,
     RUNNING,
+    AuxLayerIds,
     Date,
     Dtype,
     DtypeOption,
@@ -31,7 +32,7 @@ from peagle.cli.app import (
     app,
     guarded,
 )
-from peagle.cli.settings import DataSettings, ExportSettings, TrainSettings
+from peagle.cli.settings import DataSettings, ExportSettings, TrainSettings, parse_layers
 from peagle.ops.errors import InputError
 
 DATA_HELP = """
@@ -182,7 +183,7 @@ def data(
             shard_prompts=shard_prompts,
             hidden=hidden,
             top=top,
-            taps=_taps(taps),
+            taps=parse_layers(taps, "--taps"),
             strict=strict,
             raw_prompt=raw_prompt,
             special_tokens=special_tokens,
@@ -223,6 +224,7 @@ def train(
         str | None,
         typer.Option("--init", metavar="DIR", rich_help_panel=DRAFTER, help="Begin with this drafter, its shape too."),
     ] = None,
+    aux_layer_ids: AuxLayerIds = None,
     autoregressive: Annotated[
         bool,
         typer.Option(
@@ -347,7 +349,7 @@ def train(
             kv_heads=kv_heads,
             head_dim=head_dim,
             mlp_width=mlp_width,
-            taps=_taps(taps),
+            taps=parse_layers(taps, "--taps"),
             mask_token=mask_token,
             mask_hiddens=mask_hiddens,
             draft_vocab=draft_vocab,
@@ -376,6 +378,7 @@ def train(
             num_speculative_tokens=num_speculative_tokens,
             dialect=dialect.value,
             quiet=quiet,
+            aux_layer_ids=aux_layer_ids,
         )
         try:
             from peagle.cli.train import train_command
@@ -404,20 +407,12 @@ def export(
             help="The target, as others are to find it. speculators needs it.",
         ),
     ] = None,
+    aux_layer_ids: AuxLayerIds = None,
     quiet: Quiet = False,
 ) -> int:
     def run() -> int:
         from peagle.cli.export import export_command
 
-        return export_command(ExportSettings(drafter, out, dialect.value, verifier, quiet))
+        return export_command(ExportSettings(drafter, out, dialect.value, verifier, quiet, aux_layer_ids))
 
     return guarded(run)
-
-
-def _taps(typed: str | None) -> tuple[int, ...] | None:
-    if typed is None:
-        return None
-    try:
-        return tuple(int(part) for part in typed.split(","))
-    except ValueError:
-        raise InputError(f"--taps is {typed!r}; expected layers with commas between them, as 1,11,20") from None

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -46,58 +46,120 @@ class RopeConfig:
     scaling: Yarn | Llama3 | None = None
 
 
-def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -> RopeConfig:
-    """The rotation a config.json asks for.
+# what each kind of scaling goes by, beside _COMMON: (needed, may be left out)
+_COMMON = {"rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "yarn": (("factor",), ("beta_fast", "beta_slow", "truncate", "attention_factor")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+}
 
-    Accepts both spellings: `rope_parameters` (transformers 5, theta inside) and `rope_theta` + `rope_scaling`.
-    Raises InputError for a scaling that is not one of default, yarn, llama3, or that lacks what it needs.
+
+def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -> RopeConfig:
+    """Read the rotation that a config.json asks for.
+
+    Accepts both spellings: `rope_parameters` (transformers 5, theta inside), whole or by layer type, and `rope_theta`
+    beside `rope_scaling`; whatever they say is followed. Raises InputError where two places disagree, where layer types
+    rotate differently, and for a scaling that is not one of default, yarn, llama3, lacks what it needs, or has a key
+    that these do not have.
     """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta", config.get("rope_theta", default_theta))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    original = (
-        scaling.get("original_max_position_embeddings")
-        or config.get("initial_context_length")
-        or config.get("original_max_position_embeddings")
-        or config.get("max_position_embeddings")
-        or 0
-    )
-    if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor")) not in (None, 1.0):
-        raise InputError("partial_rotary_factor is not supported: heads are rotated whole")
-    if kind == "default":
-        return RopeConfig(head_dim, float(theta))
-    if kind not in ("yarn", "llama3"):
+    stated = stated_rope(config)
+    kind = stated.get("rope_type", "default")
+    if kind not in _KINDS:
         raise InputError(f"rope scaling {kind!r} is not supported; expected default, yarn or llama3")
-    if original <= 0:
-        raise InputError(f"rope scaling {kind!r} lacks original_max_position_embeddings")
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        raise InputError("rope scaling with mscale and mscale_all_dim is not supported; give attention_factor instead")
-    try:
-        if kind == "yarn":
-            return RopeConfig(
-                head_dim,
-                float(theta),
-                Yarn(
-                    factor=float(scaling["factor"]),
-                    original_length=int(original),
-                    beta_fast=float(scaling.get("beta_fast") or 32.0),
-                    beta_slow=float(scaling.get("beta_slow") or 1.0),
-                    truncate=bool(scaling.get("truncate", True)),
-                    concentration=scaling.get("attention_factor"),
-                ),
-            )
-        return RopeConfig(
-            head_dim,
-            float(theta),
-            Llama3(
-                factor=float(scaling["factor"]),
-                original_length=int(original),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-            ),
+    needed, optional = _KINDS[kind]
+    if stated.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError("partial_rotary_factor is not supported: heads are rotated whole")
+    if {"mscale", "mscale_all_dim"} & stated.keys():
+        raise InputError("rope scaling with mscale or mscale_all_dim is not supported; give attention_factor instead")
+    if unknown := sorted(stated.keys() - _COMMON - {*needed, *optional}):
+        raise InputError(
+            f"rope scaling {kind!r} has {', '.join(unknown)}, which it does not go by; expected "
+            f"{', '.join([*needed, *optional]) or 'another rope_type, or no such key'}"
         )
-    except KeyError as missing:
-        raise InputError(f"rope scaling {kind!r} lacks {missing}") from None
+    theta = _number("rope_theta", stated["rope_theta"], above=1.0) if "rope_theta" in stated else default_theta
+    if kind == "default":
+        return RopeConfig(head_dim, theta)
+    # no other place is asked where the scaling itself says it
+    elsewhere = (config.get(key) for key in ("initial_context_length", "max_position_embeddings"))
+    original = next((value for value in (stated.get("original_max_position_embeddings"), *elsewhere) if value), None)
+    if original is None:
+        raise InputError(f"rope scaling {kind!r} lacks original_max_position_embeddings")
+    if missing := [key for key in needed if key not in stated]:
+        raise InputError(f"rope scaling {kind!r} lacks {missing[0]!r}")
+    numbers = {key: _number(key, stated[key]) for key in (*needed, *optional) if key in stated and key != "truncate"}
+    length = int(_number("original_max_position_embeddings", original))
+    if kind == "yarn":
+        concentration = numbers.pop("attention_factor", None)
+        truncate = bool(stated.get("truncate", True))
+        return RopeConfig(
+            head_dim, theta, Yarn(original_length=length, truncate=truncate, concentration=concentration, **numbers)
+        )
+    llama3 = Llama3(original_length=length, **numbers)
+    if llama3.low_freq_factor >= llama3.high_freq_factor:
+        raise InputError(
+            f"rope scaling 'llama3' has low_freq_factor {llama3.low_freq_factor:g}; expected less than its "
+            f"high_freq_factor, {llama3.high_freq_factor:g}"
+        )
+    return RopeConfig(head_dim, theta, llama3)
+
+
+def stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather all that a config.json says of its rotation, by the names of `rope_parameters`; None says nothing.
+
+    Raises InputError where two places say different things under one name, and for a name that none has.
+    """
+    known = ("rope_theta", "rope_parameters", "rope_scaling")
+    if unknown := [key for key in config if key.startswith("rope_") and key not in known and config[key]]:
+        raise InputError(
+            f"config.json says {unknown[0]} {config[unknown[0]]!r}, which is not supported; expected {', '.join(known)}"
+        )
+    stated: dict[str, Any] = {}
+    said_by: dict[str, str] = {}
+    for place, own in _places(config):
+        for key, value in own.items():
+            if stated.setdefault(key, value) != value:
+                raise InputError(
+                    f"config.json says {key} {stated[key]!r} in {said_by[key]} and {value!r} in {place}; expected them "
+                    "equal: take out the one that the model was not trained with"
+                )
+            said_by.setdefault(key, place)
+    return stated
+
+
+def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, what it says) of each place in a config.json that is about rotation."""
+    top = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
+    yield "config.json itself", _said({key: config.get(key) for key in top})
+    for name in ("rope_parameters", "rope_scaling"):
+        value = config.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise InputError(f"config.json says {name} {value!r}; expected an object")
+        by_layer_type = {key: _said(own) for key, own in value.items() if isinstance(own, Mapping)}
+        yield name, _said({key: own for key, own in value.items() if key not in by_layer_type})
+        first = next(iter(by_layer_type), "")
+        for layer_type, own in by_layer_type.items():
+            if own != by_layer_type[first]:
+                raise InputError(
+                    f"config.json's {name} differ between {first} and {layer_type}; expected them equal: a model whose "
+                    "layers rotate differently is not supported"
+                )
+            yield f"{name}.{layer_type}", own
+
+
+def _said(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {"rope_type" if key == "type" else key: value for key, value in part.items() if value is not None}
+
+
+def _number(key: str, value: Any, above: float = 0.0) -> float:
+    """The value as a finite number. Raises InputError for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not above < number < math.inf:
+        raise InputError(f"config.json says {key} {value!r}; expected a number above {above:g}")
+    return number
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:

@@ -86,6 +86,7 @@ class Plan:
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     in_a_row: int = 1  # requests of an arm before the next has its turn
     special_tokens: bool = False  # those spelled in raw text are control tokens
+    aux_layer_ids: tuple[int, ...] | None = None  # of every drafter with weights; None: as its config.json says
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.max_new_tokens < 2:
@@ -143,6 +144,8 @@ class Plan:
         }
         if any(k != AUTO and not isinstance(k, int) for k in lists["ks"]):
             raise TypeError(f"ks is {value['ks']}")
+        if value.get("aux_layer_ids") is not None:
+            lists["aux_layer_ids"] = tuple(value["aux_layer_ids"])
         return cls(**{**value, **lists, "sources": tuple(Source(**source) for source in value["sources"])})
 
 

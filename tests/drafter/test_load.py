@@ -1,5 +1,6 @@
 """Checkpoints: three dialects there and back, and every bad file refused in one line that names what is wrong."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -18,6 +19,7 @@ from drafter.load import (
     Dialect,
     is_drafter_config,
     load_drafter,
+    named_aux_layers,
     parse_config,
     refused_by,
     render_config,
@@ -28,8 +30,8 @@ from drafter.load import (
 )
 from drafter.params import DrafterParams, init_params
 from drafter.reference import draft_logits
-from peagle.ops.checkpoint import read_checkpoint
-from peagle.ops.errors import InputError
+from peagle.ops.checkpoint import read_checkpoint, write_checkpoint
+from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.rope import RopeConfig, Yarn
 from tests.drafter.cases import CONFIGS, EAGLE, EAGLE_NORMED, FOUR, LLAMA3, MASKS, ONE, TWO, random_params, random_text
 
@@ -266,8 +268,9 @@ def test_a_sparse_config_is_completed_by_the_tensors(tmp_path: Path) -> None:
     assert_same(params.replace(draft_to_target=None), random_params(CONFIGS[ONE]).replace(draft_to_target=None))
 
 
-def test_taps_are_named_by_the_layer_whose_input_they_are(tmp_path: Path) -> None:
-    """As vLLM has it: inputs [2, 12, 21] are outputs [1, 11, 20]."""
+def test_the_place_of_aux_layer_ids_says_whether_they_are_inputs_or_outputs(tmp_path: Path) -> None:
+    """At the top they are inputs, as vLLM reads them: [2, 12, 21] are outputs [1, 11, 20]; in eagle_config outputs, as
+    SpecForge and SGLang do. What is given wins over both."""
 
     def edit(config: dict[str, Any], _tensors: Tensors) -> None:
         config["eagle_aux_hidden_state_layer_ids"] = [2, 12, 21]
@@ -278,7 +281,89 @@ def test_taps_are_named_by_the_layer_whose_input_they_are(tmp_path: Path) -> Non
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [3, 4, 9], "use_aux_hidden_state": True}
         del config["eagle_aux_hidden_state_layer_ids"]
 
-    assert load_drafter(write(tmp_path, edit=nested))[1].aux_layer_ids == (2, 3, 8)
+    assert load_drafter(write(tmp_path, edit=nested))[1].aux_layer_ids == (3, 4, 9)
+    assert load_drafter(tmp_path, aux_layer_ids=(2, 3, 8))[1].aux_layer_ids == (2, 3, 8)
+
+    def both(config: dict[str, Any], tensors: Tensors) -> None:
+        edit(config, tensors)
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [3, 4, 9]}
+
+    assert load_drafter(write(tmp_path, edit=both))[1].aux_layer_ids == (1, 11, 20)
+    places = named_aux_layers(read_checkpoint(tmp_path).config)
+    assert [(each.outputs, each.written((1, 4))) for each in places] == [((1, 11, 20), [2, 5]), ((3, 4, 9), [1, 4])]
+
+
+def from_zero(config: dict[str, Any], _tensors: Tensors) -> None:
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 4, 6]
+
+
+def test_ids_that_are_no_inputs_can_be_given_as_outputs(tmp_path: Path) -> None:
+    directory = write(tmp_path, edit=from_zero)
+    assert "--aux-layer-ids" in refusal(directory)
+    assert load_drafter(directory, aux_layer_ids=(0, 4, 6))[1].aux_layer_ids == (0, 4, 6)
+
+
+VOCAB, KEPT = 61, np.arange(1, 38)
+
+
+@pytest.mark.parametrize(
+    ("ids", "marked", "says"),
+    [
+        (KEPT, KEPT, None),
+        (KEPT, None, None),
+        (np.roll(KEPT, 1), KEPT, None),  # in what order, t2d cannot say
+        (KEPT, np.arange(37), r"t2d marks other tokens \(36 of 37 are the same\); peagle parity tells"),
+    ],
+)
+def test_a_map_is_compared_with_its_mask(
+    tmp_path: Path, ids: np.ndarray, marked: np.ndarray | None, says: str | None
+) -> None:
+    def edit(_config: dict[str, Any], tensors: Tensors) -> None:
+        tensors["d2t"] = ids - np.arange(37)
+        tensors["t2d"] = np.isin(np.arange(VOCAB), KEPT if marked is None else marked)
+        if marked is None:
+            del tensors["t2d"]
+
+    directory = write(tmp_path, edit=edit)
+    with pytest.warns(InputWarning, match=says) if says else contextlib.nullcontext():
+        params, _ = load_drafter(directory)
+    assert np.asarray(params.draft_to_target).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_a_map_of_absolute_ids_is_named(tmp_path: Path, with_mask: bool) -> None:
+    """Where the ids are small enough to be read as offsets: by t2d, or by tokens none of which are neighbours; else by
+    the refusal. It is never flipped."""
+    config = dataclasses.replace(CONFIGS[ONE], vocab_size=2 * VOCAB, draft_vocab_size=VOCAB)
+
+    def save(ids: np.ndarray) -> Path:
+        params = dataclasses.replace(init_params(config, jax.random.key(0)), draft_to_target=jnp.asarray(ids))
+        tensors = {key: np.ascontiguousarray(value) for key, value in to_tensors(params, config).items()}
+        tensors["d2t"] = ids
+        if not with_mask:
+            del tensors["t2d"]
+        write_checkpoint(tmp_path / "absolute", render_config(config, "vllm", "float32"), tensors)
+        return tmp_path / "absolute"
+
+    said = (
+        "t2d marks other tokens .* read as absolute ids it agrees with t2d" if with_mask else "no two of its 61 tokens"
+    )
+    with pytest.warns(InputWarning, match=f"{said}.* store d2t - arange"):
+        params, _ = load_drafter(save(np.arange(VOCAB)))
+    assert np.asarray(params.draft_to_target).tolist() == (2 * np.arange(VOCAB)).tolist()
+    assert "if these are absolute ids, store d2t - arange" in refusal(save(np.arange(VOCAB, 2 * VOCAB)))
+
+
+def test_what_is_said_of_the_rotation_outside_of_the_geometry_counts(tmp_path: Path) -> None:
+    def twice(config: dict[str, Any], _tensors: Tensors) -> None:
+        config["rope_theta"] = config["transformer_layer_config"]["rope_theta"] * 2
+
+    def outside(config: dict[str, Any], _tensors: Tensors) -> None:
+        config["rope_theta"] = config["transformer_layer_config"].pop("rope_theta")
+
+    assert "in transformer_layer_config and" in refusal(write(tmp_path / "twice", ONE, "speculators", twice))
+    directory = write(tmp_path / "outside", ONE, "speculators", outside)
+    assert parse_config(read_checkpoint(directory)).rope == CONFIGS[ONE].rope
 
 
 def test_an_identity_map_is_no_map(tmp_path: Path) -> None:
@@ -373,7 +458,7 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
             {"eagle_aux_hidden_state_layer_ids": [2, 5, 5]},
             r"layers \[1, 4, 4\], one of them twice; expected each .* once",
         ),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"names 2 tapped layers \[1, 3\] but reads 3 taps"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"is \[2, 4\] beside num_aux_hidden_states 3"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...}, r"reads 36 values.*2 taps"),
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
         ({"norm_before_fc": True}, r"input_norm.weight is missing"),

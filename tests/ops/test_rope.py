@@ -49,6 +49,24 @@ def test_both_spellings_mean_the_same(scaling: dict) -> None:
     assert parse_rope(64, {"rope_theta": 5e5, "rope_scaling": older}, 1.0) == old
 
 
+def test_a_rotation_by_layer_type_is_that_of_all_layers() -> None:
+    whole = {**YARN, "rope_theta": 5e5}
+    nested = {"rope_parameters": {"full_attention": whole, "sliding_attention": dict(whole)}}
+    assert parse_rope(64, nested, 1.0) == parse_rope(64, {"rope_parameters": whole}, 1.0)
+    assert isinstance(parse_rope(64, nested, 1.0).scaling, Yarn)
+
+
+def test_two_spellings_that_do_not_contradict_each_other_are_read_together() -> None:
+    expected = parse_rope(64, {"rope_scaling": YARN, "rope_theta": 5e5}, 1.0)
+    older = {("type" if key == "rope_type" else key): value for key, value in YARN.items()}
+    for config in (
+        {"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": YARN},
+        {"rope_parameters": {**YARN, "rope_theta": 5e5}, "rope_scaling": older, "rope_theta": 500000},
+        {"rope_parameters": {**YARN, "rope_theta": 5e5}, "rope_scaling": None},
+    ):
+        assert parse_rope(64, config, 1.0) == expected
+
+
 def test_no_scaling_is_plain() -> None:
     assert parse_rope(16, {"rope_theta": 1e4}, 1.0) == RopeConfig(16, 1e4)
     assert parse_rope(16, {"rope_scaling": None}, 7.0) == RopeConfig(16, 7.0)
@@ -64,7 +82,30 @@ def test_no_scaling_is_plain() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 64}}, "lacks 'factor'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lacks original_max_position_embeddings"),
         ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}, "mscale"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale"),
         ({"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"factor": 32.0}}, "'default' has factor, which it does not go by"),
+        ({"rope_scaling": {**LLAMA3, "truncate": False}}, "'llama3' has truncate"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "less than its high_freq_factor"),
+        ({"rope_scaling": {**YARN, "factor": 0}}, "factor 0; expected a number above 0"),
+        ({"rope_scaling": {**YARN, "rope_theta": 1}}, "rope_theta 1; expected a number above 1"),
+        ({"rope_scaling": "yarn"}, "rope_scaling 'yarn'; expected an object"),
+        ({"rope_ntk_alpha": 2.0}, "rope_ntk_alpha 2.0, which is not supported"),
+        # two places disagree
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN},
+            "rope_type 'default' in rope_parameters and 'yarn' in rope_scaling",
+        ),
+        ({"rope_parameters": YARN, "rope_scaling": {**YARN, "factor": 8.0}}, "factor 32.0 .* and 8.0 in rope_scaling"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta 10000.0 in config.json itself"),
+        (
+            {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
+            "rope_parameters differ between full_attention and sliding_attention",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"full_attention": {**YARN, "rope_theta": 5e5}}},
+            "500000.0 in rope_parameters.full_attention",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused(config: dict, message: str) -> None:

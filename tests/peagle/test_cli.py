@@ -26,7 +26,7 @@ from peagle.generate import Request
 from peagle.ops import native
 from peagle.pair import Pair
 from peagle.policy import Costs
-from tests.peagle.conftest import MASK, SPECIALS, VOCAB_SIZE, Directories, edit_json, toy_pair
+from tests.peagle.conftest import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -412,7 +412,7 @@ def test_a_target_that_does_not_work_is_refused_in_one_line(
         (lambda path: edit_json(path / "config.json", ptd_token_id=None), ["mask token"]),
         (lambda path: edit_json(path / "config.json", ptd_token_id=VOCAB_SIZE), [str(VOCAB_SIZE)]),
         (lambda path: edit_json(path / "config.json", hidden_size=48), ["48"]),
-        (lambda path: edit_json(path / "config.json", eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ["layer 8", "0..2"]),
+        (lambda path: edit_json(path / "config.json", eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ["9", "1..3"]),
         (lambda path: cut(path / "model.safetensors"), ["truncated"]),
     ],
 )
@@ -500,6 +500,53 @@ def test_info_tells_what_checkpoints_are_and_whether_they_fit(real: Run, directo
     assert f"{(directories.target / 'model.safetensors').stat().st_size / 1e3:.1f} kB" in real("info", target)[1]
 
 
+def test_info_says_how_files_are_read_and_warns(real: Run, directories: Directories, tmp_path: Path) -> None:
+    """Which aux layers and why, whether they look like the other kind, where stop tokens come from."""
+    key, drafter, target = "eagle_aux_hidden_state_layer_ids", tmp_path / "drafter", tmp_path / "target"
+    shutil.copytree(directories.drafter, drafter)
+    edit_json(drafter / "config.json", **{key: [1, 2, 3]})
+    alone, both = real("info", str(drafter))[1], real("info", str(directories.target), str(drafter))[1]
+    assert f"outputs 0, 1, 2: config.json's {key} [1, 2, 3] are inputs" in alone
+    assert "WARNING" in alone
+    assert "WARNING" not in both  # the target has no layer 3
+    told = real("info", str(directories.target), str(drafter), "--aux-layer-ids", "0,2,1")[1]
+    assert "outputs 0, 2, 1, given instead of" in told
+    assert "the target's layers 0, 2, 1" in told
+    edit_json(drafter / "config.json", **{key: None, "eagle_config": {key: [0, 1, 2]}})
+    assert f"outputs 0, 1, 2: config.json's eagle_config.{key} [0, 1, 2] are outputs" in real("info", str(drafter))[1]
+    refused(real("info", str(directories.target), "--aux-layer-ids", "0,1,2"), "--aux-layer-ids is given")
+    refused(real("info", str(drafter), "--aux-layer-ids", "one"), "--aux-layer-ids is 'one'")
+    refused(real("speculate", "--drafter", "ngram", "--aux-layer-ids", "0,1,2", "Hi"), "no drafter with weights")
+    refused(
+        real("sweep", "--out", str(tmp_path / "run"), "--drafter", "ngram", "--aux-layer-ids", "0,1,2"),
+        "no drafter with weights",
+    )
+
+    shutil.copytree(directories.target, target)
+    assert f"{STOP}, by generation_config.json" in real("info", str(target))[1]
+    (target / "generation_config.json").unlink()
+    assert f"{STOP}, by config.json" in real("info", str(target))[1]
+    edit_json(target / "config.json", eos_token_id=None)
+    assert f"{STOP}, by tokenizer_config.json" in real("info", str(target))[1]
+    (target / "tokenizer.json").unlink()
+    assert "WARNING: no stop token" in real("info", str(target))[1]
+
+
+def test_a_doubt_is_one_line_on_standard_error_even_if_quiet(
+    real: Run, directories: Directories, tmp_path: Path
+) -> None:
+    shutil.copytree(directories.target, tmp_path / "target")
+    for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "target" / name).unlink(missing_ok=True)
+    edit_json(tmp_path / "target" / "config.json", eos_token_id=None)
+    arguments = ("generate", "--target", str(tmp_path / "target"), "--prompt-ids", "5,6", "-n", "2", "-q")
+    code, _, err = real(*arguments)
+    assert code == 0
+    assert err.startswith("peagle: warning: ")
+    assert "no stop token" in err
+    assert err.count("\n") == 1
+
+
 def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -> None:
     """Parameters and cache bytes are those of the loaded model."""
     import jax
@@ -530,7 +577,7 @@ def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_p
     code, out, err = real("info", target, str(tmp_path / "other"))
     assert code == 2
     assert "They fit" not in out
-    assert "layer 8" in err
+    assert "9 is no layer's" in err
 
 
 def process(*arguments: str, code: str = TOY_PROCESS, **options: Any) -> subprocess.Popen[bytes]:

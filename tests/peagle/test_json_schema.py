@@ -21,7 +21,7 @@ PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu",
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
     "top_k", "top_p", "draft_sampling", "synthetic_acceptance",
-    "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels",
+    "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels", "aux_layers",
     "draft_vocab", "baseline", "ignore_eos", "logprobs", "raw_prompt", "special_tokens", "system", "reasoning_effort",
     "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Loading a pair and running it from Python; what does not fit together is refused with both sides named."""
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 import peagle
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Request
-from peagle.ops.errors import InputError
-from peagle.pair import Pair, check_fit, drafter_path, load, resolve
+from peagle.ops.errors import InputError, InputWarning
+from peagle.pair import DEMO_DIRECTORY, Pair, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.prompts import Rendering, from_ids
 from tests.peagle.conftest import (
     DRAFTER,
@@ -154,7 +155,72 @@ def test_names_stand_for_the_demo_and_for_directories(directories: Directories) 
 
 
 def test_a_pair_that_fits_has_the_drafters_taps(directories: Directories) -> None:
-    assert check_fit(directories.target, directories.drafter) == DRAFTER.aux_layer_ids
+    assert check_fit(directories.target, directories.drafter).outputs == DRAFTER.aux_layer_ids
+
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
+    shutil.copytree(DEMO_DIRECTORY / "drafter", directory)
+    edit_json(directory / "config.json", **{KEY: None, **changes})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "outputs", "said", "doubt"),
+    [
+        ({KEY: [2, 5, 8]}, (1, 4, 7), "inputs, .* as vLLM reads them", None),
+        ({KEY: [1, 3, 4]}, (0, 2, 3), "inputs", r"begin with 1; .* try --aux-layer-ids 1,3,4, .* \[2, 4, 5\] there"),
+        ({KEY: [1, 3, 8]}, (0, 2, 7), "inputs", None),  # no output of 8 layers has the number 8
+        ({"eagle_config": {KEY: [1, 3, 4]}}, (1, 3, 4), "outputs, as SpecForge and SGLang", None),
+        (
+            {"eagle_config": {KEY: [2, 4, 5]}},
+            (2, 4, 5),
+            "outputs",
+            r"inputs as a rule begin with 2; .* --aux-layer-ids 1,3,4, .* \[1, 3, 4\] there",
+        ),
+        ({KEY: [2, 5, 8], "eagle_config": {KEY: [1, 4, 7]}}, (1, 4, 7), "inputs", None),
+        ({KEY: [3, 5, 7], "eagle_config": {KEY: [3, 5, 7]}}, (2, 4, 6), "inputs", "eagle_config.* name others"),
+        ({}, (1, 3, 4), "the target's default, as config.json names none", None),
+    ],
+)
+def test_the_reading_of_aux_layer_ids_is_said_and_doubted(
+    tmp_path: Path, changes: dict[str, object], outputs: tuple[int, ...], said: str, doubt: str | None
+) -> None:
+    """By the place they stand in; where they look like the other kind, in a line, but never taken so."""
+    directory = demo_drafter_that_says(tmp_path / "drafter", **changes)
+    found = check_fit(DEMO_DIRECTORY / "target", directory)
+    assert found.outputs == outputs
+    assert re.search(said, found.said)
+    assert found.doubt is None if doubt is None else re.search(doubt, found.doubt or "")
+    given = check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 7))
+    assert (given.outputs, given.doubt) == ((1, 4, 7), None)
+    assert "given" in given.said
+
+
+def test_aux_layer_ids_that_are_given_win_and_doubts_are_warnings(tmp_path: Path) -> None:
+    directory = demo_drafter_that_says(tmp_path / "drafter", **{KEY: [1, 4, 7]})
+    plain = load("demo", None)
+    with pytest.warns(InputWarning, match="begin with 1"):
+        doubtful = with_drafter(plain, "demo", directory)
+    told = with_drafter(plain, "demo", directory, aux_layer_ids=(1, 4, 7))
+    assert [getattr(pair.target, "aux_layer_ids", None) for pair in (doubtful, told)] == [(0, 3, 6), (1, 4, 7)]
+    for name in (None, "ngram"):
+        with pytest.raises(InputError, match="no drafter with weights"):
+            load("demo", name, aux_layer_ids=(1, 4, 7))
+    with pytest.raises(InputError, match=r"--aux-layer-ids names the output of layer 8; expected 0\.\.7"):
+        check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 8))
+
+
+def test_layers_out_of_range_are_named_as_the_file_numbers_them(tmp_path: Path) -> None:
+    for name, changes, expected in (
+        ("top", {KEY: [2, 5, 9]}, "[2, 5, 9], and 9 is no layer's; expected 1..8 there"),
+        ("nested", {"eagle_config": {KEY: [1, 4, 8]}}, "[1, 4, 8], and 8 is no layer's; expected 0..7 there"),
+    ):
+        with pytest.raises(InputError) as caught:
+            check_fit(DEMO_DIRECTORY / "target", demo_drafter_that_says(tmp_path / name, **changes))
+        assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +228,7 @@ def test_a_pair_that_fits_has_the_drafters_taps(directories: Directories) -> Non
     [
         ({"target_hidden_size": 32}, ("32", "64", "hidden states")),
         ({"vocab_size": 300, "draft_vocab_size": 300}, ("300", str(VOCAB_SIZE), "vocabulary")),
-        ({"aux_layer_ids": (0, 1, 3)}, ("layer 3", "0..2")),
+        ({"aux_layer_ids": (0, 1, 3)}, ("[1, 2, 4]", "4 is no layer's", "1..3")),
         ({"aux_layer_ids": None}, ("no default taps", "eagle_aux_hidden_state_layer_ids")),
     ],
 )
@@ -183,7 +249,7 @@ def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
     write_target(tmp_path / "deep", deep)
     write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
     write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
-    assert check_fit(tmp_path / "deep", tmp_path / "three") == (1, 3, 5)
+    assert check_fit(tmp_path / "deep", tmp_path / "three").outputs == (1, 3, 5)
     with pytest.raises(InputError, match=r"reads 2 taps .* 3 taps \[1, 3, 5\]"):
         check_fit(tmp_path / "deep", tmp_path / "two")
 
@@ -226,4 +292,8 @@ def test_stop_tokens_come_from_generation_config_and_else_from_config(directorie
     edit_json(tmp_path / "target" / "config.json", eos_token_id=5)
     assert load(tmp_path / "target", None).stop_token_ids == (5,)
     edit_json(tmp_path / "target" / "config.json", eos_token_id=None)
-    assert load(tmp_path / "target", None).stop_token_ids == ()
+    assert load(tmp_path / "target", None).stop_token_ids == (STOP,)  # the tokenizer's
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "target" / name).unlink(missing_ok=True)
+    with pytest.warns(InputWarning, match="no stop token is named"):
+        assert load(tmp_path / "target", None).stop_token_ids == ()

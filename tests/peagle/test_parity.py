@@ -18,7 +18,7 @@ from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle, drafter_of
 from drafter.vocabulary import choose, narrow
 from peagle.cli import main
-from peagle.cli.parity import ask
+from peagle.cli.parity import Asked, ask, readings
 from peagle.cli.settings import ParitySettings
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import Draft, Fresh
@@ -84,6 +84,10 @@ def test_a_checkpoint_that_says_something_else_than_it_was_trained_with_is_named
     assert cause in first
     if cause == "taps: ":
         assert "off by -1" in first
+        # what belongs into the file, as it numbers them: the right value is not the one that stands there
+        assert '"eagle_aux_hidden_state_layer_ids": [2, 5, 8]' in said
+    if cause.startswith("mask token"):
+        assert '"ptd_token_id": 7' in said
     assert "in every step" in said  # the engine does what the checkpoint says
 
 
@@ -99,6 +103,47 @@ def test_a_wrong_vocabulary_map_is_named(capsys: pytest.CaptureFixture[str], tmp
     code, said = parity(capsys, "--drafter", tmp_path / "drafter")
     assert code == 1
     assert "LIKELY CAUSE vocabulary map: that of t2d" in said
+
+
+@pytest.mark.slow  # the same way; that these are tried is tested below
+@pytest.mark.parametrize("fault", ["embedding", "absolute ids"])
+def test_tensors_that_are_not_what_they_should_be_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str
+) -> None:
+    directory, cause = faulty(tmp_path, fault)
+    code, said = parity(capsys, "--drafter", directory)
+    assert code == 1
+    assert f"LIKELY CAUSE {cause}" in said
+
+
+def faulty(tmp_path: Path, fault: str) -> tuple[Path, str]:
+    """A drafter of the demo with a wrong tensor, and how the cause is called."""
+    params, config = load_drafter(DEMO_DRAFTER)
+    if fault == "embedding":
+        order = np.random.default_rng(0).permutation(config.vocab_size)
+        save_drafter(tmp_path / "drafter", dataclasses.replace(params, embedding=params.embedding[order]), config)
+        return tmp_path / "drafter", "embedding: the target's instead of the stored one"
+    half = jnp.arange(config.vocab_size // 2)
+    narrowed = dataclasses.replace(params, lm_head=params.lm_head[:, half], draft_to_target=2 * half)
+    save_drafter(tmp_path / "drafter", narrowed, dataclasses.replace(config, draft_vocab_size=len(half)))
+    return tmp_path / "drafter", "vocabulary map: d2t holds absolute ids, not offsets"
+
+
+@pytest.mark.parametrize("fault", ["embedding", "absolute ids"])
+def test_other_readings_of_tensors_are_tried(tmp_path: Path, fault: str) -> None:
+    """Each once, and as it would be loaded with the cure."""
+    directory, cause = faulty(tmp_path, fault)
+    pair = peagle.pair.load("demo", directory)
+    asked = Asked((), (np.zeros((1, 8, 1)),), (), 0)
+    found = {each.name: each for each in readings(pair, pair.drafter, read_checkpoint(directory), asked)}
+    params: Any = found[cause].model.params
+    if fault == "embedding":
+        np.testing.assert_array_equal(params.embedding, pair.plain_target.params.embedding)
+        assert "take the tensor embed_tokens.weight out" in found[cause].cure
+    else:
+        np.testing.assert_array_equal(params.draft_to_target, np.arange(1024))
+        assert "store d2t - arange(len(d2t))" in found[cause].cure
+        assert sum(name.startswith("vocabulary map") for name in found) == 1
 
 
 def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:

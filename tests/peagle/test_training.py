@@ -256,6 +256,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--taps", "0,1,9"), "--taps names the output of layer 9; expected 0..2"),
         (("--taps", "0,1,1"), "--taps is 0,1,1; expected each layer once"),
         (("--taps", "a,b"), "--taps is 'a,b'; expected layers"),
+        (("--aux-layer-ids", "0,1,2"), "--aux-layer-ids says what --init reads, and there is none"),
         (("--depth", 0), "expected a depth of 1 or more"),
         (("--autoregressive", "--mask-token", 4), "an EAGLE-3 drafter has no mask slots"),
         (("--parts", 99), "99 parts of a sequence of 32"),
@@ -281,6 +282,16 @@ def test_a_drafter_to_begin_with_keeps_its_kind(directories: Directories, made: 
     code, said = run(*train(directories, made, tmp_path / "run", *more))
     assert code == 2
     assert "is a P-EAGLE drafter; leave out --autoregressive" in said
+
+
+def test_what_a_drafter_to_begin_with_reads_can_be_given(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    more = ("--init", directories.drafter, "--aux-layer-ids")
+    code, said = run(*train(directories, made, tmp_path / "run", *more, "0,1,3"))
+    assert (code, "--aux-layer-ids names the output of layer 3; expected 0..2" in said) == (2, True)
+    code, said = run(*train(directories, made, tmp_path / "run", *more, "0,2,1", "--taps", "0,1,2"))
+    assert (code, "--taps asks for (0, 1, 2), but --init" in said) == (2, True)
 
 
 def test_a_drafter_to_begin_with_keeps_its_shape(

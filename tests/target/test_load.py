@@ -235,7 +235,9 @@ def test_available_memory_is_plausible() -> None:
         ({"eos_token_id": [4, 2, 4]}, None, (4, 2)),
         ({}, None, ()),
         ({"eos_token_id": 4}, {"eos_token_id": [200002, 199999]}, (200002, 199999)),
-        ({"eos_token_id": 4}, {"temperature": 1.0}, ()),
+        ({"eos_token_id": 4}, {"temperature": 1.0}, (4,)),
+        ({"eos_token_id": 4}, {"eos_token_id": []}, (4,)),
+        ({}, {"eos_token_id": None}, ()),
     ],
 )
 def test_stop_tokens(tmp_path: Path, config: dict, generation: dict | None, expected: tuple[int, ...]) -> None:
@@ -245,6 +247,36 @@ def test_stop_tokens(tmp_path: Path, config: dict, generation: dict | None, expe
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
     assert load_target(directory).stop_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "expected"),
+    [
+        ("tokenizer_config.json", "<|return|>", 12),
+        ("tokenizer_config.json", {"content": "<|return|>", "lstrip": False}, 12),
+        ("special_tokens_map.json", "b", 1),
+        ("tokenizer_config.json", "unheard of", None),
+        ("tokenizer_config.json", None, None),
+    ],
+)
+def test_the_tokenizer_names_the_stop_token_where_no_config_does(
+    mxfp4: Path, tmp_path: Path, name: str, token: object, expected: int | None
+) -> None:
+    directory = changed(mxfp4, tmp_path / "stop", say(eos_token_id=None))
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    tokenizer = {"added_tokens": [{"id": 12, "content": "<|return|>"}], "model": {"vocab": {"a": 0, "b": 1}}}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (directory / name).write_text(json.dumps({"eos_token": token}))
+    files = inspect_target(directory)
+    assert files.stop_token_ids == (() if expected is None else (expected,))
+    assert files.stop_tokens_from == (None if expected is None else name)
+
+
+def test_a_rotation_by_layer_type_is_no_other() -> None:
+    config = render_config(MXFP4_CONFIG)
+    whole = {**config.pop("rope_scaling"), "rope_theta": config.pop("rope_theta")}
+    config["rope_parameters"] = {"full_attention": whole, "sliding_attention": whole}
+    assert parse_config(config) == MXFP4_CONFIG
 
 
 def test_tokenizer_files_travel(tmp_path: Path) -> None:

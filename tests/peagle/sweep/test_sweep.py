@@ -24,7 +24,7 @@ from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.sweep.figures import best, rows
 from peagle.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
-from peagle.sweep.plan import Arm, Setting, short_names
+from peagle.sweep.plan import Arm, Plan, Setting, short_names
 from peagle.text import ByteLevelTokenizer, Tokenizer
 from tests.peagle.conftest import SPECIALS, toy_pair
 from tests.peagle.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
@@ -52,6 +52,14 @@ def counts(folder: Folder) -> dict[Any, Any]:
         key(sample): (sample.output_sha256, sample.histogram, sample.verified, sample.num_plain_steps)
         for sample in folder.samples()
     }
+
+
+def test_a_plan_comes_back_from_json(finished: Folder) -> None:
+    for plan in (finished.plan, dataclasses.replace(finished.plan, aux_layer_ids=(1, 4, 7))):
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    older = finished.plan.to_json()
+    del older["aux_layer_ids"]
+    assert Plan.from_json(older) == finished.plan
 
 
 def test_figures_follow_from_raw_lines(finished: Folder) -> None:
