@@ -1,6 +1,6 @@
 """What each choice of a drafter's training is worth: the same training with one thing changed at a time.
 
-    python -m scripts.ablate_training --work DIR --out results/RUN --data DIR --corpus-data DIR --steps 300
+    python -m scripts.ablate_training --work DIR --out RUN --data DIR --corpus-data DIR --steps 300
 
 Every variant is trained by `peagle train` in a folder of --work, on the same data, with as many steps; then the engine
 decodes held-out prompts with it, greedy, K = 7. What is done is not done again, a training that was cut off goes on.

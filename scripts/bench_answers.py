@@ -1,6 +1,6 @@
 """Speculation beside llama.cpp's plain decoding of the same target: how fast each writes the answers to prompts.
 
-    python -m scripts.bench_answers --out results/2026-11-24_cpu_bench_answers --llama-python LLAMA/bin/python -k 3,auto
+    python -m scripts.bench_answers --out RUN --llama-python LLAMA/bin/python -k 3,auto
 
 Every prompt is decoded greedily by every engine in turn, repeatedly: this project's plain decoding, its speculation for
 each K of `-k`, and llama.cpp (which needs what scripts.bench_peers says). All write as many tokens as this project's

@@ -2,7 +2,7 @@
 passes, and how far each one's logits are from a float32 reference.
 
     python -m scripts.make_random_checkpoint M /tmp/M
-    python -m scripts.bench_peers --out results/2026-11-24_cpu_bench_peers --llama-python LLAMA/bin/python /tmp/M
+    python -m scripts.bench_peers --out RUN --llama-python LLAMA/bin/python /tmp/M
 
 On a GPU all compute in bfloat16 there, and transformers decodes with the faster of its two caches: one that grows, and
 a static one, whose passes it compiles.

@@ -1,7 +1,7 @@
 """When does drafting in parallel beat drafting in turn? What a step costs with a P-EAGLE and with an EAGLE-3 drafter,
 on targets of several sizes, measured here and by bytes for the real ones.
 
-    python -m scripts.crossover --out results/RUN demo CHECKPOINT ...
+    python -m scripts.crossover --out RUN demo CHECKPOINT ...
 
 For each target (demo, or a directory, as scripts/make_random_checkpoint.py makes them) drafters of each kind are made
 with random weights, as wide as the target: what a step costs does not depend on what the weights say, and random drafts
@@ -14,7 +14,7 @@ known), README.md and crossover.png.
 
 A large target needs few steps, and room for all drafters beside it:
 
-    python -m scripts.crossover --out results/RUN --draft-vocab 32768 -k 1,2,3,5 --rounds 3 --steps 6 20b
+    python -m scripts.crossover --out RUN --draft-vocab 32768 -k 1,2,3,5 --rounds 3 --steps 6 20b
 """
 
 import argparse

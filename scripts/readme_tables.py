@@ -15,12 +15,13 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.sweep.page import acceptance_text, estimate_text
+from peagle.sweep.plan import AUTO
 from scripts.peers.roster import OURS
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +68,12 @@ def speedup(folder: Path) -> list[str]:
     return [heading, "|---" * (1 + 2 * len(drafters)) + "|", *lines]
 
 
+def at_largest_k(rows: Sequence[Json]) -> list[Json]:
+    """Pick a sweep's rows of chat prompts at the largest fixed K: of these, tables show the tasks, too."""
+    fixed = [row for row in rows if not row["raw"] and row["k"] != AUTO]
+    return [row for row in fixed if row["k"] == max(each["k"] for each in fixed)]
+
+
 def _drafter(row: Json) -> str:
     """The label without K."""
     return str(row["label"]).partition(", ")[2] or "one drafter"
@@ -76,8 +83,7 @@ def _gained(row: Json | None) -> str:
     """Two cells: how much faster, on how many requests surely slower; and what a pass gave."""
     if row is None:
         return "- | -"
-    slower = sum(bool(each["slower"]) for each in row["per_request"])
-    return f"{estimate_text(row['speedup'])}, {slower} | {acceptance_text(row)}"
+    return f"{estimate_text(row['speedup'])}, {row['num_slower']} | {acceptance_text(row)}"
 
 
 def runs(folder: Path) -> list[str]:
@@ -99,7 +105,7 @@ def runs(folder: Path) -> list[str]:
     return lines
 
 
-SHOWN = (1, 2, 3, 4, 5, 7, "auto")  # K of a sweep; the run's page has all
+SHOWN = (1, 2, 3, 4, 5, 7, AUTO)  # K of a sweep; the run's page has all
 SETTING = ("prompts", "raw", "temperature")
 KINDS: dict[str, Callable[[Path], list[str]]] = {"peers": peers, "speedup": speedup, "runs": runs}
 

@@ -1,7 +1,7 @@
 """Can a drafter's confidences be believed? How often drafts of a given confidence are right, before and after the
 running correction that `-k auto` decides by (peagle.policy).
 
-    python -m scripts.reliability --out results/2026-11-24_cpu_demo_reliability
+    python -m scripts.reliability --out RUN
 
 Every held-out prompt is decoded with K drafts a step. A draft counts where all before it were right: what its
 confidence is worth decides whether one more row is verified. The correction is learnt as in a run, step after step from

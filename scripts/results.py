@@ -1,4 +1,4 @@
-"""The folders of results/: one per run, with run.json, raw.jsonl, README.md and a picture."""
+"""A script's run: a folder with run.json, raw.jsonl, README.md, pictures (scripts.publish puts it into results/)."""
 
 import shlex
 import sys

@@ -200,14 +200,18 @@ def rows(folder: Folder) -> list[dict[str, Any]]:
 
 
 def _row(plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing]) -> dict[str, Any]:
+    requests = [_per_request(each) for each in some]
+    compared = [each["slower"] for each in requests if each["slower"] is not None]
     whole = {
         **dataclasses.asdict(setting),
         **dataclasses.asdict(arm),
         "label": plan.label(arm),
         **_all_figures(some),
+        "num_slower": sum(compared),
+        "num_compared": len(compared),  # those with repeats enough to say whether they are slower
         "by_category": _parts(some, lambda each: each.asked.category),
         "by_bucket": _parts(some, lambda each: plan.bucket(len(each.asked.prompt_ids))),
-        "per_request": [_per_request(each) for each in some],
+        "per_request": requests,
     }
     return json_ready(whole)
 

@@ -27,6 +27,7 @@ from peagle.ops.strict_json import dumps
 from peagle.sweep.plan import Arm, K, Plan, Setting
 
 SCHEMA, KIND = 3, "sweep"
+IN_SHORT = "sweep in short"  # what scripts.publish makes of a run
 ITL_QUANTILES = (0.5, 0.9, 0.99)
 FEWEST_WAITS = 4  # between arrivals, of which a quantile says anything
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
@@ -265,6 +266,8 @@ def open_run(path: Path) -> Folder:
     schema = record.get("schema") if isinstance(record, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
         raise InputError(f"{path} was written by a newer peagle (schema {schema}, this one knows {SCHEMA}); update it")
+    if isinstance(record, dict) and record.get("kind") == IN_SHORT:
+        raise InputError(f"{path} holds a run in short; expected the folder of peagle sweep, with its raw lines")
     if schema not in (2, SCHEMA) or record.get("kind") != KIND:
         raise InputError(f"{path} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
     if schema == 2:  # whose shares are not of a request: where a step's time goes is not known

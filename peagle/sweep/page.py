@@ -19,6 +19,7 @@ from peagle.sweep.folder import Folder
 from peagle.sweep.plan import AUTO, LOOKED_AT, Plan, Setting, short_names
 
 Row = Mapping[str, Any]
+TITLE = "Acceptance and speed over K"
 FIGURES = (
     "K",
     "requests",
@@ -28,6 +29,16 @@ FIGURES = (
     "speed-up",
     "median of requests",
     "tokens a pass",
+    "c(K)",
+    "tok/s",
+    "slower requests",
+    "outputs equal to plain",
+)
+SHORT = (  # of FIGURES
+    "K",
+    "acceptance length",
+    "without loops",
+    "speed-up",
     "c(K)",
     "tok/s",
     "slower requests",
@@ -83,7 +94,7 @@ def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
     """The page of one run: figures and pictures of every setting."""
     plan = folder.plan
     return [
-        Heading("Acceptance and speed over K", 1),
+        Heading(TITLE, 1),
         *_origin(folder),
         *_failures(folder),
         *_summary(plan, rows),
@@ -92,6 +103,19 @@ def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
         Heading("How to read this"),
         Text(FORMULAS),
     ]
+
+
+def short_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
+    """Lay out the page of one run in short: a table for every setting, and two pictures of the first."""
+    plan = folder.plan
+    blocks: list[Block] = [Heading(TITLE, 1), *_origin(folder), *_failures(folder), *_summary(plan, rows)]
+    for setting in plan.settings:
+        if some := _of(rows, setting):
+            blocks += [*_about(setting, some), _headline(setting, some)]
+            if setting == plan.settings[0]:
+                drawn = (block for block in _setting(plan, setting, some) if isinstance(block, Picture))
+                blocks += [each for each in drawn if each.name.endswith(("_speedup", "_cycle"))]
+    return [*blocks, Heading("How to read this"), Text(FORMULAS)]
 
 
 def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequence[Difference]]) -> list[Block]:
@@ -296,12 +320,8 @@ def _overview(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
 def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Block]:
     if not rows:
         return
-    slug, plain, fast = _slug(setting.label), rows[0], rows[1:]
-    yield Heading(setting.label[:1].upper() + setting.label[1:])
-    yield Text(
-        f"{plain['num_requests']} requests; of plain decoding's outputs {plain['finished_frac']:.0%} end by "
-        f"themselves, {plain['looping_frac']:.0%} loop."
-    )
+    slug, fast = _slug(setting.label), rows[1:]
+    yield from _about(setting, rows)
     yield Table(
         FIGURES,
         tuple(_line(setting, row) for row in rows),
@@ -366,6 +386,25 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
             )
 
 
+def _about(setting: Setting, rows: Sequence[Row]) -> Iterator[Block]:
+    """Head a setting's section, and say what plain decoding, the first row, did there."""
+    plain = rows[0]
+    yield Heading(setting.label[:1].upper() + setting.label[1:])
+    yield Text(
+        f"{plain['num_requests']} requests; of plain decoding's outputs {plain['finished_frac']:.0%} end by "
+        f"themselves, {plain['looping_frac']:.0%} loop."
+    )
+
+
+def _headline(setting: Setting, rows: Sequence[Row]) -> Table:
+    """Make the table of the SHORT figures, and of the rates by position."""
+    lines = []
+    for row in rows:
+        cells = dict(zip(FIGURES, _line(setting, row), strict=True))
+        lines.append((*(cells[name] for name in SHORT), _rates(_of_tried(row)) or "-"))
+    return Table((*SHORT, "per position"), tuple(lines))
+
+
 def _curves(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
     series = {title or "all": rows for title, rows in series.items() if rows}
     if series:
@@ -399,7 +438,6 @@ def _of(rows: Sequence[Row], setting: Setting) -> list[Row]:
 
 
 def _line(setting: Setting, row: Row) -> tuple[str, ...]:
-    slower = [each["slower"] for each in row["per_request"] if each["slower"] is not None]
     return (
         row["label"],
         str(row["num_requests"]),
@@ -411,7 +449,7 @@ def _line(setting: Setting, row: Row) -> tuple[str, ...]:
         estimate_text(row["tokens_per_step"]),
         estimate_text(row["cycle_cost"]),
         _rounded(row["tok_per_s"]),
-        f"{sum(slower)} of {len(slower)}" if slower else "-",
+        f"{row['num_slower']} of {row['num_compared']}" if row["num_compared"] else "-",
         f"{row['equal_to_plain_frac']:.1%}" if setting.temperature == 0 else "-",
     )
 

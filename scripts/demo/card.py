@@ -3,6 +3,8 @@
     python -m scripts.demo.card --work DIR [--sweep results/RUN ...]
     python -m scripts.demo.card --sweep results/RUN ...          # its acceptance anew, and all else as it is
 
+A sweep is given by its own folder or by what scripts.publish made of it.
+
 Every figure in it comes from those records or is measured here (the held-out losses of what ships).
 """
 
@@ -16,13 +18,11 @@ from typing import Any
 
 import peagle  # noqa: F401  (before anything starts JAX)
 from peagle.sweep import page as sweep_page
-from peagle.sweep.figures import rows as rows_of
-from peagle.sweep.folder import open_run
 from peagle.sweep.plan import AUTO, Setting
 from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate
-from scripts.readme_tables import SETTING
+from scripts.readme_tables import SETTING, at_largest_k
 from target.load import LoadedTarget, inspect_target, load_target
 
 SHOWN = (3, 7, AUTO)  # K of a sweep; the runs' pages have all
@@ -127,10 +127,10 @@ def acceptance_text(sweeps: Sequence[Path]) -> str:
     """The sweeps' table in a few lines, or that there is none."""
     if not sweeps:
         return "Not measured yet: `peagle sweep --out DIR`."
-    rows = [row for sweep in sweeps for row in rows_of(open_run(sweep))]
+    rows = [row for sweep in sweeps for row in json.loads((sweep / "run.json").read_text(encoding="utf-8"))["rows"]]
     lines = [
         f"{rows[0]['num_requests']} held-out prompts; {Setting(*(rows[0][key] for key in SETTING)).label}: "
-        f"{rows[0]['looping_frac']:.0%} of the outputs loop. Intervals: 95 %. Everything: "
+        f"{rows[0]['looping_frac']:.0%} of the outputs loop. Intervals: 95 %. More: "
         f"{', '.join(f'results/{sweep.name}' for sweep in sweeps)}.",
         "",
         "| prompts | temperature | K | acceptance length | without loops | speed-up over plain (CPU, pooled) |",
@@ -146,25 +146,22 @@ def acceptance_text(sweeps: Sequence[Path]) -> str:
 
 
 def by_task(rows: list[dict[str, Any]]) -> list[str]:
-    """The table of acceptance and speed by task, chat prompts, at the largest K shown; nothing where prompts have no
-    task."""
-    chat = [row for row in rows if not row["raw"] and row["k"] in SHOWN and row["k"] != AUTO]
+    """Make the table of acceptance and speed by task, chat prompts, at the largest K; none if prompts have no task."""
+    chat = at_largest_k(rows)
     if not any(row["by_category"] for row in chat):
         return []
-    largest = max(row["k"] for row in chat)
     lines = [
-        f"By task, chat prompts, K = {largest}:",
+        f"By task, chat prompts, K = {chat[0]['k']}:",
         "",
         "| task | temperature | drafter | requests | loop | acceptance length | without loops | speed-up over plain |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in chat:
-        if row["k"] == largest:
-            for part in row["by_category"]:
-                figures = (part["acceptance_length"], part["without_loops"]["acceptance_length"], part["speedup"])
-                shown = " | ".join(map(sweep_page.estimate_text, figures))
-                looping = f"{part['num_requests']} | {part['looping_frac']:.0%}"
-                lines.append(f"| {part['part']} | {row['temperature']:g} | {row['drafter']} | {looping} | {shown} |")
+        for part in row["by_category"]:
+            figures = (part["acceptance_length"], part["without_loops"]["acceptance_length"], part["speedup"])
+            shown = " | ".join(map(sweep_page.estimate_text, figures))
+            looping = f"{part['num_requests']} | {part['looping_frac']:.0%}"
+            lines.append(f"| {part['part']} | {row['temperature']:g} | {row['drafter']} | {looping} | {shown} |")
     return lines
 
 

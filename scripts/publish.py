@@ -1,0 +1,159 @@
+"""Put a run into results/, in short: its page, its run.json and its pictures.
+
+    python -m scripts.publish RUN results/NAME
+
+RUN is the folder of a finished `peagle sweep` or of a script here, and stays as it is. The new folder holds README.md,
+run.json and at most two pictures. Of a sweep, run.json keeps the plan, where it ran, and the figures that tables read;
+of another run everything, the folder's other .json files too. Figures have six digits. Raw lines are left out. A file
+above the limits below is refused.
+"""
+
+import argparse
+import functools
+import io
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
+from peagle.sweep import charts, page
+from peagle.sweep.figures import rows
+from peagle.sweep.folder import IN_SHORT, KIND, RUN, open_run
+from scripts.readme_tables import at_largest_k
+from scripts.results import in_one_line
+
+MAX_BYTES = {"README.md": 20_000, RUN: 50_000, ".svg": 60_000, ".png": 60_000}
+MAX_PICTURES = 2
+DIGITS = 6
+COLORS = 256  # of a PNG
+FIGURES = ("num_requests", "looping_frac", "acceptance_length", "speedup")  # of a row, and of a category
+ROW = (
+    *("prompts", "raw", "temperature", "k", "drafter", "draft_vocab", "label"),
+    *("num_spec_steps", "num_plain_steps", "num_slower", "num_compared"),
+)
+
+Json = dict[str, Any]
+
+
+def publish(run: Path, out: Path) -> None:
+    """Write the run in short into a new folder. Raises InputError for an unfinished run and for too large a file."""
+    expect_new(out)
+    record = _read(run / RUN)
+    files = _sweep(run) if record.get("kind") == KIND else _as_it_is(run, record)
+    _expect_small(run, files)
+    out.mkdir(parents=True)
+    for name, content in files.items():
+        (out / name).write_bytes(content)
+
+
+def _read(path: Path) -> Json:
+    """Read a JSON object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error}); expected what a run wrote") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no object; expected what a run wrote")
+    return found
+
+
+def _sweep(run: Path) -> dict[str, bytes]:
+    """Make a sweep's page anew, in short, with its record and pictures."""
+    folder = open_run(run)
+    if not folder.finished:
+        raise InputError(f"{run} is not finished; expected a run that is: peagle sweep --out {run} --resume")
+    if not charts.can_draw():
+        raise InputError("no pictures can be drawn without matplotlib; pip install matplotlib")
+    found = rounded(rows(folder))  # first, so that page and tables agree to the last digit
+    blocks = page.short_blocks(folder, found)
+    largest = at_largest_k(found)
+    kept = [_headline(row, parts=row in largest) for row in found]
+    record = {name: value for name, value in folder.record.items() if name != "shares"}
+    texts = {"README.md": page.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
+    return {name: text.encode() for name, text in (texts | page.pictures(blocks)).items()}
+
+
+def _headline(row: Mapping[str, Any], parts: bool) -> Json:
+    """Keep what tables read of a row, with or without its categories."""
+
+    def figures(of: Mapping[str, Any]) -> Json:
+        quiet = {"acceptance_length": of["without_loops"]["acceptance_length"]}
+        return {name: of[name] for name in FIGURES} | {"without_loops": quiet}
+
+    kept = {name: row[name] for name in ROW} | figures(row)
+    if parts:
+        kept["by_category"] = [{"part": part["part"], **figures(part)} for part in row["by_category"]]
+    return kept
+
+
+def _as_it_is(run: Path, record: Json) -> dict[str, bytes]:
+    """Take a script's page and pictures, and all that its .json files say."""
+    for path in sorted(run.glob("*.json")):
+        if path.name != RUN:
+            record[path.stem] = _read(path)
+    files = {"README.md": (run / "README.md").read_bytes(), RUN: _text(rounded(record)).encode()}
+    files |= {path.name: path.read_bytes() for path in sorted(run.glob("*.svg"))}
+    return files | {path.name: _of_few_colors(path) for path in sorted(run.glob("*.png"))}
+
+
+def _of_few_colors(path: Path) -> bytes:
+    """Reduce a picture to COLORS colours: its drawing needs no more."""
+    from PIL import Image  # comes with matplotlib
+
+    found = io.BytesIO()
+    with Image.open(path) as picture:
+        picture.convert("RGB").quantize(COLORS).save(found, "PNG", optimize=True)
+    return found.getvalue()
+
+
+def rounded(value: Any) -> Any:
+    """Round every float in a JSON value to DIGITS digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: rounded(item) for name, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    """Write a record as JSON, a line for each name and for each object of a list, so that a change shows in a diff."""
+    compact = functools.partial(json.dumps, separators=(",", ":"))
+
+    def lines(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n" + ",\n".join(map(compact, value)) + "\n]"
+        return compact(value)
+
+    return "{\n" + ",\n".join(f'"{name}": {lines(value)}' for name, value in record.items()) + "\n}\n"
+
+
+def _expect_small(run: Path, files: Mapping[str, bytes]) -> None:
+    """Raise InputError for too many pictures, or a file above its limit."""
+    pictures = [name for name in files if Path(name).suffix in MAX_BYTES]
+    if len(pictures) > MAX_PICTURES:
+        raise InputError(f"{run} has {len(pictures)} pictures; expected {MAX_PICTURES} at most")
+    for name, content in files.items():
+        most = MAX_BYTES.get(name) or MAX_BYTES[Path(name).suffix]
+        if len(content) > most:
+            raise InputError(f"{run / name}, in short, has {len(content)} bytes; expected {most} at most")
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("out", type=Path, help="the new folder, in results/")
+    arguments = parser.parse_args()
+
+    def run() -> int:
+        publish(arguments.run, arguments.out)
+        return 0
+
+    return in_one_line("publish", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
