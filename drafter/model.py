@@ -1,7 +1,7 @@
 """P-EAGLE and EAGLE-3: one stack of layers, and the ways through it.
 
     forward           no cache: rows (anchor, depth) under the group-causal mask (references)
-    prefill           a prompt's rows into empty caches, at a padded length; no logits
+    absorb            rows that were committed, written to the caches; no logits
     propose           the rows committed last and K-1 mask slots, written to the caches, then attended: P-EAGLE
     propose_in_turn   the rows committed last, then K-1 passes of one row, each of the draft before it: EAGLE-3
 
@@ -21,9 +21,9 @@ from jaxtyping import Array, Float, Int
 
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
-from peagle.ops.attention import attend_rows, attention, decode_attention, split_heads
-from peagle.ops.kv_cache import KVCache, init_kv_cache, write_kv
-from peagle.ops.likeliest import likeliest
+from peagle.ops.attention import attention, decode_attention, split_heads
+from peagle.ops.kv_cache import KVCache, init_kv_cache
+from peagle.ops.likeliest import argmax
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
 from peagle.ops.messages import Fresh
@@ -85,33 +85,23 @@ def init_caches(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeLi
     )
 
 
-def prefill(
+def absorb(
     params: DrafterParams,
     config: DrafterConfig,
     token_ids: Int[Array, "B T"],
     aux_hidden: Float[Array, "B T A"],
-    lengths: Int[Array, " B"],
+    positions: Int[Array, "B T"],
     caches: tuple[KVCache, ...],
 ) -> tuple[KVCache, ...]:
-    """The caches holding rows 0..length-1 of each sequence. They must be empty.
+    """Write committed rows to the caches; nothing is proposed.
 
-    token_ids are already shifted: row p is (token[p+1], aux_hidden[p]). Rows from `lengths` on are padding: inactive
-    and never written. Example: of a prompt of P tokens rows 0..P-2 are written (length P-1); row P-1 needs the first
+    token_ids are already shifted: the row at position p is (token[p+1], aux_hidden[p]). Rows of negative position are
+    inactive and never written. Example: of a prompt of P tokens rows 0..P-2 can be written; row P-1 needs the first
     sampled token and comes with the first `propose`.
     """
-    width = token_ids.shape[1]
-    index = jnp.arange(width, dtype=jnp.int32)[None, :]
-    positions = jnp.where(index < lengths[:, None], index, -1)
-    written = list(caches)
-
-    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        written[layer] = write_kv(caches[layer], key, value, positions)
-        return attend_rows(query, key, value, positions, native=params.native)
-
-    # what the last layer does after its keys and values is not used, so a compiled prefill does not contain it
-    hidden = project_taps(params, config, aux_hidden.astype(params.dtype))
-    run_layers(params, config, token_ids, hidden, positions, rotated(config, attend))
-    return tuple(written)
+    # what the last layer does after its keys and values is not used, so a compiled program does not contain it
+    hidden = project_taps(params, config, aux_hidden.astype(params.dtype), positions)
+    return _cached_pass(params, config, token_ids, hidden, positions, caches)[1]
 
 
 def lay_out_rows(
@@ -120,9 +110,11 @@ def lay_out_rows(
     first_position: Int[Array, " B"],
     num_drafts: int,
     mask_token_id: int,
+    widths: Int[Array, " B"] | None = None,
 ) -> Rows:
     """The F+K-1 rows of one proposing pass: C = num_fresh committed rows, K-1 mask slots, padding, at consecutive
-    positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows.
+    positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows. Where widths
+    are given, row b proposes widths[b] <= K drafts: its further mask slots are padding, too.
 
     Example (the rows of vLLM's own test; K = 3, mask id M): C = 3 fresh rows 11 12 100 from position 5, and C = 4,
     21 22 23 200, from 10:
@@ -141,7 +133,8 @@ def lay_out_rows(
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
     committed = row < num_fresh[:, None]
     first_position = first_position[:, None]
-    active = (first_position >= 0) & (row < num_fresh[:, None] + num_drafts - 1)
+    num_masks = num_drafts - 1 if widths is None else jnp.maximum(widths - 1, 0)[:, None]
+    active = (first_position >= 0) & (row < num_fresh[:, None] + num_masks)
     padded = jnp.pad(fresh_token_ids, ((0, 0), (0, width - fresh_token_ids.shape[1])))
     draft = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
     return Rows(
@@ -156,36 +149,36 @@ def propose(
     params: DrafterParams,
     config: DrafterConfig,
     fresh: Fresh,
-    num_held: Int[Array, " B"],
+    widths: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
 ) -> tuple[Float[Array, "B K U"], tuple[KVCache, ...]]:
     """(logits of the K drafts over the draft vocabulary, caches), in one pass of F+K-1 rows.
 
-    The caches hold num_held rows, in their first slots: rows 0..first_position-1, or fewer where some in the middle
-    were never given. Afterwards they hold those and the fresh rows, and what lies behind is dead (`lay_out_rows`):
-    nothing has to be taken back when drafts are rejected. Draft i predicts token[first_position + num + 1 + i]. A
-    sequence of negative first_position is inactive: it writes nothing and its logits mean nothing.
+    The caches hold rows 0..first_position-1. Afterwards they hold those and the fresh rows, and what lies behind is
+    dead (`lay_out_rows`): nothing has to be taken back when drafts are rejected. Draft i predicts
+    token[first_position + num + 1 + i]; logits of drafts from widths[b] on mean nothing. A sequence of negative
+    first_position is inactive: it writes nothing and its logits mean nothing.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
-    rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, num_drafts, mask_token_of(config))
+    rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, num_drafts, mask_token_of(config), widths)
     hidden = _slot_hidden(params, config, fresh, rows)
-    gap = num_held - fresh.first_position
-    x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, gap, caches, rows.draft_rows)
-    return _logits(params, config, x), caches
+    wanted = jnp.where(jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None], rows.draft_rows, -1)
+    x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, caches, wanted)
+    return _logits(params, config, x, wanted), caches
 
 
 def propose_in_turn(
     params: DrafterParams,
     config: DrafterConfig,
     fresh: Fresh,
-    num_held: Int[Array, " B"],
+    widths: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
-) -> tuple[Int[Array, "B K"], Float[Array, "B K"], tuple[KVCache, ...]]:
-    """(drafts, ids of the target's vocabulary; the drafter's probability of each; caches): a pass over the fresh rows,
-    then one over each draft but the last. Everything else is as `propose` says.
+) -> tuple[Int[Array, "B K"], tuple[KVCache, ...]]:
+    """(drafts, ids of the target's vocabulary; caches): a pass over the fresh rows, then one over each draft but the
+    last. Everything else is as `propose` says.
 
     Row first_position + num - 1 + i, i >= 1, is (embedding of draft i-1, what came out of the row before) and
     gives draft i.
@@ -196,17 +189,18 @@ def propose_in_turn(
     rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, 1, 0)
     real = jnp.where(rows.committed, 0, -1)
     hidden = project_taps(params, config, fresh.aux_hidden.astype(params.dtype), real)
-    gap, drafts, confidence = num_held - fresh.first_position, [], []
+    drafts = []
     token_ids, positions = rows.token_ids, rows.positions
-    wanted: jax.Array | None = rows.draft_rows
+    wanted: jax.Array | None = jnp.where(widths[:, None] > 0, rows.draft_rows, -1)
     for number in range(num_drafts):
-        x, caches = _cached_pass(params, config, token_ids, hidden, positions, gap, caches, wanted)
-        ids, probability = likeliest(_logits(params, config, x))
-        drafts.append(to_target_ids(params, ids))
-        confidence.append(probability)
+        x, caches = _cached_pass(params, config, token_ids, hidden, positions, caches, wanted)
+        asked = jnp.where(fresh.first_position >= 0, widths, 0)[:, None] > number
+        drafts.append(to_target_ids(params, argmax(_logits(params, config, x, jnp.where(asked, 0, -1)))))
         token_ids, hidden, wanted = drafts[-1], fed_back(params, config, x), None
-        positions = jnp.where(fresh.first_position < 0, -1, fresh.first_position + fresh.num + number)[:, None]
-    return jnp.concatenate(drafts, axis=1), jnp.concatenate(confidence, axis=1), caches
+        positions = jnp.where(
+            widths > number + 1, jnp.where(fresh.first_position < 0, -1, fresh.first_position + fresh.num + number), -1
+        )[:, None]
+    return jnp.concatenate(drafts, axis=1), caches
 
 
 def fed_back(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -215,8 +209,10 @@ def fed_back(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T 
 
 
 def to_target_ids(params: DrafterParams, draft_ids: Int[Array, "B K"]) -> Int[Array, "B K"]:
-    """Ids of the target's vocabulary for ids of the draft vocabulary."""
-    return draft_ids if params.draft_to_target is None else params.draft_to_target[draft_ids]
+    """Ids of the target's vocabulary for ids of the draft vocabulary; NO_TOKEN stays."""
+    if params.draft_to_target is None:
+        return draft_ids
+    return jnp.where(draft_ids < 0, draft_ids, params.draft_to_target[jnp.maximum(draft_ids, 0)])
 
 
 def mask_token_of(config: DrafterConfig) -> int:
@@ -238,18 +234,16 @@ def _cached_pass(
     token_ids: Int[Array, "B T"],
     hidden: Float[Array, "B T D"],
     positions: Int[Array, "B T"],
-    gap: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     wanted: Int[Array, "B K"] | None = None,
 ) -> tuple[Float[Array, "B t D"], tuple[KVCache, ...]]:
     """(residual stream of the wanted rows, or of all; caches with the rows written): each row sees what the caches hold
-    up to it. Its slot is its position + gap: its place among the rows held, since keys carry their rotation."""
-    slots = jnp.where(positions < 0, -1, positions + gap[:, None])
+    up to it."""
     written = list(caches)
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         out, written[layer] = decode_attention(
-            qkv, cos, sin, caches[layer], slots, config.num_heads, native=params.native, xla=params.xla
+            qkv, cos, sin, caches[layer], positions, config.num_heads, native=params.native, xla=params.xla
         )
         return out
 
@@ -308,7 +302,8 @@ def run_layers(
     wanted: Int[Array, "B K"] | None = None,
 ) -> jax.Array:
     """Residual stream after the last layer [B, T, D], from the tokens and fc's output for each row; of the `wanted`
-    rows alone [B, K, D], where some are named: of the others the last layer needs only keys and values."""
+    rows alone [B, K, D], where some are named: of the others the last layer needs only keys and values. A wanted row of
+    negative index means nothing."""
     eps = config.rms_norm_eps
     cos, sin = rope_tables(config.rope, positions, hidden.dtype, native=params.native)
     x = hidden
@@ -322,8 +317,9 @@ def run_layers(
             x = normed if config.norm_before_residual else x
         out = attend(index, qkv, cos, sin)
         if wanted is not None and index == len(params.layers) - 1:
-            out, x = (jnp.take_along_axis(rows, wanted[:, :, None], axis=1) for rows in (out, x))
-            positions = jnp.take_along_axis(positions, wanted, axis=1)
+            taken = jnp.maximum(wanted, 0)
+            out, x = (jnp.take_along_axis(rows, taken[:, :, None], axis=1) for rows in (out, x))
+            positions = jnp.where(wanted < 0, -1, jnp.take_along_axis(positions, taken, axis=1))
         x = linear(out, p.out, p.out_bias, residual=x, positions=positions)
         gate, up = jnp.split(
             linear(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps), positions=positions), 2, axis=-1
@@ -332,5 +328,7 @@ def run_layers(
     return x
 
 
-def _logits(params: DrafterParams, config: DrafterConfig, x: jax.Array) -> jax.Array:
-    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))
+def _logits(
+    params: DrafterParams, config: DrafterConfig, x: jax.Array, positions: jax.Array | None = None
+) -> jax.Array:
+    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)

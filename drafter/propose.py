@@ -2,7 +2,6 @@
 without importing it."""
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -11,21 +10,13 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.attention import MASKED
 from peagle.ops.kv_cache import KVCache
-from peagle.ops.likeliest import likeliest
+from peagle.ops.likeliest import argmax
 from peagle.ops.messages import Draft, Fresh
 
 
 @flax.struct.dataclass
-class State:
-    """The rows a drafter was given, in the first slots of its caches."""
-
-    caches: tuple[KVCache, ...]
-    num_held: jax.Array  # [B] int32
-
-
-@flax.struct.dataclass
 class _Cached:
-    """What reads taps and keeps its own caches."""
+    """What reads taps and keeps its own caches, which are its state."""
 
     params: DrafterParams
     config: DrafterConfig = flax.struct.field(pytree_node=False)
@@ -35,26 +26,20 @@ class _Cached:
         """The tapped outputs of the target's layers; None: the target's default."""
         return self.config.aux_layer_ids
 
-    def init_state(self, batch: int, capacity: int, num_drafts: int) -> State:
-        """Empty caches for a target that may hold `capacity` positions: the widest write, 2K rows, fits behind them."""
-        caches = model.init_caches(self.config, batch, capacity + 2 * num_drafts, self.params.dtype)
-        return State(caches, jnp.zeros((batch,), jnp.int32))
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
+        """Empty caches for a target that may hold `capacity` positions, and room for a pass of `widest_write` rows
+        behind them."""
+        return model.init_caches(self.config, batch, capacity + widest_write, self.params.dtype)
 
-    def prefill(
+    def absorb(
         self,
-        state: State,
-        token_ids: Int[Array, "B P"],
-        lengths: Int[Array, " B"],
-        aux_hidden: Float[Array, "B P A"],
-    ) -> State:
-        """The (empty) state holding rows 0..length-2 of each prompt; token_ids are the prompt's own, padded.
-
-        Example: prompt a b c with hiddens h0 h1 h2: rows (b, h0), (c, h1). Row 2 waits for the token that follows c:
-        the first step brings it as its one fresh row, at first_position 2.
-        """
-        shifted = jnp.roll(token_ids, -1, axis=1)  # the wrapped-round last row is never real: lengths - 1 < P
-        caches = model.prefill(self.params, self.config, shifted, aux_hidden, lengths - 1, state.caches)
-        return State(caches, lengths - 1)
+        state: tuple[KVCache, ...],
+        token_ids: Int[Array, "B T"],
+        aux_hidden: Float[Array, "B T A"],
+        positions: Int[Array, "B T"],
+    ) -> tuple[KVCache, ...]:
+        """See `drafter.model.absorb`."""
+        return model.absorb(self.params, self.config, token_ids, aux_hidden, positions, state)
 
 
 @flax.struct.dataclass
@@ -67,14 +52,14 @@ class PEagle(_Cached):
 
     deterministic: bool = flax.struct.field(pytree_node=False, default=True)
 
-    def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
-        """(the drafts, the state holding the fresh rows, too). Draft i stands for
+    def propose(
+        self, state: tuple[KVCache, ...], fresh: Fresh, widths: Int[Array, " B"], num_drafts: int
+    ) -> tuple[Draft, tuple[KVCache, ...]]:
+        """(the drafts, the caches holding the fresh rows, too). Draft i stands for
         token[first_position + num + 1 + i]."""
-        logits, caches = model.propose(self.params, self.config, fresh, state.num_held, state.caches, num_drafts)
-        draft_ids, confidence = likeliest(logits)
+        logits, caches = model.propose(self.params, self.config, fresh, widths, state, num_drafts)
         full = None if self.deterministic else to_target_logits(self.params, self.config, logits)
-        draft = Draft(model.to_target_ids(self.params, draft_ids), full, confidence)
-        return draft, State(caches, _held(state, fresh))
+        return Draft(model.to_target_ids(self.params, argmax(logits)), full), caches
 
 
 @flax.struct.dataclass
@@ -82,22 +67,17 @@ class Eagle3(_Cached):
     """An EAGLE-3 drafter: a pass per draft. Each pass reads the draft before it, its likeliest token: so the drafts
     follow from the context alone, and there are no logits to sample them from."""
 
-    def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
+    def propose(
+        self, state: tuple[KVCache, ...], fresh: Fresh, widths: Int[Array, " B"], num_drafts: int
+    ) -> tuple[Draft, tuple[KVCache, ...]]:
         """As PEagle.propose."""
-        token_ids, confidence, caches = model.propose_in_turn(
-            self.params, self.config, fresh, state.num_held, state.caches, num_drafts
-        )
-        return Draft(token_ids, None, confidence), State(caches, _held(state, fresh))
+        drafts, caches = model.propose_in_turn(self.params, self.config, fresh, widths, state, num_drafts)
+        return Draft(drafts), caches
 
 
 def drafter_of(params: DrafterParams, config: DrafterConfig) -> PEagle | Eagle3:
     """The drafter of either kind."""
     return PEagle(params, config) if config.parallel else Eagle3(params, config)
-
-
-def _held(state: State, fresh: Fresh) -> jax.Array:
-    """How many rows the caches hold once they have the fresh ones."""
-    return jnp.where(fresh.first_position < 0, state.num_held, state.num_held + fresh.num)
 
 
 def to_target_logits(

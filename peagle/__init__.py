@@ -15,24 +15,42 @@ from peagle.jax_cure import apply as _apply_jax_cure
 _apply_jax_cure()
 
 if TYPE_CHECKING:
-    from peagle.config import SamplingConfig, SpeculationConfig
+    from peagle.engine.engine import Engine, EngineConfig, EngineError
+    from peagle.engine.request import Request, SamplingParams, TokenChunk
     from peagle.metrics import Result
     from peagle.ops.errors import InputError, InputWarning
     from peagle.pair import Pair, Stream, load
 
 # name -> module that defines it; imported on first use, so that `import peagle` costs milliseconds (PEP 562)
 _EXPORTS = {
+    "Engine": "peagle.engine.engine",
+    "EngineConfig": "peagle.engine.engine",
+    "EngineError": "peagle.engine.engine",
     "InputError": "peagle.ops.errors",
     "InputWarning": "peagle.ops.errors",
     "Pair": "peagle.pair",
     "Result": "peagle.metrics",
-    "SamplingConfig": "peagle.config",
-    "SpeculationConfig": "peagle.config",
+    "Request": "peagle.engine.request",
+    "SamplingParams": "peagle.engine.request",
     "Stream": "peagle.pair",
+    "TokenChunk": "peagle.engine.request",
     "load": "peagle.pair",
 }
 
-__all__ = ["InputError", "InputWarning", "Pair", "Result", "SamplingConfig", "SpeculationConfig", "Stream", "load"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "InputError",
+    "InputWarning",
+    "Pair",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "Stream",
+    "TokenChunk",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

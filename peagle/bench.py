@@ -1,7 +1,7 @@
 """How fast a target is by itself: prefill, decoding, and verify passes of several widths, which bound what speculation
 can gain.
 
-    pp N        prefill: one pass over N tokens a row into empty caches (the engine pads prompts to powers of two)
+    pp N        prefill: N tokens a row into empty caches, in the engine's chunks
     tg N        decoding: N steps of the engine's own loop, as `peagle generate` runs them, behind `context` tokens
     verify T    one pass over T rows a sequence, `context` tokens in the caches: what a step with K = T - 1 drafts
                 costs beside drafting. v(T) = time(T) / time(1): speculation pays where it gives more tokens than that
@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.config import SpeculationConfig
-from peagle.generate import Request
+from peagle.engine.engine import DEFAULT_CHUNK
+from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import cache_bytes
 from peagle.pair import Pair, refuse_too_large
@@ -218,15 +218,18 @@ def _prepare(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Gener
 
 
 def _prepare_prefill(size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
+    """The engine's own chunked lane, one sequence after the other; its clock ends when the caches hold the prompts."""
     target = pair.plain_target
     token_ids = _random_ids(rng, target, options.batch, size)
+    chunk = min(DEFAULT_CHUNK, size)
 
     def time_once() -> float:
         started = time.perf_counter()
-        jax.block_until_ready(_prefill(target, token_ids, capacity=size, widest_write=1))
+        for row in token_ids:
+            jax.block_until_ready(_prefill(target, row[None], size, chunk, 1))
         return time.perf_counter() - started
 
-    _refuse_caches(target, options.batch, size, 1)
+    _refuse_caches(target, 1, size, chunk)
     time_once()
     return _Run(1, time_once)
 
@@ -234,15 +237,15 @@ def _prepare_prefill(size: int, pair: Pair, options: BenchOptions, rng: np.rando
 def _prepare_decoding(size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
     """The engine of plain decoding; its clock starts with the token that prefill gave, and `size` steps follow."""
     prompts = _random_ids(rng, pair.plain_target, options.batch, options.context)
-    requests = [Request(row, tuple(map(int, prompt)), size + 1) for row, prompt in enumerate(prompts)]
-    engine = pair.engine(SpeculationConfig(0, options.batch, pair.capacity(requests)), ignore_eos=True)
+    requests = [Request(tuple(map(int, prompt)), size + 1, stop_token_ids=()) for prompt in prompts]
+    engine = pair.engine(pair.engine_config(0, slots=options.batch, capacity=pair.capacity(requests)))
 
     def time_once() -> float:
-        emissions = list(engine.generate(requests))
-        assert sum(len(emission.token_ids) for emission in emissions) == options.batch * (size + 1)
-        return emissions[-1].time_s - emissions[0].time_s
+        chunks = [chunk for _, chunk in engine.generate(requests)]
+        assert sum(len(chunk.token_ids) for chunk in chunks) == options.batch * (size + 1)
+        return chunks[-1].time_s - chunks[0].time_s
 
-    engine.warm_up(requests)
+    engine.warm_up()
     time_once()
     return _Run(size, time_once)
 
@@ -273,7 +276,7 @@ class _Verify:
         widest = max(case.size for case in self._options.cases if case.kind == "verify")
         _refuse_caches(self._target, batch, context + widest, widest)
         token_ids = _random_ids(self._rng, self._target, batch, context)
-        self._caches = _prefill(self._target, token_ids, capacity=context + widest, widest_write=widest)[1]
+        self._caches = _prefill(self._target, token_ids, context + widest, min(DEFAULT_CHUNK, context), widest)
 
     def _time(self, token_ids: np.ndarray, passes: int) -> float:
         lengths = np.full((self._options.batch,), self._options.context, np.int32)
@@ -286,13 +289,29 @@ class _Verify:
         return time.perf_counter() - started
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "widest_write"))
-def _prefill(target: Target, token_ids: jax.Array, *, capacity: int, widest_write: int) -> tuple[jax.Array, PyTree]:
-    """(logits after the last tokens, caches that hold all of token_ids [B, T])."""
-    batch, width = token_ids.shape
-    lengths = jnp.full((batch,), width, jnp.int32)
-    output, caches = target.prefill(token_ids, lengths, target.init_cache(batch, capacity, widest_write))
-    return output.logits, caches
+def _prefill(target: Target, token_ids: np.ndarray, capacity: int, chunk: int, widest_write: int) -> PyTree:
+    """Caches that hold all of token_ids [B, T], chunk by chunk, with room for passes of widest_write rows."""
+    caches = _empty(target, token_ids.shape[0], capacity, max(chunk, widest_write))
+    for start in range(0, token_ids.shape[1], chunk):
+        piece = token_ids[:, start : start + chunk]
+        padded = np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
+        caches = _extend(target, padded, np.int32(start), np.int32(piece.shape[1]), caches)
+    return caches
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _empty(target: Target, batch: int, capacity: int, widest_write: int) -> PyTree:
+    return target.init_cache(batch, capacity, widest_write)
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def _extend(target: Target, token_ids: jax.Array, begin: jax.Array, count: jax.Array, caches: PyTree) -> PyTree:
+    """The caches with `count` tokens a row at positions begin.., logits of the last row as the engine needs them."""
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.broadcast_to(jnp.where(place < count, begin + place, -1), token_ids.shape)
+    last = jnp.broadcast_to(count - 1, (token_ids.shape[0], 1))
+    output, caches = target.extend(token_ids, positions, caches, last)
+    return jax.lax.optimization_barrier((output.logits, caches))[1]
 
 
 @functools.partial(jax.jit, donate_argnames="caches")
@@ -302,9 +321,11 @@ def _verify_passes(
     """(caches, a number that all logits go into) after so many passes, each over the next set of token_ids [sets, B,
     T]."""
 
+    positions = lengths[:, None] + jnp.arange(token_ids.shape[2], dtype=jnp.int32)[None, :]
+
     def one(index: jax.Array, carry: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
         caches, digest = carry
-        output, caches = target.verify(token_ids[(turn + index) % token_ids.shape[0]], lengths, caches)
+        output, caches = target.extend(token_ids[(turn + index) % token_ids.shape[0]], positions, caches)
         return caches, digest + jnp.sum(jnp.max(output.logits.astype(jnp.float32), axis=-1))
 
     result: tuple[PyTree, jax.Array] = jax.lax.fori_loop(

@@ -9,15 +9,14 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from peagle.generate import Decision, Emission, Engine, Request
+from peagle.engine.engine import Engine
+from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
 from peagle.text import Detokenizer, Tokenizer
 
 LOOPING_ABOVE = 0.3  # an output whose loop share is higher loops
 LOOP_GRAM = 4
-
-FinishReason = Literal["stop", "length", "interrupted"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +31,18 @@ class Counters:
     tried: tuple[int, ...] = ()  # K places: how many of those had accepted every draft before it
 
     @classmethod
-    def of(cls, decisions: Iterable[Decision], num_spec_tokens: int) -> "Counters":
+    def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int) -> "Counters":
         histogram, plain = [0] * (num_spec_tokens + 1), 0
         verified, tried = [0] * num_spec_tokens, [0] * num_spec_tokens
-        for decision in decisions:
-            width = len(decision.draft_token_ids)
+        for step in steps:
+            width = len(step.draft_token_ids)
             if width == 0:
                 plain += 1
                 continue
-            histogram[decision.num_accepted] += 1
+            histogram[step.num_accepted] += 1
             for place in range(width):
                 verified[place] += 1
-                tried[place] += place <= decision.num_accepted
+                tried[place] += place <= step.num_accepted
         return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried))
 
     def __add__(self, other: "Counters") -> "Counters":
@@ -110,16 +109,16 @@ class Result:
     num_speculative_tokens: int
     output_ids: tuple[int, ...]  # with the stop token
     text: str | None  # without it; None where there is no tokenizer
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None  # None: it goes on, or was interrupted
     started_s: float
     first_s: float | None  # time of the first token
     last_s: float | None
-    decisions: tuple[Decision, ...] = ()  # one per step
+    steps: tuple[StepRecord, ...] = ()
     times_s: tuple[float, ...] = ()  # at which tokens came, each once: those of a dispatch come together
 
     @property
     def counters(self) -> Counters:
-        return Counters.of(self.decisions, self.num_speculative_tokens)
+        return Counters.of(self.steps, self.num_speculative_tokens)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -130,7 +129,7 @@ class Result:
     def num_truncated(self) -> int:
         """Tokens decided and not emitted, behind a stop token or the budget:
         emitted = 1 + sum(num_accepted + 1) - truncated, the 1 being the token prefill gives."""
-        decided = sum(decision.num_accepted + 1 for decision in self.decisions)
+        decided = sum(step.num_accepted + 1 for step in self.steps)
         return 1 + decided - len(self.output_ids) if self.output_ids else 0
 
     @property
@@ -171,48 +170,34 @@ class Result:
 
 
 class Recorder:
-    """Collects one request's emissions. `add` gives the text to show; `result` what became of it so far."""
+    """Collects one request's chunks. `add` gives the text to show; `result` what became of it so far."""
 
     def __init__(
-        self,
-        request: Request,
-        num_speculative_tokens: int,
-        stop_token_ids: Sequence[int],
-        tokenizer: Tokenizer | None,
-        started_s: float,
+        self, request: Request, num_speculative_tokens: int, tokenizer: Tokenizer | None, started_s: float
     ) -> None:
         self.request = request
+        self.finish_reason: FinishReason | None = None
         self._num_speculative_tokens = num_speculative_tokens
-        self._stops = frozenset(stop_token_ids)
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._started_s = started_s
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._ids: list[int] = []
         self._pieces: list[str] = []
-        self._decisions: list[Decision] = []
+        self._steps: list[StepRecord] = []
         self._times: list[float] = []
 
-    @property
-    def finish_reason(self) -> FinishReason:
-        """`interrupted` as long as neither a stop token nor the budget ended it."""
-        if self._ids and self._ids[-1] in self._stops:
-            return "stop"
-        return "length" if len(self._ids) >= self.request.max_new_tokens else "interrupted"
-
-    def add(self, emission: Emission) -> str:
+    def add(self, chunk: TokenChunk) -> str:
         """The new text of these tokens, empty without a tokenizer; with the last ones, what was held back, too."""
-        if self._first_s is None:
-            self._first_s = emission.time_s
-        if emission.token_ids:
-            self._last_s = emission.time_s
-            if not self._times or self._times[-1] != emission.time_s:
-                self._times.append(emission.time_s)
-        if emission.decision is not None:
-            self._decisions.append(emission.decision)
-        self._ids += emission.token_ids
-        reason = self.finish_reason
-        return self._show(emission.token_ids[:-1] if reason == "stop" else emission.token_ids, reason != "interrupted")
+        if chunk.token_ids:
+            self._first_s = chunk.time_s if self._first_s is None else self._first_s
+            self._last_s = chunk.time_s
+            self._times.append(chunk.time_s)
+        self._steps += chunk.steps
+        self._ids += chunk.token_ids
+        self.finish_reason = chunk.finish_reason
+        shown = chunk.token_ids[:-1] if chunk.finish_reason == "stop" else chunk.token_ids
+        return self._show(shown, chunk.finish_reason is not None)
 
     def close(self) -> str:
         """The text that was held back, for a request that ends here although it has not finished."""
@@ -228,7 +213,7 @@ class Recorder:
             started_s=self._started_s,
             first_s=self._first_s,
             last_s=self._last_s,
-            decisions=tuple(self._decisions),
+            steps=tuple(self._steps),
             times_s=tuple(self._times),
         )
 
@@ -246,18 +231,18 @@ def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
     return len(set(grams)), len(grams)
 
 
-def recorders(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> dict[int, Recorder]:
-    """By the requests' indices; they are asked now."""
+def recorders(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Recorder]:
+    """One for each request; they are asked now."""
     now, k = time.perf_counter(), engine.config.num_speculative_tokens
-    return {r.index: Recorder(r, k, engine.stop_token_ids, tokenizer, now) for r in requests}
+    return [Recorder(request, k, tokenizer, now) for request in requests]
 
 
 def decode(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
     """What becomes of the requests, decoded from start to end."""
     recording = recorders(engine, requests, tokenizer)
-    for emission in engine.generate(requests):
-        recording[emission.request.index].add(emission)
-    return [recorder.result() for recorder in recording.values()]
+    for place, chunk in engine.generate(requests):
+        recording[place].add(chunk)
+    return [recorder.result() for recorder in recording]
 
 
 def pooled_counters(results: Sequence[Result]) -> Counters | None:

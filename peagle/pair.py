@@ -25,16 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.autoregressive import NoDrafter
-from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Engine, Request
+from peagle.drafters.ngram import NGram
+from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig
+from peagle.engine.request import Request, SamplingParams
+from peagle.engine.widths import WidthTable
 from peagle.metrics import Recorder, Result
-from peagle.ngram import NGram
 from peagle.ops import cuda
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
 from peagle.prompts import Conversation, Rendering, from_ids, from_text
@@ -57,6 +56,7 @@ NO_STOP_TOKEN = (  # behind the directory
     "no stop token is named in generation_config.json, config.json or the tokenizer's files, so every answer takes its "
     "whole budget; expected eos_token_id in generation_config.json"
 )
+DEFAULT_SAMPLING = SamplingParams()
 CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -79,9 +79,9 @@ class Pair:
     kernels: str | None = None  # what computes: the compiled CPU kernels, or XLA and why
     aux_layers: str | None = None  # which hidden states the drafter reads, and what said so
     draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
-    default_num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    widths: WidthTable = WidthTable.constant(DEFAULT_NUM_SPECULATIVE_TOKENS)  # what auto drafts, by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
-    _engines: dict[Any, Engine] = field(default_factory=dict, repr=False, compare=False)
+    _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def max_positions(self) -> int:
@@ -110,21 +110,20 @@ class Pair:
 
         A text is put into the chat template, unless `raw`; special tokens spelled in it are characters, unless it is
         raw and they are asked for by `special_tokens`. Token ids are taken as they are. num_speculative_tokens is
-        K, 0 for plain decoding, or "auto": each step drafts what pays, `default_num_speculative_tokens` at most. None
+        K, 0 for plain decoding, or "auto": by the pair's table, and plainly where drafting does not pay. None
         is the pair's default (plain decoding where it has no drafter). Raises InputError at once for what cannot be
         run.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
-        num_speculative_tokens, adaptive = self.num_drafts(num_speculative_tokens)
-        request = self.request(conversation, (), rendering, max_new_tokens=max_new_tokens, seed=seed)
-        config = SpeculationConfig(
-            num_speculative_tokens,
-            capacity=self.capacity([request]),
-            sampling=SamplingConfig(temperature, top_k, top_p, draft_sampling),
-            adaptive=adaptive,
+        sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
+        request = self.request(
+            conversation, (), rendering, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos
         )
-        return Stream(self, self.engine(config, ignore_eos=ignore_eos), request)
+        config = self.engine_config(
+            num_speculative_tokens, capacity=self.capacity([request]), draft_sampling=draft_sampling
+        )
+        return Stream(self, self.engine(config), request)
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """The whole answer at once; options are those of `stream`."""
@@ -133,14 +132,33 @@ class Pair:
             pass
         return stream.result
 
-    def num_drafts(self, asked: int | Literal["auto"] | None) -> tuple[int, bool]:
-        """(K, whether each step chooses how many of them) for what was asked for; None is the default: a choice on CPU,
-        where it costs some microseconds a step, K elsewhere (its loops make an accelerator wait for the host)."""
-        if asked is None and self.drafter is None:
-            return 0, False
+    def engine_config(
+        self,
+        num_speculative_tokens: int | Literal["auto"] | None,
+        *,
+        slots: int = 1,
+        capacity: int,
+        draft_sampling: bool = False,
+        synthetic_acceptance: tuple[float, ...] | None = None,
+        chunk: int = DEFAULT_CHUNK,
+    ) -> EngineConfig:
+        """The shape of an engine. "auto" drafts by the pair's table of widths and pauses where drafting does not pay;
+        None is the default: auto on CPU, where there is a drafter, else `default_num_speculative_tokens`."""
+        asked = num_speculative_tokens
         if asked is None:
-            return self.default_num_speculative_tokens, jax.default_backend() == "cpu"
-        return (self.default_num_speculative_tokens, True) if asked == AUTO else (asked, False)
+            asked = 0 if self.drafter is None else AUTO if jax.default_backend() == "cpu" else self.widths.most
+        adaptive = asked == AUTO
+        return EngineConfig(
+            num_speculative_tokens=self.widths.most if asked == AUTO else asked,
+            slots=slots,
+            capacity=capacity,
+            chunk=min(chunk, max(capacity, 1)),
+            steps_per_dispatch=self.steps_per_dispatch,
+            widths=self.widths if adaptive else None,
+            adaptive=adaptive,
+            draft_sampling=draft_sampling,
+            synthetic_acceptance=synthetic_acceptance,
+        )
 
     def request(
         self,
@@ -149,8 +167,8 @@ class Pair:
         rendering: Rendering,
         *,
         max_new_tokens: int,
-        seed: int = 0,
-        index: int = 0,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        ignore_eos: bool = False,
         context: int | None = None,
     ) -> Request:
         """The request for the turn that follows these answers; its budget is cut to the positions left.
@@ -174,7 +192,9 @@ class Pair:
                 f"{room - 1}, which leaves room for an answer: shorten it"
                 + ("" if context is None or room == self.max_positions else " or raise --context")
             )
-        return Request(index, prompt_ids, min(max_new_tokens, room - len(prompt_ids)), seed)
+        stops = () if ignore_eos else self.stop_token_ids
+        budget = min(max_new_tokens, room - len(prompt_ids))
+        return Request(tuple(prompt_ids), budget, sampling, stops, conversation.name)
 
     def room(self, context: int | None) -> int:
         """Positions a prompt and its output may take: the context asked for, or all the model has."""
@@ -190,7 +210,7 @@ class Pair:
         rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
         return min(rounded, self.max_positions)
 
-    def engine(self, config: SpeculationConfig, *, ignore_eos: bool = False) -> Engine:
+    def engine(self, config: EngineConfig) -> Engine:
         """The engine of this shape, the same one for the same shape. K = 0 decodes plainly.
 
         Raises InputError for a K that the positions do not allow, for K > 0 without a drafter, for drafts to be
@@ -202,20 +222,15 @@ class Pair:
                 f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step reaches K + 1 positions "
                 f"behind the prompt and the target has {self.max_positions}"
             )
-        key = (config, ignore_eos)
-        if key not in self._engines:
+        if config not in self._engines:
             target = self.target if k else self.plain_target
-            drafter = self._drafter(config.sampling.draft_sampling) if k else NoDrafter()
-            rows, capacity, places = config.batch_size, config.capacity, config.draft_places
-            caches = jax.eval_shape(
-                lambda: (target.init_cache(rows, capacity, places + 1), drafter.init_state(rows, capacity, places))
-            )
-            what = f"the caches of {capacity} positions" + (f" in {rows} rows" if rows > 1 else "")
-            refuse_too_large({what: cache_bytes(caches)}, lambda: "lower --context, -n or --batch")
-            stops = () if ignore_eos else self.stop_token_ids
-            plain = self.engine(config.plain, ignore_eos=ignore_eos) if config.adaptive else None
-            self._engines[key] = Engine(target, drafter, config, stops, self.steps_per_dispatch, plain=plain)
-        return self._engines[key]
+            drafter = self._drafter(config.draft_sampling) if k else None
+            engine = Engine(target, drafter, config, self.stop_token_ids)
+            slots = f" in {config.slots} slots" if config.slots > 1 else ""
+            what = f"the caches of {config.capacity} positions{slots}, each slot with its full context"
+            refuse_too_large({what: engine.cache_bytes()}, lambda: "lower --context, -n or --slots")
+            self._engines[config] = engine
+        return self._engines[config]
 
     def _drafter(self, sampled: bool) -> Drafter:
         if self.drafter is None:
@@ -253,18 +268,17 @@ class Stream(Iterator[str]):
         return Recorder(
             request,
             config.num_speculative_tokens,
-            self._engine.stop_token_ids,
             self._pair.tokenizer,
             time.perf_counter(),
         )
 
     def _run(self, request: Request) -> Iterator[str]:
-        self._engine.warm_up([request])
+        self._engine.warm_up(sampled=not request.sampling.greedy)
         self._recorder = self._new_recorder(request)
-        for emission in self._engine.generate([request]):
-            piece = self._recorder.add(emission)
+        for chunk in self._engine.follow(self._engine.add(request)):
+            piece = self._recorder.add(chunk)
             if self._pair.tokenizer is None:
-                piece = show_ids(emission.token_ids)
+                piece = show_ids(chunk.token_ids)
             if piece:
                 yield piece
 

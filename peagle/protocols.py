@@ -1,9 +1,10 @@
 """What the engine knows of a target and a drafter (the messages between them: peagle.ops.messages).
 
 Structural: target/ and drafter/ satisfy these without importing them. Every object is a pytree of arrays with static
-configuration, and every method is pure, so that a whole step can be one jitted function.
+configuration, and every method is pure, so that a whole step can be one jitted function. Every leaf of a cache or
+state is led by the row axis B.
 
-Three pairings, with what each keeps in its drafter state and does with `fresh` (the tokens committed last step):
+Three drafters, with what each keeps in its state and does with `fresh` (the tokens committed last step):
 
     P-EAGLE    its own KV caches. `fresh` rows (token[p+1], aux_hidden[p]) at positions first_position.. are written to
                them with their true hiddens; K-1 mask slots behind them give the drafts 1..K-1 in the same pass.
@@ -23,20 +24,11 @@ Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pen
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import flax.struct
-import jax
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.messages import Draft, Fresh, TargetOutput
 
 PyTree: TypeAlias = Any
-
-
-@flax.struct.dataclass
-class Acceptance:
-    num_accepted: jax.Array  # [B] int32, 0..K
-    next_token: jax.Array  # [B] int32: the recovered token, or the bonus token when all K were accepted; NO_TOKEN
-    # where the logits that decide it are not finite
 
 
 @runtime_checkable
@@ -53,16 +45,15 @@ class Target(Protocol):
         behind them; any such pass may be rolled back."""
         ...
 
-    def prefill(
-        self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: PyTree
+    def extend(
+        self,
+        token_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: PyTree,
+        logit_rows: Int[Array, "B L"] | None = None,
     ) -> tuple[TargetOutput, PyTree]:
-        """Runs token_ids[:, :length] into empty caches; logits are those after each row's last token."""
-        ...
-
-    def verify(
-        self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: PyTree
-    ) -> tuple[TargetOutput, PyTree]:
-        """Runs T rows at positions length.. and writes them to the caches; a row of negative length does nothing."""
+        """Run T rows at their positions and write them to the caches; logits of the named rows, of all by default. A
+        row of negative position is inactive. Active positions of a sequence are consecutive."""
         ...
 
 
@@ -79,16 +70,24 @@ class Explains(Protocol):
 class Drafter(Protocol):
     """The model that proposes."""
 
-    def init_state(self, batch: int, capacity: int, num_drafts: int) -> PyTree:
-        """An empty state for rows of up to `capacity` positions and steps of `num_drafts`."""
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> PyTree:
+        """An empty state for rows of up to `capacity` positions, and room for a pass of so many rows behind them."""
         ...
 
-    def prefill(
-        self, state: PyTree, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], aux_hidden: Float[Array, "B T A"]
+    def absorb(
+        self,
+        state: PyTree,
+        token_ids: Int[Array, "B T"],
+        aux_hidden: Float[Array, "B T A"],
+        positions: Int[Array, "B T"],
     ) -> PyTree:
-        """Takes in a prompt: all that is known before its first new token, so drafter rows 0..length-2."""
+        """Take in committed rows: the one at position p brings token p + 1 and aux_hidden[p]. A row of negative
+        position is inactive."""
         ...
 
-    def propose(self, state: PyTree, fresh: Fresh, num_drafts: int) -> tuple[Draft, PyTree]:
-        """Takes in the fresh rows and proposes the num_drafts tokens that follow them."""
+    def propose(
+        self, state: PyTree, fresh: Fresh, widths: Int[Array, " B"], num_drafts: int
+    ) -> tuple[Draft, PyTree]:
+        """Take in the fresh rows and propose the num_drafts tokens that follow them; of row b only the first widths[b]
+        are asked for."""
         ...

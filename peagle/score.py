@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.generate import SMALLEST_BUCKET
 from peagle.protocols import PyTree, Target
 
 CHUNK = 32  # output tokens scored in one pass
@@ -35,23 +34,21 @@ def score(
     program; by default the next power of two."""
     if not output_ids:
         return []
-    needed = len(prompt_ids) + len(output_ids)
-    capacity = max(capacity or _bucket(needed), needed)
-    padded = np.zeros((1, _bucket(len(prompt_ids))), np.int32)
-    padded[0, : len(prompt_ids)] = prompt_ids
-    best = max(num_best, 1)
-    scores, cache = _score_first(
-        target, padded, np.asarray([len(prompt_ids)], np.int32), output_ids[0], capacity=capacity, num_best=best
-    )
-    parts = [tuple(np.asarray(leaf)[None] for leaf in scores)]
-    for start in range(0, len(output_ids) - 1, CHUNK):
+    token_ids = [*prompt_ids, *output_ids]
+    capacity = max(capacity or 1 << (len(token_ids) - 1).bit_length(), len(token_ids))
+    cache, parts = target.init_cache(1, capacity, CHUNK), []
+    first = len(prompt_ids) - 1  # the row whose logits decide the first output token
+    for start in range(0, len(token_ids) - 1, CHUNK):
         given, wanted = np.zeros((2, 1, CHUNK), np.int32)
-        given_ids, wanted_ids = output_ids[start : start + CHUNK], output_ids[start + 1 : start + 1 + CHUNK]
-        given[0, : len(given_ids)], wanted[0, : len(wanted_ids)] = given_ids, wanted_ids
-        length = np.asarray([len(prompt_ids) + start], np.int32)
-        scores, cache = _score_chunk(target, given, length, cache, wanted, num_best=best)
-        logprob, best_logprob, best_id = (np.asarray(leaf)[: len(wanted_ids)] for leaf in scores)
-        parts.append((logprob, best_logprob, best_id))
+        count = min(CHUNK, len(token_ids) - 1 - start)
+        given[0, :count] = token_ids[start : start + count]
+        wanted[0, :count] = token_ids[start + 1 : start + 1 + count]
+        scored = start + count > first
+        found, cache = _score_chunk(
+            target, given, np.int32(start), np.int32(count), cache, wanted, num_best=max(num_best, 1) if scored else 0
+        )
+        if scored:
+            parts.append([np.asarray(leaf)[max(first - start, 0) : count] for leaf in found])
     logprobs, best_logprobs, best_ids = (np.concatenate(column).tolist() for column in zip(*parts, strict=True))
     return [
         TokenScore(token, logprobs[i], tuple(zip(best_ids[i], best_logprobs[i], strict=True))[:num_best])
@@ -65,19 +62,23 @@ def top_2_margin(target: Target, prompt_ids: Sequence[int], output_ids: Sequence
     return first[1] - second[1]
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "num_best"))
-def _score_first(
-    target: Target, token_ids: jax.Array, lengths: jax.Array, wanted: jax.Array, *, capacity: int, num_best: int
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], PyTree]:
-    output, cache = target.prefill(token_ids, lengths, target.init_cache(1, capacity, CHUNK))
-    return _pick(output.logits[0], wanted, num_best), cache
-
-
 @functools.partial(jax.jit, static_argnames="num_best", donate_argnames="cache")
 def _score_chunk(
-    target: Target, token_ids: jax.Array, lengths: jax.Array, cache: PyTree, wanted: jax.Array, *, num_best: int
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], PyTree]:
-    output, cache = target.verify(token_ids, lengths, cache)
+    target: Target,
+    token_ids: jax.Array,
+    begin: jax.Array,
+    count: jax.Array,
+    cache: PyTree,
+    wanted: jax.Array,
+    *,
+    num_best: int,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array] | None, PyTree]:
+    """(what `_pick` says of each row, None for num_best 0; the caches) of `count` tokens at positions begin.."""
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(place < count, begin + place, -1)
+    if not num_best:
+        return None, target.extend(token_ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[1]
+    output, cache = target.extend(token_ids, positions, cache)
     return _pick(output.logits[0], wanted[0], num_best), cache
 
 
@@ -88,6 +89,3 @@ def _pick(logits: jax.Array, wanted: jax.Array, num_best: int) -> tuple[jax.Arra
     best, ids = jax.lax.top_k(logprobs, num_best)
     return jnp.take_along_axis(logprobs, wanted[..., None], axis=-1)[..., 0], best, ids
 
-
-def _bucket(length: int) -> int:
-    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())

@@ -137,6 +137,45 @@ def verify(
     return _logits(params, config, x), aux_hidden, tuple(written)
 
 
+def extend(
+    params: TargetParams,
+    config: TargetConfig,
+    token_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    caches: tuple[KVCache, ...],
+    aux_layer_ids: Sequence[int] = (),
+    logit_rows: Int[Array, "B L"] | None = None,
+) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
+    """Run T rows at their positions: write them to the caches, then attend to what each may see.
+
+    Returns (logits of the rows that logit_rows names, of all by default; aux_hidden of every row; the caches). A row of
+    negative position is inactive: it writes nothing and its results mean nothing. How many of the written rows count is
+    the caller's `length`: rolling back is moving it. The positions of a sequence's active rows are consecutive.
+    """
+    written = list(caches)
+
+    def attend(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        out, written[layer] = decode_attention(
+            qkv,
+            cos,
+            sin,
+            caches[layer],
+            positions,
+            config.num_heads,
+            config.window(layer),
+            p.sinks,
+            native=params.native,
+            xla=params.xla,
+        )
+        return out
+
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
+    if logit_rows is not None:
+        x = jnp.take_along_axis(x, logit_rows[:, :, None], axis=1)
+        positions = jnp.take_along_axis(positions, logit_rows, axis=1)
+    return _logits(params, config, x, positions), aux_hidden, tuple(written)
+
+
 def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None) -> Attend:
     """Attention among the rows of one pass: causal by position, by each layer's window, and within segments."""
     masks = {
@@ -195,8 +234,10 @@ def _run_layers(
     return x, jnp.concatenate([taps[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else no_taps
 
 
-def _logits(params: TargetParams, config: TargetConfig, x: jax.Array) -> jax.Array:
-    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))
+def _logits(
+    params: TargetParams, config: TargetConfig, x: jax.Array, positions: jax.Array | None = None
+) -> jax.Array:
+    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
 
 
 LOOKED_AT = 32  # tokens that `first_not_finite` runs in one pass
@@ -204,12 +245,12 @@ LOOKED_AT = 32  # tokens that `first_not_finite` runs in one pass
 
 @jax.jit
 def _finite(
-    model: "GptOss", token_ids: jax.Array, lengths: jax.Array, caches: tuple[KVCache, ...]
+    model: "GptOss", token_ids: jax.Array, positions: jax.Array, caches: tuple[KVCache, ...]
 ) -> tuple[jax.Array, tuple[KVCache, ...]]:
     """(whether all is finite that comes out of the embedding, of each layer, and of the head [L + 2, T], caches) of one
     sequence's next tokens."""
     embedded = embed(model.params.embedding, token_ids, model.params.dtype)
-    output, caches = model.verify(token_ids, lengths, caches)
+    output, caches = model.extend(token_ids, positions, caches)
     layers = jnp.split(output.aux_hidden, len(model.aux_layer_ids), axis=-1)
     return jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in (embedded, *layers, output.logits)]), caches
 
@@ -238,6 +279,19 @@ class GptOss:
             self.config, batch, capacity + widest_write, widest_write, self.params.dtype, self.retain_full_kv
         )
 
+    def extend(
+        self,
+        token_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: tuple[KVCache, ...],
+        logit_rows: Int[Array, "B L"] | None = None,
+    ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
+        """See `extend`."""
+        logits, aux, cache = extend(
+            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows
+        )
+        return TargetOutput(logits, aux), cache
+
     def prefill(
         self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: tuple[KVCache, ...]
     ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
@@ -264,7 +318,7 @@ class GptOss:
             part = np.zeros((1, LOOKED_AT), np.int32)
             given = token_ids[start : start + LOOKED_AT]
             part[0, : len(given)] = given
-            finite, caches = _finite(tapped, part, np.array([start], np.int32), caches)
+            finite, caches = _finite(tapped, part, np.arange(start, start + LOOKED_AT, dtype=np.int32)[None], caches)
             bad = np.argwhere(~np.asarray(finite)[:, : len(given)])
             if len(bad):
                 output, row = bad[0]

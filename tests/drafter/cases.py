@@ -11,7 +11,8 @@ import numpy as np
 from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
-from drafter.propose import Eagle3, PEagle, State
+from drafter.propose import Eagle3, PEagle
+from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import Draft, Fresh
 from peagle.ops.rope import Llama3, RopeConfig
 
@@ -196,17 +197,29 @@ def prompt_state(
         [np.where(np.arange(width) < n, t.token_ids[:width], 5) for t, n in zip(texts, lengths, strict=True)]
     )
     aux = np.stack([t.aux_hidden[:width] for t in texts])
-    state = drafter.init_state(len(texts), capacity, num_drafts)
+    state = drafter.init_state(len(texts), capacity, 2 * num_drafts)
     return prefill(drafter, state, jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32), jnp.asarray(aux))
 
 
+Caches = tuple[KVCache, ...]
 forward = jax.jit(model.forward, static_argnames="config")
-prefill = jax.jit(PEagle.prefill)
+@jax.jit
+def prefill(
+    drafter: PEagle | Eagle3, state: Caches, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array
+) -> Caches:
+    """The caches with rows 0..length-2 of each prompt, whose tokens are padded: all that is known of it."""
+    index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(index < lengths[:, None] - 1, index, -1)
+    return drafter.absorb(state, jnp.roll(token_ids, -1, axis=1), aux_hidden, positions)
 
 
 @functools.partial(jax.jit, static_argnames="num_drafts")
-def propose(drafter: PEagle | Eagle3, state: State, fresh: Fresh, *, num_drafts: int) -> tuple[Draft, State]:
-    return drafter.propose(state, fresh, num_drafts)
+def propose(
+    drafter: PEagle | Eagle3, state: Caches, fresh: Fresh, *, num_drafts: int, widths: jax.Array | None = None
+) -> tuple[Draft, Caches]:
+    """All drafts of every row, unless widths say how many."""
+    widths = jnp.full(fresh.num.shape, num_drafts, jnp.int32) if widths is None else widths
+    return drafter.propose(state, fresh, widths, num_drafts)
 
 
 def logits_of(draft: Draft) -> np.ndarray:

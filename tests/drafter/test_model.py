@@ -10,11 +10,13 @@ from drafter.propose import PEagle
 from peagle.ops.attention import MASKED
 from peagle.ops.messages import Fresh
 from tests.drafter.cases import (
+    EAGLE,
     FOUR,
     ONE,
     TWO,
     Text,
     drafter,
+    eagle3,
     forward,
     logits_of,
     prefill,
@@ -136,7 +138,7 @@ def test_going_on_after_a_roll_back_equals_never_having_drafted() -> None:
     clean = prompt_state(peagle, [text], [first + 1], K)
     clean_logits, clean = step(peagle, clean, [text], [first], [num])
     np.testing.assert_allclose(logits, clean_logits, atol=2e-5)
-    for cache, clean_cache in zip(*jax.tree.map(np.asarray, (state.caches, clean.caches)), strict=True):
+    for cache, clean_cache in zip(*jax.tree.map(np.asarray, (state, clean)), strict=True):
         for entries, clean_entries in ((cache.key, clean_cache.key), (cache.value, clean_cache.value)):
             assert np.abs(entries[:, first + num - 1]).max() > 1e-3  # the newest row is there
             np.testing.assert_allclose(entries[:, : first + num], clean_entries[:, : first + num], atol=2e-5)
@@ -153,16 +155,16 @@ def test_padding_and_dead_entries_reach_no_result() -> None:
         real = np.arange(width) < length
         tokens = jnp.asarray(np.where(real, text.token_ids[:width], token), jnp.int32)[None]
         aux = jnp.asarray(np.where(real[:, None], text.aux_hidden[:width], garbage), jnp.float32)[None]
-        state = peagle.init_state(1, 80 - 2 * K, K)
+        state = peagle.init_state(1, 80 - 2 * K, 2 * K)
         state = prefill(peagle, state, tokens, jnp.asarray([length]), aux)
         state = jax.tree.map(np.array, state)
-        for entries in jax.tree.leaves(state.caches):
+        for entries in jax.tree.leaves(state):
             entries[:, length - 1 :] = garbage
         fresh = jax.tree.map(np.array, stack_fresh([text], [5], [2], K))
         fresh.token_ids[:, 2:], fresh.aux_hidden[:, 2:] = token, garbage
         state, fresh = jax.tree.map(jnp.asarray, (state, fresh))
         draft, state = propose(peagle, state, fresh, num_drafts=K)
-        return logits_of(draft), [np.asarray(entries[:, :7]) for entries in jax.tree.leaves(state.caches)]
+        return logits_of(draft), [np.asarray(entries[:, :7]) for entries in jax.tree.leaves(state)]
 
     mild, wild = run(0.5, 1), run(1e4, 17)
     np.testing.assert_array_equal(mild[0], wild[0])
@@ -272,7 +274,7 @@ def test_a_reduced_vocabulary_reaches_the_targets_ids() -> None:
     assert full.dtype == np.float32
     assert (ids != np.arange(len(ids))).any()
     raw, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
-        peagle.params, peagle.config, fresh, state.num_held, state.caches, K
+        peagle.params, peagle.config, fresh, jnp.asarray([K]), state, K
     )
     np.testing.assert_allclose(full[0][:, ids], raw[0], atol=1e-5)
     assert (np.delete(full, ids, axis=-1) == MASKED).all()
@@ -294,10 +296,10 @@ def test_bfloat16_drafts_and_one_trace_serve_every_count() -> None:
     @jax.jit
     def counted(peagle: PEagle, state, fresh: Fresh):
         traces.append(1)
-        return peagle.propose(state, fresh, K)
+        return peagle.propose(state, fresh, jnp.asarray([K]), K)
 
     state, exact = prompt_state(half, [text], [6], K), prompt_state(peagle, [text], [6], K)
-    assert state.caches[0].key.dtype == jnp.bfloat16
+    assert state[0].key.dtype == jnp.bfloat16
     first, num = 5, 1
     for accepted in (0, K, 1):
         fresh = stack_fresh([text], [first], [num], K)
@@ -312,7 +314,7 @@ def test_drafts_are_at_least_one() -> None:
     peagle = drafter(ONE)
     fresh = stack_fresh([random_text(peagle.config, 19)], [5], [1], K)
     with pytest.raises(ValueError, match="0 drafts; expected K >= 1"):
-        peagle.propose(peagle.init_state(1, 16, 2), fresh, 0)
+        peagle.propose(peagle.init_state(1, 16, 4), fresh, jnp.asarray([0]), 0)
 
 
 @pytest.mark.parametrize("name", [ONE, TWO, FOUR])
@@ -323,8 +325,23 @@ def test_rows_that_come_late_and_together_are_as_good(name: str) -> None:
     state = prompt_state(peagle, [text], [6], K)
     for first, num in ((5, 1), (6, 2), (8, 3), (11, 1)):
         apart, state = propose(peagle, state, stack_fresh([text], [first], [num], K), num_drafts=K)
-    together, late = propose(
+    together, _ = propose(
         peagle, prompt_state(peagle, [text], [6], K), stack_fresh([text], [5], [7], 11), num_drafts=K
     )
     np.testing.assert_allclose(logits_of(together), logits_of(apart), atol=2e-5)
-    assert state.num_held.tolist() == late.num_held.tolist() == [12]
+
+
+@pytest.mark.parametrize("name", [ONE, TWO, EAGLE])
+def test_a_row_that_drafts_less_changes_nothing_for_what_it_drafts(name: str) -> None:
+    """Widths are data: each row's first drafts are those of the full width, and width 0 takes the fresh rows in."""
+    drafting = eagle3(name) if name == EAGLE else drafter(name)
+    texts = [random_text(drafting.config, seed) for seed in (21, 22, 23)]
+    state = prompt_state(drafting, texts, [6, 9, 4], K)
+    fresh = stack_fresh(texts, [5, 8, 3], [1, 2, 4], K)
+    full, after = propose(drafting, state, fresh, num_drafts=K)
+    some, after_some = propose(drafting, state, fresh, num_drafts=K, widths=jnp.asarray([2, 0, 1]))
+    assert some.token_ids[0, :2].tolist() == full.token_ids[0, :2].tolist()
+    assert some.token_ids[2, :1].tolist() == full.token_ids[2, :1].tolist()
+    for row, held in enumerate((6, 10, 7)):
+        for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(after_some), strict=True):
+            np.testing.assert_allclose(one[row, :held], other[row, :held], atol=2e-5)

@@ -113,7 +113,7 @@ def test_a_shared_embedding_and_head_are_the_targets_panels(tmp_path: Path, name
 
 # A draft's bits are its own
 
-propose_exactly = jax.jit(PEagle.propose, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)
+propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)
 
 
 @pytest.fixture(scope="module", params=[(ONE, "float32"), (TWO, "bfloat16")], ids=str)

@@ -71,21 +71,17 @@ def test_a_run_of_passes_in_turn_gives_the_references_drafts(name: str, num_draf
     for step in accepted:
         draft, state = propose(drafter, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)
         assert draft.logits is None
-        assert draft.confidence is not None
         for row, text in enumerate(texts):
             if firsts[row] < 0:
                 continue
             known = firsts[row] + nums[row]
             told = (text.token_ids[: known + 1].tolist(), text.aux_hidden[:known])
-            expected = reference.draft_logits(tensors, config, *told, num_drafts)
             ids = reference.draft_ids(tensors, config, *told, num_drafts)
             assert draft.token_ids[row].tolist() == ids.tolist()
-            probs = np.exp(expected - expected.max(-1, keepdims=True))
-            np.testing.assert_allclose(draft.confidence[row], 1 / probs.sum(-1), atol=1e-5)
         firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
         firsts[2] = -1
         nums = [count + 1 for count in step]
-    assert state.num_held[2] == lengths[2]  # 6 rows by prefill, one by the only step it was active in
+    assert not state[0].key[2, lengths[2] + num_drafts :].any()  # it wrote in the only step it was active in
 
 
 def test_the_reference_sees_everything_it_is_told() -> None:

@@ -18,7 +18,7 @@ from drafter.config import DrafterConfig
 from drafter.load import save_drafter
 from drafter.params import init_params as init_drafter
 from peagle.cli import display
-from peagle.ngram import NGram
+from peagle.drafters.ngram import NGram
 from peagle.ops.rope import RopeConfig, Yarn
 from peagle.pair import Pair
 from peagle.text import ByteLevelTokenizer, Message, Tokenizer, load_tokenizer

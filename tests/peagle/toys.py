@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.generate import Engine, Request
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request, StepRecord
 from peagle.ops.messages import Draft, Fresh, TargetOutput
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -50,13 +51,13 @@ class Scripted:
 
     script: jax.Array  # [B, S] int32: the token proposed for each sequence index
 
-    def init_state(self, batch: int, capacity: int, num_drafts: int) -> None:
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> None:
         pass
 
-    def prefill(self, state: None, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array) -> None:
+    def absorb(self, state: None, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> None:
         pass
 
-    def propose(self, state: None, fresh: Fresh, num_drafts: int) -> tuple[Draft, None]:
+    def propose(self, state: None, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, None]:
         index = (fresh.first_position + fresh.num + 1)[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
         return Draft(jnp.take_along_axis(self.script, jnp.clip(index, 0, self.script.shape[1] - 1), axis=1)), state
 
@@ -78,12 +79,11 @@ class MarkovTarget:
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> None:
         pass
 
-    def prefill(self, token_ids: jax.Array, lengths: jax.Array, cache: None) -> tuple[TargetOutput, None]:
-        last = jnp.take_along_axis(token_ids, (lengths - 1)[:, None], axis=1)[:, 0]
-        return TargetOutput(self.table[last], jnp.zeros((*token_ids.shape, 0))), cache
-
-    def verify(self, token_ids: jax.Array, lengths: jax.Array, cache: None) -> tuple[TargetOutput, None]:
-        return TargetOutput(self.table[token_ids], jnp.zeros((*token_ids.shape, 0))), cache
+    def extend(
+        self, token_ids: jax.Array, positions: jax.Array, cache: None, logit_rows: jax.Array | None = None
+    ) -> tuple[TargetOutput, None]:
+        read = token_ids if logit_rows is None else jnp.take_along_axis(token_ids, logit_rows, axis=1)
+        return TargetOutput(self.table[read], jnp.zeros((*token_ids.shape, 0))), cache
 
 
 @flax.struct.dataclass
@@ -92,24 +92,23 @@ class FixedLogits:
 
     logits: jax.Array
 
-    def init_state(self, batch: int, capacity: int, num_drafts: int) -> None:
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> None:
         pass
 
-    def prefill(self, state: None, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array) -> None:
+    def absorb(self, state: None, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> None:
         pass
 
-    def propose(self, state: None, fresh: Fresh, num_drafts: int) -> tuple[Draft, None]:
+    def propose(self, state: None, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, None]:
         batch = fresh.num.shape[0]
         logits = jnp.broadcast_to(self.logits[None], (batch, *self.logits.shape))
         return Draft(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits), state
 
 
-def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list]]:
-    """(tokens, decisions) of each request."""
-    tokens: dict[int, list[int]] = {request.index: [] for request in requests}
-    decisions: dict[int, list] = {request.index: [] for request in requests}
-    for emission in engine.generate(requests):
-        tokens[emission.request.index] += emission.token_ids
-        if emission.decision is not None:
-            decisions[emission.request.index].append(emission.decision)
-    return [tokens[r.index] for r in requests], [decisions[r.index] for r in requests]
+def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[StepRecord]]]:
+    """(tokens, step records) of each request."""
+    tokens: list[list[int]] = [[] for _ in requests]
+    records: list[list[StepRecord]] = [[] for _ in requests]
+    for place, chunk in engine.generate(requests):
+        tokens[place] += chunk.token_ids
+        records[place] += chunk.steps
+    return tokens, records

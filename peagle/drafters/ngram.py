@@ -23,33 +23,41 @@ class NGram:
 
     longest: int = flax.struct.field(pytree_node=False, default=3)
 
-    def init_state(self, batch: int, capacity: int, num_drafts: int) -> History:
-        room = capacity + num_drafts + 2
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> History:  # noqa: ARG002
+        """An empty history of up to `capacity` tokens, and the pending one."""
+        room = capacity + 2
         return History(jnp.full((batch, room), -1, jnp.int32), jnp.zeros((batch,), jnp.int32))
 
-    def prefill(
+    def absorb(
         self,
         state: History,
         token_ids: Int[Array, "B T"],
-        lengths: Int[Array, " B"],
         aux_hidden: Float[Array, "B T A"],  # noqa: ARG002
+        positions: Int[Array, "B T"],
     ) -> History:
-        index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-        known = jnp.where(index < lengths[:, None], token_ids, -1)
-        return History(state.token_ids.at[:, : token_ids.shape[1]].set(known), lengths)
-
-    def propose(self, state: History, fresh: Fresh, num_drafts: int) -> tuple[Draft, History]:
-        """Appends the fresh tokens (their index is their row's position + 1) and looks up the num_drafts that
-        follow."""
-        offsets = jnp.arange(fresh.token_ids.shape[1], dtype=jnp.int32)[None, :]
+        """Append tokens: the row at position p brings token p + 1. A sequence's first token comes in no row and is not
+        part of the history."""
         room = state.token_ids.shape[1]
-        taken = (offsets < fresh.num[:, None]) & (fresh.first_position[:, None] >= 0)
-        places = jnp.where(taken, fresh.first_position[:, None] + 1 + offsets, room)
+        places = jnp.where(positions < 0, room, positions + 1)
         rows = jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
-        token_ids = state.token_ids.at[rows, places].set(fresh.token_ids, mode="drop")
-        num = jnp.where(fresh.first_position >= 0, fresh.first_position + 1 + fresh.num, state.num)
-        drafts = jax.vmap(self._look_up, (0, 0, None))(token_ids, num, num_drafts)
-        return Draft(drafts), History(token_ids, num)
+        known = state.token_ids.at[rows, places].set(token_ids, mode="drop")
+        newest = jnp.max(positions, axis=1)
+        return History(known, jnp.where(newest < 0, state.num, newest + 2))
+
+    def propose(
+        self,
+        state: History,
+        fresh: Fresh,
+        widths: Int[Array, " B"],  # noqa: ARG002
+        num_drafts: int,
+    ) -> tuple[Draft, History]:
+        """Append the fresh tokens and look up the num_drafts that follow."""
+        offsets = jnp.arange(fresh.token_ids.shape[1], dtype=jnp.int32)[None, :]
+        taken = (offsets < fresh.num[:, None]) & (fresh.first_position[:, None] >= 0)
+        positions = jnp.where(taken, fresh.first_position[:, None] + offsets, -1)
+        state = self.absorb(state, fresh.token_ids, fresh.aux_hidden, positions)
+        drafts = jax.vmap(self._look_up, (0, 0, None))(state.token_ids, state.num, num_drafts)
+        return Draft(drafts), state
 
     def _look_up(self, tokens: jax.Array, num: jax.Array, num_drafts: int) -> jax.Array:
         index = jnp.arange(tokens.shape[0], dtype=jnp.int32)

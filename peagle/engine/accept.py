@@ -18,44 +18,51 @@ Either way position i + 1 is looked at only when position i was accepted, and it
 
 import itertools
 
+import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from peagle.config import SamplingConfig
+from peagle.engine.sampling import ACCEPT, TARGET, RowSampling, choose, draw, probabilities
 from peagle.ops.likeliest import NO_TOKEN
-from peagle.protocols import Acceptance
-from peagle.sampling import ACCEPT, TARGET, choose, draw, probabilities
+
+
+@flax.struct.dataclass
+class Acceptance:
+    num_accepted: jax.Array  # [B] int32, 0..width
+    next_token: jax.Array  # [B] int32: the recovered token, or the bonus token when all verified drafts were accepted;
+    # NO_TOKEN where the logits that decide it are not finite
 
 
 def accept(
     draft_token_ids: Int[Array, "B K"],
     draft_probs: Float[Array, "B K V"] | None,
     logits: Float[Array, "B T V"],
-    sampling: SamplingConfig,
+    widths: Int[Array, " B"],
+    sampling: RowSampling,
     uniforms: Float[Array, "B T 3"] | None,
 ) -> Acceptance:
-    """Judge the drafts: num_accepted in 0..K and the token that follows; T = K + 1, row i's logits decide the token
-    draft i stands for. Logits that are not finite accept no draft, and give NO_TOKEN.
+    """Accept 0..widths[b] drafts of each row and choose the token that follows; T = K + 1, row i's logits decide the
+    token draft i stands for. Logits that are not finite accept no draft, and give NO_TOKEN.
 
-    draft_probs None means one-hot drafts. uniforms may be None when greedy, unless acceptance is synthetic.
+    draft_probs None means one-hot drafts. uniforms None: all rows are greedy. A greedy row's draft_probs are one-hot,
+    too (`probabilities`), so that its law is the argmax's.
     """
-    if sampling.synthetic_acceptance is not None:
-        assert uniforms is not None
-        return _synthetic(draft_token_ids, logits, sampling, uniforms)
+    num_drafts = draft_token_ids.shape[1]
+    verified = jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None]
     if draft_probs is None:
-        uniform = None if uniforms is None else uniforms[..., TARGET]
-        chosen = choose(logits, sampling, uniform)
-        num_accepted = _leading(draft_token_ids == chosen[:, :-1])
+        chosen = choose(logits, sampling, None if uniforms is None else uniforms[..., TARGET])
+        num_accepted = _leading(verified & (draft_token_ids == chosen[:, :-1]))
         return Acceptance(num_accepted, _row(chosen, num_accepted))
     assert uniforms is not None
     target_probs = probabilities(logits, sampling)
     drafted = draft_token_ids[..., None]
     p = jnp.take_along_axis(target_probs[:, :-1], drafted, axis=-1)[..., 0]
     q = jnp.take_along_axis(draft_probs, drafted, axis=-1)[..., 0]
-    num_accepted = _leading(uniforms[:, :-1, ACCEPT] * q < p)
-    # behind the last draft there is nothing to subtract: q = 0 makes the bonus token a draw from p
-    no_draft = jnp.zeros_like(draft_probs[:, :1])
-    residual = jnp.maximum(target_probs - jnp.concatenate([draft_probs, no_draft], axis=1), 0.0)
+    num_accepted = _leading(verified & (uniforms[:, :-1, ACCEPT] * q < p))
+    # behind the last verified draft there is nothing to subtract: q = 0 makes the bonus token a draw from p
+    q_all = jnp.where(verified[..., None], draft_probs, 0.0)
+    residual = jnp.maximum(target_probs - jnp.pad(q_all, ((0, 0), (0, 1), (0, 0))), 0.0)
     rejected = jnp.take_along_axis(residual, num_accepted[:, None, None], axis=1)[:, 0]
     # p == q to the last bit and yet rejected: possible only by rounding; then p itself is the residual's limit
     fallback = jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1)[:, 0]
@@ -63,20 +70,27 @@ def accept(
     return Acceptance(num_accepted, draw(rejected, _row(uniforms[..., TARGET], num_accepted)))
 
 
-def _synthetic(
+def accept_by_rate(
+    rates: tuple[float, ...],
     draft_token_ids: Int[Array, "B K"],
     logits: Float[Array, "B T V"],
-    sampling: SamplingConfig,
+    widths: Int[Array, " B"],
+    sampling: RowSampling,
     uniforms: Float[Array, "B T 3"],
 ) -> Acceptance:
-    """Draft i is kept with the conditional rate v_i / v_(i-1) of the unconditional rates v, v_(-1) = 1. The logits are
-    computed and read as ever; only the judgement is another."""
+    """Accept by draws, to time models of random weights: draft i is kept in this share of all steps, whatever the
+    target says.
+
+    `rates` are unconditional: draft i is kept with the conditional rate v_i / v_(i-1), v_(-1) = 1. The logits are
+    computed and read as ever; only the judgement is another.
+    """
     num_drafts = draft_token_ids.shape[1]
-    rates = (1.0, *(sampling.synthetic_acceptance or ()))
-    conditional = [after / before if before else 0.0 for before, after in itertools.pairwise(rates)][:num_drafts]
+    verified = jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None]
+    pairs = itertools.pairwise((1.0, *rates))
+    conditional = [after / before if before else 0.0 for before, after in pairs][:num_drafts]
     kept = uniforms[:, :-1, ACCEPT] < jnp.asarray(conditional, uniforms.dtype)[None, :]
-    chosen = choose(logits, sampling, None if sampling.greedy else uniforms[..., TARGET])
-    num_accepted = _leading(kept & (chosen[:, :-1] != NO_TOKEN))
+    chosen = choose(logits, sampling, uniforms[..., TARGET])
+    num_accepted = _leading(verified & kept & (chosen[:, :-1] != NO_TOKEN))
     return Acceptance(num_accepted, _row(chosen, num_accepted))
 
 
