@@ -113,7 +113,7 @@ def lay_out_rows(
     widths: Int[Array, " B"] | None = None,
 ) -> Rows:
     """The F+K-1 rows of one proposing pass: C = num_fresh committed rows, K-1 mask slots, padding, at consecutive
-    positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows. Where widths
+    positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows. If widths
     are given, row b proposes widths[b] <= K drafts: its further mask slots are padding, too.
 
     Example (the rows of vLLM's own test; K = 3, mask id M): C = 3 fresh rows 11 12 100 from position 5, and C = 4,

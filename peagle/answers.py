@@ -1,10 +1,9 @@
-"""Answers of a target to many conversations, batch by batch: what drafters are trained on."""
+"""Answers of a target to many conversations, by continuous batching: what drafters are trained on."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Request
+from peagle.engine.request import Request, SamplingParams
 from peagle.metrics import Result, decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
@@ -24,11 +23,10 @@ class Asking:
     """How conversations are answered. `context`: prompt and answer together, at most."""
 
     rendering: Rendering
-    sampling: SamplingConfig
+    sampling: SamplingParams
     max_new_tokens: int
     context: int
-    batch: int
-    seed: int
+    slots: int
 
 
 def answer(
@@ -78,18 +76,13 @@ def _request(
         said,
         asking.rendering,
         max_new_tokens=asking.max_new_tokens,
-        seed=asking.seed,
+        sampling=asking.sampling,
         index=first_index + number,
         context=asking.context,
     )
 
 
 def _decode(pair: Pair, requests: Sequence[Request], asking: Asking) -> dict[int, Result]:
-    """By index. Requests of similar length go together: a batch runs as long as its longest."""
-    results: dict[int, Result] = {}
-    ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
-    for start in range(0, len(ordered), asking.batch):
-        group = ordered[start : start + asking.batch]
-        engine = pair.engine(SpeculationConfig(0, asking.batch, pair.capacity(group), asking.sampling))
-        results |= {result.request.index: result for result in decode(engine, group, pair.tokenizer)}
-    return results
+    """By index."""
+    engine = pair.engine(pair.engine_config(0, slots=asking.slots, capacity=pair.capacity(requests)))
+    return {result.request.index: result for result in decode(engine, requests, pair.tokenizer)}

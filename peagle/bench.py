@@ -235,7 +235,7 @@ def _prepare_prefill(size: int, pair: Pair, options: BenchOptions, rng: np.rando
 
 
 def _prepare_decoding(size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
-    """The engine of plain decoding; its clock starts with the token that prefill gave, and `size` steps follow."""
+    """The engine of plain decoding, while all its slots are at work: the seconds of `size` tokens of each."""
     prompts = _random_ids(rng, pair.plain_target, options.batch, options.context)
     requests = [Request(tuple(map(int, prompt)), size + 1, stop_token_ids=()) for prompt in prompts]
     engine = pair.engine(pair.engine_config(0, slots=options.batch, capacity=pair.capacity(requests)))
@@ -243,7 +243,13 @@ def _prepare_decoding(size: int, pair: Pair, options: BenchOptions, rng: np.rand
     def time_once() -> float:
         chunks = [chunk for _, chunk in engine.generate(requests)]
         assert sum(len(chunk.token_ids) for chunk in chunks) == options.batch * (size + 1)
-        return chunks[-1].time_s - chunks[0].time_s
+        # from when all have their first token to when the first one ends, as far as there is such a time
+        begun = max(chunk.time_s for chunk in chunks if not chunk.steps)
+        ended = min(chunk.time_s for chunk in chunks if chunk.finish_reason is not None)
+        if ended <= begun:
+            begun, ended = chunks[0].time_s, chunks[-1].time_s
+        tokens = sum(len(chunk.token_ids) for chunk in chunks if begun < chunk.time_s <= ended)
+        return (ended - begun) * options.batch * size / tokens
 
     engine.warm_up()
     time_once()

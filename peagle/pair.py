@@ -57,6 +57,7 @@ NO_STOP_TOKEN = (  # behind the directory
     "whole budget; expected eos_token_id in generation_config.json"
 )
 DEFAULT_SAMPLING = SamplingParams()
+DEFAULT_WIDTHS = WidthTable.constant(DEFAULT_NUM_SPECULATIVE_TOKENS)
 CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -79,7 +80,7 @@ class Pair:
     kernels: str | None = None  # what computes: the compiled CPU kernels, or XLA and why
     aux_layers: str | None = None  # which hidden states the drafter reads, and what said so
     draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
-    widths: WidthTable = WidthTable.constant(DEFAULT_NUM_SPECULATIVE_TOKENS)  # what auto drafts, by active rows
+    widths: WidthTable = DEFAULT_WIDTHS  # what auto drafts, by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
 
@@ -120,8 +121,9 @@ class Pair:
         request = self.request(
             conversation, (), rendering, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos
         )
+        k, adaptive = self.num_drafts(num_speculative_tokens)
         config = self.engine_config(
-            num_speculative_tokens, capacity=self.capacity([request]), draft_sampling=draft_sampling
+            k, capacity=self.capacity([request]), adaptive=adaptive, draft_sampling=draft_sampling
         )
         return Stream(self, self.engine(config), request)
 
@@ -132,24 +134,31 @@ class Pair:
             pass
         return stream.result
 
+    def num_drafts(self, asked: int | Literal["auto"] | None) -> tuple[int, bool]:
+        """(the most a step drafts, whether rows pause where it does not pay) for what was asked for.
+
+        "auto" drafts by the pair's table of widths and pauses. None is the default: auto on CPU if there is a drafter,
+        without pauses elsewhere."""
+        if asked is None and self.drafter is None:
+            return 0, False
+        if asked is None or asked == AUTO:
+            return self.widths.most, asked == AUTO or jax.default_backend() == "cpu"
+        return asked, False
+
     def engine_config(
         self,
-        num_speculative_tokens: int | Literal["auto"] | None,
+        num_speculative_tokens: int,
         *,
-        slots: int = 1,
         capacity: int,
+        adaptive: bool = False,
+        slots: int = 1,
         draft_sampling: bool = False,
         synthetic_acceptance: tuple[float, ...] | None = None,
         chunk: int = DEFAULT_CHUNK,
     ) -> EngineConfig:
-        """The shape of an engine. "auto" drafts by the pair's table of widths and pauses where drafting does not pay;
-        None is the default: auto on CPU, where there is a drafter, else `default_num_speculative_tokens`."""
-        asked = num_speculative_tokens
-        if asked is None:
-            asked = 0 if self.drafter is None else AUTO if jax.default_backend() == "cpu" else self.widths.most
-        adaptive = asked == AUTO
+        """The shape of an engine. adaptive: drafts by the pair's table of widths, and pauses."""
         return EngineConfig(
-            num_speculative_tokens=self.widths.most if asked == AUTO else asked,
+            num_speculative_tokens=num_speculative_tokens,
             slots=slots,
             capacity=capacity,
             chunk=min(chunk, max(capacity, 1)),
@@ -169,6 +178,7 @@ class Pair:
         max_new_tokens: int,
         sampling: SamplingParams = DEFAULT_SAMPLING,
         ignore_eos: bool = False,
+        index: int = 0,
         context: int | None = None,
     ) -> Request:
         """The request for the turn that follows these answers; its budget is cut to the positions left.
@@ -194,7 +204,7 @@ class Pair:
             )
         stops = () if ignore_eos else self.stop_token_ids
         budget = min(max_new_tokens, room - len(prompt_ids))
-        return Request(tuple(prompt_ids), budget, sampling, stops, conversation.name)
+        return Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name)
 
     def room(self, context: int | None) -> int:
         """Positions a prompt and its output may take: the context asked for, or all the model has."""

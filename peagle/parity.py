@@ -53,9 +53,11 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
     the tokens committed since the last. blind: with an empty cache at each place, as if nothing lay before them."""
     prompt, widest = text.places[0], num_drafts + 1
     capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS  # so that texts share their programs
-    empty = drafter.init_state(1, capacity, num_drafts)
-    ids, aux = _padded(text.token_ids[:prompt], capacity), _padded(text.aux_hidden[:prompt], capacity)
-    state = empty if blind else jax.jit(type(drafter).prefill)(drafter, empty, ids, np.array([prompt], np.int32), aux)
+    empty = drafter.init_state(1, capacity, 2 * num_drafts)
+    ids, aux = _padded(text.token_ids[1:prompt], capacity), _padded(text.aux_hidden[: prompt - 1], capacity)
+    row = np.arange(capacity, dtype=np.int32)
+    positions = np.where(row < prompt - 1, row, -1)[None]
+    state = empty if blind else jax.jit(type(drafter).absorb)(drafter, empty, ids, aux, positions)
     propose = jax.jit(type(drafter).propose, static_argnames="num_drafts")
     found: list[Draft] = []
     held = prompt - 1
@@ -69,7 +71,8 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
             num=np.array([num], np.int32),  # type: ignore[arg-type]  # NumPy's, too
             first_position=np.array([first], np.int32),  # type: ignore[arg-type]
         )
-        draft, state = propose(drafter, empty if blind else state, fresh, num_drafts=num_drafts)
+        widths = np.array([num_drafts], np.int32)
+        draft, state = propose(drafter, empty if blind else state, fresh, widths, num_drafts=num_drafts)
         found.append(draft)
         held = place
     logits = None if found[0].logits is None else np.concatenate([np.asarray(each.logits) for each in found])

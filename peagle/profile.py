@@ -15,13 +15,14 @@ from pathlib import Path
 
 import jax
 
-from peagle.generate import Engine, Request
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 from peagle.step import PARTS
 
 BETWEEN, HOST = "between operations", "host gap"
 MOST_TOKENS = 96  # traces are large, and the reader's patience is not
-STEPS = "jit__steps"  # what modules' names begin with: peagle.generate._program
+STEPS = "jit__steps"  # what modules' names begin with: peagle.engine.programs._steps
 CONTAINERS = re.compile(r"^(while|call|conditional)\b")
 _MODULE = re.compile(r"HloModule ([^,\s]+)")
 _METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
@@ -99,21 +100,21 @@ def profile(
     OSError and RuntimeError are the profiler's own."""
     batch = [
         dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, MOST_TOKENS))
-        for request in requests[: engine.config.batch_size]
+        for request in requests[: engine.config.slots]
     ]
-    part_of = operations_of(engine, batch) if part_of is None else part_of
+    part_of = operations_of(engine, not batch[0].sampling.greedy) if part_of is None else part_of
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # which costs more than the steps
     known = _traces(directory)
     with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=perfetto):
-        decisions = [e.decision for e in engine.generate(batch) if e.decision is not None and e.request is batch[0]]
+        num_steps = sum(len(chunk.steps) for place, chunk in engine.generate(batch) if place == 0)
     written = dict(_traces(directory).items() - known.items())
     if len(written) != 1:
         raise InputError(f"{directory} has {len(written)} new traces; expected one: is another run writing there?")
     operations, others = _read(next(iter(written)), part_of)
-    if not operations or not decisions:
+    if not operations or not num_steps:
         raise InputError(f"the profiler gave no operations of the steps on {jax.default_backend()}; see {directory}")
-    return breakdown(str(directory), len(decisions), operations, others)
+    return breakdown(str(directory), num_steps, operations, others)
 
 
 def _traces(directory: Path) -> dict[Path, int]:
@@ -121,10 +122,10 @@ def _traces(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.glob("**/*.xplane.pb")}
 
 
-def operations_of(engine: Engine, requests: Sequence[Request]) -> dict[str, str]:
-    """{module/operation: part of the step} of the programs that decode these requests, whatever their prompts."""
+def operations_of(engine: Engine, sampled: bool) -> dict[str, str]:
+    """{module/operation: part of the step} of the step programs that the engine runs, for requests of either kind."""
     found = {}
-    for program in engine.compiled(requests):
+    for program in engine.programs(sampled):
         found.update(parts_by_operation(program.as_text() or ""))
     return found
 

@@ -85,9 +85,7 @@ class Drafter(Protocol):
         position is inactive."""
         ...
 
-    def propose(
-        self, state: PyTree, fresh: Fresh, widths: Int[Array, " B"], num_drafts: int
-    ) -> tuple[Draft, PyTree]:
+    def propose(self, state: PyTree, fresh: Fresh, widths: Int[Array, " B"], num_drafts: int) -> tuple[Draft, PyTree]:
         """Take in the fresh rows and propose the num_drafts tokens that follow them; of row b only the first widths[b]
         are asked for."""
         ...

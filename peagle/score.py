@@ -88,4 +88,3 @@ def _pick(logits: jax.Array, wanted: jax.Array, num_best: int) -> tuple[jax.Arra
     wanted = jnp.asarray(wanted, jnp.int32)
     best, ids = jax.lax.top_k(logprobs, num_best)
     return jnp.take_along_axis(logprobs, wanted[..., None], axis=-1)[..., 0], best, ids
-

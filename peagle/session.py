@@ -1,18 +1,18 @@
 """A whole run: conversations in, results out, each beside plain decoding of the same prompt in the same process.
 
-Conversations are taken `batch_size` at a time, and of each of them one turn after the other: such a set of independent
-requests is a wave. Every wave is decoded with speculation and, if asked for, plainly; which of the two comes first
-alternates, so that neither has the warmer machine.
+Requests that do not depend on one another go together: with one slot, one; with several, the next turn of every
+conversation, decoded by continuous batching. Such a round is decoded with speculation and, if asked for, plainly; which
+of the two comes first alternates, so that neither has the warmer machine.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from peagle import policy
-from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Engine, Request
+from peagle.engine.engine import DRAFTS_ARE_GREEDY, Engine, EngineConfig
+from peagle.engine.request import Request, SamplingParams
 from peagle.metrics import Result, decode, first_difference, recorders
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
 from peagle.profile import Breakdown, profile
@@ -23,14 +23,15 @@ from peagle.score import TokenScore, score, top_2_margin
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """How conversations are answered. num_speculative_tokens 0 is plain decoding, which is its own baseline; adaptive:
-    it is the most a step drafts, and each step drafts and verifies what pays (peagle.policy)."""
+    drafts by the pair's table of widths, and rows pause where drafting does not pay."""
 
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     adaptive: bool = False
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
-    sampling: SamplingConfig = dataclasses.field(default_factory=SamplingConfig)
-    seed: int = 0
-    batch_size: int = 1
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    draft_sampling: bool = False
+    synthetic_acceptance: tuple[float, ...] | None = None
+    slots: int = 1
     context: int | None = None
     ignore_eos: bool = False
     baseline: bool = True
@@ -39,7 +40,14 @@ class RunConfig:
     rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
     def __post_init__(self) -> None:
-        SpeculationConfig(self.num_speculative_tokens, self.batch_size, sampling=self.sampling, adaptive=self.adaptive)
+        EngineConfig(  # refuses what no engine takes
+            self.num_speculative_tokens,
+            self.slots,
+            draft_sampling=self.draft_sampling,
+            synthetic_acceptance=self.synthetic_acceptance,
+        )
+        if self.draft_sampling and self.sampling.greedy:
+            raise InputError(DRAFTS_ARE_GREEDY)
         if self.max_new_tokens < 1:
             raise InputError(f"{self.max_new_tokens} new tokens are asked for; expected 1 or more")
         if self.logprobs is not None and self.logprobs < 0:
@@ -72,17 +80,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class CostsUsed:
-    """What an adaptive run chose by: milliseconds of drafting and of verifying (with all the rest of a step), per
-    number of drafts; where a dispatch holds many steps, whole steps are measured, and all of it is in verify_ms. 0
-    drafts is a plain step; and what the first step after a rest takes more. `can_pay`: whether some number of drafts
-    could, were all of them right; else every step was plain. `found`: measured when, or kept from where."""
+    """What an adaptive run went by, by number of active rows: the drafts of a step (0: they could not pay), and what
+    such a step takes, in plain steps."""
 
-    num_drafts: tuple[int, ...]
-    draft_ms: tuple[float, ...]
-    verify_ms: tuple[float, ...]
-    resume_ms: float
-    can_pay: bool
-    found: str
+    drafts: dict[int, int]
+    plain_steps: dict[int, float]
 
 
 @dataclasses.dataclass
@@ -104,8 +106,8 @@ class Run:
 
     @property
     def drafting_cannot_pay(self) -> bool:
-        """Whether every step was a plain one, by the program of plain decoding."""
-        return self.costs is not None and not self.costs.can_pay
+        """Whether every step was a plain one."""
+        return self.costs is not None and not any(self.costs.drafts.values())
 
 
 class Observer:
@@ -146,7 +148,7 @@ class _Session:
         self, pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer
     ) -> None:
         self.pair, self.conversations, self.config, self.observer = pair, conversations, config, observer
-        self.batch_size = min(config.batch_size, len(conversations))
+        self.slots = min(config.slots, len(conversations))
         counts = [conversation.num_requests for conversation in conversations]
         self.first_index = [sum(counts[:number]) for number in range(len(counts))]
         self.total = sum(counts)
@@ -160,8 +162,8 @@ class _Session:
     def run(self) -> Run:
         interrupted, found, failed = False, None, None
         try:
-            for number, wave in enumerate(self._waves()):
-                self._decode_wave(number, wave)
+            for number, together in enumerate(self._rounds()):
+                self._decode_round(number, together)
             if self.config.profile is not None:
                 try:
                     found = self._profile(self.config.profile)
@@ -186,26 +188,19 @@ class _Session:
         return profile(self._engine(self.config.num_speculative_tokens), requests, directory)
 
     def _costs(self) -> CostsUsed | None:
-        engine = self._engine(self.config.num_speculative_tokens)
-        if engine.costs is None:
-            return None
-        draft_ms, verify_ms = (
-            tuple(round(float(ms), 4) for ms in part) for part in (engine.costs.draft_ms, engine.costs.verify_ms)
-        )
-        resume_ms = round(float(engine.costs.resume_ms), 4)
-        ladder = engine.config.ladder
-        can_pay = policy.can_pay(ladder, engine.costs)
-        return CostsUsed(ladder, draft_ms, verify_ms, resume_ms, can_pay, engine.costs_found or "given")
+        table = self._engine(self.config.num_speculative_tokens).widths
+        return None if table.costs is None else CostsUsed(dict(table.drafts), dict(table.costs))
 
-    def _waves(self) -> Iterator[list[tuple[Request, int | None]]]:
-        """Requests with their turn numbers. The next wave may be asked for when the outcomes of the last are there."""
+    def _rounds(self) -> Iterator[list[tuple[Request, int | None]]]:
+        """Requests with their turn numbers. The next round may be asked for when the outcomes of the last are there."""
         numbers = range(len(self.conversations))
-        for start in range(0, len(numbers), self.batch_size):
-            group = numbers[start : start + self.batch_size]
+        size = 1 if self.slots == 1 else len(numbers)
+        for start in range(0, len(numbers), size):
+            group = numbers[start : start + size]
             for turn in range(max(self.conversations[number].num_requests for number in group)):
-                wave = [found for number in group if (found := self._request(number, turn)) is not None]
-                if wave:
-                    yield wave
+                together = [found for number in group if (found := self._request(number, turn)) is not None]
+                if together:
+                    yield together
 
     def _request(self, number: int, turn: int) -> tuple[Request, int | None] | None:
         """None where the conversation has no such turn, or was cut short."""
@@ -241,7 +236,8 @@ class _Session:
             answers,
             config.rendering,
             max_new_tokens=config.max_new_tokens,
-            seed=config.seed,
+            sampling=config.sampling,
+            ignore_eos=config.ignore_eos,
             index=index,
             context=config.context,
         )
@@ -251,21 +247,26 @@ class _Session:
         return [self._engine(kind) for kind in kinds]
 
     def _engine(self, num_speculative_tokens: int) -> Engine:
-        config = self.config
-        shape = SpeculationConfig(
-            config.num_speculative_tokens, self.batch_size, self.capacity, config.sampling, config.adaptive
+        config, k = self.config, num_speculative_tokens
+        shape = self.pair.engine_config(
+            k,
+            adaptive=config.adaptive and k > 0,
+            slots=self.slots,
+            capacity=self.capacity,
+            draft_sampling=config.draft_sampling and k > 0,
+            synthetic_acceptance=config.synthetic_acceptance if k else None,
         )
-        return self.pair.engine(shape if num_speculative_tokens else shape.plain, ignore_eos=config.ignore_eos)
+        return self.pair.engine(shape)
 
-    def _decode_wave(self, number: int, wave: list[tuple[Request, int | None]]) -> None:
-        requests = [request for request, _ in wave]
+    def _decode_round(self, number: int, together: list[tuple[Request, int | None]]) -> None:
+        requests = [request for request, _ in together]
         if self.config.context is None:
             # an answer may come back a little longer than it was, cut into other tokens: then the room grows
             self.capacity = max(self.capacity, self.pair.capacity(requests))
         for engine in self._all_engines():
             self.observer.compiling()
             before = engine.compile_s
-            engine.warm_up(requests, self.observer.measuring)
+            engine.warm_up(sampled=not self.config.sampling.greedy, measuring=self.observer.measuring)
             self.compile_s += engine.compile_s - before
         fast = self._engine(self.config.num_speculative_tokens)
         plain_results: list[Result] = []
@@ -273,33 +274,32 @@ class _Session:
         if plain_first:
             plain_results = self._decode_plainly(requests)
         self.observer.decoding(self.done, self.total, plainly=False)
-        self._decode_shown(fast, wave)
+        self._decode_shown(fast, together)
         if self.config.compares and not plain_first:
             plain_results = self._decode_plainly(requests)
         for plain in plain_results:
             self._compare(self.outcomes[plain.request.index], plain)
         if self.config.logprobs is not None:
             for request in requests:
+                interrupt.check()
                 outcome = self.outcomes[request.index]
                 outcome.logprobs = self._score(outcome.result, self.config.logprobs)
         self.done += len(requests)
 
-    def _decode_shown(self, engine: Engine, wave: list[tuple[Request, int | None]]) -> None:
-        """The wave's outcomes are there afterwards, also when it was interrupted."""
-        requests = [request for request, _ in wave]
+    def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> None:
+        """The round's outcomes are there afterwards, also when it was interrupted."""
+        requests = [request for request, _ in together]
         recording = recorders(engine, requests, self.pair.tokenizer)
-        for request, turn in wave:
+        for request, turn in together:
             self.observer.started(request, turn)
         try:
-            for emission in engine.generate(requests):
-                recorder = recording[emission.request.index]
-                piece = recorder.add(emission)
-                self.observer.emitted(emission.request, emission.token_ids, piece)
-                if recorder.finish_reason != "interrupted":
+            for place, chunk in engine.generate(requests):
+                recorder = recording[place]
+                self.observer.emitted(requests[place], chunk.token_ids, recorder.add(chunk))
+                if recorder.finish_reason is not None:
                     self.observer.finished(recorder.result())
         finally:
-            for request, turn in wave:
-                recorder = recording[request.index]
+            for (request, turn), recorder in zip(together, recording, strict=True):
                 if rest := recorder.close():
                     self.observer.emitted(request, (), rest)
                 self.outcomes[request.index] = Outcome(recorder.result(), turn)
@@ -312,7 +312,7 @@ class _Session:
         outcome.baseline = plain
         result = outcome.result
         index = first_difference(result.output_ids, plain.output_ids)
-        if index is not None and self.config.sampling.synthetic_acceptance is None:
+        if index is not None and self.config.synthetic_acceptance is None:
             longer = max(result.output_ids, plain.output_ids, key=len)
             margin = top_2_margin(self.pair.plain_target, result.request.prompt_ids, longer[: index + 1], self.capacity)
             outcome.first_divergence = Divergence(index, margin)

@@ -234,9 +234,7 @@ def _run_layers(
     return x, jnp.concatenate([taps[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else no_taps
 
 
-def _logits(
-    params: TargetParams, config: TargetConfig, x: jax.Array, positions: jax.Array | None = None
-) -> jax.Array:
+def _logits(params: TargetParams, config: TargetConfig, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
     return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
 
 

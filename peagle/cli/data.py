@@ -27,7 +27,7 @@ from peagle.answers import Answer, Asking, answer
 from peagle.cli.display import Display
 from peagle.cli.run import rendering_of
 from peagle.cli.settings import DataSettings
-from peagle.config import SamplingConfig
+from peagle.engine.request import SamplingParams
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -56,7 +56,7 @@ def data_command(settings: DataSettings) -> int:
         conversations = conversations[: settings.num_prompts]
     if min(settings.shard_prompts, settings.batch, settings.max_new_tokens) < 1 or min(settings.top, settings.seed) < 0:
         raise InputError("--shard-prompts, --batch and -n must be 1 or more, --top and --seed 0 or more")
-    sampling = SamplingConfig(settings.temperature, settings.top_k, settings.top_p)
+    sampling = SamplingParams(settings.temperature, settings.top_k, settings.top_p, seed=settings.seed)
     starts = range(0, len(conversations), settings.shard_prompts)
     out = Path(settings.out)
     config = inspect_target(directory).config
@@ -85,7 +85,6 @@ def data_command(settings: DataSettings) -> int:
         settings.max_new_tokens,
         pair.room(None if settings.context is None else min(settings.context, pair.max_positions)),
         settings.batch,
-        settings.seed,
     )
     open_folder(out, made_by)
     skipped: list[str] = []
@@ -146,7 +145,7 @@ def _made_by(
     weights: str,
     num_prompts: int,
     rendering: Rendering,
-    sampling: SamplingConfig,
+    sampling: SamplingParams,
     taps: Sequence[int],
 ) -> dict[str, Any]:
     """What the shards are a function of, for their manifest."""
@@ -161,7 +160,6 @@ def _made_by(
         "context": settings.context,
         "rendering": dataclasses.asdict(rendering),
         "sampling": dataclasses.asdict(sampling),
-        "seed": settings.seed,
         "taps": list(taps),
         "top": settings.top,
     }

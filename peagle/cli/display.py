@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from peagle.generate import Request
+from peagle.engine.request import Request
 from peagle.metrics import Result
 from peagle.pair import show_ids
 from peagle.session import Observer
@@ -20,8 +20,9 @@ _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "
 
 
 class Display(Observer):
-    """Streams one text at a time; texts of a batch come whole, in the order of the requests, when all of them have
-    ended. Progress is shown on terminals only, and never while text runs into the same terminal."""
+    """Streams one text at a time; texts of requests that are decoded together come whole, in the order of the requests,
+    each when those before it have ended. Progress is shown on terminals only, and never while text runs into the same
+    terminal."""
 
     def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, has_tokenizer: bool = True) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -30,7 +31,7 @@ class Display(Observer):
         self._live = self.console.is_terminal and not quiet
         self._shared = self._live and text and sys.stdout.isatty()
         self._pieces: dict[int, list[str]] = {}
-        self._ended: dict[int, tuple[Request, str]] = {}  # those of a batch that is not whole yet
+        self._ended: dict[int, tuple[Request, str]] = {}  # those that wait for one before them
         self._progress: Progress | None = None
         self._done = 0
         self._began: float | None = None
@@ -66,7 +67,7 @@ class Display(Observer):
         self._show("compiling")
 
     def measuring(self) -> None:
-        self._show("measuring what drafting costs here, as each of the first runs does", animated=False)
+        self._show("measuring what drafting costs here", animated=False)
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self._done, self._began = done, self._began or time.perf_counter()
@@ -100,17 +101,16 @@ class Display(Observer):
             self._write("" if text.endswith("\n") else "\n")
             return
         self._ended[request.index] = request, text
-        if not self._pieces:
-            for _, (each, whole) in sorted(self._ended.items()):
-                self._heading(each, None)
-                self._write(whole if whole.endswith("\n") else whole + "\n")
-            self._ended.clear()
+        while self._ended and min(self._ended) < min(self._pieces, default=self._total):
+            each, whole = self._ended.pop(min(self._ended))
+            self._heading(each, None)
+            self._write(whole if whole.endswith("\n") else whole + "\n")
 
     def end_all(self) -> None:
         """The same for whatever was interrupted."""
         self.clear()
         for index in list(self._pieces):
-            self.end(Request(index, (0,), 1))
+            self.end(Request((0,), 1, index=index))
 
     def note(self, line: str) -> None:
         """A line on standard error, if anybody wants to read such."""

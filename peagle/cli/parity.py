@@ -22,7 +22,6 @@ from peagle.cli.oracle import layer_by_layer
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import ParitySettings, parse_layers
-from peagle.config import SpeculationConfig
 from peagle.metrics import decode
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError
@@ -152,18 +151,18 @@ def ask(
         for index, each in enumerate(conversations)
     ]
     capacity = pair.capacity(requests, at_least)
-    engine = pair.engine(SpeculationConfig(settings.num_speculative_tokens, 1, capacity))
+    engine = pair.engine(pair.engine_config(settings.num_speculative_tokens, capacity=capacity))
     target = cast(GptOss, pair.target)
     every = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
     texts, hiddens, rows = [], [], []
     for request in requests:
         result = decode(engine, [request], None)[0]
-        decisions = [each for each in result.decisions if each.draft_token_ids]
-        if not decisions:
+        steps = [each for each in result.steps if each.draft_token_ids]
+        if not steps:
             continue
         ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
         padded = np.pad(ids, (0, capacity - len(ids)))[None]
-        tapped = np.asarray(_tapped(every, padded, np.array([len(ids)], np.int32)))
+        tapped = np.asarray(_tapped(every, padded))
         hidden = tapped[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
         hiddens.append(hidden)
         rows.append(request.index)
@@ -171,9 +170,9 @@ def ask(
             Text(
                 ids,
                 _side_by_side(hidden, target.aux_layer_ids),
-                tuple(each.length for each in decisions),
-                tuple(each.draft_token_ids for each in decisions),
-                tuple(each.num_accepted for each in decisions),
+                tuple(each.length for each in steps),
+                tuple(each.draft_token_ids for each in steps),
+                tuple(each.num_accepted for each in steps),
             )
         )
     if not texts:
@@ -182,9 +181,11 @@ def ask(
 
 
 @jax.jit
-def _tapped(target: GptOss, ids: Any, length: Any) -> jax.Array:
-    """[1, T, A]: the hidden states that the target taps of a text, which is padded to T tokens."""
-    return target.prefill(ids, length, target.init_cache(1, ids.shape[1], 1))[0].aux_hidden
+def _tapped(target: GptOss, ids: Any) -> jax.Array:
+    """[1, T, A]: the hidden states that the target taps of a text, which is padded to T tokens behind its end."""
+    positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    cache = target.init_cache(1, ids.shape[1], ids.shape[1])
+    return target.extend(ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[0].aux_hidden
 
 
 def examine(

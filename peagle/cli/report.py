@@ -45,8 +45,8 @@ def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
 def trace_lines(run: Run) -> Iterator[str]:
     """One JSON object per step, by request, then by step."""
     for outcome in run.outcomes:
-        for number, decision in enumerate(outcome.result.decisions):
-            line = {"request": outcome.result.request.index, "step": number, **dataclasses.asdict(decision)}
+        for number, step in enumerate(outcome.result.steps):
+            line = {"request": outcome.result.request.index, "step": number, **dataclasses.asdict(step)}
             yield strict_json.dumps(line) + "\n"
 
 
@@ -66,13 +66,13 @@ def summary_lines(
     speculative = config.num_speculative_tokens > 0
     lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
     if speculative:
-        if config.sampling.synthetic_acceptance is not None:
+        if config.synthetic_acceptance is not None:
             lines.append(
                 ("SYNTHETIC", "acceptance was drawn, not judged: the text and it mean nothing, speeds are real")
             )
         lines.append(("acceptance", _acceptance(summary, config)))
         if run.costs is not None and run.drafting_cannot_pay:
-            lines.append(("costs", _hopeless(run.costs)))
+            lines.append(("costs", _hopeless(run.costs, config.num_speculative_tokens)))
         lines.append(("plain", _comparison(run, summary, config)))
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
     if run.profile is not None:
@@ -109,8 +109,9 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "costs": None if run.costs is None else dataclasses.asdict(run.costs),
         "max_new_tokens": config.max_new_tokens,
         **dataclasses.asdict(config.sampling),
-        "seed": config.seed,
-        "batch_size": config.batch_size,
+        "draft_sampling": config.draft_sampling,
+        "synthetic_acceptance": config.synthetic_acceptance,
+        "slots": config.slots,
         "context": config.context,
         "capacity": run.capacity,
         "dtype": pair.dtype,
@@ -141,7 +142,7 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "prompt_ids": list(result.request.prompt_ids),
         "output_ids": list(result.output_ids),
         "text": result.text,
-        "finish_reason": result.finish_reason,
+        "finish_reason": result.finish_reason or "interrupted",
         "num_truncated_tokens": result.num_truncated,
         "ttft_s": result.ttft_s,
         "tok_per_s": result.tok_per_s,
@@ -172,7 +173,7 @@ def _baseline_block(outcome: Outcome) -> dict[str, Any] | None:
 
 def _speed(results: list[Result], tok_per_s: float | None) -> str:
     tokens = sum(len(result.output_ids) for result in results)
-    ends = [result.finish_reason for result in results]
+    ends = [result.finish_reason or "interrupted" for result in results]
     parts = [f"{tokens} tokens", f"{_number(tok_per_s, '.1f')} tok/s"]
     ttft = [result.ttft_s for result in results if result.ttft_s is not None]
     parts.append(f"first token after {_number(statistics.median(ttft) if ttft else None, '.3f')} s")
@@ -196,13 +197,10 @@ def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
     return text
 
 
-def _hopeless(costs: CostsUsed) -> str:
-    took_ms = [draft + verify for draft, verify in zip(costs.draft_ms, costs.verify_ms, strict=True)]
-    best = max(range(1, len(took_ms)), key=lambda rung: (1 + costs.num_drafts[rung]) / took_ms[rung])
-    count, steps = costs.num_drafts[best], took_ms[best] / took_ms[0]
+def _hopeless(costs: CostsUsed, asked: int) -> str:
     return (
-        f"here no number of drafts can pay: a step with {count} takes the time of {steps:.1f} plain steps and gives "
-        f"{count + 1} tokens at most; decoded plainly"
+        f"here drafting cannot pay: a step takes the time of {costs.plain_steps[1]:.1f} plain steps and gives "
+        f"{asked + 1} tokens at most; decoded plainly"
     )
 
 
@@ -216,11 +214,11 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     if run.drafting_cannot_pay:
         text += ", which is noise: by the same program"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
-    if config.sampling.synthetic_acceptance is not None:
+    if config.synthetic_acceptance is not None:
         return text + " | other tokens (synthetic acceptance)"
     if not differing:
         return text + " | the same tokens"
-    if config.sampling.draft_sampling:
+    if config.draft_sampling:
         return text + " | other tokens of the same law (--draft-sampling)"
     first = differing[0].first_divergence
     assert first is not None

@@ -9,7 +9,7 @@ from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.settings import DataSettings, Settings, parse_layers
-from peagle.config import SamplingConfig
+from peagle.engine.request import SamplingParams
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
 from peagle.profile import writable
@@ -103,11 +103,10 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         num_speculative_tokens=k,
         adaptive=adaptive,
         max_new_tokens=settings.max_new_tokens,
-        sampling=SamplingConfig(
-            settings.temperature, settings.top_k, settings.top_p, settings.draft_sampling, _synthetic(settings, k)
-        ),
-        seed=settings.seed,
-        batch_size=settings.batch,
+        sampling=SamplingParams(settings.temperature, settings.top_k, settings.top_p, seed=settings.seed),
+        draft_sampling=settings.draft_sampling,
+        synthetic_acceptance=_synthetic(settings, k),
+        slots=settings.batch,
         context=settings.context,
         ignore_eos=settings.ignore_eos,
         baseline=settings.baseline,

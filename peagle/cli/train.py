@@ -28,8 +28,7 @@ from peagle.cli.data import chosen_taps
 from peagle.cli.display import Display
 from peagle.cli.export import with_positions, write_with_card
 from peagle.cli.settings import TrainSettings, parse_layers
-from peagle.config import SpeculationConfig
-from peagle.generate import Engine
+from peagle.engine.engine import Engine
 from peagle.metrics import decode, pooled_counters
 from peagle.ops.checkpoint import fingerprint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
@@ -464,13 +463,13 @@ class _Acceptance:
             pair.request(each, [], Rendering(), max_new_tokens=EVALUATION_TOKENS, index=index)
             for index, each in enumerate(conversations)
         ]
-        self._shape = SpeculationConfig(settings.num_speculative_tokens, 1, pair.capacity(self._requests))
+        self._shape = pair.engine_config(settings.num_speculative_tokens, capacity=pair.capacity(self._requests))
 
     def of(self, params: DrafterParams) -> dict[str, Any]:
         """Figures of the drafter."""
         drafter = drafter_of(params, self._config)
-        engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids, self._pair.steps_per_dispatch)
-        engine.warm_up(self._requests)
+        engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids)
+        engine.warm_up()
         results = [result for request in self._requests for result in decode(engine, [request], None)]
         quiet = [result for result in results if not result.loops]
         whole, calm = pooled_counters(results), pooled_counters(quiet)

@@ -22,15 +22,20 @@ import jax
 import numpy as np
 
 from peagle.engine.programs import Programs
-from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
+from peagle.engine.request import GREEDY_BELOW, FinishReason, Request, StepRecord, TokenChunk
 from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
 from peagle.engine.state import DecodeState, Prefix, SlotParams
 from peagle.engine.step import StepKind, StepOutput
 from peagle.engine.widths import WidthTable, allowance, loss
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Drafter, Explains, Target
 
+DRAFTS_ARE_GREEDY = (
+    f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
+    "--temperature or leave it out"
+)
 MAX_NUM_DRAFTS = 128  # a pass over more rows is a prefill: no acceptance pays for it
 DEFAULT_CHUNK = 128
 MEASURED_ROUNDS = 5
@@ -46,7 +51,8 @@ class EngineConfig:
 
     widths: how many tokens are drafted at how many active rows; never more than num_speculative_tokens. chunk: tokens
     of a prompt that go through the target together. steps_per_dispatch changes when tokens reach the host, never which.
-    adaptive: what drafting costs is measured at warm-up, and a row that it does not pay for pauses (peagle.engine.widths).
+    adaptive: what drafting costs is measured at warm-up, and a row for which it does not pay pauses
+    (peagle.engine.widths).
     """
 
     num_speculative_tokens: int = 0
@@ -171,7 +177,7 @@ class Engine:
                 f"for, but the context holds {capacity}: shorten one of them or raise the context"
             )
         if self.config.draft_sampling and request.sampling.greedy:
-            raise InputError("draft sampling needs a temperature above 0; give --temperature or leave it out")
+            raise InputError(DRAFTS_ARE_GREEDY)
 
     def add(self, request: Request, timeout_s: float | None = None) -> Handle:
         """Put a request in the queue. After timeout_s seconds it ends, wherever it is, with what it has.
@@ -198,7 +204,8 @@ class Engine:
     def step(self) -> list[tuple[Handle, TokenChunk]]:
         """Send the next dispatch and read the one before it. For one driver; `follow` and `generate` call it.
 
-        Empty where no request is left, and where nothing has arrived yet. Raises EngineError where the device failed.
+        Empty where no request is left, and where nothing has arrived yet. Raises EngineError where the device failed,
+        and KeyboardInterrupt, before it sends anything, where Ctrl-C was pressed (peagle.ops.interrupt).
         """
         with self._lock:
             self._raise_failure()
@@ -284,7 +291,12 @@ class Engine:
             self.compile_s += time.perf_counter() - started
         if self.config.adaptive and self._table.costs is None:
             measuring()
-            self._table = WidthTable(self._table.drafts, self._measure_costs())
+            self._table = self._table.paying(self._measure_costs())
+
+    @property
+    def widths(self) -> WidthTable:
+        """What is drafted at which load; with what it costs, if that was measured."""
+        return self._table
 
     def _possible_drafts(self) -> tuple[int, ...]:
         """The drafts of the step programs that this engine may run."""
@@ -319,6 +331,7 @@ class Engine:
             tokens = rng.integers(0, self.target.vocab_size, length).tolist()
             self._lane, logits = self._programs.extend(self._lane, 0, tokens)
             params = SlotParams.of(Request(tuple(tokens), config.capacity), ())
+            assert self._state is not None
             self._state, _ = self._programs.admit(self._state, self._lane, logits, slot, params)
         widths = np.where(np.arange(config.slots) < active, drafts, 0).astype(np.int32)
         seconds = {}
@@ -326,10 +339,12 @@ class Engine:
             jax.block_until_ready(self._state)
             started = time.perf_counter()
             given = widths if num_drafts else np.zeros_like(widths)
+            assert self._state is not None
             self._state, _ = self._programs.steps(self._state, given, steps, self._kind(num_drafts, False))
             jax.block_until_ready(self._state)
             seconds[num_drafts] = time.perf_counter() - started
             self._state = self._programs.absorb(self._state)
+        assert self._state is not None
         self._state = self._programs.evict(self._state, np.ones((config.slots,), bool))
         return seconds[config.num_speculative_tokens] / seconds[0]
 
@@ -361,6 +376,7 @@ class Engine:
         for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
             self._end(handle, "timeout")
         self._evict()
+        interrupt.check()
         action = self._scheduler.next(self._costs)
         if action is not None:
             self._dispatch(action)
@@ -390,9 +406,7 @@ class Engine:
         elif isinstance(action, Admit):
             assert self._lane_logits is not None
             params = SlotParams.of(action.key.request, action.key.stop_token_ids)
-            self._state, result = self._programs.admit(
-                self._state, self._lane, self._lane_logits, action.slot, params
-            )
+            self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, action.slot, params)
         else:
             widths, kind = self._next_widths()
             num_drafts = kind.num_drafts
@@ -472,7 +486,7 @@ class Engine:
         return found
 
     def _not_finite(self, handle: Handle, part: str, model: object, token_ids: tuple[int, ...]) -> TokenChunk:
-        """End a request for which a model's outputs are not finite behind these tokens; a diagnostic pass says where."""
+        """End a request for which a model's outputs are not finite after these tokens; a diagnostic pass says where."""
         known = [*handle.request.prompt_ids, *handle.known, *token_ids]
         said = (
             f"the {part}'s logits for token {len(known) - len(handle.request.prompt_ids)} of the answer to "

@@ -61,7 +61,7 @@ class Programs:
         """(the lane with these tokens at positions begin.., the logits that follow)."""
         padded = np.zeros((1, self.chunk_length), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        lane = dataclasses.replace(lane, length=np.asarray([begin], np.int32))
+        lane = dataclasses.replace(lane, length=np.asarray([begin], np.int32))  # type: ignore[arg-type]  # NumPy's, too
         leaves, tree = jax.tree.flatten(lane)
         program = _extend(self._tree, tree)
         after, logits = program(self._models, leaves, padded, np.int32(len(token_ids)))

@@ -15,11 +15,11 @@ FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's logits become tokens. A temperature below GREEDY_BELOW is greedy; top_k 0, top_p 1 and min_p 0 are off.
+    """How one request's logits become tokens. A temperature below GREEDY_BELOW is greedy; top_k 0, top_p 1 and min_p 0
+    are off.
 
     Order: temperature, top-k, top-p, min-p, on the target's side, before anything is compared with a draft. Random
-    numbers are a function of (seed, choice, position) alone: never of neighbours, slot or time. `choice` tells apart
-    requests that share a seed: several answers to one prompt, or the prompts of a file.
+    numbers are a function of (seed, the request's index, position) alone: never of neighbours, slot or time.
     """
 
     temperature: float = 0.0
@@ -27,7 +27,6 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    choice: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= HOTTEST:
@@ -40,9 +39,8 @@ class SamplingParams:
             raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)")
         if not 0 <= self.min_p <= 1:
             raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1")
-        for name, value in (("seed", self.seed), ("choice", self.choice)):
-            if not 0 <= value <= LARGEST_SEED:
-                raise InputError(f"{name} is {value}; expected an integer in 0..{LARGEST_SEED}")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise InputError(f"seed is {self.seed}; expected an integer in 0..{LARGEST_SEED}")
 
     @property
     def greedy(self) -> bool:
@@ -51,12 +49,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to go on with. stop_token_ids None: those of the engine. `name` is how messages call it."""
+    """A prompt to go on with.
+
+    stop_token_ids None: those of the engine. `index` tells apart requests that share a seed, as the prompts of a file
+    or several answers to one; it is no key of the engine's. `name` is how messages call the prompt.
+    """
 
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     sampling: SamplingParams = SamplingParams()
     stop_token_ids: tuple[int, ...] | None = None
+    index: int = 0
     name: str = "the prompt"
 
     def __post_init__(self) -> None:
@@ -64,6 +67,8 @@ class Request:
             raise InputError(f"{self.name} is empty; expected at least one token")
         if self.max_new_tokens < 1:
             raise InputError(f"{self.max_new_tokens} new tokens asked for; expected 1 or more")
+        if not 0 <= self.index <= LARGEST_SEED:
+            raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_SEED}")
         if self.stop_token_ids is not None and len(self.stop_token_ids) > MOST_STOP_TOKENS:
             raise InputError(f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}")
 

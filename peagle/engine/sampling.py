@@ -18,7 +18,7 @@ class RowSampling:
     top_p: jax.Array  # [B] float32; 1: all
     min_p: jax.Array  # [B] float32; 0: all
     seed: jax.Array  # [B] int32
-    choice: jax.Array  # [B] int32
+    index: jax.Array  # [B] int32: the request's
 
     @property
     def greedy(self) -> jax.Array:
@@ -31,7 +31,7 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
 
     top-k keeps every logit not below the k-th largest; top-p keeps the smallest set of most likely tokens whose mass
     reaches top_p, and what ties with its last member; min-p drops what is less likely than min_p times the likeliest.
-    Finite logits, and -inf beside them, give finite probabilities that sum to 1; where a logit is NaN, or the largest is
+    Finite logits, and -inf beside them, give finite probabilities that sum to 1; if a logit is NaN, or the largest is
     infinite, no token has any.
     """
 
@@ -137,15 +137,15 @@ TARGET, ACCEPT, DRAFT = 0, 1, 2
 
 
 def uniforms(sampling: RowSampling, index: Int[Array, "B T"]) -> Float[Array, "B T 3"]:
-    """Uniform numbers in [0, 1) that depend on (seed, choice, sequence index of the token decided) alone.
+    """Uniform numbers in [0, 1) that depend on (seed, the request's index, the token's) alone.
 
     So a row's randomness does not depend on its neighbours, its slot, K, or how a step happened to end. Numbers of an
     index that a step drafted and did not reach are used again for the same index by the next step: nothing that was
     emitted depended on them.
     """
 
-    def one(seed: jax.Array, choice: jax.Array, token_index: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), token_index)
+    def one(seed: jax.Array, request: jax.Array, token_index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request), token_index)
         return jax.random.uniform(key, (3,), jnp.float32)
 
-    return jax.vmap(jax.vmap(one, (None, None, 0)))(sampling.seed, sampling.choice, index)
+    return jax.vmap(jax.vmap(one, (None, None, 0)))(sampling.seed, sampling.index, index)

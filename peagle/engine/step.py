@@ -30,8 +30,8 @@ DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # 
 class StepKind:
     """What a program of steps is compiled for. num_drafts 0: plain steps. sampled: some row is not greedy.
 
-    draft_sampling: sampled rows draw their drafts from the drafter's distribution at their own temperature, untruncated;
-    else drafts are its most likely tokens. synthetic_acceptance: see `accept_by_rate`.
+    draft_sampling: sampled rows draw their drafts from the drafter's distribution at their own temperature, not
+    truncated; else drafts are its most likely tokens. synthetic_acceptance: see `accept_by_rate`.
     """
 
     num_drafts: int

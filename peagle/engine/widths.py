@@ -29,6 +29,13 @@ class WidthTable:
         """The same drafts whatever the load."""
         return cls({1: num_drafts})
 
+    def paying(self, costs: Mapping[int, float]) -> "WidthTable":
+        """The table with these costs, without the drafts that cannot pay even if all are accepted."""
+        rows = sorted({*self.drafts, *costs})
+        drafts = {each: self.at(each) for each in rows}
+        known = WidthTable(drafts, costs)
+        return WidthTable({each: k if k + 1 > (known.cost(each) or 0) else 0 for each, k in drafts.items()}, costs)
+
     @property
     def most(self) -> int:
         """The most tokens a row ever drafts."""

@@ -84,8 +84,8 @@ def copy_positions(
     """Copy positions 0..length-1 of the one sequence in `source` to a row of another cache.
 
     A ring receives the last positions that fit, each in its own slot; the source may be a ring of another capacity, or
-    full. Into a full cache `block` positions are copied at a time, as many blocks as hold valid ones: the cost goes with
-    length, not with capacity. What lies in the row beyond them is dead.
+    full. Into a full cache `block` positions are copied at a time, as many blocks as hold valid ones: the cost goes
+    with length, not with capacity. What lies in the row beyond them is dead.
     """
     if into.ring:
         wanted = slot_positions(into, length[None] - 1)[0]

@@ -285,7 +285,7 @@ def sample_of(setting: Setting, arm: Arm, repeat: int, result: Result) -> Sample
         repeat=repeat,
         request=result.request.index,
         output_tokens=len(result.output_ids),
-        finish_reason=result.finish_reason,
+        finish_reason=result.finish_reason or "interrupted",
         loop_share=result.loop_share,
         ttft_s=_rounded(result.ttft_s),
         decode_s=_rounded(result.decode_s),

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Engine, Request
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request, SamplingParams
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.ops.memory import share_of_mappings
@@ -104,8 +104,8 @@ def _ask_one(
         request = pair.request(asked, answers, rendering, max_new_tokens=plan.max_new_tokens)
         found.append(Asked(source.name, raw, first + turn, row, turn, conversation.category, request.prompt_ids))
         if turn + 1 < turns:
-            engine = pair.engine(SpeculationConfig(0, 1, pair.capacity([request])))
-            engine.warm_up([request])
+            engine = pair.engine(pair.engine_config(0, capacity=pair.capacity([request])))
+            engine.warm_up()
             answers.append(decode(engine, [request], pair.tokenizer)[0].text or "")
     return Posed(source.name, raw, row, tuple(found), why)
 
@@ -127,7 +127,7 @@ class Sitting:
             for prompts, raw in dict.fromkeys((each.prompts, each.raw) for each in asked)
         }
         self.settings = [each for each in self.plan.settings if (each.prompts, each.raw) in self.requests]
-        self.capacity = self.pair.capacity([self._request(each, 0) for each in asked])
+        self.capacity = self.pair.capacity([self._request(each, SamplingParams()) for each in asked])
         self.done = {key(sample) for sample in folder.samples()}
         self.failed: dict[tuple[Setting, Arm], str] = {}
 
@@ -154,7 +154,7 @@ class Sitting:
                         "a process, and XLA crashes where it gets no more; run fewer arms or temperatures at a time "
                         "(peagle report puts runs together), or raise vm.max_map_count"
                     )
-                self._engine(setting, arm).warm_up([self._request(each, 0) for each in self._asked(setting)])
+                self._engine(arm).warm_up(sampled=not SamplingParams(setting.temperature).greedy)
 
     def decode(self, out: Appender, progress: Progress) -> None:
         """Everything of the plan is in the folder's raw lines (`out` appends to them) that was not there yet.
@@ -181,7 +181,8 @@ class Sitting:
             return
         with self._failing(out, setting, arm):
             seed = self.plan.seed + (repeat if setting.temperature else 0)
-            result = decode(self._engine(setting, arm), [self._request(each, seed)], self.pair.tokenizer)[0]
+            request = self._request(each, SamplingParams(setting.temperature, seed=seed))
+            result = decode(self._engine(arm), [request], self.pair.tokenizer)[0]
             out.sample(sample_of(setting, arm, repeat, result))
 
     @contextlib.contextmanager
@@ -202,16 +203,16 @@ class Sitting:
     def _asked(self, setting: Setting) -> Sequence[Asked]:
         return self.requests[setting.prompts, setting.raw]
 
-    def _request(self, each: Asked, seed: int) -> Request:
+    def _request(self, each: Asked, sampling: SamplingParams) -> Request:
         room = self.pair.max_positions - len(each.prompt_ids)
-        return Request(each.request, each.prompt_ids, min(self.plan.max_new_tokens, room), seed)
+        return Request(each.prompt_ids, min(self.plan.max_new_tokens, room), sampling, index=each.request)
 
-    def _engine(self, setting: Setting, arm: Arm) -> Engine:
+    def _engine(self, arm: Arm) -> Engine:
         pair = self.pairs[loaded(arm)]
         if isinstance(pair, InputError):
             raise pair
         k, adaptive = pair.num_drafts(arm.k)
-        return pair.engine(SpeculationConfig(k, 1, self.capacity, SamplingConfig(setting.temperature), adaptive))
+        return pair.engine(pair.engine_config(k, capacity=self.capacity, adaptive=adaptive))
 
     def profile(self, progress: Progress) -> None:
         """Where a step's time goes, of every setting and arm in LOOKED_AT conversations: run.json holds what it did
@@ -232,13 +233,13 @@ class Sitting:
             progress(number, len(left))
             found: Json = {**dataclasses.asdict(setting), **dataclasses.asdict(arm), "request": each.request}
             try:
-                request = self._request(each, self.plan.seed)
+                request = self._request(each, SamplingParams(setting.temperature, seed=self.plan.seed))
                 request = dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, LOOKED_AT_TOKENS))
-                engine = self._engine(setting, arm)
-                engine.warm_up([request])
+                engine = self._engine(arm)
+                engine.warm_up(sampled=not request.sampling.greedy)
                 program = (setting.temperature, arm)
                 if program not in programs:
-                    programs[program] = operations_of(engine, [request])
+                    programs[program] = operations_of(engine, not request.sampling.greedy)
                 with tempfile.TemporaryDirectory() as directory:
                     seen = profile(engine, [request], Path(directory), programs[program], perfetto=False)
                 found |= {"num_steps": seen.num_steps, **seen.in_three}

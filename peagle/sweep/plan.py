@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from peagle.config import SpeculationConfig
+from peagle.engine.engine import EngineConfig
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable
 
@@ -100,7 +100,7 @@ class Plan:
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
             raise InputError("--buckets must be numbers of tokens that rise, such as 128,512")
         for k in self.ks:
-            SpeculationConfig(k if isinstance(k, int) else 1)  # refuses what no engine takes
+            EngineConfig(k if isinstance(k, int) else 1)  # refuses what no engine takes
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
             raise InputError(f"two files of prompts are called {_twice(names)}; give them different names")

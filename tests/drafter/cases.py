@@ -203,6 +203,8 @@ def prompt_state(
 
 Caches = tuple[KVCache, ...]
 forward = jax.jit(model.forward, static_argnames="config")
+
+
 @jax.jit
 def prefill(
     drafter: PEagle | Eagle3, state: Caches, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array

@@ -325,9 +325,7 @@ def test_rows_that_come_late_and_together_are_as_good(name: str) -> None:
     state = prompt_state(peagle, [text], [6], K)
     for first, num in ((5, 1), (6, 2), (8, 3), (11, 1)):
         apart, state = propose(peagle, state, stack_fresh([text], [first], [num], K), num_drafts=K)
-    together, _ = propose(
-        peagle, prompt_state(peagle, [text], [6], K), stack_fresh([text], [5], [7], 11), num_drafts=K
-    )
+    together, _ = propose(peagle, prompt_state(peagle, [text], [6], K), stack_fresh([text], [5], [7], 11), num_drafts=K)
     np.testing.assert_allclose(logits_of(together), logits_of(apart), atol=2e-5)
 
 

@@ -134,10 +134,13 @@ def test_a_stop_token_inside_the_run_ends_it_there(target, plain, kind: str) -> 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0, seed=7), SamplingParams(0.8, top_k=9, top_p=0.9, seed=7)])
 def test_sampling_with_one_hot_drafts_emits_plain_samplings_tokens(target, sampling: SamplingParams) -> None:
-    asked = [Request(prompt, 30, dataclasses.replace(sampling, choice=i)) for i, prompt in enumerate(PROMPTS)]
+    asked = [Request(prompt, 30, sampling, index=i) for i, prompt in enumerate(PROMPTS)]
     plain = run(Engine(target, None, config(0)), asked)
-    for other in (dataclasses.replace(sampling, seed=8), dataclasses.replace(sampling, choice=1)):
-        assert plain[0] != run(Engine(target, None, config(0)), [Request(PROMPTS[0], 30, other)])[0]
+    for other in (
+        Request(PROMPTS[0], 30, dataclasses.replace(sampling, seed=8)),
+        Request(PROMPTS[0], 30, sampling, index=1),
+    ):
+        assert plain[0] != run(Engine(target, None, config(0)), [other])[0]
     assert run(Engine(target, NGram(), config(4, slots=3)), asked) == plain
     oracle = Scripted(jnp.asarray([[*PROMPTS[0], *plain[0], *[0] * 40]], jnp.int32))
     tokens, records = decode(Engine(target, oracle, config(4)), asked[:1])
@@ -193,7 +196,7 @@ def test_nothing_that_a_request_asks_for_compiles_anything(target, requests) -> 
     assert engine.compile_s > 0
     before = trace_counts()
     run(engine, requests)
-    for sampling in (SamplingParams(0.5), SamplingParams(2.0, 3, 0.5, 0.1, seed=5, choice=2)):
+    for sampling in (SamplingParams(0.5), SamplingParams(2.0, 3, 0.5, 0.1, seed=5)):
         run(engine, [Request(PROMPTS[0][::-1], 9, sampling, (3, 4, 5)), Request(PROMPTS[1], 3)])
     assert trace_counts() == before
 
@@ -201,7 +204,9 @@ def test_nothing_that_a_request_asks_for_compiles_anything(target, requests) -> 
 def test_a_mixed_workload_takes_few_programs(target) -> None:
     rng = np.random.default_rng(5)
     before = trace_counts()
-    engine = Engine(target, NGram(longest=1), config(2, slots=3, adaptive=True, widths=WidthTable({1: 2, 3: 0}, {1: 1.5, 3: 1.5})))
+    engine = Engine(
+        target, NGram(longest=1), config(2, slots=3, adaptive=True, widths=WidthTable({1: 2, 3: 0}, {1: 1.5, 3: 1.5}))
+    )
     asked = [
         Request(
             tuple(rng.integers(0, CONFIG.vocab_size, rng.integers(1, 40)).tolist()),
