@@ -54,7 +54,7 @@ class BenchOptions:
             ("number of new tokens", self.new_tokens),
             ("width", self.widths),
             ("context", (self.context,)),
-            ("batch", (self.batch,)),
+            ("number of slots", (self.batch,)),
             ("number of repeats", (self.repeats,)),
         ):
             if wrong := [value for value in values if value < 1]:
@@ -347,4 +347,4 @@ def _random_ids(rng: np.random.Generator, target: Target, *shape: int) -> np.nda
 def _refuse_caches(target: Target, batch: int, capacity: int, widest_write: int) -> None:
     caches: Any = jax.eval_shape(lambda: target.init_cache(batch, capacity, widest_write))
     what = f"the caches of {capacity} positions"
-    refuse_too_large({what: cache_bytes(caches)}, lambda: "ask for less, or a smaller --batch")
+    refuse_too_large({what: cache_bytes(caches)}, lambda: "ask for less, or fewer --slots")

@@ -28,7 +28,7 @@ import numpy as np
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig
 from peagle.engine.request import Request, SamplingParams
-from peagle.engine.widths import WidthTable
+from peagle.engine.widths import WidthTable, read_widths
 from peagle.metrics import Recorder, Result
 from peagle.ops import cuda
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
@@ -57,7 +57,7 @@ NO_STOP_TOKEN = (  # behind the directory
     "whole budget; expected eos_token_id in generation_config.json"
 )
 DEFAULT_SAMPLING = SamplingParams()
-DEFAULT_WIDTHS = WidthTable.constant(DEFAULT_NUM_SPECULATIVE_TOKENS)
+DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter that comes without a table
 CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -390,9 +390,11 @@ def with_drafter(
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     said = None
+    widths = DEFAULT_WIDTHS
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
         dtype, native = jnp.dtype(pair.dtype), plain.params.native
+        widths = read_widths(drafter_directory) or widths
         size = weight_bytes(drafter_directory, dtype, native=native)
         refuse_too_large({f"the drafter {drafter}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
         params, config = load_drafter(
@@ -416,6 +418,7 @@ def with_drafter(
         drafter=drafting,
         aux_layers=None if layers is None else layers.said,
         draft_vocab=said,
+        widths=widths,
         _engines={},
     )
 

@@ -18,7 +18,7 @@ import jax
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.ops.errors import InputError
-from peagle.step import PARTS
+from peagle.engine.step import PARTS
 
 BETWEEN, HOST = "between operations", "host gap"
 MOST_TOKENS = 96  # traces are large, and the reader's patience is not

@@ -26,7 +26,6 @@ import numpy as np
 
 import peagle
 from drafter.train.folder import LOG, read_log
-from peagle.config import SpeculationConfig
 from peagle.metrics import LOOPING_ABOVE, decode
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -202,12 +201,12 @@ def evaluated(arguments: argparse.Namespace, variant: Variant, seed: int, folder
         return [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
     pair = peagle.load(arguments.target, folder / "drafter")
     requests = first_requests(pair, arguments.prompts, PROMPTS, NEW_TOKENS)
-    engine = pair.engine(SpeculationConfig(NUM_DRAFTS, 1, pair.capacity(requests)))
+    engine = pair.engine(pair.engine_config(NUM_DRAFTS, capacity=pair.capacity(requests)))
     lines = []
     for request in requests:
         result = decode(engine, [request], None)[0]
         line = {"variant": variant.name, "seed": seed, "request": request.index, "loop_share": result.loop_share}
-        lines.append(line | {"num_accepted": [decision.num_accepted for decision in result.decisions]})
+        lines.append(line | {"num_accepted": [step.num_accepted for step in result.steps]})
     partial = kept.with_suffix(".partial")
     partial.write_text("".join(dumps(line) + "\n" for line in lines), encoding="utf-8")
     partial.replace(kept)

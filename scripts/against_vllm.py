@@ -24,8 +24,7 @@ import numpy as np
 
 import peagle
 from drafter.load import parse_config
-from peagle.config import SpeculationConfig
-from peagle.generate import Request
+from peagle.engine.request import Request
 from peagle.metrics import decode, first_difference, speculative_decoding_block
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
@@ -76,11 +75,11 @@ class Answer:
 
 def ours(pair: Pair, k: int, requests: Sequence[Request]) -> list[Answer]:
     """Decode the requests with the pair, one after the other."""
-    engine = pair.engine(SpeculationConfig(k, 1, pair.capacity(requests)))
+    engine = pair.engine(pair.engine_config(k, capacity=pair.capacity(requests)))
     return [
         Answer(
             result.output_ids,
-            tuple(decision.num_accepted for decision in result.decisions if decision.draft_token_ids),
+            tuple(step.num_accepted for step in result.steps if step.draft_token_ids),
             {name: speculative_decoding_block(result.counters)[name] for name in COUNTS},
         )
         for result in decode(engine, requests, None)
@@ -248,7 +247,7 @@ def _apart(request: Json) -> Iterator[str]:
 def recorded() -> tuple[Json, list[tuple[Setting, Request, Answer]]]:
     """Read the golden file: (what it says of itself, what vLLM gave)."""
     about, *lines = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
-    requests = [Request(i, tuple(ids), about["max_new_tokens"]) for i, ids in enumerate(about["prompt_ids"])]
+    requests = [Request(tuple(ids), about["max_new_tokens"], index=i) for i, ids in enumerate(about["prompt_ids"])]
     return about, [
         (
             Setting(line["drafter"], line["k"]),

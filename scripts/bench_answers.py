@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 import peagle
-from peagle.config import SpeculationConfig
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -101,7 +100,7 @@ def own_answers(arguments: argparse.Namespace) -> list[Answer]:
     """What plain decoding answers to each prompt; those of one token, which take no decoding, are left out."""
     pair = peagle.load(arguments.target, None)
     requests = held_out.asked_for(arguments, pair)
-    engine = pair.engine(SpeculationConfig(0, capacity=pair.capacity(requests)))
+    engine = pair.engine(pair.engine_config(0, capacity=pair.capacity(requests)))
     results = [result for result in decode(engine, requests, None) if len(result.output_ids) > 1]
     if not results:
         raise InputError(

@@ -35,8 +35,8 @@ import peagle
 from drafter.config import DrafterConfig
 from drafter.load import save_drafter
 from drafter.params import init_params
-from peagle.config import SpeculationConfig
-from peagle.generate import Engine, Request
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.rope import RopeConfig
@@ -160,14 +160,14 @@ def measured(
             save_drafter(drafter, init_params(shape, jax.random.key(0), jnp.bfloat16), shape)
         pair = peagle.load(target, None)
         steps = enough_steps(pair, prompt, arguments)
-        request, capacity = Request(0, prompt, steps + 1), PROMPT_TOKENS + steps + 1
-        engines["plain", 0] = pair.engine(SpeculationConfig(0, 1, capacity), ignore_eos=True)
+        request = Request(prompt, steps + 1, stop_token_ids=())
+        engines["plain", 0] = engine_of(pair, 0, request)
         for kind, drafter in drafters.items():
             pair = with_drafter(pair, target, drafter)
             for k in ks:
-                engines[kind.name, k] = pair.engine(SpeculationConfig(k, 1, capacity), ignore_eos=True)
+                engines[kind.name, k] = engine_of(pair, k, request)
     for engine in engines.values():
-        engine.warm_up([request])
+        engine.warm_up()
     started = time.monotonic()
     for number in range(arguments.rounds):
         for (kind_name, k), engine in engines.items():
@@ -185,18 +185,23 @@ def measured(
 
 def enough_steps(pair: Pair, prompt: tuple[int, ...], arguments: argparse.Namespace) -> int:
     """--steps, or more where so many plain ones would take less than --seconds."""
-    request = Request(0, prompt, arguments.steps + 1)
-    engine = pair.engine(SpeculationConfig(0, 1, len(prompt) + arguments.steps + 1), ignore_eos=True)
-    engine.warm_up([request])
+    request = Request(prompt, arguments.steps + 1, stop_token_ids=())
+    engine = engine_of(pair, 0, request)
+    engine.warm_up()
     room = pair.max_positions - len(prompt) - 2
     return min(max(arguments.steps, int(arguments.seconds * 1e3 / step_ms(engine, request))), room)
 
 
+def engine_of(pair: Pair, k: int, request: Request) -> Engine:
+    """Make the engine that drafts k tokens a step, with room for the request alone."""
+    capacity = len(request.prompt_ids) + request.max_new_tokens
+    return pair.engine(pair.engine_config(k, capacity=capacity))
+
+
 def step_ms(engine: Engine, request: Request) -> float:
     """Milliseconds of a step, over those that follow prefill."""
-    emissions = list(engine.generate([request]))
-    decided = [each for each in emissions if each.decision is not None]
-    return (decided[-1].time_s - emissions[0].time_s) / len(decided) * 1e3
+    chunks = [chunk for _, chunk in engine.generate([request])]
+    return (chunks[-1].time_s - chunks[0].time_s) / sum(len(chunk.steps) for chunk in chunks) * 1e3
 
 
 def summary(

@@ -1,6 +1,6 @@
 """Count the tokens a target writes, for a smaller draft vocabulary (`--draft-vocab`).
 
-    peagle generate --prompt-file PROMPTS.jsonl --batch 16 --quiet --json run.json
+    peagle generate --prompt-file PROMPTS.jsonl --slots 16 --quiet --json run.json
     python -m scripts.frequent_tokens run.json --out DRAFTER/frequent_tokens.json
 
 Takes runs that `peagle generate --json` or `speculate --json` wrote, and shards of `peagle data`: the target's answers

@@ -42,10 +42,10 @@ import numpy as np
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
 from peagle.bench import BenchOptions, Case, bench
-from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Engine, Request
-from peagle.metrics import Result, decode, pooled_counters, pooled_tok_per_s
-from peagle.ngram import NGram
+from peagle.drafters.ngram import NGram
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request, SamplingParams
+from peagle.metrics import Counters, decode, total
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
 from peagle.ops.errors import InputError
@@ -69,9 +69,9 @@ Json = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 PARALLEL = Kind("P-EAGLE, 4 layers", 4, True)  # the public 20b drafter's geometry
 SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
-SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/test_accept.py")
+SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
-NEW_TOKENS, REPEATS = 128, 3
+PROMPT_TOKENS, NEW_TOKENS, REPEATS = 512, 128, 3
 SUITE_S, PEERS_S = 180, 300  # they are stopped then
 PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared on: two layers as the 20b's
 # acceptance lengths on MT-Bench: P-EAGLE (arXiv 2602.01469), tables 9 and 10, and for K = 7 vLLM's post on it
@@ -200,11 +200,12 @@ def verified(params: Any, config: TargetConfig, ids: np.ndarray) -> jax.Array:
     target = GptOss(params, config)
     width = 4
     cache = target.init_cache(len(ids), ids.shape[1], width)
-    step = jax.jit(lambda model, tokens, lengths, cache: model.verify(tokens, lengths, cache))
+    step = jax.jit(lambda model, tokens, positions, cache: model.extend(tokens, positions, cache))
     found = []
     for start in range(0, ids.shape[1], width):
-        lengths = jnp.full((len(ids),), start, jnp.int32)
-        output, cache = step(target, jnp.asarray(ids[:, start : start + width]), lengths, cache)
+        tokens = ids[:, start : start + width]
+        positions = np.broadcast_to(np.arange(start, start + width, dtype=np.int32), tokens.shape)
+        output, cache = step(target, tokens, positions, cache)
         found.append(output.logits.astype(jnp.float32))
     return jnp.concatenate(found, axis=1)
 
@@ -217,10 +218,8 @@ def losslessness() -> Iterator[Json]:
         for name, drafting in (("ngram", NGram()), (PARALLEL.name, random_drafter(PARALLEL, config, jnp.float32))):
             pair = pair_of(params, config, drafting)
             for temperature in (0.0, 1.0):
-                fast, plain = (
-                    decode(engine(pair, k, 1, 192, SamplingConfig(temperature)), [request(config, 32, 96)], None)[0]
-                    for k in (5, 0)
-                )
+                asked = request(config, 32, 96, temperature=temperature)
+                fast, plain = (decode(engine(pair, k, 1, 192), [asked], None)[0] for k in (5, 0))
                 yield {
                     "drafter": name,
                     "temperature": temperature,
@@ -299,25 +298,24 @@ def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
 
 def steps(pair: Pair, config: TargetConfig, batch: int, ks: tuple[int, ...]) -> Iterator[Json]:
     """What a step with K drafts takes, for each K."""
-    asked = [request(config, 512, NEW_TOKENS, number) for number in range(batch)]
+    asked = [request(config, PROMPT_TOKENS, NEW_TOKENS, number) for number in range(batch)]
     engines = {k: synthetic_engine(pair, k, batch) for k in ks}
     for each in engines.values():
-        each.warm_up(asked)
-    runs: dict[int, list[Result]] = {k: [] for k in engines}
+        each.warm_up()
+    runs: dict[int, list[Timed]] = {k: [] for k in engines}
     for repeat in range(REPEATS):
         for k in sorted(engines, reverse=repeat % 2 == 1):
-            runs[k] += decode(engines[k], asked, None)
-    plain_s = statistics.median(step_seconds(result) for result in runs[0])
-    for k, results in runs.items():
-        step_s = statistics.median(step_seconds(result) for result in results)
-        counters = pooled_counters(results)
+            runs[k].append(timed(engines[k], asked))
+    plain_s = statistics.median(run.step_s for run in runs[0])
+    for k, found in runs.items():
+        step_s = statistics.median(run.step_s for run in found)
         yield {
             "batch": batch,
             "k": k,
-            "tok_per_s": pooled_tok_per_s(results),
+            "tok_per_s": sum(run.tokens for run in found) / sum(run.seconds for run in found),
             "step_ms": 1e3 * step_s,
             "cycle_cost": step_s / plain_s,
-            "tokens_a_step": counters.acceptance_length if counters else 1.0,
+            "tokens_a_step": total([run.counters for run in found]).acceptance_length if k else 1.0,
             **(shares(engines[k], asked[0]) if batch == 1 and k in (0, 7) else {}),
         }
 
@@ -332,22 +330,56 @@ def shares(engine: Engine, asked: Request) -> Json:
     return {"profile": dataclasses.asdict(found) | {"directory": None}}
 
 
-def step_seconds(result: Result) -> float:
-    return (result.decode_s or 0.0) / len(result.decisions)
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What happened while all requests of a batch were decoded: after the last one's first token, before the first
+    one's end."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    counters: Counters
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+
+def timed(engine: Engine, asked: list[Request]) -> Timed:
+    """Decode the requests together. Raises RuntimeError where the first one ends before the last one begins."""
+    chunks = list(engine.generate(asked))
+    begun = max(chunk.time_s for _, chunk in chunks if not chunk.steps)
+    ended = min(chunk.time_s for _, chunk in chunks if chunk.finish_reason is not None)
+    between = [(place, chunk) for place, chunk in chunks if chunk.steps and begun < chunk.time_s <= ended]
+    if not between:
+        raise RuntimeError(f"no step has all of {len(asked)} requests; expected longer answers")
+    records = [record for _, chunk in between for record in chunk.steps]
+    return Timed(
+        seconds=ended - begun,
+        tokens=sum(len(chunk.token_ids) for _, chunk in between),
+        steps=sum(len(chunk.steps) for place, chunk in between if place == 0),
+        counters=Counters.of(records, engine.config.num_speculative_tokens),
+    )
 
 
 def synthetic_engine(pair: Pair, k: int, batch: int) -> Engine:
     rates = tuple(PUBLISHED_RATE ** (i + 1) for i in range(k)) if k else None
-    return engine(pair, k, batch, 1024, SamplingConfig(synthetic_acceptance=rates))
+    return engine(pair, k, batch, 1024, rates)
 
 
-def engine(pair: Pair, k: int, batch: int, capacity: int, sampling: SamplingConfig) -> Engine:
-    return pair.engine(SpeculationConfig(k, batch, min(capacity, pair.max_positions), sampling), ignore_eos=True)
+def engine(pair: Pair, k: int, batch: int, capacity: int, rates: tuple[float, ...] | None = None) -> Engine:
+    capacity = min(capacity, pair.max_positions)
+    # prompts in one chunk: while chunks alternate with steps, the first request is decoded without the others
+    return pair.engine(
+        pair.engine_config(k, capacity=capacity, slots=batch, synthetic_acceptance=rates, chunk=PROMPT_TOKENS)
+    )
 
 
-def request(config: TargetConfig, prompt_tokens: int, new_tokens: int, number: int = 0) -> Request:
+def request(
+    config: TargetConfig, prompt_tokens: int, new_tokens: int, number: int = 0, temperature: float = 0.0
+) -> Request:
     ids = np.random.default_rng(2 + number).integers(0, config.vocab_size, prompt_tokens)
-    return Request(number, tuple(map(int, ids)), new_tokens)
+    return Request(tuple(map(int, ids)), new_tokens, SamplingParams(temperature), stop_token_ids=(), index=number)
 
 
 def random_drafter(kind: Kind, config: TargetConfig, dtype: Any, draft_vocab: int | None = None) -> Any:

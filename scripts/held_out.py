@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from peagle.generate import Request
+from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, HELD_OUT, Pair
 from peagle.prompt_files import read_prompt_file

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 
+from peagle.engine.request import Request
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.pair import load
@@ -21,7 +22,6 @@ from scripts.results import origin
 
 STATUS = Path("/proc/self/status")
 PROMPT, NEW_TOKENS = (1, 2, 3), 3
-CAPACITY = 128  # of the caches that are counted: as few positions as the engine ever takes
 INTERVAL_S = 0.001
 
 
@@ -64,9 +64,10 @@ def measure(directory: str, kernels: str) -> dict[str, int | float]:
     loaded = time.perf_counter()
     with Peak() as decoding:
         pair.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    capacity = pair.capacity([Request(PROMPT, NEW_TOKENS)])
     return {
         "weights": sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.params)),
-        "caches": sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.init_cache(1, CAPACITY, 1))),
+        "caches": pair.engine(pair.engine_config(0, capacity=capacity)).cache_bytes(),
         "loading": loading.bytes - before,
         "decoding": decoding.bytes - before,
         "loading_s": round(loaded - started, 2),

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import peagle
-from peagle.config import SpeculationConfig
 from peagle.metrics import Counters, decode, pooled_counters
 from peagle.ops.strict_json import dumps
 from peagle.pair import HELD_OUT, Pair
@@ -26,7 +25,7 @@ NUM_PROMPTS, NEW_TOKENS, NUM_DRAFTS = 24, 96, 5
 def measure(pair: Pair) -> Counters:
     """The counters of the first held-out prompts, greedy, chat template."""
     requests = first_requests(pair, HELD_OUT, NUM_PROMPTS, NEW_TOKENS)
-    engine = pair.engine(SpeculationConfig(NUM_DRAFTS, 1, pair.capacity(requests)))
+    engine = pair.engine(pair.engine_config(NUM_DRAFTS, capacity=pair.capacity(requests)))
     counters = pooled_counters(decode(engine, requests, None))
     assert counters is not None
     return counters

@@ -9,7 +9,7 @@ import jaxtyping
 import pytest
 
 from peagle.bench import WeightBytes
-from peagle.generate import Request
+from peagle.engine.request import Request
 from peagle.ops.files import trim
 from peagle.ops.mask import causal_mask
 from peagle.pair import Pair
@@ -24,7 +24,7 @@ BROKEN = (beartype.roar.BeartypeException, jaxtyping.TypeCheckError)
         lambda: trim(Path("absent"), "many"),
         lambda: causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((3, 4), jnp.int32), None),  # batches of 1 and 3
         lambda: causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((4,), jnp.int32), None),
-        lambda: Request(0, "a text", 1),
+        lambda: Request("a text", 1),
         lambda: WeightBytes(1, 2, 3, "four"),
         lambda: WeightBytes(1, 2, 3, 4).read("many"),
         lambda: Pair(None, None, None, None, (1, "two")),
@@ -38,5 +38,5 @@ def test_what_does_not_fit_is_an_error(call: Callable[[], object]) -> None:
 def test_what_fits_is_none() -> None:
     trim(Path(__file__).parent, 1 << 60)
     causal_mask(jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 4), jnp.int32), None)
-    Request(0, (1, 2), 1)
+    Request((1, 2), 1)
     WeightBytes(1, 2, 3, 4).read(5)

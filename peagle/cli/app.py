@@ -221,7 +221,7 @@ NumSpeculative = Annotated[
         "--num-speculative-tokens",
         metavar="K|auto",
         rich_help_panel=SPECULATION,
-        help="Tokens drafted per step; auto: in each what pays, from 0 (plain decoding) to 7. Default on CPU: auto.",
+        help="Most tokens drafted per step; auto: 7, and fewer or none where they do not pay. Default on CPU: auto.",
     ),
 ]
 DraftSampling = Annotated[
@@ -260,7 +260,12 @@ NoBaseline = Annotated[
 MaxNewTokens = Annotated[
     int, typer.Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to answer.")
 ]
-Batch = Annotated[int, typer.Option("--batch", metavar="B", rich_help_panel=RUNNING, help="Prompts decoded together.")]
+SLOTS_HELP = "Requests decoded at once; one that ends is replaced at the next dispatch."
+Slots = Annotated[
+    int | None,
+    typer.Option("--slots", metavar="N", rich_help_panel=RUNNING, help=f"{SLOTS_HELP} Default: 1."),
+]
+Batch = Annotated[int | None, typer.Option("--batch", hidden=True)]  # the old name of --slots
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", rich_help_panel=RUNNING, help="Go on behind stop tokens, up to -n.")
 ]
@@ -367,7 +372,8 @@ def speculate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 256,
-    batch: Batch = 1,
+    slots: Slots = None,
+    batch: Batch = None,
     ignore_eos: IgnoreEos = False,
     json: Json = None,
     trace: Trace = None,
@@ -401,7 +407,7 @@ def speculate(
         top_p=top_p,
         seed=seed,
         max_new_tokens=max_new_tokens,
-        batch=batch,
+        slots=chosen_slots(slots, batch, 1),
         ignore_eos=ignore_eos,
         logprobs=None,
         json=json,
@@ -434,7 +440,8 @@ def generate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     max_new_tokens: MaxNewTokens = 256,
-    batch: Batch = 1,
+    slots: Slots = None,
+    batch: Batch = None,
     ignore_eos: IgnoreEos = False,
     logprobs: Logprobs = None,
     json: Json = None,
@@ -469,7 +476,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         max_new_tokens=max_new_tokens,
-        batch=batch,
+        slots=chosen_slots(slots, batch, 1),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         json=json,
@@ -513,7 +520,8 @@ def bench(
     context: Annotated[
         int, typer.Option("--context", metavar="N", help="Tokens in the caches when decoding and verifying start.")
     ] = 128,
-    batch: Batch = 1,
+    slots: Slots = None,
+    batch: Batch = None,
     repeats: Annotated[int, typer.Option("--repeats", metavar="R", help="Measurements of each test.")] = 5,
     dtype: DtypeOption = None,
     experts: ExpertsOption = Experts.auto,
@@ -530,7 +538,7 @@ def bench(
         new_tokens=new_tokens,
         widths=widths,
         context=context,
-        batch=batch,
+        slots=chosen_slots(slots, batch, 1),
         repeats=repeats,
         dtype=dtype and dtype.value,
         experts=experts.value,
@@ -561,6 +569,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = command.main(args=given or ["--help"], prog_name="peagle", standalone_mode=False)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except InputError as error:
+        return _complain(str(error))
     except Exception as error:
         if type(error).__name__ == "Abort":
             return INTERRUPTED
@@ -568,6 +578,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _complain(f"{error.format_message()} (peagle --help shows the usage)")
     return code if isinstance(code, int) else OK
+
+
+def chosen_slots(slots: int | None, batch: int | None, default: int) -> int:
+    """Take the number of slots from --slots, or from --batch, its old name; say so if the old one was typed.
+
+    Raises InputError where both were.
+    """
+    if batch is None:
+        return default if slots is None else slots
+    if slots is not None:
+        raise InputError("--slots and --batch, its old name, are both given; expected --slots alone")
+    _say("warning", "--batch is now called --slots")
+    return batch
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -593,7 +616,7 @@ def guarded(run: Callable[[], int]) -> int:
         if _out_of_memory(error):
             return _complain(
                 f"out of memory: {str(error).splitlines()[0] if str(error) else 'no more is free'}; lower --context or "
-                "--batch, or keep the experts small with --experts packed or --dtype bfloat16"
+                "--slots, or keep the experts small with --experts packed or --dtype bfloat16"
             )
         raise
 

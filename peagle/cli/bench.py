@@ -117,7 +117,7 @@ def _options(settings: BenchSettings) -> BenchOptions:
         new_tokens=_numbers("-n", settings.new_tokens, may_be_none=True),
         widths=_numbers("-t", settings.widths),
         context=settings.context,
-        batch=settings.batch,
+        batch=settings.slots,
         repeats=settings.repeats,
     )
 
@@ -186,7 +186,7 @@ def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> l
         f"{config['target']}: {config['dtype']} arithmetic, {config['experts']} experts, kernels {config['kernels']}; "
         f"{(weights.dense + weights.experts) / 1e6:,.1f} MB of weights without the embedding, "
         f"{weights.read(1) / 1e6:,.1f} MB read for a token",
-        f"{where}, {origin['num_threads']} threads; {packages}; batch {options.batch}, {repeats}",
+        f"{where}, {origin['num_threads']} threads; {packages}; slots {options.batch}, {repeats}",
     ]
 
 

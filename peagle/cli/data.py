@@ -54,8 +54,8 @@ def data_command(settings: DataSettings) -> int:
     left_out = [line for one in sets for line in one.left_out]
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
-    if min(settings.shard_prompts, settings.batch, settings.max_new_tokens) < 1 or min(settings.top, settings.seed) < 0:
-        raise InputError("--shard-prompts, --batch and -n must be 1 or more, --top and --seed 0 or more")
+    if min(settings.shard_prompts, settings.slots, settings.max_new_tokens) < 1 or min(settings.top, settings.seed) < 0:
+        raise InputError("--shard-prompts, --slots and -n must be 1 or more, --top and --seed 0 or more")
     sampling = SamplingParams(settings.temperature, settings.top_k, settings.top_p, seed=settings.seed)
     starts = range(0, len(conversations), settings.shard_prompts)
     out = Path(settings.out)
@@ -84,7 +84,7 @@ def data_command(settings: DataSettings) -> int:
         sampling,
         settings.max_new_tokens,
         pair.room(None if settings.context is None else min(settings.context, pair.max_positions)),
-        settings.batch,
+        settings.slots,
     )
     open_folder(out, made_by)
     skipped: list[str] = []

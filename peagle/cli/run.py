@@ -42,7 +42,7 @@ def run_command(settings: Settings) -> int:
         text=settings.json != STANDARD_OUTPUT,
         quiet=settings.quiet,
         total=sum(conversation.num_requests for conversation in conversations),
-        streaming=min(settings.batch, len(conversations)) == 1,
+        streaming=min(settings.slots, len(conversations)) == 1,
     )
     if left_out:
         display.note(f"left out: {left_out_line(left_out)}")
@@ -106,7 +106,7 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         sampling=SamplingParams(settings.temperature, settings.top_k, settings.top_p, seed=settings.seed),
         draft_sampling=settings.draft_sampling,
         synthetic_acceptance=_synthetic(settings, k),
-        slots=settings.batch,
+        slots=settings.slots,
         context=settings.context,
         ignore_eos=settings.ignore_eos,
         baseline=settings.baseline,

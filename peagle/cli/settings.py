@@ -37,7 +37,7 @@ class Settings:
     top_p: float
     seed: int
     max_new_tokens: int
-    batch: int
+    slots: int
     ignore_eos: bool
     logprobs: int | None
     json: str | None
@@ -56,7 +56,7 @@ class BenchSettings:
     new_tokens: str
     widths: str
     context: int
-    batch: int
+    slots: int
     repeats: int
     dtype: str | None
     experts: str
@@ -79,7 +79,7 @@ class DataSettings:
     top_k: int
     top_p: float
     seed: int
-    batch: int
+    slots: int
     shard_prompts: int
     hidden: bool
     top: int

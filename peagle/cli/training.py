@@ -10,7 +10,9 @@ from peagle.cli.app import (
     OUTPUT,
     PROMPT,
     RUNNING,
+    SLOTS_HELP,
     AuxLayerIds,
+    Batch,
     Date,
     Dtype,
     DtypeOption,
@@ -30,6 +32,7 @@ from peagle.cli.app import (
     TopK,
     TopP,
     app,
+    chosen_slots,
     guarded,
 )
 from peagle.cli.settings import DataSettings, ExportSettings, TrainSettings, parse_layers
@@ -134,9 +137,11 @@ def data(
             help="Prompt and answer together; a prompt that leaves no room is skipped. Default: what the model has.",
         ),
     ] = 512,
-    batch: Annotated[
-        int, typer.Option("--batch", metavar="B", rich_help_panel=RUNNING, help="Prompts decoded together.")
-    ] = 32,
+    slots: Annotated[
+        int | None,
+        typer.Option("--slots", metavar="N", rich_help_panel=RUNNING, help=f"{SLOTS_HELP} Default: 32."),
+    ] = None,
+    batch: Batch = None,
     shard_prompts: Annotated[
         int, typer.Option("--shard-prompts", metavar="N", rich_help_panel=OUTPUT, help="Prompts of a shard.")
     ] = 512,
@@ -179,7 +184,7 @@ def data(
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            batch=batch,
+            slots=chosen_slots(slots, batch, 32),
             shard_prompts=shard_prompts,
             hidden=hidden,
             top=top,

@@ -77,19 +77,20 @@ def accept_by_rate(
     widths: Int[Array, " B"],
     sampling: RowSampling,
     uniforms: Float[Array, "B T 3"],
+    sampled: bool,
 ) -> Acceptance:
     """Accept by draws, to time models of random weights: draft i is kept in this share of all steps, whatever the
     target says.
 
     `rates` are unconditional: draft i is kept with the conditional rate v_i / v_(i-1), v_(-1) = 1. The logits are
-    computed and read as ever; only the judgement is another.
+    computed and read as ever; only the judgement is another. sampled: some row is not greedy.
     """
     num_drafts = draft_token_ids.shape[1]
     verified = jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None]
     pairs = itertools.pairwise((1.0, *rates))
     conditional = [after / before if before else 0.0 for before, after in pairs][:num_drafts]
     kept = uniforms[:, :-1, ACCEPT] < jnp.asarray(conditional, uniforms.dtype)[None, :]
-    chosen = choose(logits, sampling, uniforms[..., TARGET])
+    chosen = choose(logits, sampling, uniforms[..., TARGET] if sampled else None)
     num_accepted = _leading(verified & kept & (chosen[:, :-1] != NO_TOKEN))
     return Acceptance(num_accepted, _row(chosen, num_accepted))
 

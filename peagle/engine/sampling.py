@@ -3,7 +3,7 @@
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle.engine.request import GREEDY_BELOW
 from peagle.ops.likeliest import NO_TOKEN, argmax
@@ -45,17 +45,17 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
     scaled = (logits - peak) / of(jnp.maximum(sampling.temperature, GREEDY_BELOW))
     vocab_size = logits.shape[-1]
     limited = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
-    enough = jnp.where(limited, sampling.top_k, 0).astype(jnp.float32)
+    enough = sampling.top_k.astype(jnp.float32)
     scaled = jax.lax.cond(
         jnp.any(limited & ~sampling.greedy),
-        lambda scaled: _cut(scaled, jnp.ones_like(scaled), of(enough)),
+        lambda scaled: _cut(scaled, jnp.ones_like(scaled), of(enough), of(limited)),
         lambda scaled: scaled,
         scaled,
     )
-    mass = jnp.where(sampling.top_p < 1, sampling.top_p, 0)
+    limited = sampling.top_p < 1
     scaled = jax.lax.cond(
-        jnp.any((sampling.top_p < 1) & ~sampling.greedy),
-        lambda scaled: _cut(scaled, jax.nn.softmax(scaled, axis=-1), of(mass)),
+        jnp.any(limited & ~sampling.greedy),
+        lambda scaled: _cut(scaled, jax.nn.softmax(scaled, axis=-1), of(sampling.top_p), of(limited)),
         lambda scaled: scaled,
         scaled,
     )
@@ -66,10 +66,14 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
 
 
 def _cut(
-    logits: Float[Array, "B T V"], weights: Float[Array, "B T V"], enough: Float[Array, "B 1 1"]
+    logits: Float[Array, "B T V"],
+    weights: Float[Array, "B T V"],
+    enough: Float[Array, "B 1 1"],
+    limited: Bool[Array, "B 1 1"],
 ) -> Float[Array, "B T V"]:
     """Keep the logits of the fewest most likely tokens whose weights reach `enough`, and of those that tie with the
-    last of them; the others become -inf. Where `enough` is 0 all stay. The largest logit is 0, and always stays.
+    last of them; the others become -inf. In rows that are not limited all stay. The largest logit is 0, and always
+    stays, however little is enough.
 
     No sorting, which at 200 000 tokens takes longer than a pass of most targets: the lowest logit that stays is found
     bit by bit, each of which takes one sum.
@@ -86,7 +90,7 @@ def _cut(
 
     lowest = jax.lax.fori_loop(jnp.int32(0), 32, find, jnp.zeros_like(order[..., :1]))
     kept = order >= jnp.minimum(lowest, top)  # top is the place of 0
-    return jnp.where(kept | (enough == 0), logits, -jnp.inf)
+    return jnp.where(kept | ~limited, logits, -jnp.inf)
 
 
 BLOCK = 512  # weights that are summed up together

@@ -72,7 +72,9 @@ class SlotParams:
         wanted = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
         stops[0, : len(stop_token_ids)] = stop_token_ids
-        reals = np.asarray([[wanted.temperature], [wanted.top_p], [wanted.min_p]], np.float32)
+        # greedy is decided here: float32 rounds a temperature just below GREEDY_BELOW to it
+        temperature = 0.0 if wanted.greedy else wanted.temperature
+        reals = np.asarray([[temperature], [wanted.top_p], [wanted.min_p]], np.float32)
         whole = np.asarray([[wanted.top_k], [wanted.seed], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         return cls(np.asarray([request.max_new_tokens], np.int32), stops, row)

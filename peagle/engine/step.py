@@ -89,7 +89,7 @@ def step(
         if kind.synthetic_acceptance is not None:
             assert random is not None
             acceptance = accept_by_rate(
-                kind.synthetic_acceptance, drafts, output.logits, widths, state.sampling, random
+                kind.synthetic_acceptance, drafts, output.logits, widths, state.sampling, random, kind.sampled
             )
         else:
             acceptance = accept(drafts, draft_probs, output.logits, widths, state.sampling, random)

@@ -5,8 +5,14 @@ smaller one holds. A row whose drafting has lost more against plain decoding tha
 drafts that its text does not accept cannot cost it more than that.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.ops.errors import InputError
+
+SPECULATION_FILE = "speculation.json"  # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}}
 
 PLAIN_STEPS_LOST = 4.0  # a row may lose so many plain steps,
 BUDGET_LOST = 0.05  # or this share of its budget, whichever is more, before it pauses
@@ -23,6 +29,10 @@ class WidthTable:
     def __post_init__(self) -> None:
         if not self.drafts or min(self.drafts) != 1:
             raise ValueError(f"the table begins at {min(self.drafts, default=None)} active rows; expected 1")
+
+    def __hash__(self) -> int:
+        costs = None if self.costs is None else frozenset(self.costs.items())
+        return hash((frozenset(self.drafts.items()), costs))
 
     @classmethod
     def constant(cls, num_drafts: int) -> "WidthTable":
@@ -48,6 +58,23 @@ class WidthTable:
     def cost(self, active_rows: int) -> float | None:
         """What such a step takes, in plain steps."""
         return None if self.costs is None else self.costs[_entry(self.costs, active_rows)]
+
+
+def read_widths(directory: Path) -> WidthTable | None:
+    """Read the table beside a drafter; None if it has none. Raises InputError for a file that holds something else."""
+    path = directory / SPECULATION_FILE
+    if not path.is_file():
+        return None
+    try:
+        drafts = {int(rows): number for rows, number in json.loads(path.read_text(encoding="utf-8"))["drafts"].items()}
+        if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in drafts.values()):
+            raise ValueError
+        return WidthTable(dict(sorted(drafts.items())))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(
+            f'{path} holds no table of drafts; expected {{"drafts": {{"1": 4, "4": 2}}}}, drafts by number of active '
+            "requests, from 1 on: mend it, or remove it"
+        ) from None
 
 
 def _entry(table: Mapping[int, object], active_rows: int) -> int:

@@ -48,7 +48,7 @@ EAGLE3 = (
     "--learning-rate", "0.008", "--other-rate", "0.003", "--decay", "0.6",
 )  # fmt: skip
 ANSWERS_BEGUN, PRACTICE_TOKENS = 4096, 1_228_800
-ANSWERS = ("-n", "288", "--context", "512", "--batch", "64")
+ANSWERS = ("-n", "288", "--context", "512", "--slots", "64")
 STEPS = {"drafter_begun": 900, "drafter": 2500, "drafter_eagle3": 700}
 DRAFTERS = ("drafter", "drafter_eagle3")
 TAPS = "1,4,7"

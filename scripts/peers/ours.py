@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import peagle
-from peagle.config import SpeculationConfig
-from peagle.generate import Request
-from peagle.ops.kv_cache import KVCache
+from peagle.engine.engine import DEFAULT_CHUNK
+from peagle.engine.request import Request
+from peagle.ops.kv_cache import KVCache, copy_positions
 from peagle.ops.rope import Yarn
 from peagle.pair import Pair
 from target.model import GptOss
@@ -51,22 +51,22 @@ class Ours:
         return {}
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        request = Request(0, tuple(prompt_ids), num_tokens)
+        request = Request(tuple(prompt_ids), num_tokens, stop_token_ids=())
         capacity = self._pair.capacity([request])
-        config = SpeculationConfig(self._num_drafts, capacity=capacity, adaptive=self._adaptive)
-        engine = self._pair.engine(config, ignore_eos=True)
-        engine.warm_up([request])
+        config = self._pair.engine_config(self._num_drafts, capacity=capacity, adaptive=self._adaptive)
+        engine = self._pair.engine(config)
+        engine.warm_up()
         started = time.perf_counter()
-        emissions = list(engine.generate([request]))
-        prefilled, ended = emissions[0].time_s, emissions[-1].time_s
-        tokens = [token for emission in emissions for token in emission.token_ids]
-        return {"prefill_s": prefilled - started, "decode_s": ended - prefilled, "token_ids": tokens}
+        chunks = [chunk for _, chunk in engine.generate([request])]
+        first_s, ended_s = chunks[0].time_s, chunks[-1].time_s
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        return {"prefill_s": first_s - started, "decode_s": ended_s - first_s, "token_ids": tokens}
 
     def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
         width = len(passes[0])
         token_ids = np.zeros((MOST_PASSES, 1, width), np.int32)
         token_ids[: len(passes), 0] = passes
-        length, cache = self._prefill(self._target, prompt_ids, width, len(prompt_ids) + width)
+        length, cache = prefilled(self._target, prompt_ids, width, len(prompt_ids) + width)
         cache, _ = jax.block_until_ready(_passes(self._target, token_ids, 1, length, cache))
         started = time.perf_counter()
         jax.block_until_ready(_passes(self._target, token_ids, len(passes), length, cache))
@@ -78,21 +78,30 @@ class Ours:
         """With round_yarn YaRN's bounds are rounded, as llama.cpp always does."""
         target = rounding_yarn(self._target) if round_yarn else self._target
         widest, room = max(map(len, passes)), len(prompt_ids) + sum(map(len, passes))
-        length, cache = self._prefill(target, prompt_ids, widest, room)
+        length, cache = prefilled(target, prompt_ids, widest, room)
         rows = []
         for token_ids in passes:
-            logits, cache = _extend(target, np.asarray([token_ids], np.int32), length, cache)
+            logits, cache = _extend(target, np.asarray([token_ids], np.int32), np.int32(length), cache)
             rows.append(np.asarray(logits[0], np.float32))
-            length = length + len(token_ids)
+            length += len(token_ids)
         np.save(path, np.concatenate(rows))
         return {}
 
-    def _prefill(
-        self, target: GptOss, prompt_ids: list[int], widest: int, room: int
-    ) -> tuple[np.ndarray, tuple[KVCache, ...]]:
-        length = np.asarray([len(prompt_ids)], np.int32)
-        prompt = np.asarray([prompt_ids], np.int32)
-        return length, _prefill(target, prompt, length, widest=widest, room=room)
+
+def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> tuple[int, tuple[KVCache, ...]]:
+    """(the prompt's length, caches that hold it, with room for passes of `widest` rows).
+
+    As in the engine, the prompt goes chunk by chunk through caches with room for a chunk, which are then copied.
+    """
+    chunk = min(DEFAULT_CHUNK, len(prompt_ids))
+    lane = target.init_cache(1, room, chunk)
+    for begin in range(0, len(prompt_ids), chunk):
+        piece = prompt_ids[begin : begin + chunk]
+        padded = np.zeros((1, chunk), np.int32)
+        padded[0, : len(piece)] = piece
+        lane = _prefill_chunk(target, padded, np.int32(begin), np.int32(len(piece)), lane)
+    length = len(prompt_ids)
+    return length, _inserted(target.init_cache(1, room, widest), lane, np.int32(length))
 
 
 def rounding_yarn(target: GptOss) -> GptOss:
@@ -104,31 +113,45 @@ def rounding_yarn(target: GptOss) -> GptOss:
     return target.replace(config=dataclasses.replace(target.config, rope=rounded))  # type: ignore[attr-defined,no-any-return]
 
 
-@functools.partial(jax.jit, static_argnames=("widest", "room"))
-def _prefill(
-    target: GptOss, token_ids: jax.Array, lengths: jax.Array, *, widest: int, room: int
+@functools.partial(jax.jit, donate_argnames="cache")
+def _prefill_chunk(
+    target: GptOss, token_ids: jax.Array, begin: jax.Array, count: jax.Array, cache: tuple[KVCache, ...]
 ) -> tuple[KVCache, ...]:
-    return target.prefill(token_ids, lengths, target.init_cache(1, room, widest))[1]
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(place < count, begin + place, -1)
+    return target.extend(token_ids, positions, cache, (count - 1).reshape(1, 1))[1]
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _inserted(cache: tuple[KVCache, ...], lane: tuple[KVCache, ...], length: jax.Array) -> tuple[KVCache, ...]:
+    first = jnp.zeros((), jnp.int32)
+    return tuple(copy_positions(into, source, first, length) for into, source in zip(cache, lane, strict=True))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _extend(
-    target: GptOss, token_ids: jax.Array, lengths: jax.Array, cache: tuple[KVCache, ...]
+    target: GptOss, token_ids: jax.Array, length: jax.Array, cache: tuple[KVCache, ...]
 ) -> tuple[jax.Array, tuple[KVCache, ...]]:
-    output, cache = target.verify(token_ids, lengths, cache)
+    output, cache = target.extend(token_ids, _behind(length, token_ids.shape[1]), cache)
     return output.logits, cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _passes(
-    target: GptOss, token_ids: jax.Array, count: jax.Array, lengths: jax.Array, cache: tuple[KVCache, ...]
+    target: GptOss, token_ids: jax.Array, count: jax.Array, length: jax.Array, cache: tuple[KVCache, ...]
 ) -> tuple[tuple[KVCache, ...], jax.Array]:
     """`count` verify passes at the same place, each with its own tokens; the greedy tokens are summed up, so that all
     are needed."""
+    positions = _behind(length, token_ids.shape[2])
 
     def one(index: jax.Array, carry: tuple[tuple[KVCache, ...], jax.Array]) -> tuple[tuple[KVCache, ...], jax.Array]:
         cache, total = carry
-        output, cache = target.verify(token_ids[index], lengths, cache)
+        output, cache = target.extend(token_ids[index], positions, cache)
         return cache, total + jnp.argmax(output.logits, axis=-1).astype(jnp.int32).sum()
 
     return jax.lax.fori_loop(0, count, one, (cache, jnp.zeros((), jnp.int32)))
+
+
+def _behind(length: jax.Array, width: int) -> jax.Array:
+    """The positions [1, width] that follow `length` tokens."""
+    return length + jnp.arange(width, dtype=jnp.int32)[None, :]

@@ -8,10 +8,11 @@ import pytest
 
 from peagle import jax_cure
 from peagle.cli.report import dumps, report, trace_lines
+from peagle.engine.widths import WidthTable
 from peagle.pair import Pair
 from peagle.prompts import Conversation, from_ids
 from peagle.provenance import TUNING, provenance, tuning
-from peagle.session import Run, RunConfig, run
+from peagle.session import Outcome, Run, RunConfig, run
 from scripts import results
 from tests.peagle.conftest import MAX_POSITIONS
 
@@ -21,7 +22,7 @@ PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu",
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
     "top_k", "top_p", "draft_sampling", "synthetic_acceptance",
-    "seed", "batch_size", "context", "capacity", "dtype", "experts", "kernels", "aux_layers",
+    "min_p", "seed", "slots", "context", "capacity", "dtype", "experts", "kernels", "aux_layers",
     "draft_vocab", "baseline", "ignore_eos", "logprobs", "raw_prompt", "special_tokens", "system", "reasoning_effort",
     "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
 }  # fmt: skip
@@ -115,12 +116,28 @@ def test_a_run_interrupted_before_anything_is_still_an_object(toy: Pair, config:
     assert value["config"]["interrupted"] is True
 
 
+def test_a_request_that_was_cut_off_is_called_interrupted(toy: Pair, config: RunConfig) -> None:
+    done = run(toy, [from_ids([50])], config)
+    cut = dataclasses.replace(done.outcomes[0].result, finish_reason=None)
+    value = made(toy, config, dataclasses.replace(done, outcomes=[Outcome(cut, None)], interrupted=True))
+    assert [request["finish_reason"] for request in value["requests"]] == ["interrupted"]
+
+
+def test_an_adaptive_run_tells_what_it_went_by(toy: Pair, config: RunConfig) -> None:
+    config = dataclasses.replace(config, adaptive=True)
+    table = WidthTable({1: K}, {1: 1.5})
+    done = run(dataclasses.replace(toy, widths=table, _engines={}), [from_ids([50])], config)
+    value = made(toy, config, done)
+    assert set(value["config"]) == CONFIG
+    assert value["config"]["costs"] == {"drafts": {"1": K}, "plain_steps": {"1": 1.5}}
+
+
 def test_the_trace_tells_the_output_again(toy: Pair, config: RunConfig) -> None:
     """Replaying the trace of a request gives its output, cut at the budget; lengths are of what is cached."""
-    done = run(toy, [from_ids([50, 51]), from_ids([52])], dataclasses.replace(config, batch_size=2))
+    done = run(toy, [from_ids([50, 51]), from_ids([52])], dataclasses.replace(config, slots=2))
     lines = [json.loads(line) for line in trace_lines(done)]
     assert {tuple(line) for line in lines} == {
-        ("request", "step", "length", "draft_token_ids", "num_accepted", "next_token", "confidence")
+        ("request", "step", "length", "draft_token_ids", "num_accepted", "next_token")
     }
     for outcome in done.outcomes:
         output = outcome.result.output_ids

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peagle.cli.report import summary_lines
-from peagle.generate import Decision, Emission, Request
+from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
 from peagle.metrics import (
     Counters,
     Recorder,
@@ -24,24 +24,22 @@ from peagle.metrics import (
 from peagle.session import Outcome, Run, RunConfig
 from tests.peagle.conftest import ByteTokenizer
 
-REQUEST = Request(0, (7, 8), max_new_tokens=100)
+REQUEST = Request((7, 8), max_new_tokens=100)
 
 
-def decision(num_accepted: int, k: int = 3) -> Decision:
-    return Decision(2, tuple(range(k)), num_accepted, 9)
+def step(num_accepted: int, k: int = 3) -> StepRecord:
+    return StepRecord(2, tuple(range(k)), num_accepted, 9)
 
 
 def result(ids: list[int], *, k: int = 0, accepted: tuple[int, ...] = (), start: float = 0.0, first: float = 1.0,
            last: float = 2.0) -> Result:  # fmt: skip
-    decisions = tuple(decision(a, k) for a in accepted)
-    return Result(
-        REQUEST, k, tuple(ids), None, "length", start, first if ids else None, last if ids else None, decisions
-    )
+    steps = tuple(step(a, k) for a in accepted)
+    return Result(REQUEST, k, tuple(ids), None, "length", start, first if ids else None, last if ids else None, steps)
 
 
 def test_counters_by_hand() -> None:
     # K = 3, five steps that accepted 0, 3, 1, 3, 2
-    counters = Counters.of([decision(a) for a in (0, 3, 1, 3, 2)], 3)
+    counters = Counters.of([step(a) for a in (0, 3, 1, 3, 2)], 3)
     assert counters.histogram == (1, 1, 1, 2)
     assert (counters.num_steps, counters.num_drafted, counters.num_accepted) == (5, 15, 9)
     assert counters.acceptance_length == pytest.approx(1 + 9 / 5)
@@ -55,8 +53,8 @@ def test_counters_by_hand() -> None:
 
 def test_steps_of_chosen_widths_by_hand() -> None:
     # K = 3: two steps that verified 3 drafts, one that verified 1, two plain ones
-    decisions = [decision(3), decision(1), decision(1, 1), decision(0, 0), decision(0, 0)]
-    counters = Counters.of(decisions, 3)
+    steps = [step(3), step(1), step(1, 1), step(0, 0), step(0, 0)]
+    counters = Counters.of(steps, 3)
     assert (counters.num_steps, counters.num_plain_steps) == (3, 2)
     assert (counters.num_drafted, counters.num_accepted) == (7, 5)
     assert counters.acceptance_length == pytest.approx(1 + 5 / 3)
@@ -64,25 +62,25 @@ def test_steps_of_chosen_widths_by_hand() -> None:
     # the step that verified 1 draft and accepted it has not tried draft 1
     assert counters.tried == (3, 2, 1)
     assert counters.conditional_rate_per_position == pytest.approx((1, 1 / 2, 1))
-    assert counters + counters == Counters.of(decisions * 2, 3)
+    assert counters + counters == Counters.of(steps * 2, 3)
     assert speculative_decoding_block(counters)["num_plain_steps"] == 2
 
 
 def test_a_position_that_was_never_drafted_has_no_rate() -> None:
     """Of a run that chose 3 drafts at most though K is 5; at place 2 none was right, which is a rate."""
-    decisions = [decision(1, 1), decision(2, 3), decision(0, 3), decision(0, 0)]
-    counters = Counters.of(decisions, 5)
+    steps = [step(1, 1), step(2, 3), step(0, 3), step(0, 0)]
+    counters = Counters.of(steps, 5)
     assert counters.acceptance_rate_per_position == pytest.approx((2 / 3, 1 / 3, 0, None, None))
-    assert Counters.of([decision(0, 0)], 2).acceptance_rate_per_position == (None, None)
+    assert Counters.of([step(0, 0)], 2).acceptance_rate_per_position == (None, None)
     config = RunConfig(num_speculative_tokens=5, adaptive=True, baseline=False)
-    made = Result(REQUEST, 5, (1, 2), None, "length", 0.0, 1.0, 2.0, tuple(decisions))
+    made = Result(REQUEST, 5, (1, 2), None, "length", 0.0, 1.0, 2.0, tuple(steps))
     (line,) = [text for text in summary_lines(Run([Outcome(made, None)], 128), config, None) if "per position" in text]
     assert line.endswith("length 2.00 | 3 steps of K <= 5, 1 plain | rate per position 0.67 0.33 0.00 - -")
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))
 def test_rates_fall_and_add_up_to_the_acceptance_length(accepted: list[int]) -> None:
-    counters = Counters.of([decision(a, 5) for a in accepted], 5)
+    counters = Counters.of([step(a, 5) for a in accepted], 5)
     rates = counters.acceptance_rate_per_position
     assert list(rates) == sorted(rates, reverse=True)
     assert counters.acceptance_length == pytest.approx(1 + sum(rates))
@@ -102,7 +100,7 @@ def test_counters_of_another_k_are_not_pooled() -> None:
 
 
 def test_the_block_has_vllms_names() -> None:
-    assert speculative_decoding_block(Counters.of([decision(1), decision(3)], 3)) == {
+    assert speculative_decoding_block(Counters.of([step(1), step(3)], 3)) == {
         "num_spec_tokens": 3,
         "num_spec_steps": 2,
         "num_draft_tokens": 6,
@@ -114,17 +112,18 @@ def test_the_block_has_vllms_names() -> None:
     }
 
 
-def emissions(decided: list[tuple[list[int], int]], budget: int, stop: int) -> tuple[list[Emission], Request]:
+def chunks(decided: list[tuple[list[int], int]], budget: int, stop: int) -> tuple[list[TokenChunk], Request]:
     """What the engine gives: each step's run, cut at a stop token and at the budget."""
-    request = Request(0, (7, 8), budget)
-    out, emitted = [Emission(request, (5,), 10.0)], 1
+    request = Request((7, 8), budget)
+    out, emitted = [TokenChunk(request, (5,), 10.0)], 1
     for number, (run, accepted) in enumerate(decided):
         kept = run[: accepted + 1]
         kept = kept[: kept.index(stop) + 1] if stop in kept else kept
         kept = kept[: budget - emitted]
         emitted += len(kept)
-        out.append(Emission(request, tuple(kept), 10.5 + number, decision(accepted)))
-        if stop in kept or emitted == budget:
+        reason: FinishReason | None = "stop" if stop in kept else "length" if emitted == budget else None
+        out.append(TokenChunk(request, tuple(kept), 10.5 + number, (step(accepted),), reason))
+        if reason is not None:
             break
     return out, request
 
@@ -134,17 +133,17 @@ def emissions(decided: list[tuple[list[int], int]], budget: int, stop: int) -> t
     st.integers(2, 20),
 )
 def test_emitted_is_what_was_decided_less_what_was_truncated(decided: list[tuple[list[int], int]], budget: int) -> None:
-    out, request = emissions(decided, budget, stop=4)
-    recorder = Recorder(request, 3, (4,), None, 9.0)
-    for emission in out:
-        recorder.add(emission)
+    out, request = chunks(decided, budget, stop=4)
+    recorder = Recorder(request, 3, None, 9.0)
+    for chunk in out:
+        recorder.add(chunk)
     made = recorder.result()
-    assert len(made.output_ids) == sum(len(emission.token_ids) for emission in out)
-    accepted = [emission.decision.num_accepted for emission in out if emission.decision is not None]
+    assert len(made.output_ids) == sum(len(chunk.token_ids) for chunk in out)
+    accepted = [record.num_accepted for chunk in out for record in chunk.steps]
     assert len(made.output_ids) == 1 + sum(a + 1 for a in accepted) - made.num_truncated
     assert made.num_truncated >= 0
     assert made.counters.num_accepted == sum(accepted)  # all of them, cut or not
-    expected = "stop" if made.output_ids[-1] == 4 else "length" if len(made.output_ids) == budget else "interrupted"
+    expected = "stop" if made.output_ids[-1] == 4 else "length" if len(made.output_ids) == budget else None
     assert made.finish_reason == expected
 
 
@@ -159,9 +158,9 @@ def test_times_by_hand() -> None:
 
 
 def test_waits_are_between_arrivals_and_those_of_a_dispatch_are_one() -> None:
-    recorder = Recorder(REQUEST, 0, (), None, started_s=1.0)
+    recorder = Recorder(REQUEST, 0, None, started_s=1.0)
     for time_s, ids in ((2.0, (5,)), (2.5, (6,)), (2.5, (7, 8)), (2.5, ()), (4.0, (9,))):
-        recorder.add(Emission(REQUEST, ids, time_s))
+        recorder.add(TokenChunk(REQUEST, ids, time_s))
     found = recorder.result()
     assert found.times_s == (2.0, 2.5, 4.0)
     assert found.itl_s == (0.5, 1.5)
@@ -235,10 +234,10 @@ def test_plain_decoding_has_no_acceptance() -> None:
 
 
 def test_text_leaves_out_the_stop_token_and_flushes_at_the_end() -> None:
-    recorder = Recorder(REQUEST, 3, (26,), ByteTokenizer(), 0.0)
-    assert recorder.add(Emission(REQUEST, (97,), 1.0)) == "a"
-    assert recorder.add(Emission(REQUEST, (98, 0xC3), 2.0, decision(1))) == "b"
-    assert recorder.add(Emission(REQUEST, (26,), 3.0, decision(3))) == "�"
+    recorder = Recorder(REQUEST, 3, ByteTokenizer(), 0.0)
+    assert recorder.add(TokenChunk(REQUEST, (97,), 1.0)) == "a"
+    assert recorder.add(TokenChunk(REQUEST, (98, 0xC3), 2.0, (step(1),))) == "b"
+    assert recorder.add(TokenChunk(REQUEST, (26,), 3.0, (step(3),), "stop")) == "�"
     made = recorder.result()
     assert (made.text, made.output_ids, made.finish_reason) == ("ab�", (97, 98, 0xC3, 26), "stop")
     assert recorder.close() == ""

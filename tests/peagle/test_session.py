@@ -1,16 +1,18 @@
-"""Whole runs: order, history, batches, the baseline beside them, and what is left of a run that was interrupted."""
+"""Whole runs: order, history, slots, the baseline beside them, and what is left of a run that was interrupted."""
 
 import dataclasses
 import itertools
+import signal
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from peagle.config import SamplingConfig
-from peagle.generate import Request, trace_counts
+from peagle.engine.programs import trace_counts
+from peagle.engine.request import Request, SamplingParams
 from peagle.metrics import Result
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
 from peagle.prompts import Conversation, Rendering, from_ids, from_text
@@ -55,11 +57,11 @@ def test_results_come_in_the_order_of_the_input_with_their_turns(toy: Pair) -> N
     assert all(len(output) == NEW for output in ids(done))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy, batch_size) -> None:
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy, slots) -> None:
     # three prompts alone fit; with the answers between them, the third does not
     long = Conversation("long", turns=("a" * 90, "b" * 90, "c" * 90), numbered=True)
-    config = RunConfig(num_speculative_tokens=K, max_new_tokens=60, batch_size=batch_size)
+    config = RunConfig(num_speculative_tokens=K, max_new_tokens=60, slots=slots)
     done = run(toy, [from_ids([50]), long, CHAT], config)
     turns = [(outcome.result.request.index, outcome.turn) for outcome in done.outcomes]
     begun = [turn for index, turn in turns if 1 <= index <= 3]
@@ -79,11 +81,11 @@ def test_a_turn_has_the_answers_of_this_run_in_its_prompt(toy: Pair) -> None:
     assert third.result.request.prompt_ids == CHAT.encode([a or "" for a in answers], toy.tokenizer, Rendering())
 
 
-def test_a_batch_gives_what_each_request_gives_alone(toy: Pair) -> None:
+def test_requests_in_slots_get_what_each_gets_alone(toy: Pair) -> None:
     conversations = [from_ids([50]), CHAT, from_text("solo"), from_ids([60, 61])]
-    config = dataclasses.replace(CONFIG, sampling=SamplingConfig(temperature=1.0), seed=3, baseline=False)
+    config = dataclasses.replace(CONFIG, sampling=SamplingParams(1.0, seed=3), baseline=False)
     alone = run(toy, conversations, config)
-    together = run(toy, conversations, dataclasses.replace(config, batch_size=3))
+    together = run(toy, conversations, dataclasses.replace(config, slots=3))
     assert ids(alone) == ids(together)
     assert len(set(ids(alone))) == len(ids(alone))
 
@@ -103,11 +105,11 @@ def test_plain_decoding_runs_beside_it_first_and_second_in_turn(toy: Pair) -> No
 
 def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock on which each program takes 1000 s to be compiled, and each look at it a millisecond."""
-    looks = itertools.count()
+    looks, config = itertools.count(), dataclasses.replace(CONFIG, context=77)  # a shape that no other test has
     monkeypatch.setattr("time.perf_counter", lambda: 1000.0 * sum(trace_counts().values()) + 1e-3 * next(looks))
-    done = run(toy, [from_ids([50])], CONFIG)
+    done = run(toy, [from_ids([50])], config)
     assert done.compile_s >= 1000
-    again = run(toy, [from_ids([51])], CONFIG)
+    again = run(toy, [from_ids([51])], config)
     assert again.compile_s == 0.0  # the same shape: nothing was left to do
     result = done.outcomes[0].result
     assert result.ttft_s is not None
@@ -142,14 +144,43 @@ def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
     watcher = Watcher(interrupt_after=after)
     cut = run(toy, [from_ids([50]), from_ids([51])], CONFIG, watcher)
     assert cut.interrupted
-    if after >= 1 + len(whole.decisions):
-        assert [outcome.result.finish_reason for outcome in cut.outcomes] == ["length", "interrupted"]
+    if after >= 1 + len(whole.steps):
+        assert [outcome.result.finish_reason for outcome in cut.outcomes] == ["length", None]
         return
     (outcome,) = cut.outcomes  # the request that was not begun is not there
-    assert outcome.result.finish_reason == "interrupted"
+    assert outcome.result.finish_reason is None
     assert 0 < len(outcome.result.output_ids) < NEW
     assert whole.output_ids[: len(outcome.result.output_ids)] == outcome.result.output_ids
     assert watcher.text[0] == outcome.result.text
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) -> None:
+    """What is in flight then is dropped, and the engines are whole: the same run gives all of it afterwards."""
+    conversations = [from_ids([50]), from_ids([51]), from_ids([52])]
+    config = dataclasses.replace(CONFIG, slots=slots)
+    whole = run(toy, conversations, config)
+
+    class Pressing(Watcher):
+        def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
+            if not self.text:
+                signal.raise_signal(signal.SIGINT)
+            super().emitted(request, token_ids, text)
+
+    with interrupt.handled():
+        watcher = Pressing()
+        cut = run(toy, conversations, config, watcher)
+        assert interrupt.asked()
+    assert cut.interrupted
+    assert len(cut.outcomes) == (1 if slots == 1 else 3)
+    assert cut.outcomes[0].result.finish_reason is None
+    assert 0 < len(cut.outcomes[0].result.output_ids) < NEW
+    for outcome, complete in zip(cut.outcomes, whole.outcomes, strict=False):
+        got = outcome.result.output_ids
+        assert complete.result.output_ids[: len(got)] == got
+        assert watcher.text.get(outcome.result.request.index, "") == outcome.result.text
+    again = run(toy, conversations, config)
+    assert (again.interrupted, ids(again)) == (False, ids(whole))
 
 
 def test_a_budget_beyond_the_positions_is_cut(toy: Pair) -> None:
@@ -196,7 +227,7 @@ def test_what_cannot_run_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_speculative_tokens": -1}, {"max_new_tokens": 0}, {"batch_size": 0}, {"logprobs": -1}]
+    "wrong", [{"num_speculative_tokens": -1}, {"max_new_tokens": 0}, {"slots": 0}, {"logprobs": -1}]
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InputError):

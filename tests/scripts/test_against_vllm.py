@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import peagle
-from peagle.generate import Request
+from peagle.engine.request import Request
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from scripts import against_vllm
@@ -23,7 +23,7 @@ from scripts.make_random_checkpoint import geometry, random_tensors
 from scripts.peers import environment
 from target.load import load_target, write_target
 
-REQUESTS = [Request(0, (5, 6, 7), 9), Request(1, (8,), 9)]
+REQUESTS = [Request((5, 6, 7), 9), Request((8,), 9, index=1)]
 
 
 def answer(token_ids: Sequence[int], accepted: Sequence[int], k: int = 3) -> Answer:

@@ -1,4 +1,4 @@
-"""Losslessness of the loop: speculation emits plain decoding's tokens, whatever the drafter does and whoever is beside."""
+"""Losslessness of the loop: speculation emits plain decoding's tokens, whatever the drafter does, whoever is beside."""
 
 import dataclasses
 import threading

@@ -18,7 +18,8 @@ import pytest
 import peagle.cli.sweep
 import peagle.sweep.measure
 from peagle.cli import main
-from peagle.generate import Engine, Request
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
 from peagle.metrics import Result, decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
