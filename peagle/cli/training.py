@@ -402,9 +402,10 @@ def export(
         str | None,
         typer.Option(
             "--verifier",
-            metavar="NAME",
+            metavar="NAME|DIR",
             rich_help_panel=OUTPUT,
-            help="The target, as others are to find it. speculators needs it.",
+            help="The target, as others are to find it; speculators needs it. A folder gives what the drafter lacks, "
+            "too: positions, embedding, head.",
         ),
     ] = None,
     aux_layer_ids: AuxLayerIds = None,
