@@ -287,10 +287,12 @@ def test_a_drafter_to_begin_with_keeps_its_kind(directories: Directories, made: 
 def test_what_a_drafter_to_begin_with_reads_can_be_given(
     directories: Directories, made: Path, tmp_path: Path, run: Run
 ) -> None:
-    more = ("--init", directories.drafter, "--aux-layer-ids")
+    _, shape = load_drafter(directories.drafter)
+    same = ("--layers", shape.num_layers, "--mlp-width", shape.mlp_width)
+    more = ("--init", directories.drafter, *same, "--aux-layer-ids")
     code, said = run(*train(directories, made, tmp_path / "run", *more, "0,1,3"))
     assert (code, "--aux-layer-ids names the output of layer 3; expected 0..2" in said) == (2, True)
-    code, said = run(*train(directories, made, tmp_path / "run", *more, "0,2,1", "--taps", "0,1,2"))
+    code, said = run(*train(directories, made, tmp_path / "run", *more, "0,2,1"))
     assert (code, "--taps asks for (0, 1, 2), but --init" in said) == (2, True)
 
 
