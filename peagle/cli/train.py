@@ -432,7 +432,7 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _planned(settings: TrainSettings, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
-    """As many steps as fit into most of --minutes, by a measured one. Raises InputError where not one does."""
+    """Plan as many steps as fit into most of --minutes, by a measured one. Raises InputError where not one does."""
     assert settings.minutes is not None
     display.note(f"compiling, and measuring {MEASURED_STEPS} steps: how many fit into {settings.minutes:g} minutes")
     with display.stage("measuring a step", animated=False):
