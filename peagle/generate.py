@@ -29,7 +29,7 @@ from peagle import costs, policy
 from peagle.autoregressive import NoDrafter
 from peagle.config import Ladder, SamplingConfig, SpeculationConfig
 from peagle.costs import Running, Steps
-from peagle.ops import native
+from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.policy import Costs, Course, Outlook, Turns
@@ -243,7 +243,8 @@ class Engine:
 
     def _dispatch_once(self, requests: Sequence[Request], bucket: int, rung: int | None) -> None:
         """A dispatch of that rung has run, and its caches are gone: nobody holds them while the next ones are made."""
-        state, sent = self._dispatch(self._start(requests, bucket)[0], rung, self.steps_per_dispatch)
+        state = jax.block_until_ready(self._start(requests, bucket)[0])
+        state, sent = self._dispatch(state, rung, self.steps_per_dispatch)
         jax.block_until_ready((state, sent.outputs))
 
     @contextlib.contextmanager
@@ -536,7 +537,11 @@ class Engine:
 
     def _dispatch(self, state: DecodeState, rung: int | None, num_steps: int) -> tuple[DecodeState, "_InFlight"]:
         """Sends off the next steps and the copy of their packed outputs to the host; waits for neither. Fewer steps
-        than steps_per_dispatch are for rungs with drafts."""
+        than steps_per_dispatch are for rungs with drafts.
+
+        Raises KeyboardInterrupt, before it sends anything off, where Ctrl-C was pressed (peagle.ops.interrupt).
+        """
+        interrupt.check()
         program, operands, tree = self._prepared(state, rung, num_steps)
         leaves, outputs = program(*operands)
         outputs.copy_to_host_async()

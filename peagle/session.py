@@ -13,6 +13,7 @@ from peagle import policy
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.metrics import Result, decode, first_difference, recorders
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
 from peagle.profile import Breakdown, profile
@@ -280,6 +281,7 @@ class _Session:
             self._compare(self.outcomes[plain.request.index], plain)
         if self.config.logprobs is not None:
             for request in requests:
+                interrupt.check()
                 outcome = self.outcomes[request.index]
                 outcome.logprobs = self._score(outcome.result, self.config.logprobs)
         self.done += len(requests)
