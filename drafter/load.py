@@ -526,7 +526,8 @@ def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> Drafte
 
 def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """The geometry with what config.json says of the rotation outside of it. Raises InputError where they disagree."""
-    outer = {key: config[key] for key in ("rope_theta", "rope_parameters", "rope_scaling") if key in config}
+    keys = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
+    outer = {key: config[key] for key in keys if key in config}
     for key, value in outer.items():
         if geometry.get(key) is not None and value is not None and geometry[key] != value:
             raise InputError(

@@ -24,6 +24,7 @@ import numpy as np
 
 from peagle.engine.engine import DEFAULT_CHUNK
 from peagle.engine.request import Request
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import cache_bytes
 from peagle.pair import Pair, refuse_too_large
@@ -182,6 +183,7 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
     def tell() -> None:
         if progress is not None:
             progress(len(runs) + sum(map(len, seconds.values())), total)
+        interrupt.check()
 
     interrupted = False
     try:

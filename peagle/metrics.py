@@ -283,6 +283,11 @@ def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
     return statistics.median(ratios) if ratios else None
 
 
+def figure_text(value: float | None, form: str) -> str:
+    """Write a figure by a format; "-" for one that cannot be said."""
+    return "-" if value is None else format(value, form)
+
+
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """The first index at which the two differ, one that only one of them has included; None where they are equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):

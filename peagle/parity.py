@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from peagle.ops import interrupt
 from peagle.ops.messages import Draft, Fresh
 from peagle.protocols import Drafter
 from peagle.sweep.figures import Estimate, estimate, ratio
@@ -62,6 +63,7 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
     found: list[Draft] = []
     held = prompt - 1
     for place in text.places:
+        interrupt.check()
         first = max(held, place - widest)
         rows = slice(first, place)
         num = place - first

@@ -17,8 +17,8 @@ import jax
 
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
-from peagle.ops.errors import InputError
 from peagle.engine.step import PARTS
+from peagle.ops.errors import InputError
 
 BETWEEN, HOST = "between operations", "host gap"
 MOST_TOKENS = 96  # traces are large, and the reader's patience is not

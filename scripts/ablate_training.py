@@ -26,7 +26,7 @@ import numpy as np
 
 import peagle
 from drafter.train.folder import LOG, read_log
-from peagle.metrics import LOOPING_ABOVE, decode
+from peagle.metrics import LOOPING_ABOVE, decode, figure_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.strict_json import dumps
@@ -230,17 +230,20 @@ def row(variant: Variant, records: Sequence[Json], raw: Sequence[Json]) -> Json:
         "acceptance_length_interval": interval(lines),
         "over_base": over(lines, [line for line in raw if line["variant"] == VARIANTS[0].name]),
         "acceptance_length_by_seed": [length(each) for each in by_seed],
-        "acceptance_length_without_loops": length(quiet) if quiet else None,
-        "acceptance_length_without_loops_interval": interval(quiet) if quiet else None,
-        "acceptance_rate_per_position": [float((accepted > place).mean()) for place in range(NUM_DRAFTS)],
+        "acceptance_length_without_loops": length(quiet),
+        "acceptance_length_without_loops_interval": interval(quiet),
+        "acceptance_rate_per_position": [
+            float((accepted > place).mean()) if len(accepted) else None for place in range(NUM_DRAFTS)
+        ],
         "num_outputs": len(lines),
         "num_outputs_without_loops": len(quiet),
     }
 
 
-def length(lines: Sequence[Json]) -> float:
-    """1 + accepted / steps, over all steps."""
-    return 1 + sum(sum(line["num_accepted"]) for line in lines) / sum(len(line["num_accepted"]) for line in lines)
+def length(lines: Sequence[Json]) -> float | None:
+    """1 + accepted / steps, over all steps; None where there are none."""
+    steps = [step for line in lines for step in line["num_accepted"]]
+    return 1 + sum(steps) / len(steps) if steps else None
 
 
 def counted(lines: Sequence[Json]) -> dict[int, list[int]]:
@@ -263,12 +266,12 @@ def over(lines: Sequence[Json], base: Sequence[Json]) -> Json:
     ours, theirs = counted(lines), counted(base)
     table = np.array([ours[request] + theirs[request] for request in ours])
     found = estimate(table, lambda sums: ratio(sums[:, :2]) - ratio(sums[:, 2:]))
-    return {"value": length(lines) - length(base), "interval": _ends(found)}
+    longer, shorter = length(lines), length(base)
+    return {"value": None if longer is None or shorter is None else longer - shorter, "interval": _ends(found)}
 
 
 def _ends(found: Estimate | None) -> list[float] | None:
-    assert found is not None
-    return None if found.low is None or found.high is None else [found.low, found.high]
+    return None if found is None or found.low is None or found.high is None else [found.low, found.high]
 
 
 def page(record: Json) -> str:
@@ -293,7 +296,7 @@ def page(record: Json) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for each in record["rows"]:
-        rates = " ".join(f"{rate:.2f}".lstrip("0") for rate in each["acceptance_rate_per_position"])
+        rates = " ".join(figure_text(rate, ".2f").lstrip("0") for rate in each["acceptance_rate_per_position"])
         steps = "" if each["steps"] == config["steps"] else f" ({each['steps']} steps)"
         lines.append(
             f"| {each['variant']}{steps} | {_with_interval(each, 'acceptance_length')} | "
@@ -313,14 +316,12 @@ def page(record: Json) -> str:
 
 def _signed(found: Json) -> str:
     ends = found["interval"]
-    return f"{found['value']:+.2f}" + ("" if ends is None else f" ({ends[0]:+.2f}..{ends[1]:+.2f})")
+    return figure_text(found["value"], "+.2f") + ("" if ends is None else f" ({ends[0]:+.2f}..{ends[1]:+.2f})")
 
 
 def _with_interval(each: Json, key: str) -> str:
-    if each[key] is None:
-        return "-"
     ends = each[f"{key}_interval"]
-    return f"{each[key]:.2f}" + ("" if ends is None else f" ({ends[0]:.2f}..{ends[1]:.2f})")
+    return figure_text(each[key], ".2f") + ("" if ends is None else f" ({ends[0]:.2f}..{ends[1]:.2f})")
 
 
 def draw(record: Json, path: Path) -> None:

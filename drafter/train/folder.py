@@ -21,6 +21,11 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
+def steps_done(out: Path) -> int:
+    """Return the step of the newest checkpoint; 0 where there is none."""
+    return max((int(path.name) for path in (out / CHECKPOINTS).glob("*") if path.name.isdecimal()), default=0)
+
+
 def keep_sizes(checkpoint: Path) -> None:
     """`expect_sizes` knows from here on how long the folder's files are."""
     write_text_whole(checkpoint / SIZES, dumps(_sizes(checkpoint)))

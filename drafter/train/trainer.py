@@ -56,6 +56,11 @@ class Recipe:
     The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
     decay_frac. It is the matrices'; other_rate is that of embedding, head, norms and mask_hidden (with adamw: of none,
     all take learning_rate).
+
+    `steps` is the only field that a training may be continued with another value of: its length, and with it what a
+    step's rate is. The steps that were taken keep what they had; those behind them take the rates of a training of the
+    new length. So a training that is continued from 1000 steps to 2000 has another end than one of 2000 from the
+    start: its rate fell to 0 at 1000, and goes on at half its peak (with decay_frac 1).
     """
 
     steps: int
@@ -241,7 +246,8 @@ class Trainer:
     """A training in a folder: recipe.json, log.jsonl, checkpoints/. `batches` and `teacher` are what it learns from.
 
     evaluate gives figures of the drafter as it stands (the engine's acceptance: the command line passes it in); they go
-    to the log, and to `watch`, which is told every line of it.
+    to the log, and to `watch`, which is told every line of it. should_stop is asked before the first step and
+    after each, and ends the training there, as its last step does.
     """
 
     out: Path
@@ -255,10 +261,12 @@ class Trainer:
     save_every: int = 100  # steps
     log_every: int = 10
     watch: Callable[[Mapping[str, Any]], None] = lambda _: None
+    should_stop: Callable[[], bool] = lambda: False
 
     def run(self, initial: DrafterParams) -> DrafterParams:
         """The trained parameters, draft_to_target among them; a training that is under way goes on instead of
-        beginning at `initial`.
+        beginning at `initial`. Wherever it ends, the newest checkpoint holds the last step, also where evaluate raises
+        KeyboardInterrupt, which is passed on.
 
         Raises TrainingStopped where the loss is no number or nothing can be written, InputError for checkpoints that do
         not fit.
@@ -284,30 +292,39 @@ class Trainer:
         state, first = self._restored(checkpoints, self.begin(initial))
         evaluated = self._keep_log_until(first)
         if first and not evaluated:  # it was killed while it evaluated, or nothing evaluated it
-            self._evaluate(first, state)
-        started, records = time.monotonic(), []
-        for number in range(first, self.recipe.steps):
-            state, record = step(state, self.batches.at(number))
+            self._evaluate(first, state, first == self.recipe.steps)
+        started, done, ends = time.monotonic(), first, self._ends(first)
+        records: list[Record] = []
+        while not ends:
+            state, record = step(state, self.batches.at(done))
+            jax.block_until_ready(records[-1:])  # the step before: a stop waits for one in flight, not for many
             records.append(record)
-            done = number + 1
-            last = done == self.recipe.steps
-            saves = done % self.save_every == 0
-            if done % self.log_every == 0 or saves or self._evaluates(done) or last:
+            done += 1
+            ends = self._ends(done)
+            saves = ends or done % self.save_every == 0
+            if saves or done % self.log_every == 0 or self._evaluates(done, ends):
                 elapsed = time.monotonic() - started
                 self._log_records(checkpoints, done, records, elapsed, elapsed / (done - first))
                 records = []
-            if (saves or last) and checkpoints.latest_step() != done:
+            if saves:
                 self._save(checkpoints, done, state)
-            self._evaluate(done, state)
+            try:
+                self._evaluate(done, state, ends)
+            except KeyboardInterrupt:
+                self._save(checkpoints, done, state)
+                raise
         return self._whole(state.params)
 
-    def _evaluates(self, done: int) -> bool:
-        asked = self.evaluate_every > 0 and done % self.evaluate_every == 0
-        return self.evaluate is not None and (asked or done == self.recipe.steps)
+    def _ends(self, done: int) -> bool:
+        return done == self.recipe.steps or self.should_stop()
 
-    def _evaluate(self, done: int, state: State) -> None:
+    def _evaluates(self, done: int, ends: bool) -> bool:
+        asked = self.evaluate_every > 0 and done % self.evaluate_every == 0
+        return self.evaluate is not None and (asked or ends)
+
+    def _evaluate(self, done: int, state: State, ends: bool) -> None:
         """The log has the figures of this step, if it is one that is evaluated."""
-        if self.evaluate is not None and self._evaluates(done):
+        if self.evaluate is not None and self._evaluates(done, ends):
             self._log({"step": done, "evaluation": dict(self.evaluate(self._whole(state.params)))})
 
     def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
@@ -361,6 +378,9 @@ class Trainer:
         return self.out / CHECKPOINTS / str(step)
 
     def _save(self, checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
+        """Write the step's checkpoint, if it is not there."""
+        if checkpoints.latest_step() == step:
+            return
         size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.out).free
         if free < size:  # asked first: where the disk is full half way, the library's threads complain at length
             raise TrainingStopped(

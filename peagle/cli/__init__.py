@@ -1,7 +1,21 @@
 """The command line. Light to import: what is heavy comes in when a command runs."""
 
-import peagle.cli.measuring
-import peagle.cli.training  # noqa: F401
-from peagle.cli.app import main
+from collections.abc import Sequence
+
+from peagle.ops import interrupt
 
 __all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: peagle.cli.app's, or 130 if Ctrl-C was pressed on the way."""
+    with interrupt.handled():
+        try:
+            import peagle.cli.measuring
+            import peagle.cli.training  # noqa: F401
+            from peagle.cli import app
+
+            code = app.main(arguments)
+        except KeyboardInterrupt:
+            return interrupt.EXIT_CODE
+        return interrupt.EXIT_CODE if interrupt.asked() else code

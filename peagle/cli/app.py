@@ -13,9 +13,10 @@ import typer
 
 from peagle.cli.settings import BenchSettings, Settings, parse_layers
 from peagle.jax_cure import MiscompilingJaxError
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning
 
-OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, 130, 141
+OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, interrupt.EXIT_CODE, 141
 
 MAIN_HELP = """
 Lossless speculative decoding of GPT-OSS models with a P-EAGLE drafter, in JAX.

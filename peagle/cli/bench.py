@@ -15,6 +15,8 @@ from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import BenchSettings
+from peagle.metrics import figure_text
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, Pair, load, resolve
 from peagle.provenance import peak_memory_bytes, provenance
@@ -62,7 +64,7 @@ def bench_command(settings: BenchSettings) -> int:
         markdown_file.write(markdown(measured, weights, report))
     if settings.markdown != STANDARD_OUTPUT or not sys.stdout.isatty():  # else it is on the screen already
         _show(measured, weights, report, to_stderr=STANDARD_OUTPUT in (settings.json, settings.markdown))
-    return 130 if measured.interrupted else 0
+    return interrupt.EXIT_CODE if measured.interrupted else 0
 
 
 def weight_bytes(pair: Pair) -> WeightBytes:
@@ -168,7 +170,7 @@ def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
         rows.append(
             (
                 f"{each.case.kind} {each.case.size}{behind}",
-                "" if block["tok_per_s"] is None else _spread(each.tok_per_s),
+                "-" if block["tok_per_s"] is None else _spread(each.tok_per_s),
                 _spread(each.ms_per_pass),
                 *(_number(block[name]) for name in ("v", "v_floor", "weight_gb_per_s")),
             )
@@ -214,6 +216,4 @@ def _spread(spread: Spread) -> str:
 
 def _number(value: float | None) -> str:
     """Three figures or more, and no exponent."""
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3g}"
+    return figure_text(value, ",.0f" if value and value >= 1000 else ".1f" if value and value >= 100 else ".3g")

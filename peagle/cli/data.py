@@ -28,6 +28,7 @@ from peagle.cli.display import Display
 from peagle.cli.run import rendering_of
 from peagle.cli.settings import DataSettings
 from peagle.engine.request import SamplingParams
+from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -90,7 +91,12 @@ def data_command(settings: DataSettings) -> int:
     skipped: list[str] = []
     finished, wanted = 0, sum(len(conversations[starts[n] : starts[n] + settings.shard_prompts]) for n in missing)
     counts, started = np.zeros((3,), np.int64), time.perf_counter()
-    with display.stage(f"answering {wanted} prompts", animated=False) as progress:
+
+    def kept() -> str:
+        there = sum(shard_path(out, number).exists() for number in range(len(starts)))
+        return f"{there} of {len(starts)} shards are in {out}; the same command goes on behind them"
+
+    with display.keeping(kept), display.stage(f"answering {wanted} prompts", animated=False) as progress:
 
         def done(more: int) -> None:
             nonlocal finished
@@ -189,6 +195,7 @@ def _taught(documents: Sequence[Document], teacher: Teacher, settings: DataSetti
         *(["top_ids", "top_logits", "log_total"] if settings.top else []),
     ]
     for start in range(0, len(documents), BEHIND):
+        interrupt.check()
         group = documents[start : start + BEHIND]
         width = -(-max(len(each.token_ids) for each in group) // 128) * 128
         padded = np.zeros((BEHIND, width), np.int32)

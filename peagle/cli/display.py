@@ -10,6 +10,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, T
 
 from peagle.engine.request import Request
 from peagle.metrics import Result
+from peagle.ops import interrupt
 from peagle.pair import show_ids
 from peagle.session import Observer
 
@@ -41,7 +42,9 @@ class Display(Observer):
     @contextmanager
     def stage(self, what: str, animated: bool = True) -> Iterator[Callable[[int, int], None]]:
         """Shows what takes seconds now, with the time it took if animated; what it gives is to be told (done, all) for
-        the time left. Where there is no terminal, a line once in a while says the same."""
+        the time left. Where there is no terminal, a line once in a while says the same. After Ctrl-C nothing begins:
+        raises KeyboardInterrupt."""
+        interrupt.check()
         self._show(what, animated)
         began = said = time.monotonic()
 
@@ -57,6 +60,15 @@ class Display(Observer):
             yield advance
         finally:
             self.clear()
+
+    @contextmanager
+    def keeping(self, kept: Callable[[], str]) -> Iterator[None]:
+        """Say what is there by then, should Ctrl-C end what goes on within."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.note(f"interrupted: {kept()}")
+            raise
 
     @property
     def talks(self) -> bool:

@@ -26,6 +26,7 @@ from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli.display import Display
 from peagle.cli.settings import ExportSettings, parse_layers
+from peagle.metrics import figure_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
 from peagle.ops.strict_json import dumps
@@ -227,11 +228,13 @@ def _training(run: Path) -> str:
         return ""
     record = json.loads((run / RECIPE).read_text(encoding="utf-8"))
     recipe, log = record["recipe"], list(read_log(run / LOG))
+    done = max((line["step"] for line in log), default=0)
+    of = "" if done == recipe["steps"] else f" of {recipe['steps']}"
     lines = [
         "",
         "## Training",
         "",
-        f"{recipe['steps']} steps of {record['rows_per_step']} rows of {recipe['width']} tokens, "
+        f"{done}{of} steps of {record['rows_per_step']} rows of {recipe['width']} tokens, "
         f"{recipe['optimizer']}, loss {recipe['loss']}, K_train {recipe['cod']['depth']}, r {recipe['cod']['ratio']}, "
         f"from {record['data']['documents']:,} documents of {record['data']['tokens']:,} tokens. All of it: "
         "recipe.json of the training.",
@@ -242,7 +245,7 @@ def _training(run: Path) -> str:
         calm, quiet = found["acceptance_length_without_loops"], found["num_outputs_without_loops"]
         lines += [
             f"Acceptance length on {found['num_outputs']} held-out prompts, greedy, "
-            f"K = {found['num_speculative_tokens']}: {found['acceptance_length']:.2f}"
+            f"K = {found['num_speculative_tokens']}: {figure_text(found['acceptance_length'], '.2f')}"
             + ("." if calm is None else f"; {calm:.2f} on the {quiet} whose output does not loop."),
             "",
         ]

@@ -23,6 +23,7 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import ParitySettings, parse_layers
 from peagle.metrics import decode
+from peagle.ops import interrupt
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, HELD_OUT, NGRAM, Pair, check_fit, drafter_path, load, resolve
@@ -252,6 +253,7 @@ def against_reference(
     ours = replay(loud, text, k)
     same, cosine, largest = [], 1.0, 0.0
     for step, place in enumerate(text.places):
+        interrupt.check()
         known = text.token_ids[: place + 1].tolist(), text.aux_hidden[:place]
         theirs = reference.draft_logits(tensors, config, *known, k)
         ids = theirs.argmax(-1)

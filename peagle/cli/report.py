@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from peagle.metrics import Result, speculative_decoding_block, summarize
+from peagle.metrics import Result, figure_text, speculative_decoding_block, summarize
 from peagle.ops import strict_json
 from peagle.pair import Pair
 from peagle.profile import Breakdown
@@ -174,9 +174,9 @@ def _baseline_block(outcome: Outcome) -> dict[str, Any] | None:
 def _speed(results: list[Result], tok_per_s: float | None) -> str:
     tokens = sum(len(result.output_ids) for result in results)
     ends = [result.finish_reason or "interrupted" for result in results]
-    parts = [f"{tokens} tokens", f"{_number(tok_per_s, '.1f')} tok/s"]
+    parts = [f"{tokens} tokens", f"{figure_text(tok_per_s, '.1f')} tok/s"]
     ttft = [result.ttft_s for result in results if result.ttft_s is not None]
-    parts.append(f"first token after {_number(statistics.median(ttft) if ttft else None, '.3f')} s")
+    parts.append(f"first token after {figure_text(statistics.median(ttft) if ttft else None, '.3f')} s")
     if len(results) > 1:
         counts = ", ".join(f"{ends.count(reason)} {reason}" for reason in dict.fromkeys(ends))
         return " | ".join([f"{len(results)} requests ({counts})", *parts])
@@ -184,12 +184,12 @@ def _speed(results: list[Result], tok_per_s: float | None) -> str:
 
 
 def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
-    rates = " ".join(_number(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
+    rates = " ".join(figure_text(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
     steps = f"{summary['num_spec_steps']} steps of K = {config.num_speculative_tokens}"
     if config.adaptive:
         steps = f"{summary['num_spec_steps']} steps of K <= {config.num_speculative_tokens}, "
         steps += f"{summary['num_plain_steps']} plain"
-    text = f"length {_number(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
+    text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if summary["looping_requests_frac"]:
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"
         if summary["acceptance_length_without_loops"] is not None:
@@ -208,9 +208,10 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     compared = [outcome for outcome in run.outcomes if outcome.baseline is not None]
     if not compared:
         return "not measured" + ("" if config.compares else " (--no-baseline)")
-    text = f"{_number(summary['baseline_tok_per_s'], '.1f')} tok/s | speed-up {_number(summary['speedup'], '.2f')}"
+    text = f"{figure_text(summary['baseline_tok_per_s'], '.1f')} tok/s"
+    text += f" | speed-up {figure_text(summary['speedup'], '.2f')}"
     if len(compared) > 1:
-        text += f" (median {_number(summary['speedup_median'], '.2f')})"
+        text += f" (median {figure_text(summary['speedup_median'], '.2f')})"
     if run.drafting_cannot_pay:
         text += ", which is noise: by the same program"
     differing = [outcome for outcome in compared if outcome.first_divergence is not None]
@@ -229,10 +230,6 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
 def _profile(found: Breakdown) -> str:
     parts = ", ".join(f"{name} {ms:.2f} ({ms / found.step_ms:.0%})" for name, ms in found.parts.items())
     return f"{found.step_ms:.2f} ms a step while traced: {parts} | {found.num_steps} steps in {found.directory}"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _bytes(value: int | None) -> str:

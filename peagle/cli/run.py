@@ -10,6 +10,7 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.settings import DataSettings, Settings, parse_layers
 from peagle.engine.request import SamplingParams
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
 from peagle.profile import writable
@@ -34,7 +35,8 @@ def run_command(settings: Settings) -> int:
     aux_layer_ids = parse_layers(settings.aux_layer_ids)
     rendering = rendering_of(settings)
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
-    conversations, left_out = _conversations(settings, directory, rendering)
+    with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
+        conversations, left_out = _conversations(settings, directory, rendering)
     if settings.profile is not None:
         writable(Path(settings.profile))
 
@@ -79,7 +81,7 @@ def run_command(settings: Settings) -> int:
     display.summary(summary_lines(outcome, config, peak, left_out))
     if outcome.profile_failed is not None:
         raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
-    return 130 if outcome.interrupted else 0
+    return interrupt.EXIT_CODE if outcome.interrupted else 0
 
 
 def rendering_of(settings: Settings | DataSettings) -> Rendering:

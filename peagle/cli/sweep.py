@@ -9,6 +9,7 @@ from rich.console import Console
 
 from peagle.cli.display import Display
 from peagle.cli.settings import SweepSettings, parse_layers
+from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -79,7 +80,7 @@ def sweep_command(settings: SweepSettings) -> int:
                 sitting.profile(progress)
     except KeyboardInterrupt:
         display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
-        return 130
+        return interrupt.EXIT_CODE
     finally:
         display.clear()
     _finish(folder, display)

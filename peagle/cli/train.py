@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 import statistics
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ from drafter.params import DrafterParams, init_params
 from drafter.propose import drafter_of
 from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
-from drafter.train.folder import LOG, RECIPE, read_log
+from drafter.train.folder import LOG, RECIPE, read_log, steps_done
 from drafter.train.shards import NAME, WEIGHTS, Document, read_manifest, read_shards
 from drafter.train.trainer import Recipe, Trainer, TrainingStopped
 from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
@@ -29,7 +31,8 @@ from peagle.cli.display import Display
 from peagle.cli.export import with_positions, write_with_card
 from peagle.cli.settings import TrainSettings, parse_layers
 from peagle.engine.engine import Engine
-from peagle.metrics import decode, pooled_counters
+from peagle.metrics import decode, figure_text, pooled_counters
+from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import holds_files, write_text_whole
@@ -48,15 +51,20 @@ from target.teacher import Teacher
 ROOM_QUANTILE = 0.75  # of the rows, as many as have no more trained tokens than the program's shapes have room for
 PEAGLE_LAYERS, EAGLE3_LAYERS = 4, 1  # as their authors'
 MEASURED_STEPS = 6  # to find how many fit into --minutes
+PLANNED_FRAC = 0.9  # of the time: a machine that is a little slower later still comes to the end of the schedule
 EVALUATION_TOKENS = 256
+LENGTH = "recipe.steps"  # the one value of a record that a training may be continued with another of
 
 
 def train_command(settings: TrainSettings) -> int:
     """The folder --out holds the recipe, the log, checkpoints, a curve, and in drafter/ the trained drafter. Returns
     the exit code.
 
-    Raises InputError before anything is written for whatever can be told then, and for a training that cannot go on.
+    Raises InputError before anything is written for whatever can be told then, and for a training that cannot go on;
+    KeyboardInterrupt after Ctrl-C, where the newest checkpoint holds the last step.
     """
+    if settings.minutes is not None and not 0 < settings.minutes < math.inf:
+        raise InputError(f"--minutes is {settings.minutes:g}; expected a number above 0")
     name = DEMO if settings.target is None else settings.target
     directory = resolve(name, "target")
     files = inspect_target(directory)
@@ -86,19 +94,36 @@ def train_command(settings: TrainSettings) -> int:
     initial = _initial(settings, config, loaded, vocab)
     ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
     teacher = None if _self_contained(documents) else Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
+    deadline = _Deadline(settings.minutes)
     evaluate = None
     if held_out is not None:
-        evaluate = _Acceptance(load(name, None), config, held_out, settings).of
+        acceptance = _Acceptance(load(name, None), config, held_out, settings)
+
+        def evaluate(params: DrafterParams) -> Mapping[str, Any]:
+            with deadline.moved():
+                return acceptance.of(params)
+
     trainer = Trainer(out, config, recipe, batches, teacher, ids)
     steps = begun["recipe"]["steps"] if begun is not None and settings.steps is None else settings.steps
     if steps is None:
-        with display.stage("measuring a step", animated=False):
-            steps = max(1, int(cast(float, settings.minutes) * 60 / _seconds_per_step(trainer, initial)))
+        steps = _planned(settings, trainer, initial, display)
     recipe = dataclasses.replace(recipe, steps=steps)
     _record(out, begun, recipe, config, settings, documents, weights)
 
-    started = time.monotonic()
-    with display.stage("training", animated=False) as progress:
+    def kept() -> str:
+        return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on behind them"
+
+    started, before = time.monotonic(), steps_done(out)
+    if begun is not None and begun["recipe"]["steps"] != steps:
+        display.note(
+            f"goes on from step {before} with {steps} steps instead of {begun['recipe']['steps']}: the learning rate "
+            f"is from here on that of a training of {steps} steps"
+        )
+    if before < steps:
+        display.note(f"training steps {before + 1} to {steps}; the first one compiles")
+    else:
+        display.note(f"{out} has all of its steps, {steps}; a larger --steps goes on with more")
+    with display.keeping(kept), display.stage("training", animated=False) as progress:
 
         def watch(line: Mapping[str, Any]) -> None:
             progress(line["step"], recipe.steps)
@@ -111,17 +136,21 @@ def train_command(settings: TrainSettings) -> int:
             evaluate_every=settings.evaluate_every,
             save_every=settings.save_every,
             watch=watch,
+            should_stop=lambda: interrupt.asked() or deadline.over(),
         )
         try:
             params = trainer.run(initial)
         except TrainingStopped as error:
             raise InputError(str(error)) from None
+        interrupt.check()
+    if steps_done(out) < steps:
+        display.note(f"--minutes {settings.minutes:g} are over: {kept()}")
     trained = dataclasses.replace(params, draft_to_target=None)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
     shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
     shipped, config = sort_taps(shipped, with_positions(config, files.config, out))
     write_with_card(out / "drafter", shipped, config, cast(Any, settings.dialect), name, files.config, out)
-    lines = [f"drafter      {out / 'drafter'} | {recipe.steps} steps | {time.monotonic() - started:.0f} s now"]
+    lines = [f"drafter      {out / 'drafter'} | {steps_done(out)} steps | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
     if held_out is not None and held_out.left_out:
         lines.append(f"left out     of --evaluate {left_out_line(held_out.left_out)}")
@@ -387,7 +416,8 @@ def _record(
     documents: Sequence[Document],
     weights: str,
 ) -> None:
-    """recipe.json is there; where it was, it says the same. Raises InputError where it says something else."""
+    """recipe.json is there; where it was, it says the same, or fewer steps: then it says from now on how many there
+    are, and at which step it was `continued`. Raises InputError where it says something else."""
     folders = [folder for folder, _ in _shares(settings)]
     record = {
         "schema": 1,
@@ -399,19 +429,29 @@ def _record(
         "rows_per_step": settings.rows,
     }
     record = json.loads(dumps(record))
-    if begun is not None:
-        then, now = _flat(begun), _flat(record)
-        differing = [key for key in now if key != "data.given" and then.get(key) != now[key]]
-        if differing:
-            key = differing[0]
-            raise InputError(
-                f"{out} was begun with {key} {then.get(key)!r}, now it is {now[key]!r}; expected the same: take "
-                "another --out"
-            )
+    if begun is None:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_record(out, {**record, "provenance": provenance()})
         return
-    out.mkdir(parents=True, exist_ok=True)
-    text = dumps({**record, "provenance": provenance()}, indent=1) + "\n"
-    write_text_whole(out / RECIPE, text)
+    then, now = _flat(begun), _flat(record)
+    differing = [key for key in now if key not in ("data.given", LENGTH) and then.get(key) != now[key]]
+    if differing:
+        key = differing[0]
+        raise InputError(
+            f"{out} was begun with {key} {then.get(key)!r}, now it is {now[key]!r}; expected the same: take "
+            "another --out"
+        )
+    if recipe.steps < then[LENGTH]:
+        raise InputError(
+            f"{out} was begun with {then[LENGTH]} steps, now it is {recipe.steps}; expected as many or more"
+        )
+    if recipe.steps > then[LENGTH]:
+        continued = [*begun.get("continued", ()), {"at": steps_done(out), "steps_before": then[LENGTH]}]
+        _write_record(out, {**begun, "recipe": record["recipe"], "continued": continued})
+
+
+def _write_record(out: Path, record: Mapping[str, Any]) -> None:
+    write_text_whole(out / RECIPE, dumps(record, indent=1) + "\n")
 
 
 def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -422,11 +462,49 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _planned(settings: TrainSettings, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
+    """Plan as many steps as fit into most of --minutes, by a measured one. Raises InputError where not one does."""
+    assert settings.minutes is not None
+    display.note(f"compiling, and measuring {MEASURED_STEPS} steps: how many fit into {settings.minutes:g} minutes")
+    with display.stage("measuring a step", animated=False):
+        step_s = _seconds_per_step(trainer, initial)
+    steps = int(PLANNED_FRAC * 60 * settings.minutes / step_s)
+    if not steps:
+        raise InputError(
+            f"--minutes is {settings.minutes:g}, and a step takes {step_s:.2g} s; expected time for a step, or --steps"
+        )
+    display.note(f"a step takes {step_s:.2g} s: {steps} steps are planned")
+    return steps
+
+
+class _Deadline:
+    """When so many minutes of training are over: without its first step, which compiles, and without evaluations."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._seconds = math.inf if minutes is None else 60 * minutes
+        self._asked, self._end = 0, math.inf
+
+    def over(self) -> bool:
+        """Say whether no further step may begin; asked before each."""
+        self._asked += 1
+        if self._asked == 2:
+            self._end = time.monotonic() + self._seconds
+        return time.monotonic() >= self._end
+
+    @contextmanager
+    def moved(self) -> Iterator[None]:
+        """Move the end by the time that what goes on within takes."""
+        began = time.monotonic()
+        yield
+        self._end += time.monotonic() - began
+
+
 def _seconds_per_step(trainer: Trainer, initial: DrafterParams) -> float:
     """The median time of a step on throw-away parameters, compilation left out."""
     step, state = trainer.compiled(), trainer.begin(initial)
     times = []
     for number in range(MEASURED_STEPS):
+        interrupt.check()
         started = time.perf_counter()
         state, record = step(state, trainer.batches.at(number))
         jax.block_until_ready(record)
@@ -438,10 +516,10 @@ def _shown(line: Mapping[str, Any]) -> str:
     """A line of the log, for a person."""
     if "evaluation" in line:
         found = line["evaluation"]
-        quiet = found["acceptance_length_without_loops"]
+        lengths = [figure_text(found[f"acceptance_length{of}"], ".2f") for of in ("", "_without_loops")]
         return (
-            f"step {line['step']}: acceptance length {found['acceptance_length']:.2f}, without loops "
-            f"{'-' if quiet is None else format(quiet, '.2f')}, of {found['num_outputs']} held-out prompts"
+            f"step {line['step']}: acceptance length {lengths[0]}, without loops {lengths[1]}, of "
+            f"{found['num_outputs']} held-out prompts"
         )
     minutes = line["left_s"] / 60
     return (
@@ -467,6 +545,7 @@ class _Acceptance:
 
     def of(self, params: DrafterParams) -> dict[str, Any]:
         """Figures of the drafter."""
+        interrupt.check()
         drafter = drafter_of(params, self._config)
         engine = Engine(self._target, drafter, self._shape, self._pair.stop_token_ids)
         engine.warm_up()

@@ -58,6 +58,7 @@ the same command goes on where it was cut off.
 [bold]Examples[/bold]
 
   an hour             [cyan]peagle train --data DIR --out RUN --minutes 60[/cyan]
+  and 2000 more       [cyan]peagle train --data DIR --out RUN --steps 5000[/cyan]
   your own target     [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
   watch acceptance    [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
   the baseline        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
@@ -220,10 +221,17 @@ def train(
     ],
     out: Out,
     target: Target = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, rich_help_panel=LEARNING, help="So many.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, rich_help_panel=LEARNING, help="So many; more than it has continue a folder's."),
+    ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option("--minutes", min=0, rich_help_panel=LEARNING, help="About as long: measured once, then steps."),
+        typer.Option(
+            "--minutes",
+            rich_help_panel=LEARNING,
+            help="At most so long now, without evaluations; plans a new training's steps, by a measured one.",
+        ),
     ] = None,
     init: Annotated[
         str | None,
@@ -407,9 +415,10 @@ def export(
         str | None,
         typer.Option(
             "--verifier",
-            metavar="NAME",
+            metavar="NAME|DIR",
             rich_help_panel=OUTPUT,
-            help="The target, as others are to find it. speculators needs it.",
+            help="The target, as others are to find it; speculators needs it. A folder gives what the drafter lacks, "
+            "too: positions, embedding, head.",
         ),
     ] = None,
     aux_layer_ids: AuxLayerIds = None,

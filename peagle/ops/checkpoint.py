@@ -20,6 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.files import umask
 from peagle.ops.memory import aligned
@@ -161,6 +162,7 @@ class Checkpoint:
         if self._progress is not None:
             self._taken_bytes += piece.nbytes
             self._progress(self._taken_bytes, self._all_bytes)
+        interrupt.check()
         return piece
 
     def _refuse_surplus(self, names: Set[str]) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from peagle.metrics import figure_text
+
 Json = dict[str, Any]
 
 
@@ -62,8 +64,8 @@ def _operations(rows: list[Json], copy: float | None) -> list[str]:
                 str(row["rows"]),
                 f"{row['mb']:.3g}",
                 f"{row['us']:.4g} ({row['us_lowest']:.4g}..{row['us_highest']:.4g})",
-                "-" if row["gb_per_s"] is None else f"{row['gb_per_s']:.4g}",
-                "-" if copy is None or row["gb_per_s"] is None else f"{row['gb_per_s'] / copy:.0%}",
+                figure_text(row["gb_per_s"], ".4g"),
+                figure_text(None if copy is None or row["gb_per_s"] is None else row["gb_per_s"] / copy, ".0%"),
             ]
             for row in rows
         ],
@@ -82,8 +84,8 @@ def _alone(rows: list[Json]) -> list[str]:
                 str(row["context"]),
                 spread(row["ms_per_pass"]),
                 spread(row["tok_per_s"]),
-                "-" if row["v"] is None else f"{row['v']:.2f}",
-                "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f}",
+                figure_text(row["v"], ".2f"),
+                figure_text(None if row["peak_bytes"] is None else row["peak_bytes"] / 1e9, ".2f"),
             ]
             for row in rows
         ],

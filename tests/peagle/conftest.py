@@ -1,10 +1,13 @@
 """One tiny random pair in the real file layout, shared by all tests here: written once, loaded once."""
 
 import dataclasses
+import itertools
 import json
 import math
+import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import flax.struct
 import jax
@@ -144,6 +147,18 @@ def edit_json(path: Path, **changes: object) -> None:
     value = json.loads(path.read_text())
     value.update(changes)
     path.write_text(json.dumps({key: item for key, item in value.items() if item is not None}))
+
+
+def press_ctrl_c_at(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, call: int = 1) -> None:
+    """Press Ctrl-C at that call of a function, counted from 1; the call goes on."""
+    function, calls = getattr(where, name), itertools.count(1)
+
+    def pressing(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(where, name, pressing)
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from peagle.config import SpeculationConfig
 
 import peagle.bench
 import peagle.cli.bench
 import peagle.pair
 from peagle.bench import Bench, BenchOptions, Case, Measurement, WeightBytes, bench
 from peagle.cli import main
-from peagle.config import SpeculationConfig
 from peagle.ops.errors import InputError
 from peagle.pair import Pair, load
 from tests.peagle.conftest import MAX_POSITIONS, Directories

@@ -16,16 +16,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from peagle.generate import Request
+from peagle.policy import Costs
 
 import peagle.cli.info
 import peagle.cli.run
 import peagle.pair
 from peagle.cli import main
 from peagle.cli.display import Display
-from peagle.generate import Request
 from peagle.ops import native
 from peagle.pair import Pair
-from peagle.policy import Costs
 from tests.peagle.conftest import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
 
 Run = Callable[..., tuple[int, str, str]]

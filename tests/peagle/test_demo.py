@@ -5,14 +5,14 @@ import json
 
 import jax
 import pytest
+from peagle.config import SpeculationConfig
+from peagle.generate import STEPS_THAT_SHARE_A_CHOICE, Request
+from peagle.policy import Costs
 
 import peagle.pair
 from drafter.propose import Eagle3, PEagle
-from peagle.config import SpeculationConfig
-from peagle.generate import STEPS_THAT_SHARE_A_CHOICE, Request
 from peagle.ops import native
 from peagle.pair import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, Pair, with_drafter
-from peagle.policy import Costs
 from peagle.prompt_files import read_prompt_file
 from peagle.session import Run, RunConfig, run
 from scripts import record_acceptance

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from drafter.config import DrafterConfig
 from drafter.load import load_drafter, parse_config, save_drafter
+from drafter.train.folder import LOG, RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli import main
 from peagle.cli.export import card, spread_over_groups
@@ -216,3 +217,18 @@ def test_the_card_names_the_flag_that_vllm_needs(tmp_path: Path, dialect: Any) -
     assert flag not in next(line for line in unknown.splitlines() if "vllm serve" in line)
     assert f"add `{flag}`" in unknown
     assert all(flag not in card(one, dialect, "T", known, tmp_path) for known in (target, None))
+
+
+def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(tmp_path: Path) -> None:
+    recipe = {"steps": 9, "width": 32, "optimizer": "adamw", "loss": "half", "cod": {"depth": 3, "ratio": 0.8}}
+    record = {"recipe": recipe, "rows_per_step": 2, "data": {"documents": 5, "tokens": 99}}
+    (tmp_path / RECIPE).write_text(json.dumps(record))
+    found = {"num_outputs": 3, "num_outputs_without_loops": 3, "num_speculative_tokens": 7}
+    evaluation = found | {"acceptance_length": None, "acceptance_length_without_loops": None}
+    lines = [{"step": 9, "loss": 1.0}, {"step": 9, "evaluation": evaluation}]
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = card(DRAFTER, "vllm", None, None, tmp_path)
+    assert "\n9 steps of 2 rows" in text
+    assert "Acceptance length on 3 held-out prompts, greedy, K = 7: -.\n" in text
+    (tmp_path / LOG).write_text(json.dumps({"step": 4, "loss": 1.0}))
+    assert "\n4 of 9 steps of 2 rows" in card(DRAFTER, "vllm", None, None, tmp_path)

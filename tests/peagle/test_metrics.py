@@ -12,6 +12,7 @@ from peagle.metrics import (
     Counters,
     Recorder,
     Result,
+    figure_text,
     first_difference,
     loop_grams,
     median_speedup,
@@ -190,6 +191,10 @@ def test_loop_share_by_hand() -> None:
     assert pooled_loop_share([fresh, fresh]) == 0.0
     assert pooled_loop_share([looping, fresh]) == pytest.approx(1 - 4 / 6)
     assert pooled_loop_share([]) is None
+
+
+def test_what_cannot_be_said_is_shown_as_a_dash() -> None:
+    assert [figure_text(value, ".2f") for value in (None, 0.0, 2.345)] == ["-", "0.00", "2.35"]
 
 
 def test_first_difference() -> None:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import peagle.cli.run
 from peagle.autoregressive import NoDrafter
-from peagle.cli import main
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Emission, Engine, Request
+
+import peagle.cli.run
+from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import likeliest
 from peagle.ops.messages import Draft, Fresh

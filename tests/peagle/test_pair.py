@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-import peagle
 from peagle.config import SamplingConfig, SpeculationConfig
 from peagle.generate import Request
+
+import peagle
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import DEMO_DIRECTORY, Pair, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.prompts import Rendering, from_ids

@@ -23,7 +23,7 @@ from peagle.cli.settings import ParitySettings
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import Draft, Fresh
 from peagle.pair import DEMO_DIRECTORY, HELD_OUT
-from peagle.parity import Reading, causes, compare, replay
+from peagle.parity import Reading, Text, causes, compare, replay
 from peagle.prompt_files import read_prompt_file
 from tests.peagle.conftest import edit_json
 
@@ -134,7 +134,8 @@ def test_other_readings_of_tensors_are_tried(tmp_path: Path, fault: str) -> None
     """Each once, and as it would be loaded with the cure."""
     directory, cause = faulty(tmp_path, fault)
     pair = peagle.pair.load("demo", directory)
-    asked = Asked((), (np.zeros((1, 8, 1)),), (), 0)
+    hidden = np.zeros((1, 8, 192), np.float32)
+    asked = Asked((Text(np.zeros(1, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
     found = {each.name: each for each in readings(pair, pair.drafter, read_checkpoint(directory), asked)}
     params: Any = found[cause].model.params
     if fault == "embedding":

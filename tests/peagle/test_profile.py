@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-
 from peagle.config import SpeculationConfig
 from peagle.generate import Engine, Request
 from peagle.ngram import NGram
+
 from peagle.ops.errors import InputError
 from peagle.profile import Span, breakdown, parts_by_operation, profile, writable
 from tests.peagle.toys import tiny_target

@@ -5,28 +5,40 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-
-import peagle.pair
-from drafter.load import load_drafter, save_drafter
-from drafter.propose import Eagle3
-from drafter.train.shards import read_shards
-from peagle.cli import main
-from peagle.cli.train import _given
 from peagle.config import SpeculationConfig
 from peagle.costs import MEASUREMENTS
 from peagle.generate import Request
+from peagle.policy import Costs
+from safetensors.numpy import load_file, save_file
+
+import peagle.answers
+import peagle.pair
+from drafter.load import load_drafter, save_drafter
+from drafter.propose import Eagle3
+from drafter.train.batches import Batches
+from drafter.train.folder import LOG, RECIPE, read_log
+from drafter.train.shards import read_shards
+from peagle.cli import main
+from peagle.cli.train import _Deadline, _given, _shown
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
-from peagle.policy import Costs
 from target.load import load_target
 from tests.drafter.cases import random_params
-from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, STOP, TARGET, VOCAB_SIZE, Directories
+from tests.peagle.conftest import (
+    DRAFTER,
+    MAX_POSITIONS,
+    STOP,
+    TARGET,
+    VOCAB_SIZE,
+    Directories,
+    press_ctrl_c_at,
+)
 
 Run = Callable[..., tuple[int, str]]
 PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
@@ -76,13 +88,19 @@ def test_data_are_the_targets_own_answers(made: Path, pair: Pair) -> None:
 
 
 def test_data_go_on_where_they_were_cut_off_and_are_the_same(
-    directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run
+    directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ("data", "--target", directories.target, "--prompt-file", prompts, "-n", 20, "--shard-prompts", 2)
     copy = tmp_path / "copy"
     shutil.copytree(made, copy)
     (copy / "shard_00001.safetensors").unlink()
     before = (copy / "shard_00002.safetensors").stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, peagle.answers, "decode")
+        code, said = run(*arguments, "--out", copy, "--batch", 2)
+    assert code == 130
+    assert f"interrupted: 2 of 3 shards are in {copy}; the same command goes on" in said
+    assert not (copy / "shard_00001.safetensors").exists()
     code, said = run(*arguments, "--out", copy, "--batch", 2)
     assert code == 0
     assert said.startswith(f"left out     1 row that cannot be asked, the first: {prompts} line {len(PROMPTS) + 1}")
@@ -264,6 +282,8 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--heads", 5), "5 query heads do not divide"),
         (("--weight-decay", -1), "weight decay -1.0"),
         (("--clip", 0), "gradients clipped at 0.0"),
+        (("--minutes", 0), "--minutes is 0; expected a number above 0"),
+        (("--minutes", "nan"), "--minutes is nan; expected a number above 0"),
         (("--mask-hiddens", 3), "--mask-hiddens is 3; expected 1..2"),
         (("--data", "missing"), "cannot be read"),
     ],
@@ -287,10 +307,12 @@ def test_a_drafter_to_begin_with_keeps_its_kind(directories: Directories, made: 
 def test_what_a_drafter_to_begin_with_reads_can_be_given(
     directories: Directories, made: Path, tmp_path: Path, run: Run
 ) -> None:
-    more = ("--init", directories.drafter, "--aux-layer-ids")
+    _, shape = load_drafter(directories.drafter)
+    same = ("--layers", shape.num_layers, "--mlp-width", shape.mlp_width)
+    more = ("--init", directories.drafter, *same, "--aux-layer-ids")
     code, said = run(*train(directories, made, tmp_path / "run", *more, "0,1,3"))
     assert (code, "--aux-layer-ids names the output of layer 3; expected 0..2" in said) == (2, True)
-    code, said = run(*train(directories, made, tmp_path / "run", *more, "0,2,1", "--taps", "0,1,2"))
+    code, said = run(*train(directories, made, tmp_path / "run", *more, "0,2,1"))
     assert (code, "--taps asks for (0, 1, 2), but --init" in said) == (2, True)
 
 
@@ -386,15 +408,29 @@ def test_a_file_in_the_place_of_a_folder_is_one_line(
     assert out.read_text() == "mine"
 
 
-def test_a_run_is_not_mixed_with_another(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
+def test_a_run_goes_on_after_ctrl_c_and_with_more_steps_and_is_not_mixed_with_another(
+    directories: Directories, made: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, Batches, "at", 2)
+        code, said = run(*train(directories, made, out))
+    assert code == 130
+    assert f"interrupted: 2 of 4 steps are kept in {out}; the same command goes on" in said
+    assert not (out / "drafter").exists()
     assert run(*train(directories, made, out))[0] == 0
+    assert [line["step"] for line in read_log(out / LOG)] == [2, 4]
     code, said = run(*train(directories, made, out, "--seed", 7))
     assert code == 2
     assert "was begun with recipe.seed 0, now it is 7" in said
-    code, said = run(*train(directories, made, out, "--steps", 9))
+    code, said = run(*train(directories, made, out, "--steps", 3))
     assert code == 2
-    assert "was begun with recipe.steps 4, now it is 9" in said
+    assert "was begun with 4 steps, now it is 3; expected as many or more" in said
+    assert run(*train(directories, made, out, "--steps", 6))[0] == 0
+    record = json.loads((out / RECIPE).read_text())
+    assert (record["recipe"]["steps"], record["continued"]) == (6, [{"at": 4, "steps_before": 4}])
+    assert [line["step"] for line in read_log(out / LOG)] == [2, 4, 6]
+    assert "6 steps of 2 rows" in (out / "drafter" / "README.md").read_text()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("mine")
     code, said = run(*train(directories, made, tmp_path / "mine"))
@@ -418,3 +454,61 @@ def test_data_with_nothing_to_train_on_is_refused(
     code, said = run(*train(directories, corrupt, tmp_path / "run"))
     assert code == 2
     assert "shard_00001.safetensors is not a whole shard" in said
+
+
+def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
+    directories: Directories,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A step is said to take a minute; the time is said to be over after the first."""
+    monkeypatch.setattr("peagle.cli.train._seconds_per_step", lambda *_: 60.0)
+    out = tmp_path / "run"
+    given = [str(each) for each in train(directories, made, out)]
+    del given[given.index("--steps") : given.index("--steps") + 2]
+    assert main([*given, "--minutes", "0.5"]) == 2
+    assert "--minutes is 0.5, and a step takes 60 s; expected time for a step" in capsys.readouterr().err
+    assert not out.exists()
+    over = iter([False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.cli.train._Deadline.over", lambda _: next(over))
+        assert main([*given, "--minutes", "3"]) == 0
+    said = capsys.readouterr().err
+    assert "measuring 6 steps: how many fit into 3 minutes" in said
+    assert "a step takes 60 s: 2 steps are planned" in said
+    assert f"--minutes 3 are over: 1 of 2 steps are kept in {out}" in said
+    assert "1 of 2 steps of 2 rows" in (out / "drafter" / "README.md").read_text()
+    assert main([*given, "--minutes", "3"]) == 0
+    assert "training steps 2 to 2" in capsys.readouterr().err
+    assert main([*given, "--minutes", "3"]) == 0
+    assert "has all of its steps, 2; a larger --steps goes on with more" in capsys.readouterr().err
+
+
+def test_a_deadline_counts_neither_the_first_step_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("peagle.cli.train.time", SimpleNamespace(monotonic=lambda: now[0]))
+    deadline = _Deadline(1.0)
+    seen = [deadline.over()]
+    now[0] += 500  # compiling
+    seen += [deadline.over()]
+    now[0] += 59
+    seen += [deadline.over()]
+    with deadline.moved():
+        now[0] += 1000
+    seen += [deadline.over()]
+    now[0] += 1
+    seen += [deadline.over()]
+    assert seen == [False, False, False, False, True]
+    unending = _Deadline(None)
+    assert not unending.over()
+    now[0] += 1e9
+    assert not unending.over()
+
+
+def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
+    """Every answer one token: no step drafted."""
+    found = {"acceptance_length": None, "acceptance_length_without_loops": None, "num_outputs": 3}
+    line = {"step": 4, "evaluation": found}
+    assert _shown(line) == "step 4: acceptance length -, without loops -, of 3 held-out prompts"

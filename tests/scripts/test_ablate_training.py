@@ -8,7 +8,7 @@ import pytest
 
 from peagle.ops.errors import InputError
 from scripts import ablate_training
-from scripts.ablate_training import VARIANTS, chosen, interval, length, over, row, seconds_per_step
+from scripts.ablate_training import NUM_DRAFTS, VARIANTS, chosen, interval, length, over, row, seconds_per_step
 from tests.peagle.conftest import Directories, directories  # noqa: F401 (a fixture)
 
 
@@ -33,6 +33,12 @@ def test_figures_of_a_variant_are_those_of_all_its_steps() -> None:
     low, high = interval(many) or (9, 0)
     assert low < length(many) < high
     assert interval([line(n, [2, 2]) for n in range(9)]) == [3.0, 3.0]
+    assert length([line(0, [])]) is None  # an answer of one token
+    alone = row(VARIANTS[0], records, [line(0, [])])
+    assert (alone["acceptance_length"], alone["over_base"]["value"]) == (None, None)
+    assert alone["acceptance_rate_per_position"] == [None] * NUM_DRAFTS
+    assert ablate_training._with_interval(alone, "acceptance_length") == "-"
+    assert ablate_training._signed(alone["over_base"]) == "-"
     better = over([line(n, [n % 4 + 1, 2]) for n in range(9)], many)
     assert better == {"value": pytest.approx(1.0), "interval": pytest.approx([1.0, 1.0])}, "prompt by prompt"
 

@@ -20,7 +20,7 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
-from drafter.train.folder import CHECKPOINTS, LOG, read_log
+from drafter.train.folder import CHECKPOINTS, LOG, read_log, steps_done
 from drafter.train.shards import Document
 from drafter.train.trainer import Recipe, Trainer, TrainingStopped
 from peagle.ops.errors import InputError
@@ -98,6 +98,41 @@ def test_it_learns(straight: tuple[DrafterParams, list[tuple[int, float]]]) -> N
     _, losses = straight
     assert [step for step, _ in losses] == [2, 4, 6, 8, 10, 12]
     assert losses[-1][1] < 0.8 * losses[0][1]
+
+
+def test_stopped_anywhere_it_keeps_the_last_step_and_goes_on_to_the_same_bits(
+    tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]]
+) -> None:
+    """Told to stop, as a deadline does, and by Ctrl-C within an evaluation; neither at a step that is saved anyway."""
+    out, asked = tmp_path / "run", iter([False] * 3 + [True])
+
+    def evaluate(_: DrafterParams) -> dict[str, float]:
+        if steps_done(out) == 4:
+            raise KeyboardInterrupt
+        return {"acceptance_length": 1.0}
+
+    trainer(out, evaluate=evaluate, should_stop=lambda: next(asked)).run(initial())
+    assert steps_done(out) == 3
+    assert [(line["step"], "evaluation" in line) for line in read_log(out / LOG)] == [(2, False), (3, False), (3, True)]
+    with pytest.raises(KeyboardInterrupt):
+        trainer(out, evaluate=evaluate, evaluate_every=5).run(initial())
+    assert steps_done(out) == 5
+    params = trainer(out).run(initial())
+    assert same(params, straight[0])
+    assert steps_done(out) == 12
+    assert [step for step, _ in curve(out)] == [2, 3, 4, 5, 6, 8, 10, 12]
+
+
+def test_with_more_steps_it_goes_on_at_the_rates_of_a_longer_training(tmp_path: Path) -> None:
+    """Its first steps are those of the shorter one; one that had these rates from the start comes to something else."""
+    out = tmp_path / "run"
+    trainer(out, dataclasses.replace(RECIPE, steps=4)).run(initial())
+    longer = dataclasses.replace(RECIPE, steps=6)
+    params = trainer(out, longer).run(initial())
+    assert steps_done(out) == 6
+    assert [step for step, _ in curve(out)] == [2, 4, 6]
+    moved = trainer(tmp_path / "straight", longer).run(initial())
+    assert not same(params, moved)
 
 
 class Killed(BaseException):

@@ -27,7 +27,7 @@ from peagle.sweep.figures import best, rows
 from peagle.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
 from peagle.sweep.plan import Arm, Plan, Setting, short_names
 from peagle.text import ByteLevelTokenizer, Tokenizer
-from tests.peagle.conftest import SPECIALS, toy_pair
+from tests.peagle.conftest import SPECIALS, press_ctrl_c_at, toy_pair
 from tests.peagle.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
 
 
@@ -288,6 +288,21 @@ def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(
     assert len(resumed.record["sittings"]) == 6
     for one, two in zip(resumed.record["rows"], finished.record["rows"], strict=True):
         assert one["acceptance_length"] == two["acceptance_length"]
+
+
+def test_ctrl_c_keeps_what_was_decoded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pressed as the third of four requests begins."""
+    options = ["-k", "1", "--prompts", prompt_file(tmp_path), "--num-prompts", 2, "--repeats", 1, "-n", 8]
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, peagle.sweep.measure, "decode", 3)
+        assert sweep(patch, "--out", out, *options, "--render", "raw") == 130
+    assert f"interrupted; to go on: peagle sweep --out {out} --resume" in capsys.readouterr().err
+    assert len(open_run(out).samples()) == 2
+    assert sweep(monkeypatch, "--out", out, "--resume") == 0
+    assert len(open_run(out).samples()) == 4
 
 
 def test_a_run_that_had_not_read_its_prompts_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
