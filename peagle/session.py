@@ -89,7 +89,7 @@ class CostsUsed:
 
 @dataclasses.dataclass
 class Run:
-    """What became of the conversations: outcomes in the order of the input, of all requests that were begun.
+    """What became of the conversations: outcomes in the order of the input, of all requests that have a token.
 
     cut_short: a line for each conversation that its own answers made too long for a later turn; that turn and those
     behind it are missing.
@@ -287,7 +287,7 @@ class _Session:
         self.done += len(requests)
 
     def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> None:
-        """The round's outcomes are there afterwards, also when it was interrupted."""
+        """The round's outcomes are there afterwards; if it was interrupted, those of requests that have a token."""
         requests = [request for request, _ in together]
         recording = recorders(engine, requests, self.pair.tokenizer)
         for request, turn in together:
@@ -302,7 +302,9 @@ class _Session:
             for (request, turn), recorder in zip(together, recording, strict=True):
                 if rest := recorder.close():
                     self.observer.emitted(request, (), rest)
-                self.outcomes[request.index] = Outcome(recorder.result(), turn)
+                result = recorder.result()
+                if result.output_ids:
+                    self.outcomes[request.index] = Outcome(result, turn)
 
     def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
         self.observer.decoding(self.done, self.total, plainly=True)

@@ -1,10 +1,10 @@
-"""GPT-OSS: one stack of layers, three ways through it.
+"""GPT-OSS: one stack of layers, two ways through it.
 
     forward   no cache: a whole batch of sequences at once (training, references)
-    prefill   prompts into empty caches, at a padded length; logits of each row's last token only
-    verify    T rows per sequence at per-row offsets, written to the caches, then attended (T = 1 is decoding)
+    extend    T rows per sequence at their positions, written to the caches, then attended: a chunk of a prompt, the
+              pending token and its drafts, or one token
 
-All three run `_run_layers`; they differ in what attention reads, which each passes in as `attend`.
+Both run `_run_layers`; they differ in what attention reads, which each passes in as `attend`.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.attention import attend_rows, attention, decode_attention, split_heads
+from peagle.ops.attention import attention, decode_attention, split_heads
 from peagle.ops.expert_matmul import expert_block
-from peagle.ops.kv_cache import KVCache, init_kv_cache, ring_capacity, write_kv
+from peagle.ops.kv_cache import KVCache, init_kv_cache, ring_capacity
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import causal_mask
 from peagle.ops.messages import TargetOutput
@@ -67,74 +67,6 @@ def init_caches(
         return init_kv_cache(batch, slots, config.num_kv_heads, config.head_dim, dtype, ring)
 
     return tuple(one(layer) for layer in range(config.num_layers))
-
-
-def prefill(
-    params: TargetParams,
-    config: TargetConfig,
-    token_ids: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    caches: tuple[KVCache, ...],
-    aux_layer_ids: Sequence[int] = (),
-) -> tuple[Float[Array, "B V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
-    """(logits after each row's last token [B, V], aux_hidden of every row, caches holding exactly token_ids[:,
-    :length]).
-
-    The caches must be empty. Rows from a sequence's length on are padding: inactive and never written. A ring
-    receives each sequence's last `capacity` real positions.
-    """
-    width = token_ids.shape[1]
-    index = jnp.arange(width, dtype=jnp.int32)[None, :]
-    positions = jnp.where(index < lengths[:, None], index, -1)
-    written = list(caches)
-
-    def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        cache = caches[layer]
-        kept = jnp.where(index >= lengths[:, None] - cache.capacity, positions, -1) if cache.ring else positions
-        written[layer] = write_kv(cache, key, value, kept)
-        return attend_rows(query, key, value, positions, config.window(layer), p.sinks, native=params.native)
-
-    projected = _rotated(config, attend)
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, projected, aux_layer_ids)
-    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return _logits(params, config, last)[:, 0], aux_hidden, tuple(written)
-
-
-def verify(
-    params: TargetParams,
-    config: TargetConfig,
-    token_ids: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    caches: tuple[KVCache, ...],
-    aux_layer_ids: Sequence[int] = (),
-) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
-    """(logits [B, T, V], aux_hidden, caches) of T tokens per row at positions length, length + 1, ...
-
-    The caches hold token_ids' T rows afterwards; how many of them count is the caller's `length`: rolling back is
-    moving it. A row of negative length is inactive: it writes nothing and its results mean nothing.
-    """
-    width = token_ids.shape[1]
-    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
-    positions = jnp.where(lengths[:, None] < 0, -1, lengths[:, None] + steps)
-    written = list(caches)
-
-    def attend(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        out, written[layer] = decode_attention(
-            qkv,
-            cos,
-            sin,
-            caches[layer],
-            positions,
-            config.num_heads,
-            config.window(layer),
-            p.sinks,
-            native=params.native,
-            xla=params.xla,
-        )
-        return out
-
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
-    return _logits(params, config, x), aux_hidden, tuple(written)
 
 
 def extend(
@@ -288,20 +220,6 @@ class GptOss:
         logits, aux, cache = extend(
             self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows
         )
-        return TargetOutput(logits, aux), cache
-
-    def prefill(
-        self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: tuple[KVCache, ...]
-    ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
-        """See `prefill`."""
-        logits, aux, cache = prefill(self.params, self.config, token_ids, lengths, cache, self.aux_layer_ids)
-        return TargetOutput(logits, aux), cache
-
-    def verify(
-        self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: tuple[KVCache, ...]
-    ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
-        """See `verify`."""
-        logits, aux, cache = verify(self.params, self.config, token_ids, lengths, cache, self.aux_layer_ids)
         return TargetOutput(logits, aux), cache
 
     def first_not_finite(self, token_ids: Sequence[int]) -> str | None:

@@ -222,7 +222,7 @@ NumSpeculative = Annotated[
         "--num-speculative-tokens",
         metavar="K|auto",
         rich_help_panel=SPECULATION,
-        help="Most tokens drafted per step; auto: 7, and fewer or none where they do not pay. Default on CPU: auto.",
+        help="Tokens drafted per step; auto: by the drafter's table, none where they do not pay. Default on CPU: auto.",
     ),
 ]
 DraftSampling = Annotated[

@@ -34,7 +34,8 @@ class Display(Observer):
         self._pieces: dict[int, list[str]] = {}
         self._ended: dict[int, tuple[Request, str]] = {}  # those that wait for one before them
         self._progress: Progress | None = None
-        self._done = 0
+        self._done = self._finished = 0  # requests: before this round, in it
+        self._decoding = ""
         self._began: float | None = None
         if text and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
@@ -83,8 +84,8 @@ class Display(Observer):
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self._done, self._began = done, self._began or time.perf_counter()
-        what = "decoding plainly, to compare" if plainly else "decoding"
-        self._show(what if total == 1 else f"{what}: {done} of {total} requests{self._time_left()}", animated=False)
+        self._finished, self._decoding = 0, "decoding plainly, to compare" if plainly else "decoding"
+        self._show(self._decoding if total == 1 else f"{self._counted()}{self._time_left()}", animated=False)
 
     def profiling(self) -> None:
         self._show("looking at some steps")
@@ -102,6 +103,9 @@ class Display(Observer):
 
     def finished(self, result: Result) -> None:
         self.end(result.request)
+        self._finished += 1
+        if self._progress is not None and not self._streaming:
+            self._progress.update(self._progress.tasks[0].id, description=self._counted(), refresh=True)
 
     def end(self, request: Request) -> None:
         """The request's text is complete on standard output, with a line break behind it."""
@@ -119,10 +123,13 @@ class Display(Observer):
             self._write(whole if whole.endswith("\n") else whole + "\n")
 
     def end_all(self) -> None:
-        """The same for whatever was interrupted."""
+        """The same for whatever was interrupted; of those that waited for a slot there is nothing to show."""
         self.clear()
-        for index in list(self._pieces):
-            self.end(Request((0,), 1, index=index))
+        for index in sorted(self._pieces):
+            if self._streaming or self._pieces[index]:
+                self.end(Request((0,), 1, index=index))
+            else:
+                del self._pieces[index]
 
     def note(self, line: str) -> None:
         """A line on standard error, if anybody wants to read such."""
@@ -148,6 +155,9 @@ class Display(Observer):
         if self._total > 1 and self._text and not self._quiet:
             turns = "" if turn is None else f", turn {turn}"
             self.note(f"--- request {request.index + 1} of {self._total}{turns}{self._time_left()}")
+
+    def _counted(self) -> str:
+        return f"{self._decoding}: {self._done + self._finished} of {self._total} requests"
 
     def _time_left(self) -> str:
         if not self._done or self._began is None:

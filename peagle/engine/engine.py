@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from peagle.engine.programs import Programs
-from peagle.engine.request import GREEDY_BELOW, FinishReason, Request, StepRecord, TokenChunk
+from peagle.engine.request import GREEDY_BELOW, FinishReason, Request, SamplingParams, StepRecord, TokenChunk
 from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
 from peagle.engine.state import DecodeState, Prefix, SlotParams
 from peagle.engine.step import StepKind, StepOutput
@@ -278,7 +278,8 @@ class Engine:
         kinds = [self._kind(drafts, sampled) for drafts in self._possible_drafts()]
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
-            for _ in self.generate([Request((0,), 1)]):
+            sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # of a kind it takes
+            for _ in self.generate([Request((0,), 1, sampling)]):
                 pass
             assert self._state is not None
             for kind in missing:

@@ -9,7 +9,7 @@ import jax
 class TargetOutput:
     """What a target computes beside its caches."""
 
-    logits: jax.Array  # [B, V] after prefill, [B, T, V] after verify
+    logits: jax.Array  # [B, L, V]: of the rows that were asked for
     aux_hidden: jax.Array  # [B, T, A]: the taps side by side; A is 0 without taps
 
 
@@ -18,8 +18,7 @@ class Fresh:
     """The tokens committed since the drafter proposed last and the hiddens they follow from: row i pairs token[p+1]
     with aux_hidden[p] at p = first_position + i, for i < num. Rows from num on are leftovers.
 
-    One step commits up to K+1 rows. Where plain steps lie between two proposals there may be more, and the oldest of
-    more than fit are lost: first_position is then behind what the drafter was given last.
+    One step commits up to K+1 rows. first_position is the one behind what the drafter took in last: no row is left out.
     """
 
     token_ids: jax.Array  # [B, F] int32, F >= K+1
@@ -32,10 +31,7 @@ class Fresh:
 class Draft:
     """K proposed tokens: the drafter's most likely ones, and the logits they come from where it has any.
 
-    logits is over the target's vocabulary; tokens the drafter cannot propose are at -inf or a very large negative.
-    confidence is the probability the drafter gives its most likely token, whichever token is drafted in the end: it is
-    a function of the drafter's distribution, never of a draw from it."""
+    logits is over the target's vocabulary; tokens the drafter cannot propose are at -inf or a very large negative."""
 
     token_ids: jax.Array  # [B, K] int32
     logits: jax.Array | None = None  # [B, K, V]
-    confidence: jax.Array | None = None  # [B, K] float32

@@ -14,16 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
-from peagle.generate import Request
-from peagle.policy import Costs
 
 import peagle.cli.info
 import peagle.cli.run
 import peagle.pair
 from peagle.cli import main
 from peagle.cli.display import Display
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
 from peagle.ops import native
 from peagle.pair import Pair
 from tests.peagle.conftest import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
@@ -102,16 +101,12 @@ def test_quiet_is_the_text_alone(cli: Run) -> None:
     assert out.endswith("\n")
 
 
-def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        "peagle.costs.measure",
-        lambda ladder, *_: Costs(jnp.asarray(ladder, jnp.float32), jnp.full((len(ladder),), 0.5), jnp.zeros(())),
-    )
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "_measure_costs", lambda _: {1: 9.0})
     code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
     assert code == 0
-    assert "with 1 takes the time of 3.0 plain steps and gives 2 tokens at most" in err
-    assert "0 steps of K <= 7, 11 plain" in err
+    assert "a step takes the time of 9.0 plain steps and gives 4 tokens at most; decoded plainly" in err
+    assert "0 steps of K <= 3, 11 plain" in err
     assert "the same tokens" in err
     assert re.search(r"speed-up \d+\.\d\d, which is noise: by the same program \|", err)
 
@@ -139,7 +134,7 @@ def test_files_are_written_whole_and_with_the_usual_permissions(cli: Run, tmp_pa
     prompts.write_text('{"turns": ["a", "b"]}\n{"prompt": "c"}\n{"prompt_ids": [50]}\n')
     result, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
     result.write_text("old")
-    arguments = ("--prompt-file", str(prompts), "--json", str(result), "--trace", str(trace), "--batch", "2")
+    arguments = ("--prompt-file", str(prompts), "--json", str(result), "--trace", str(trace), "--slots", "2")
     code, out, err = cli(*SPECULATE, *arguments)
     assert code == 0
     value = json.loads(result.read_text())
@@ -186,15 +181,30 @@ def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
     assert "log-probability" in ids
 
 
-def test_texts_of_a_batch_come_in_the_order_of_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_decoded_together_come_in_the_order_of_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(text=True, quiet=False, total=3, streaming=False)
-    requests = [Request(index, (1,), 1) for index in range(3)]
+    requests = [Request((1,), 1, index=index) for index in range(3)]
     for request in requests:
         display.started(request, None)
         display.emitted(request, (), f"text {request.index}")
-    for index in (2, 0, 1):
-        assert not capsys.readouterr().out, "not before all have ended"
-        display.end(requests[index])
+    shown = ""
+    for index, out in ((2, ""), (0, "text 0\n"), (1, "text 1\ntext 2\n")):
+        display.end(requests[index])  # each comes when those before it have ended
+        captured = capsys.readouterr()
+        assert captured.out == out
+        shown += captured.err
+    assert [line.split()[2] for line in shown.splitlines()] == ["1", "2", "3"]
+
+
+def test_texts_that_were_cut_off_are_shown_and_those_not_begun_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(text=True, quiet=False, total=5, streaming=False)
+    requests = [Request((1,), 1, index=index) for index in range(4)]
+    for request in requests:
+        display.started(request, None)
+    for request in requests[:3]:
+        display.emitted(request, (5,), f"text {request.index}")
+    display.end(requests[1])
+    display.end_all()
     captured = capsys.readouterr()
     assert captured.out == "text 0\ntext 1\ntext 2\n"
     assert [line.split()[2] for line in captured.err.splitlines()] == ["1", "2", "3"]
@@ -248,8 +258,8 @@ def test_special_tokens_are_control_tokens_where_they_are_asked_for(cli: Run) ->
     refused(cli(*SPECULATE, "--special-tokens", "Hi"), "in raw text alone")
 
 
-@pytest.mark.parametrize("batch", ["1", "2"])
-def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, batch: str) -> None:
+@pytest.mark.parametrize("slots", ["1", "2"])
+def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slots: str) -> None:
     shown, emitted = [], Display.emitted
 
     def interrupt(self: Display, *arguments: Any) -> None:
@@ -262,7 +272,7 @@ def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, t
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [50]}\n{"prompt_ids": [51]}\n')
     files = ("--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace"))
-    code, out, err = cli(*SPECULATE, "--prompt-file", str(prompts), "-n", "60", "--batch", batch, *files)
+    code, out, err = cli(*SPECULATE, "--prompt-file", str(prompts), "-n", "60", "--slots", slots, *files)
     assert code == 130
     assert "interrupted" in err
     assert "acceptance" in err
@@ -293,10 +303,11 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
     [
         (["-k", "0", "Hi"], ["K is 0", "1 or more"]),
         (["-k", "-3", "Hi"], ["K is -3"]),
-        (["-k", "1000", "Hi"], ["K is 1000", "at most 128"]),
+        (["-k", "1000", "Hi"], ["K is 1000", "to 128 drafted"]),
         (["-k", "x", "Hi"], ["K is 'x'", "or auto"]),
         (["-n", "0", "Hi"], ["0 new tokens"]),
-        (["--batch", "0", "Hi"], ["batch is 0"]),
+        (["--slots", "0", "Hi"], ["slots are 0", "1 or more"]),
+        (["--slots", "2", "--batch", "2", "Hi"], ["--slots and --batch", "both given"]),
         (["--context", "1", "Hi"], ["context is 1"]),
         (["--context", "100000", "Hi"], ["context is 100000", "384"]),
         (["--context", "8", "Hi there"], ["8 positions", "--context"]),
@@ -337,6 +348,21 @@ def test_bad_flags_and_prompts_are_refused_in_one_line(
     files = [] if {"--json", "--trace"} & set(arguments) else ["--json", "out.json", "--trace", "trace.jsonl"]
     refused(cli("speculate", "--drafter", "ngram", *files, *arguments), *parts)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_name_of_slots_works_and_is_told_once(cli: Run, real: Run, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt_ids": [50]}\n{"prompt_ids": [51]}\n{"prompt_ids": [52]}\n')
+    arguments = ("--prompt-file", str(prompts), "-n", "12", "--quiet", "--json", str(out))
+    for command in (("generate",), SPECULATE):
+        code, text, err = cli(*command, *arguments, "--batch", "2")
+        assert (code, err) == (0, "peagle: warning: --batch is now called --slots\n")
+        assert json.loads(out.read_text())["config"]["slots"] == 2
+        assert cli(*command, *arguments, "--slots", "2") == (0, text, "")
+    for command in ("speculate", "generate", "bench", "data"):
+        shown = real(command, "--help")[1]
+        assert "--slots" in shown
+        assert "--batch" not in shown
 
 
 def test_a_bad_line_of_a_prompt_file_is_left_out_and_told_or_refused(cli: Run, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_times_by_hand() -> None:
 
 def test_waits_are_between_arrivals_and_those_of_a_dispatch_are_one() -> None:
     recorder = Recorder(REQUEST, 0, None, started_s=1.0)
-    for time_s, ids in ((2.0, (5,)), (2.5, (6,)), (2.5, (7, 8)), (2.5, ()), (4.0, (9,))):
+    for time_s, ids in ((2.0, (5,)), (2.5, (6, 7, 8)), (3.5, ()), (4.0, (9,))):
         recorder.add(TokenChunk(REQUEST, ids, time_s))
     found = recorder.result()
     assert found.times_s == (2.0, 2.5, 4.0)

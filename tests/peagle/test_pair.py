@@ -4,11 +4,13 @@ import dataclasses
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Request
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request, SamplingParams
+from peagle.engine.widths import WidthTable
 
 import peagle
 from peagle.ops.errors import InputError, InputWarning
@@ -63,7 +65,7 @@ def test_a_stream_says_so_far_and_then_all(toy: Pair) -> None:
     stream = toy.stream([50], max_new_tokens=12, num_speculative_tokens=3)
     assert stream.result.output_ids == ()
     first = next(stream)
-    assert stream.result.finish_reason == "interrupted"
+    assert stream.result.finish_reason is None
     assert stream.result.text == first
     rest = list(stream)
     assert stream.result.text == first + "".join(rest)
@@ -83,24 +85,49 @@ def test_without_a_drafter_a_pair_decodes_plainly(toy: Pair) -> None:
 
 
 def test_the_default_k_is_the_pairs(toy: Pair) -> None:
-    best = dataclasses.replace(toy, default_num_speculative_tokens=5, _engines={})
+    table = WidthTable({1: 5, 4: 2}, {1: 1.5, 4: 1.5})
+    best = dataclasses.replace(toy, widths=table, _engines={})
     assert best.generate([50], max_new_tokens=4).num_speculative_tokens == 5
+    assert best.num_drafts("auto") == (5, True)
+    assert best.num_drafts(None) == (5, True)  # tests run on CPU
+    assert best.num_drafts(3) == (3, False)
+    assert dataclasses.replace(toy, drafter=None, _engines={}).num_drafts(None) == (0, False)
 
 
 def test_capacity_is_the_smallest_multiple_of_128_that_holds_it(toy: Pair) -> None:
     def capacity(prompt: int, budget: int) -> int:
-        return toy.capacity([Request(0, (5,) * prompt, budget)])
+        return toy.capacity([Request((5,) * prompt, budget)])
 
     assert [capacity(100, 28), capacity(100, 29), capacity(1, 1)] == [128, 256, 128]
     assert capacity(300, 80) == MAX_POSITIONS  # 384 is a multiple, and all there is
-    assert toy.capacity([Request(0, (5,), 1), Request(1, (5,) * 200, 10)]) == 256
+    assert toy.capacity([Request((5,), 1), Request((5,) * 200, 10)]) == 256
 
 
 def test_equal_shapes_share_an_engine(toy: Pair) -> None:
-    config = SpeculationConfig(3, capacity=128)
-    assert toy.engine(config) is toy.engine(SpeculationConfig(3, capacity=128))
-    assert toy.engine(config) is not toy.engine(config, ignore_eos=True)
-    assert toy.engine(config, ignore_eos=True).stop_token_ids == ()
+    def engine(k: int = 3, **options: Any) -> Engine:
+        return toy.engine(toy.engine_config(k, **{"capacity": 128, **options}))
+
+    assert engine() is engine()
+    assert engine(adaptive=True) is engine(adaptive=True)
+    different = [engine(), engine(2), engine(0), engine(capacity=256), engine(slots=2), engine(adaptive=True)]
+    assert len(set(map(id, different))) == len(different)
+
+
+def test_what_a_request_asks_for_needs_no_engine_of_its_own(toy: Pair) -> None:
+    def ask(**options: Any) -> tuple[int, ...]:
+        return toy.generate([50], max_new_tokens=12, num_speculative_tokens=3, **options).output_ids
+
+    greedy = ask()
+    assert len(toy._engines) == 1
+    assert ask(temperature=1.5, top_k=9, top_p=0.9, seed=3) != greedy
+    assert ask(ignore_eos=True) == greedy
+    assert len(toy._engines) == 1
+    stop = greedy[5]
+    stopping = dataclasses.replace(toy, stop_token_ids=(stop,), _engines={})
+    options = {"max_new_tokens": 12, "num_speculative_tokens": 3}
+    assert stopping.generate([50], **options).output_ids == greedy[: greedy.index(stop) + 1]
+    assert stopping.generate([50], ignore_eos=True, **options).output_ids == greedy
+    assert len(stopping._engines) == 1
 
 
 def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,24 +137,30 @@ def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.Monk
 
 
 def test_a_k_beyond_reason_is_refused(toy: Pair) -> None:
-    with pytest.raises(InputError, match="K is 129; expected at most 128"):
+    with pytest.raises(InputError, match=r"K is 129; expected 0 .* to 128 drafted"):
         toy.stream([50], num_speculative_tokens=129)
 
 
 def test_drafts_without_probabilities_are_not_sampled(toy: Pair) -> None:
-    config = SpeculationConfig(2, sampling=SamplingConfig(temperature=1.0, draft_sampling=True))
     with pytest.raises(InputError, match="no probabilities"):
-        toy.engine(config)
+        toy.engine(toy.engine_config(2, capacity=128, draft_sampling=True))
 
 
 def test_sampled_drafts_come_from_a_drafter_with_logits(pair: Pair) -> None:
-    config = SpeculationConfig(2, sampling=SamplingConfig(temperature=1.0, draft_sampling=True))
+    config = pair.engine_config(2, capacity=128, draft_sampling=True)
     assert getattr(pair.engine(config).drafter, "deterministic", None) is False
     assert getattr(pair.drafter, "deterministic", None) is True
+    options = {"max_new_tokens": 12, "num_speculative_tokens": 2, "draft_sampling": True, "ignore_eos": True}
+    sampled = pair.generate("hello", temperature=1.0, seed=3, **options)
+    assert len(sampled.output_ids) == 12
+    assert sampled.output_ids == pair.generate("hello", temperature=1.0, seed=3, **options).output_ids
+    assert sampled.output_ids != pair.generate("hello", temperature=1.0, seed=4, **options).output_ids
+    with pytest.raises(InputError, match="draft sampling needs a temperature"):
+        list(pair.stream("hello", **options))
 
 
 def test_prompts_are_checked_against_the_model(toy: Pair) -> None:
-    def ask(ids: list[int], **options: int) -> Request:
+    def ask(ids: list[int], **options: Any) -> Request:
         return toy.request(from_ids(ids), [], Rendering(), **{"max_new_tokens": 10, **options})
 
     assert ask([5] * (MAX_POSITIONS - 4)).max_new_tokens == 4
@@ -138,10 +171,12 @@ def test_prompts_are_checked_against_the_model(toy: Pair) -> None:
         ([5] * 8, {"context": 8}, "raise --context"),
         ([5], {"context": MAX_POSITIONS + 1}, "context is"),
         ([5], {"max_new_tokens": 0}, "expected 1 or more"),
-        ([5], {"seed": -1}, "seed"),
+        ([5], {"index": -1}, "index is -1"),
     ):
         with pytest.raises(InputError, match=what):
             ask(ids, **options)
+    with pytest.raises(InputError, match="seed is -1"):
+        ask([5], sampling=SamplingParams(seed=-1))
 
 
 def test_names_stand_for_the_demo_and_for_directories(directories: Directories) -> None:

@@ -18,6 +18,7 @@ from peagle.pair import Pair
 from peagle.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.score import score
 from peagle.session import Observer, Run, RunConfig, run
+from peagle.text import Tokenizer
 from tests.peagle.conftest import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
 
 K, NEW = 3, 12
@@ -154,6 +155,17 @@ def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
     assert watcher.text[0] == outcome.result.text
 
 
+def test_what_a_dispatch_gives_comes_at_once(tokenizer: Tokenizer) -> None:
+    """The tokens of its steps have one time, and are those that single steps give."""
+    one, four = (dataclasses.replace(toy_pair(tokenizer), steps_per_dispatch=number) for number in (1, 4))
+    config = dataclasses.replace(CONFIG, baseline=False)
+    single, several = (run(pair, [from_ids([50])], config).outcomes[0].result for pair in (one, four))
+    assert (several.output_ids, several.steps) == (single.output_ids, single.steps)
+    assert len(single.times_s) == 1 + len(single.steps)
+    assert len(several.times_s) == 1 + -(-len(several.steps) // 4)
+    assert list(several.times_s) == sorted(set(several.times_s))
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) -> None:
     """What is in flight then is dropped, and the engines are whole: the same run gives all of it afterwards."""
@@ -163,16 +175,16 @@ def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) ->
 
     class Pressing(Watcher):
         def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
-            if not self.text:
-                signal.raise_signal(signal.SIGINT)
             super().emitted(request, token_ids, text)
+            if len(self.text) == slots and not interrupt.asked():
+                signal.raise_signal(signal.SIGINT)
 
     with interrupt.handled():
         watcher = Pressing()
         cut = run(toy, conversations, config, watcher)
         assert interrupt.asked()
     assert cut.interrupted
-    assert len(cut.outcomes) == (1 if slots == 1 else 3)
+    assert len(cut.outcomes) == slots  # those that waited for a slot are not there
     assert cut.outcomes[0].result.finish_reason is None
     assert 0 < len(cut.outcomes[0].result.output_ids) < NEW
     for outcome, complete in zip(cut.outcomes, whole.outcomes, strict=False):

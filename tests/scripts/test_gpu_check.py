@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.engine.engine import EngineConfig
+from peagle.engine.request import Request, StepRecord, TokenChunk
 from scripts import gpu_check
 from scripts.gpu import operations, page
 from scripts.make_random_checkpoint import SIZES
@@ -110,6 +112,39 @@ def test_a_section_that_there_is_not_is_told_in_a_line(
     assert "--only speed names no section; they are kernels, bandwidth, parity" in error
     assert "conformance, peers, tiny: target, tiny: operations, tiny: speculation\n" in error
     assert not (tmp_path / "run").exists()
+
+
+def test_steps_are_timed_while_all_requests_of_a_batch_are_decoded() -> None:
+    asked = [Request((1, 2), 9), Request((3,), 9, index=1)]
+
+    def chunk(place: int, time_s: float, *accepted: int, last: bool = False) -> tuple[int, TokenChunk]:
+        steps = tuple(StepRecord(2, (7, 7, 7), num, 5) for num in accepted)
+        tokens = tuple(range(sum(accepted) + len(accepted))) or (4,)
+        return place, TokenChunk(asked[place], tokens, time_s, steps, "length" if last else None)
+
+    class Scripted:
+        config = EngineConfig(3)
+
+        def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
+            assert requests == asked
+            yield from (chunk(0, 1.0), chunk(0, 2.0, 3), chunk(1, 3.0))  # 0 was decoded alone
+            yield from (chunk(0, 5.0, 1, 2), chunk(1, 5.0, 0, 0), chunk(0, 6.0, 0), chunk(1, 6.0, 3, last=True))
+            yield chunk(0, 7.0, 3, last=True)
+
+    found = gpu_check.timed(Scripted(), asked)  # type: ignore[arg-type]
+    assert (found.seconds, found.steps, found.tokens) == (3.0, 3, 12)
+    assert (found.step_s, found.counters.histogram) == (1.0, (3, 1, 1, 1))
+    with pytest.raises(RuntimeError, match="no step has all of 1 requests"):
+        gpu_check.timed(Alone(), asked[:1])  # type: ignore[arg-type]
+
+
+class Alone:
+    """An engine whose answer is one token."""
+
+    config = EngineConfig(3)
+
+    def generate(self, requests: list[Request]) -> Iterator[tuple[int, TokenChunk]]:
+        yield 0, TokenChunk(requests[0], (4,), 1.0, (), "length")
 
 
 def test_every_operation_is_measured_with_the_bytes_it_reads() -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.ops.kv_cache import KVCache
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
 from target.model import GptOss, forward
@@ -73,17 +74,52 @@ def test_the_caches_agree_with_the_whole_sequence(model: GptOss) -> None:
 
 
 def test_an_inactive_row_writes_nothing_and_changes_nobody(model: GptOss) -> None:
-    ids, lengths = jnp.asarray(token_ids()[:2]), jnp.array([12, 10], jnp.int32)
-    caches = model.init_cache(2, LENGTH, WIDTH)
-    _, caches = jax.jit(GptOss.prefill)(model, ids[:, :12], lengths, caches)
-    verify = jax.jit(GptOss.verify)
-    both, _ = verify(model, ids[:, 12 : 12 + WIDTH], lengths, caches)
-    alone, after = verify(model, ids[:, 12 : 12 + WIDTH], jnp.array([12, -1], jnp.int32), caches)
-    np.testing.assert_array_equal(alone.logits[0], both.logits[0])
-    for old, new in zip(caches, after, strict=True):
-        np.testing.assert_array_equal(new.key[1], old.key[1])
-        np.testing.assert_array_equal(new.value[1], old.value[1])
-        assert not np.array_equal(new.key[0], old.key[0])
+    """All of a sequence's rows, or those behind the first."""
+    extend, caches = jax.jit(GptOss.extend), prompts_of(model, [12, 10])
+    ids = jnp.asarray(token_ids()[:2, 12 : 12 + WIDTH])
+    positions = np.array([[12], [10]], np.int32) + np.arange(WIDTH, dtype=np.int32)
+    both, written = extend(model, ids, positions, caches)
+    for active in (0, 1):
+        some = positions.copy()
+        some[1, active:] = -1
+        found, after = extend(model, ids, some, caches)
+        np.testing.assert_array_equal(found.logits[0], both.logits[0])
+        np.testing.assert_allclose(found.logits[1, :active], both.logits[1, :active], atol=1e-5)
+        assert np.isfinite(found.logits).all()
+        for old, new, full in zip(caches, after, written, strict=True):
+            slots = positions[1, :active] % new.capacity
+            for part in ("key", "value"):
+                before, now, then = (np.array(getattr(cache, part)) for cache in (old, new, full))
+                np.testing.assert_array_equal(now[0], then[0])
+                assert not np.array_equal(now[0], before[0])
+                np.testing.assert_allclose(now[1, slots], then[1, slots], atol=1e-5)
+                now[1, slots] = before[1, slots]
+                np.testing.assert_array_equal(now[1], before[1])
+
+
+@pytest.mark.parametrize("named", [[[2], [0]], [[3, 1], [0, 0]]])
+def test_logits_come_of_the_named_rows(model: GptOss, named: list[list[int]]) -> None:
+    """And hidden states of all rows, whatever is named."""
+    caches = prompts_of(model, [12, 10])
+    ids = jnp.asarray(token_ids()[:2, 12 : 12 + WIDTH])
+    positions = np.array([[12], [10]], np.int32) + np.arange(WIDTH, dtype=np.int32)
+    full, written = jax.jit(GptOss.extend)(model, ids, positions, caches)
+    some, after = jax.jit(GptOss.extend)(model, ids, positions, caches, np.array(named, np.int32))
+    expected = np.take_along_axis(np.asarray(full.logits), np.array(named)[:, :, None], axis=1)
+    np.testing.assert_allclose(some.logits, expected, atol=1e-5)
+    np.testing.assert_allclose(some.aux_hidden, full.aux_hidden, atol=1e-5)
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(written), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def prompts_of(model: GptOss, lengths: list[int]) -> tuple[KVCache, ...]:
+    """Caches that hold the first tokens of two sequences, in one pass, padded."""
+    widest = max(lengths)
+    places = np.arange(widest, dtype=np.int32)[None, :]
+    positions = np.where(places < np.array(lengths, np.int32)[:, None], places, -1)
+    caches = model.init_cache(2, LENGTH, widest)
+    _, caches = jax.jit(GptOss.extend)(model, jnp.asarray(token_ids()[:2, :widest]), positions, caches)
+    return caches
 
 
 def test_segments_do_not_see_each_other(model: GptOss) -> None:

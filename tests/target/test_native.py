@@ -26,7 +26,7 @@ MXFP4_CONFIG = dataclasses.replace(SIZES["tiny"], layer_types=("sliding_attentio
 BATCH, LENGTH = 3, 57
 PROMPTS = [9, 16, 4]
 AUX_LAYER_IDS = (1, 0)
-verify, prefill = (jax.jit(each, compiler_options=AS_FOR_USERS) for each in (GptOss.verify, GptOss.prefill))
+extend = jax.jit(GptOss.extend, compiler_options=AS_FOR_USERS)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +57,14 @@ def model(loaded: LoadedTarget, retain_full_kv: bool = False) -> GptOss:
     return GptOss(loaded.params, loaded.config, AUX_LAYER_IDS, retain_full_kv)
 
 
+def from_on(firsts: np.ndarray, rows: int, lengths: np.ndarray | None = None) -> jax.Array:
+    """Positions [B, rows] from each sequence's first one on; -1 from its length on, if it has one."""
+    positions = firsts[:, None] + np.arange(rows)
+    if lengths is not None:
+        positions = np.where(positions < lengths[:, None], positions, -1)
+    return jnp.asarray(positions, jnp.int32)
+
+
 def random_tokens(vocab: int, *shape: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab, shape).astype(np.int32)
 
@@ -84,7 +92,7 @@ def one_pass(directories: dict[str, Path], name: str, native: bool, dtype: objec
     loaded = load(directories, name, native, dtype)
     made, tokens = model(loaded), random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
     empty = made.init_cache(BATCH, LENGTH, LENGTH)
-    out, _ = verify(made, jnp.asarray(tokens), jnp.zeros(BATCH, jnp.int32), empty)
+    out, _ = extend(made, jnp.asarray(tokens), from_on(np.zeros(BATCH, np.int64), LENGTH), empty)
     return np.asarray(out.logits, np.float32), np.asarray(out.aux_hidden, np.float32)
 
 
@@ -97,8 +105,8 @@ def one_pass(directories: dict[str, Path], name: str, native: bool, dtype: objec
 def test_every_way_through_the_caches_is_the_xla_form(
     directories: dict[str, Path], name: str, retained: tuple[bool, ...]
 ) -> None:
-    """Prefill, decoding and rolled-back verification, in a ring and in a full cache, to 1e-4 of the logits' standard
-    deviation."""
+    """Chunks of prompts, decoding and rolled-back verification, in a ring and in a full cache, to 1e-4 of the logits'
+    standard deviation."""
     exact = one_pass(directories, name, False, jnp.float32)
     loaded = load(directories, name, native=True)
     assert ring_capacity(loaded.config.sliding_window, WIDTH) < LENGTH - WIDTH  # it wraps
@@ -144,7 +152,7 @@ class Decoded:
         lengths = self.lengths[some] + start
         tokens = self.tokens[some][np.arange(len(lengths))[:, None], lengths[:, None] + np.arange(rows)]
         caches = jax.tree.map(lambda part: jnp.asarray(np.asarray(part)[some]), self.caches[start])
-        out, after = verify(self.model, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), caches)
+        out, after = extend(self.model, jnp.asarray(tokens), from_on(lengths, rows), caches)
         return bits(out.logits, out.aux_hidden), after
 
 
@@ -174,7 +182,8 @@ def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Dec
     gpt, lengths, total = model(loaded), np.array(PROMPTS), max(PROMPTS) + STEPS
     tokens = random_tokens(loaded.config.vocab_size, BATCH, total)
     empty = gpt.init_cache(BATCH, total, WIDEST)
-    _, after = prefill(gpt, jnp.asarray(tokens[:, : lengths.max()]), jnp.asarray(lengths, jnp.int32), empty)
+    positions = from_on(np.zeros_like(lengths), WIDEST, lengths)
+    _, after = extend(gpt, jnp.asarray(tokens[:, :WIDEST]), positions, empty)
     made = Decoded(gpt, tokens, lengths, [after], [], rows)
     for step in range(STEPS):
         out, after = made.verify(step, 1)
@@ -213,9 +222,10 @@ def test_a_prompt_alone_is_the_prompt_in_a_batch(decoded: Decoded) -> None:
     width = max(PROMPTS)
 
     def run(some: slice) -> Bits:
-        lengths = jnp.asarray(decoded.lengths[some], jnp.int32)
+        lengths = decoded.lengths[some]
         empty = decoded.model.init_cache(len(lengths), width + STEPS, WIDEST)
-        out, _ = prefill(decoded.model, jnp.asarray(decoded.tokens[some, :width]), lengths, empty)
+        positions = from_on(np.zeros_like(lengths), width, lengths)
+        out, _ = extend(decoded.model, jnp.asarray(decoded.tokens[some, :width]), positions, empty)
         return bits(out.logits, out.aux_hidden)
 
     together = run(slice(None))

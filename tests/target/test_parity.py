@@ -76,8 +76,8 @@ def test_full_forward_and_taps(oracle: Expected, loaded: LoadedTarget) -> None:
 
 @pytest.mark.parametrize("retain_full_kv", [False, True], ids=["ring", "retained"])
 def test_the_caches(oracle: Expected, loaded: LoadedTarget, retain_full_kv: bool) -> None:
-    """Prefill, decoding and rolled-back verification, across the wrap of the ring and, where there is one, past the
-    original length of YaRN."""
+    """Chunks of prompts, decoding and rolled-back verification, across the wrap of the ring and, where there is one,
+    past the original length of YaRN."""
     fused = oracle.directory.name == "fused"
     model = GptOss(loaded.params, loaded.config, AUX_LAYER_IDS, retain_full_kv)
     sliding = [c for i, c in enumerate(model.init_cache(1, LENGTH, WIDTH)) if loaded.config.window(i)]

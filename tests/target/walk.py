@@ -19,36 +19,41 @@ def walk(
     check: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None],
     decoded: int = 6,
 ) -> list[int]:
-    """The lengths reached after a padded prefill of prompts of different length, `decoded` single tokens, and verifying
+    """The lengths reached after prompts of different length in padded chunks, `decoded` single tokens, and verifying
     passes over some right tokens followed by wrong ones, rolled back, until the sequences end.
 
     check(rows, positions, logits [n, V], aux_hidden [n, A]) is called for everything computed from right tokens.
     """
     batch, total = token_ids.shape
     rng = np.random.default_rng(0)
-    prefill, verify = jax.jit(GptOss.prefill), jax.jit(GptOss.verify)
+    extend = jax.jit(GptOss.extend)
     caches = model.init_cache(batch, total, WIDTH)
 
     lengths = np.array(prompt_lengths, np.int32)
-    padded = np.array(token_ids[:, : max(prompt_lengths) + 3])  # padding that must not matter
-    for row, length in enumerate(prompt_lengths):
-        padded[row, length:] = rng.integers(0, model.vocab_size, padded.shape[1] - length)
-    out, caches = prefill(model, jnp.asarray(padded), jnp.asarray(lengths), caches)
     rows = np.arange(batch)
-    check(rows, lengths - 1, np.asarray(out.logits), np.asarray(out.aux_hidden)[rows, lengths - 1])
+    for begin in range(0, max(prompt_lengths), WIDTH):
+        places = begin + np.arange(WIDTH, dtype=np.int32)[None, :]
+        inside = places < lengths[:, None]
+        padding = rng.integers(0, model.vocab_size, inside.shape)  # that must not matter
+        tokens = np.where(inside, token_ids[:, begin : begin + WIDTH], padding).astype(np.int32)
+        out, caches = extend(model, jnp.asarray(tokens), jnp.asarray(np.where(inside, places, -1)), caches)
+        row, column = np.nonzero(inside)
+        check(row, begin + column, np.asarray(out.logits)[row, column], np.asarray(out.aux_hidden)[row, column])
 
     for _ in range(decoded):
-        out, caches = verify(model, jnp.asarray(token_ids[rows, lengths][:, None]), jnp.asarray(lengths), caches)
+        tokens = token_ids[rows, lengths][:, None]
+        out, caches = extend(model, jnp.asarray(tokens), jnp.asarray(lengths[:, None]), caches)
         check(rows, lengths, np.asarray(out.logits)[:, 0], np.asarray(out.aux_hidden)[:, 0])
         lengths = lengths + 1
 
     step = 0
     while lengths.max() + WIDTH <= total:
         accepted = ACCEPTED[step % len(ACCEPTED)][:batch]
-        tokens = token_ids[rows[:, None], lengths[:, None] + np.arange(WIDTH)]
+        positions = lengths[:, None] + np.arange(WIDTH, dtype=np.int32)
+        tokens = token_ids[rows[:, None], positions]
         wrong = np.arange(WIDTH)[None, :] > accepted[:, None]
         tokens = np.where(wrong, (tokens + 1 + step) % model.vocab_size, tokens).astype(np.int32)
-        out, caches = verify(model, jnp.asarray(tokens), jnp.asarray(lengths), caches)
+        out, caches = extend(model, jnp.asarray(tokens), jnp.asarray(positions), caches)
         right_rows, right_columns = np.nonzero(~wrong)
         check(
             right_rows,

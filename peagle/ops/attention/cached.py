@@ -1,5 +1,5 @@
-"""Attention with a cache, and among the rows of one pass: in XLA, or in the compiled kernels, which read what a query
-sees and nothing else. With those a query's bits depend on its position and on the keys and values it sees alone."""
+"""Attention with a cache: in XLA, or in the compiled kernels, which read what a query sees and nothing else. With those
+a query's bits depend on its position and on the keys and values it sees alone."""
 
 import functools
 
@@ -16,7 +16,6 @@ from peagle.ops.mask import causal_mask
 from peagle.ops.rope import apply_rope
 
 MOST_SCORES = 1 << 18  # of a head, in memory together
-BLOCK = 512  # queries whose scores are in memory together
 
 
 def split_heads(
@@ -101,69 +100,3 @@ def _decode_attention(
     else:
         out = attention(query, cache.key, cache.value, causal_mask(positions, held, window), sinks)
     return out.reshape(*qkv.shape[:2], -1), cache
-
-
-def attend_rows(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T G H"],
-    value: Float[Array, "B T G H"],
-    positions: Int[Array, "B T"],
-    window: int | None = None,
-    sinks: Float[Array, " N"] | None = None,
-    *,
-    native: bool = False,
-) -> Float[Array, "B T N H"]:
-    """Causal attention among a pass's own rows, which stand at positions 0, 1, 2, ...; negative ones behind them are
-    inactive."""
-    if not native:
-        if query.shape[1] > BLOCK:
-            return _in_blocks(query, key, value, positions, window, sinks)
-        return attention(query, key, value, causal_mask(positions, positions, window), sinks)
-    out: jax.Array = kernels.call(
-        "attention",
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
-        query,
-        key,
-        value,
-        positions,
-        kernels.optional(sinks),
-        window=np.int64(window or 0),
-        ring=np.bool_(False),
-    )
-    return out
-
-
-def _in_blocks(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T G H"],
-    value: Float[Array, "B T G H"],
-    positions: Int[Array, "B T"],
-    window: int | None,
-    sinks: Float[Array, " N"] | None,
-) -> Float[Array, "B T N H"]:
-    """`attend_rows`, one block of queries after the other: all scores of a long prompt take more memory than a model.
-    With a window a block reads the keys that its window reaches, and no others."""
-    width = query.shape[1]
-    num_blocks = -(-width // BLOCK)
-    behind = num_blocks * BLOCK - width
-    # where all keys are seen a block's begin at 0, else `before` keys ahead of its own rows
-    before = 0 if window is None else min(window - 1, width)
-    reach = num_blocks * BLOCK if window is None else before + BLOCK
-
-    def padded(rows: jax.Array, ahead: int, fill: int = 0) -> jax.Array:
-        widths = [(0, 0), (ahead, behind)] + [(0, 0)] * (rows.ndim - 2)
-        return jnp.pad(rows, widths, constant_values=fill)
-
-    queries, query_positions = padded(query, 0), padded(positions, 0, -1)
-    keys, values, key_positions = padded(key, before), padded(value, before), padded(positions, before, -1)
-
-    def one(start: jax.Array) -> jax.Array:
-        def own(rows: jax.Array, first: jax.Array, count: int) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(rows, first, count, axis=1)
-
-        first = jnp.zeros_like(start) if window is None else start
-        mask = causal_mask(own(query_positions, start, BLOCK), own(key_positions, first, reach), window)
-        return attention(own(queries, start, BLOCK), own(keys, first, reach), own(values, first, reach), mask, sinks)
-
-    out = jax.lax.map(one, BLOCK * jnp.arange(num_blocks, dtype=jnp.int32))
-    return jnp.moveaxis(out, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :width]

@@ -151,7 +151,7 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   return ffi::Error::Success();
 }
 
-// What both attention handlers need: the caches, who reads them from where, and how.
+// The caches, who reads them from where, and how; neither queries nor results yet.
 ffi::ErrorOr<Attention> MakeAttention(const AnyBuffer& key, const AnyBuffer& value, const AnyBuffer& positions,
                                       const AnyBuffer& sinks, int64_t heads, int64_t window, bool ring) {
   const auto k = key.dimensions(), p = positions.dimensions();
@@ -171,23 +171,6 @@ ffi::ErrorOr<Attention> MakeAttention(const AnyBuffer& key, const AnyBuffer& val
   return Attention{nullptr, key.untyped_data(), value.untyped_data(), key.element_type() == ffi::DataType::BF16,
                    positions.typed_data<int32_t>(), *sink_values, nullptr, k[0], p[1], heads, k[3], k[1], k[2], window,
                    ring};
-}
-
-ffi::Error AttentionHandler(ffi::ThreadPool pool, AnyBuffer query, AnyBuffer key, AnyBuffer value, AnyBuffer positions,
-                            AnyBuffer sinks, Out out, int64_t window, bool ring) {
-  const auto q = query.dimensions();
-  if (q.size() != 4 || out->dimensions() != q || query.element_type() != key.element_type() ||
-      out->element_type() != key.element_type())
-    return ffi::Error::InvalidArgument("attention: query " + Shape(query) + " and out " + Shape(*out) +
-                                       " are not [B, T, N, H] of the keys' type");
-  PEAGLE_TRY(op, MakeAttention(key, value, positions, sinks, q[2], window, ring));
-  if (q[0] != op.batch || q[1] != op.width || q[3] != op.head_dim)
-    return ffi::Error::InvalidArgument("attention: query " + Shape(query) + " does not fit key " + Shape(key));
-  op.query = query.untyped_data();
-  op.out = out->untyped_data();
-  PoolParallel parallel(pool);
-  RunAttention(op, parallel);
-  return ffi::Error::Success();
 }
 
 ffi::Error DecodeAttentionHandler(ffi::ThreadPool pool, AnyBuffer qkv, AnyBuffer cos, AnyBuffer sin, AnyBuffer key,
@@ -291,22 +274,6 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_experts(XLA_FFI_CallFrame* frame) {
                              .Attr<float>("limit")
                              .Attr<float>("epsilon")
                              .To(peagle::ExpertsHandler)
-                             .release();
-  return handler->Call(frame);
-}
-
-PEAGLE_EXPORT XLA_FFI_Error* peagle_attention(XLA_FFI_CallFrame* frame) {
-  static auto* handler = xla::ffi::Ffi::Bind()
-                             .Ctx<xla::ffi::ThreadPool>()
-                             .Arg<xla::ffi::AnyBuffer>()  // query
-                             .Arg<xla::ffi::AnyBuffer>()  // key
-                             .Arg<xla::ffi::AnyBuffer>()  // value
-                             .Arg<xla::ffi::AnyBuffer>()  // positions
-                             .Arg<xla::ffi::AnyBuffer>()  // sinks
-                             .Ret<xla::ffi::AnyBuffer>()  // out
-                             .Attr<int64_t>("window")
-                             .Attr<bool>("ring")
-                             .To(peagle::AttentionHandler)
                              .release();
   return handler->Call(frame);
 }

@@ -17,6 +17,7 @@ from drafter.train.cod import Cod, Segments, sample_chains
 from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import LOSSES, Labels, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
+from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import Fresh
 from peagle.ops.rope import RopeConfig
 
@@ -206,18 +207,28 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
     x = run(small, config, shifted, aux, *rest, jnp.full((1, 1), anchor, jnp.int32), counts)
     trained = model._logits(small, config, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])]
     caches = model.init_caches(config, 1, 40, jnp.float32)
-    prefill = jax.jit(model.prefill, static_argnames="config")
-    caches = prefill(small, config, shifted, aux, jnp.full((1,), anchor, jnp.int32), caches)
+    caches = run_absorb(small, config, shifted, aux, rows_before(anchor), caches)
     one = jnp.full((1,), anchor, jnp.int32)
     fresh = Fresh(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
     drafted, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
-        small, config, fresh, one, caches, depth
+        small, config, fresh, jnp.full((1,), depth, jnp.int32), caches, depth
     )
     np.testing.assert_allclose(trained, drafted[0], atol=2e-5)
 
 
+run_absorb = jax.jit(model.absorb, static_argnames="config")
+
+
+def rows_before(anchor: int) -> jax.Array:
+    """Positions of T rows, of which those from the anchor on are inactive."""
+    places = jnp.arange(T, dtype=jnp.int32)[None, :]
+    return jnp.where(places < anchor, places, -1)
+
+
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_drafting_in_turn_and_training_in_turn_are_as_sure_of_the_same_tokens(norm_output: bool) -> None:
+def test_drafting_in_turn_and_training_in_turn_are_as_sure_of_the_same_tokens(
+    norm_output: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """EAGLE-3 reads its own drafts where training reads the text: where the text is those drafts, the two agree."""
     config = dataclasses.replace(SMALL, num_layers=1, mask_token_id=None, norm_output=norm_output)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(3))
@@ -226,18 +237,32 @@ def test_drafting_in_turn_and_training_in_turn_are_as_sure_of_the_same_tokens(no
     shifted = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     one = jnp.full((1,), anchor, jnp.int32)
     caches = model.init_caches(config, 1, 40, jnp.float32)
-    caches = jax.jit(model.prefill, static_argnames="config")(params, config, shifted, aux, one, caches)
+    caches = run_absorb(params, config, shifted, aux, rows_before(anchor), caches)
     fresh = Fresh(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
-    drafts, confidence, _ = jax.jit(model.propose_in_turn, static_argnames=("config", "num_drafts"))(
-        params, config, fresh, one, caches, depth
-    )
+    given, logits_of = jnp.full((1,), depth, jnp.int32), model._logits
+
+    @jax.jit
+    def draft(caches: tuple[KVCache, ...]) -> tuple[jax.Array, jax.Array]:
+        """(the drafts, the logits that each comes from)."""
+        seen: list[jax.Array] = []
+
+        def recorded(*operands: Any) -> jax.Array:
+            seen.append(logits_of(*operands))
+            return seen[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model, "_logits", recorded)
+            drafts, _ = model.propose_in_turn(params, config, fresh, given, caches, depth)
+        return drafts, jnp.concatenate(seen, axis=1)
+
+    drafts, logits = draft(caches)
     said = shifted.at[:, anchor + 1 : anchor + depth].set(drafts[:, :-1])
     rest = (device["segment_ids"][1:], device["positions"][1:])
     run = jax.jit(forward_chains, static_argnames=("config", "counts"))
     x = run(params, config, said, aux, *rest, one[None], (1,) * (depth - 1))
     trained = jax.nn.softmax(model._logits(params, config, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])])
     assert np.argmax(trained, axis=-1).tolist() == drafts[0].tolist()
-    np.testing.assert_allclose(np.max(trained, axis=-1), confidence[0], atol=2e-6)
+    np.testing.assert_allclose(trained, jax.nn.softmax(logits[0]), atol=2e-6)
 
 
 @pytest.mark.parametrize(

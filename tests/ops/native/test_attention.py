@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
-from peagle.ops.attention import attend_rows, decode_attention
+from peagle.ops.attention import decode_attention
 from peagle.ops.kv_cache import KVCache
 from tests.ops.native.cases import EXACT, ROUNDED, assert_same_bits, each, one_set
 
@@ -364,16 +364,11 @@ def test_large_scores_stay_finite() -> None:
     np.testing.assert_allclose(out, expected, atol=1e4 * EXACT)
 
 
-# among a pass's own rows
-
-
-def split(qkv: np.ndarray, heads: Heads) -> list[np.ndarray]:
-    rows = qkv.reshape(*qkv.shape[:2], -1, heads.dim)
-    return [np.ascontiguousarray(p) for p in np.split(rows, (heads.queries, heads.queries + heads.kv), axis=2)]
+# a whole prompt in one pass
 
 
 @functools.cache
-def attended(
+def prompts(
     heads: Heads, window: int | None, dtype: type, with_sinks: bool
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray | None, list[np.ndarray]]:
     """([(projections, positions)], sinks, what comes out of each by definition)."""
@@ -382,9 +377,8 @@ def attended(
     given, outs = [], []
     for rows in (1, 2, 16, 17, 41):
         qkv, positions = random_projections(rng, heads, rows, dtype), steps(0, 0, 0, rows=rows)
-        half = (*positions.shape, heads.dim // 2)
         given.append((qkv, positions))
-        outs.append(Memory(heads, window, sinks, dtype).decode(qkv, np.ones(half), np.zeros(half), positions))
+        outs.append(Memory(heads, window, sinks, dtype).decode(qkv, *angles(positions, heads, dtype), positions))
     return given, sinks, outs
 
 
@@ -394,35 +388,29 @@ def attended(
     [(heads, (None, 11)[(i + j) % 2], *values) for i, heads in enumerate(HEADS) for j, values in enumerate(VALUES)],
     ids=lambda part: f"{part.dim}" if isinstance(part, Heads) else None,
 )
-def test_attending_rows_is_the_definition(heads: Heads, window: int | None, dtype: type, with_sinks: bool) -> None:
-    given, sinks, expected = attended(heads, window, dtype, with_sinks)
-    logits = None if sinks is None else jnp.asarray(sinks)
-    calls = [(*split(qkv, heads), positions) for qkv, positions in given]
-    outs = each(lambda *rows: attend_rows(*rows, window, logits, native=True), calls)
-    for by_definition, out in zip(expected, outs, strict=True):
-        assert out.dtype == dtype
-        ours = np.asarray(out, np.float64).reshape(by_definition.shape)
-        np.testing.assert_allclose(ours, by_definition, atol=EXPECTED_ERROR[dtype])
+def test_a_prompt_in_one_pass_is_the_definition(
+    heads: Heads, window: int | None, dtype: type, with_sinks: bool
+) -> None:
+    """Into a cache that it fills, and one that has room behind it."""
+    given, sinks, expected = prompts(heads, window, dtype, with_sinks)
+    for capacity in (41, 50):
+        empty = empty_cache(heads, capacity, False, dtype)
+        outs, _ = one_after_the_other(given, empty, heads, window, sinks, restart=True)
+        for by_definition, out in zip(expected, outs, strict=True):
+            assert out.dtype == dtype
+            np.testing.assert_allclose(np.asarray(out, np.float64), by_definition, atol=EXPECTED_ERROR[dtype])
 
 
-@pytest.mark.parametrize("window", [None, 11])
-def test_attending_rows_is_the_xla_form(window: int | None) -> None:
-    heads, rng = HEADS[0], np.random.default_rng(7)
-    rows, sinks = split(random_projections(rng, heads, 17, np.float32), heads), random_sinks(rng, heads)
-    given = (*map(jnp.asarray, (*rows, steps(0, 0, 0, rows=17))), window, jnp.asarray(sinks))
-    np.testing.assert_allclose(attend_rows(*given, native=True), attend_rows(*given), atol=EXACT)
-
-
-def test_rows_of_negative_position_among_them_are_finite() -> None:
+def test_rows_of_negative_position_among_them_change_no_bits() -> None:
     heads, rng = HEADS[1], np.random.default_rng(7)
-    qkv = random_projections(rng, heads, 4, np.float32)
+    full, qkv = steps(0, 0, 0, rows=4), random_projections(rng, heads, 4, np.float32)
     positions = np.array([[0, 1, 2, 3], [0, 1, -1, -1], [-1, -1, -1, -1]], np.int32)
-    out, full = (
-        np.asarray(attend_rows(*map(jnp.asarray, (*split(qkv, heads), at)), native=True))
-        for at in (positions, steps(0, 0, 0, rows=4))
-    )
+    empty = empty_cache(heads, 4, False, np.float32)
+    (out, whole), (after, _) = one_after_the_other([(qkv, positions), (qkv, full)], empty, heads, restart=True)
     assert np.isfinite(out).all()
-    assert_same_bits(out[positions >= 0], full[positions >= 0])
+    assert_same_bits(np.asarray(out)[positions >= 0], np.asarray(whole)[positions >= 0])
+    for part in parts(after):
+        assert (np.isnan(part) == (positions < 0)[:, :, None, None]).all()
 
 
 # a query's bits are a function of its position and of what it sees
@@ -496,28 +484,24 @@ def test_what_a_query_does_not_see_has_no_influence(heads: Heads, dtype: type, w
     """Neither the number of rows, nor the capacity, nor NaN behind it and before its window."""
     rng = np.random.default_rng(10)
     qkv, positions = random_projections(rng, heads, 41, dtype), steps(0, 0, 0, rows=41)
-
-    def attend(*rows: jax.Array) -> jax.Array:
-        return attend_rows(*rows, window, native=True)
-
-    def attend_one(query: jax.Array, key: jax.Array, value: jax.Array, position: jax.Array) -> jax.Array:
-        shape = {"window": np.int64(window or 0), "ring": np.bool_(False)}
-        result = jax.ShapeDtypeStruct(query.shape, query.dtype)
-        return native.call("attention", result, query, key, value, position, native.optional(None), **shape)
-
-    all_rows = (41, 1, 2, 3, 15, 16, 17, 33)
-    calls = [(*split(qkv[:, :rows], heads), positions[:, :rows]) for rows in all_rows]
-    whole, *fewer = map(np.asarray, each(attend, calls))
-    for rows, out in zip(all_rows[1:], fewer, strict=True):
+    whole, written = decode(qkv, empty_cache(heads, 41, False, dtype), positions, heads, window)
+    whole, written = np.asarray(whole), np.stack(parts(written))
+    counts = (41, 1, 2, 3, 15, 16, 17, 33)
+    several = [(qkv[:, :rows], positions[:, :rows]) for rows in counts]
+    outs, _ = one_after_the_other(several, empty_cache(heads, 50, False, dtype), heads, window, restart=True)
+    for rows, out in zip(counts, outs, strict=True):
         assert_same_bits(out, whole[:, :rows], f"{rows} rows")
 
+    def attend_one(qkv: jax.Array, cos: jax.Array, sin: jax.Array, at: jax.Array, *held: jax.Array) -> jax.Array:
+        return decode_attention(qkv, cos, sin, KVCache(*held), at, heads.queries, window, native=True)[0]
+
     places, calls = (0, 7, 15, 16, 31, 40), []
-    query, key, value = split(qkv, heads)
     for row in places:
-        oldest = 0 if window is None else max(0, row - window + 1)
-        caches = np.full((2, BATCH, 50, heads.kv, heads.dim), np.nan, dtype)
-        caches[:, :, oldest : row + 1] = np.stack([key, value])[:, :, oldest : row + 1]
-        calls.append((query[:, row : row + 1], *caches, positions[:, row : row + 1]))
+        oldest, alone = 0 if window is None else max(0, row - window + 1), slice(row, row + 1)
+        held = np.full((2, BATCH, 50, heads.kv, heads.dim), np.nan, dtype)
+        held[:, :, oldest:row] = written[:, :, oldest:row]  # its own it writes
+        turns = angles(positions[:, alone], heads, dtype)
+        calls.append((qkv[:, alone], *turns, positions[:, alone], *held))
     for row, out in zip(places, each(attend_one, calls), strict=True):
         assert_same_bits(out, whole[:, row : row + 1], f"row {row}")
 
@@ -534,7 +518,8 @@ def test_long_contexts_take_fewer_rows_together_and_give_the_same_bits() -> None
     assert_same_bits(out, np.concatenate(alone, axis=1))
     key, value = (part[0, :, 0].astype(np.float64) for part in parts(after))
     turns = [part[0, :, None].astype(np.float64) for part in angles(positions, heads, np.float32)]
-    query = Memory(heads, None, None, np.float32).rotated(split(qkv, heads)[0][0].astype(np.float64), *turns)
+    queries = qkv[0].reshape(17, -1, heads.dim)[:, : heads.queries].astype(np.float64)
+    query = Memory(heads, None, None, np.float32).rotated(queries, *turns)
     for t, seen in enumerate(positions[0] + 1):
         weights = np.exp(query[t] @ key[:seen].T / 2)
         expected = weights @ value[:seen] / weights.sum(axis=1, keepdims=True)
@@ -546,40 +531,21 @@ def test_long_contexts_take_fewer_rows_together_and_give_the_same_bits() -> None
 REFUSED = Heads(6, 2, 10)
 
 
-def good_attention() -> dict[str, jax.Array]:
+def good_decode() -> dict[str, jax.Array]:
     """Operands by name, in order: two rows at capacity 8."""
     rng = np.random.default_rng(12)
-    query = jnp.asarray(split(random_projections(rng, REFUSED, 2, np.float32), REFUSED)[0])
+    qkv, positions = random_projections(rng, REFUSED, 2, np.float32), steps(3, 1, 0, rows=2)
+    cos, sin = angles(positions, REFUSED, np.float32)
     cache = empty_cache(REFUSED, 8, False, np.float32, fill=0.5)
     return {
-        "query": query,
+        "qkv": jnp.asarray(qkv),
+        "cos": jnp.asarray(cos),
+        "sin": jnp.asarray(sin),
         "key": cache.key,
         "value": cache.value,
-        "positions": jnp.asarray(steps(3, 1, 0, rows=2)),
+        "positions": jnp.asarray(positions),
         "sinks": jnp.asarray(random_sinks(rng, REFUSED)),
     }
-
-
-def good_decode() -> dict[str, jax.Array]:
-    rng = np.random.default_rng(13)
-    rest = good_attention()
-    del rest["query"]
-    cos, sin = angles(np.asarray(rest["positions"]), REFUSED, np.float32)
-    qkv = random_projections(rng, REFUSED, 2, np.float32)
-    return {"qkv": jnp.asarray(qkv), "cos": jnp.asarray(cos), "sin": jnp.asarray(sin), **rest}
-
-
-def call_attention(
-    operands: dict[str, jax.Array],
-    out: tuple[int, ...] | None = None,
-    dtype: type | None = None,
-    window: int = 0,
-    ring: bool = False,
-) -> jax.Array:
-    query = operands["query"]
-    shape = jax.ShapeDtypeStruct(query.shape if out is None else out, query.dtype if dtype is None else dtype)
-    attributes = {"window": np.int64(window), "ring": np.bool_(ring)}
-    return native.call("attention", shape, *operands.values(), **attributes).block_until_ready()
 
 
 def call_decode(
@@ -610,12 +576,6 @@ def zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
 @pytest.mark.parametrize(
     "replaced",
     [
-        {"query": zeros(BATCH, 2, 60)},
-        {"query": zeros(BATCH, 2, 5, 10)},
-        {"query": zeros(BATCH, 2, 6, 11)},
-        {"query": zeros(BATCH, 3, 6, 10)},
-        {"query": zeros(2, 2, 6, 10)},
-        {"query": zeros(BATCH, 2, 6, 10, dtype=ml_dtypes.bfloat16)},
         {"key": zeros(BATCH, 7, 2, 10)},
         {"key": zeros(BATCH, 8, 2, 10, dtype=ml_dtypes.bfloat16)},
         {"value": zeros(BATCH, 8, 1, 10)},
@@ -623,7 +583,7 @@ def zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
         {"value": zeros(BATCH, 8, 20)},
         {name: zeros(BATCH, 8, 0, 10) for name in ("key", "value")},
         {name: zeros(2, 8, 2, 10) for name in ("key", "value")},
-        {name: zeros(BATCH, 8, 2, 10, dtype=np.int32) for name in ("query", "key", "value")},
+        {name: zeros(BATCH, 8, 2, 10, dtype=np.int32) for name in ("key", "value")},
         {"positions": zeros(BATCH, 3, dtype=np.int32)},
         {"positions": zeros(2, 2, dtype=np.int32)},
         {"positions": zeros(BATCH * 2, dtype=np.int32)},
@@ -631,22 +591,6 @@ def zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
         {"positions": zeros(BATCH, 2, dtype=np.int16)},
         {"sinks": zeros(5)},
         {"sinks": zeros(6, dtype=ml_dtypes.bfloat16)},
-    ],
-    ids=lambda value: " ".join(f"{k}{v.dtype}{v.shape}" for k, v in value.items()),
-)
-def test_what_does_not_fit_is_refused(replaced: dict[str, np.ndarray]) -> None:
-    changed = {key: jnp.asarray(value) for key, value in replaced.items()}
-    with pytest.raises(jax.errors.JaxRuntimeError, match="attention: "):
-        call_attention(good_attention() | changed)
-    if "query" not in replaced:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="attention: "):
-            call_decode(good_decode() | changed)
-
-
-@one_set
-@pytest.mark.parametrize(
-    "replaced",
-    [
         {"qkv": zeros(BATCH, 2, 99)},
         {"qkv": zeros(BATCH, 1, 100)},
         {"qkv": zeros(2, 2, 100)},
@@ -659,22 +603,18 @@ def test_what_does_not_fit_is_refused(replaced: dict[str, np.ndarray]) -> None:
     ],
     ids=lambda value: " ".join(f"{k}{v.dtype}{v.shape}" for k, v in value.items()),
 )
-def test_what_does_not_fit_decoding_is_refused(replaced: dict[str, np.ndarray]) -> None:
+def test_what_does_not_fit_is_refused(replaced: dict[str, np.ndarray]) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="attention: "):
         call_decode(good_decode() | {key: jnp.asarray(value) for key, value in replaced.items()})
 
 
 def test_good_operands_are_not_refused() -> None:
-    assert np.isfinite(call_attention(good_attention())).all()
     for window, ring in ((0, False), (8, True), (1, True)):
         assert all(np.isfinite(part).all() for part in call_decode(good_decode(), window=window, ring=ring))
 
 
 @one_set
 def test_results_rings_and_widths_that_do_not_fit_are_refused() -> None:
-    for out, dtype in (((BATCH, 2, 60), np.float32), ((BATCH, 2, 6, 10), ml_dtypes.bfloat16)):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="attention: query"):
-            call_attention(good_attention(), out, dtype)
     for out, dtype in (
         ((BATCH, 2, 6, 10), np.float32),
         ((BATCH, 2, 60), ml_dtypes.bfloat16),
@@ -683,8 +623,6 @@ def test_results_rings_and_widths_that_do_not_fit_are_refused() -> None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="decode_attention: qkv"):
             call_decode(good_decode(), out, dtype)
     for window in (0, 9):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="a ring is smaller than its window"):
-            call_attention(good_attention(), window=window, ring=True)
         with pytest.raises(jax.errors.JaxRuntimeError, match="a ring is smaller than its window"):
             call_decode(good_decode(), window=window, ring=True)
     with pytest.raises(jax.errors.JaxRuntimeError, match="not written in place"):

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import peagle
 
 target, ids, digest = peagle.load().plain_target, jnp.arange(5, 105, dtype=jnp.int32)[None], hashlib.sha256()
-output, cache = target.prefill(ids, jnp.asarray([100]), target.init_cache(1, 128, 8))
-for at, width in ((100, 8), (108, 1), (109, 8)):
+cache = target.init_cache(1, 128, 100)
+for at, width in ((0, 100), (100, 8), (108, 1), (109, 8)):
+    positions = at + jnp.arange(width, dtype=jnp.int32)[None]
+    output, cache = target.extend(ids[:, :width], positions, cache)
     digest.update(jnp.asarray(output.logits).tobytes())
-    output, cache = target.verify(ids[:, :width], jnp.asarray([at]), cache)
 print(digest.hexdigest())
 """
 
