@@ -11,6 +11,7 @@ thread; whoever needs tokens and finds none drives the loop for everybody.
 """
 
 import collections
+import dataclasses
 import itertools
 import statistics
 import threading
@@ -275,7 +276,9 @@ class Engine:
         called before, since that takes a moment. Call it when no request is in the engine.
         """
         started = time.perf_counter()
-        kinds = [self._kind(drafts, sampled) for drafts in self._possible_drafts()]
+        measures = self.config.adaptive and self._table.costs is None  # by greedy steps
+        variants = {sampled, False} if measures else {sampled}
+        kinds = [self._kind(drafts, variant) for variant in variants for drafts in self._possible_drafts()]
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
             sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # of a kind it takes
@@ -290,7 +293,7 @@ class Engine:
             jax.block_until_ready(self._state)
             self._warm.update(missing)
             self.compile_s += time.perf_counter() - started
-        if self.config.adaptive and self._table.costs is None:
+        if measures:
             measuring()
             self._table = self._table.paying(self._measure_costs())
 
@@ -451,7 +454,7 @@ class Engine:
             if handle not in self._alive:
                 return []
             if values[0] == NO_TOKEN:
-                return [(handle, self._not_finite(handle, "target", self.target, ()))]
+                return [(handle, self._not_finite(handle, "target", self.target, (), ()))]
             return [(handle, self._chunk(handle, (int(values[0]),), now, ()))]
         assert values is not None
         return self._hand_out(StepOutput.unpack(values, sent.num_drafts), sent, now)
@@ -470,24 +473,33 @@ class Engine:
                 accepted, verified = int(output.num_accepted[index, slot]), int(output.num_verified[index, slot])
                 tokens = output.token_ids[index, slot].tolist()
                 drafts = tuple(output.draft_token_ids[index, slot, :verified].tolist())
-                if tokens[accepted] == NO_TOKEN or NO_TOKEN in drafts:
-                    wrong = ("target", self.target) if tokens[accepted] == NO_TOKEN else ("drafter", self.drafter)
+                emitted = tokens[: int(output.count[index, slot])]
+                if NO_TOKEN in emitted or NO_TOKEN in drafts:
+                    wrong = ("target", self.target) if NO_TOKEN in emitted else ("drafter", self.drafter)
                     token_ids += tokens[:accepted]
                     break
                 records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted]))
-                token_ids += tokens[: int(output.count[index, slot])]
+                token_ids += emitted
                 handle.length += accepted + 1
                 if verified and cost is not None:
                     handle.lost += loss(accepted, cost)
             if wrong is not None:
-                found.append((handle, self._not_finite(handle, *wrong, tuple(token_ids))))
+                found.append((handle, self._not_finite(handle, *wrong, tuple(token_ids), tuple(records))))
             elif records:
                 handle.paused = handle.paused or handle.lost > allowance(handle.request.max_new_tokens)
                 found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records))))
         return found
 
-    def _not_finite(self, handle: Handle, part: str, model: object, token_ids: tuple[int, ...]) -> TokenChunk:
-        """End a request for which a model's outputs are not finite after these tokens; a diagnostic pass says where."""
+    def _not_finite(
+        self,
+        handle: Handle,
+        part: str,
+        model: object,
+        token_ids: tuple[int, ...],
+        records: tuple[StepRecord, ...],
+    ) -> TokenChunk:
+        """End a request for which a model's outputs are not finite after these tokens, which are its last; a diagnostic
+        pass says where."""
         known = [*handle.request.prompt_ids, *handle.known, *token_ids]
         said = (
             f"the {part}'s logits for token {len(known) - len(handle.request.prompt_ids)} of the answer to "
@@ -499,7 +511,7 @@ class Engine:
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
         handle.error = InputError(f"{said}; {todo}")
         self._end(handle, "error")
-        return handle.inbox.pop()
+        return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
 
     def _chunk(
         self, handle: Handle, token_ids: tuple[int, ...], now: float, records: tuple[StepRecord, ...]

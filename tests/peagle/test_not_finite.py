@@ -3,27 +3,27 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from peagle.autoregressive import NoDrafter
-from peagle.config import SamplingConfig, SpeculationConfig
-from peagle.generate import Emission, Engine, Request
 
 import peagle.cli.run
 from peagle.cli import main
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.request import Request, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.ops.likeliest import likeliest
+from peagle.ops.likeliest import argmax
 from peagle.ops.messages import Draft, Fresh
 from peagle.protocols import Drafter
 from tests.peagle.conftest import toy_pair
-from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted
+from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted, decode
 
 VOCAB_SIZE, BAD, BUDGET = 12, 7, 10
-SAMPLED = SamplingConfig(0.7, top_p=0.9)
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(0.7, top_p=0.9)
 
 
 @flax.struct.dataclass
@@ -47,39 +47,42 @@ def scripted() -> Scripted:
     return Scripted(jnp.asarray(np.where(index % 4 == 3, 0, index % VOCAB_SIZE)[None]))
 
 
-def engine(
-    target: MarkovTarget,
-    drafter: Drafter,
-    k: int,
-    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
-    batch: int = 1,
-) -> Engine:
-    return Engine(target, drafter, SpeculationConfig(k, batch, 64, sampling), steps_per_dispatch=3)
+def engine(target: MarkovTarget, drafter: Drafter | None, k: int, **options: Any) -> Engine:
+    return Engine(target, drafter, EngineConfig(k, capacity=64, chunk=8, steps_per_dispatch=3, **options))
 
 
-def until_refused(engine: Engine, *requests: Request) -> tuple[dict[int, list[int]], str]:
-    """(the tokens that came before, the error)."""
-    tokens: dict[int, list[int]] = {request.index: [] for request in requests}
+def ask(
+    prompt_ids: tuple[int, ...], max_new_tokens: int = BUDGET, sampling: SamplingParams = GREEDY, index: int = 0
+) -> Request:
+    return Request(prompt_ids, max_new_tokens, sampling, index=index, name=f"prompt {index}")
+
+
+def until_refused(engine: Engine, *requests: Request) -> tuple[list[list[int]], str]:
+    """(the tokens of each that came before, the error)."""
+    tokens: list[list[int]] = [[] for _ in requests]
     try:
-        for emission in engine.generate(requests):
-            tokens[emission.request.index] += emission.token_ids
+        for place, chunk in engine.generate(requests):
+            tokens[place] += chunk.token_ids
     except InputError as error:
         return tokens, str(error)
     raise AssertionError(f"{tokens}, and no error")
 
 
 @pytest.mark.parametrize(
-    ("drafter", "k", "sampling"),
+    ("drafter", "k", "sampling", "options"),
     [
-        (NoDrafter(), 0, SamplingConfig()),
-        (scripted(), 3, SamplingConfig()),
-        (FixedLogits(jnp.zeros((3, VOCAB_SIZE))), 3, dataclasses.replace(SAMPLED, draft_sampling=True)),
-        (Scripted(jnp.arange(64, dtype=jnp.int32)[None] + 2), 3, SamplingConfig(synthetic_acceptance=(1.0, 1.0, 1.0))),
+        (None, 0, GREEDY, {}),
+        (None, 0, SAMPLED, {}),
+        (scripted(), 3, GREEDY, {}),
+        (FixedLogits(jnp.zeros((3, VOCAB_SIZE))), 3, SAMPLED, {"draft_sampling": True}),
+        (Scripted(jnp.arange(64, dtype=jnp.int32)[None] + 2), 3, GREEDY, {"synthetic_acceptance": (1.0, 1.0, 1.0)}),
     ],
-    ids=["plain", "greedy", "sampled drafts", "synthetic"],
+    ids=["plain", "sampled", "greedy", "sampled drafts", "synthetic"],
 )
-def test_it_is_noticed_where_it_begins(drafter: Drafter, k: int, sampling: SamplingConfig) -> None:
-    tokens, error = until_refused(engine(counting(), drafter, k, sampling), Request(0, (2, 3), BUDGET))
+def test_it_is_noticed_where_it_begins(
+    drafter: Drafter | None, k: int, sampling: SamplingParams, options: dict[str, Any]
+) -> None:
+    tokens, error = until_refused(engine(counting(), drafter, k, **options), ask((2, 3), sampling=sampling))
     known = list(range(4, BAD + 1))
     assert tokens[0] == known[: len(tokens[0])]
     assert len(tokens[0]) >= len(known) - k
@@ -98,9 +101,9 @@ def test_it_is_noticed_where_it_begins(drafter: Drafter, k: int, sampling: Sampl
     ids=["last", "first", "infinite", "all minus infinite"],
 )
 def test_a_single_logit_is_enough(bad: list[float]) -> None:
-    for sampling in (SamplingConfig(), SAMPLED):
-        plain = engine(counting(bad, MarkovTarget), NoDrafter(), 0, sampling)
-        tokens, error = until_refused(plain, Request(0, (5,), BUDGET))
+    for sampling in (GREEDY, SAMPLED):
+        plain = engine(counting(bad, MarkovTarget), None, 0)
+        tokens, error = until_refused(plain, ask((5,), sampling=sampling))
         assert tokens[0] == [6, 7]
         assert error.startswith("the target's logits for token 2 of the answer to prompt 0 are not finite; expected")
 
@@ -108,53 +111,66 @@ def test_a_single_logit_is_enough(bad: list[float]) -> None:
 def test_minus_infinity_is_a_logit() -> None:
     bad = [-np.inf] * VOCAB_SIZE
     bad[3] = -1e30
-    for sampling in (SamplingConfig(), SAMPLED):
-        plain = engine(counting(bad), NoDrafter(), 0, sampling)
-        emitted = [token for each in plain.generate([Request(0, (6,), 4)]) for token in each.token_ids]
-        assert emitted == [7, 3, 4, 5]
+    for sampling in (GREEDY, SAMPLED):
+        assert decode(engine(counting(bad), None, 0), [ask((6,), 4, sampling)])[0] == [[7, 3, 4, 5]]
 
 
 def test_the_first_token_is_no_exception_and_the_prompt_is_named() -> None:
-    requests = Request(0, (1,), BUDGET), Request(1, (3, BAD), BUDGET)
-    tokens, error = until_refused(engine(counting(), NoDrafter(), 0, batch=2), *requests)
-    assert tokens == {0: [], 1: []}
+    requests = ask((10,)), ask((3, BAD), index=1)
+    tokens, error = until_refused(engine(counting(), None, 0, slots=2), *requests)
+    assert tokens[0] == [11, 0, 1, 2, 3, 4, 5, 6, 7][: len(tokens[0])]
+    assert tokens[1] == []
     assert error.startswith("the target's logits for token 0 of the answer to prompt 1 are not finite")
     assert f"what follows [3, {BAD}];" in error
 
 
 def test_what_nobody_reads_may_be_anything() -> None:
-    """Rows that are done, whose last token is the bad one, places of a batch without a request, and the token that
-    warming up is done with."""
+    """Rows that are done, whose last token is the bad one, slots without a request, and the token that warming up is
+    done with."""
     table = np.asarray(counting().table).copy()
     table[0] = np.nan
-    two = engine(MarkovTarget(jnp.asarray(table)), scripted(), 3, batch=3)
-    requests = [Request(0, (5,), 2), Request(1, (8,), 3)]  # 6 7, and 9 10 11
-    two.warm_up(requests)
-    emissions: list[Emission] = list(two.generate(requests))
-    found = [
-        [token for each in emissions if each.request is request for token in each.token_ids] for request in requests
-    ]
-    assert found == [[6, 7], [9, 10, 11]]
+    for sampling in (GREEDY, SAMPLED):
+        two = engine(MarkovTarget(jnp.asarray(table)), scripted(), 3, slots=3)
+        two.warm_up(sampled=not sampling.greedy)
+        requests = [ask((5,), 2, sampling), ask((8,), 3, sampling, 1)]  # 6 7, and 9 10 11
+        assert decode(two, requests)[0] == [[6, 7], [9, 10, 11]]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_it_ends_one_request_and_those_beside_it_go_on(k: int) -> None:
+    """Its slot is free again, and what it left there hurts nobody."""
+    both = engine(counting(), FixedLogits(jnp.zeros((3, VOCAB_SIZE))) if k else None, k, slots=2)
+    handles = [both.add(ask((number,), budget, index=number)) for number, budget in ((8, 9), (5, 9), (9, 8), (10, 7))]
+    tokens: list[list[int]] = []
+    for handle in handles:
+        tokens.append([])
+        try:
+            for chunk in both.follow(handle):
+                tokens[-1] += chunk.token_ids
+        except InputError as error:
+            assert "for token 2 of the answer to prompt 5 are not finite" in str(error)
+    assert tokens == [[9, 10, 11, 0, 1, 2, 3, 4, 5], [6, 7], [10, 11, 0, 1, 2, 3, 4, 5], [11, 0, 1, 2, 3, 4, 5]]
+    assert [handle.finished for handle in handles] == ["length", "error", "length", "length"]
+    assert not both.busy
 
 
 @flax.struct.dataclass
 class Broken(FixedLogits):
-    """A drafter with the confidence that a drafter with weights has."""
+    """A drafter that takes the likeliest token as a drafter with weights does."""
 
-    def propose(self, state: None, fresh: Fresh, num_drafts: int) -> tuple[Draft, None]:
-        draft, state = super().propose(state, fresh, num_drafts)
+    def propose(self, state: None, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, None]:
+        draft, state = super().propose(state, fresh, widths, num_drafts)
         assert draft.logits is not None
-        token_ids, confidence = likeliest(jax.lax.optimization_barrier(draft.logits))
-        return Draft(token_ids, draft.logits, confidence), state
+        return Draft(argmax(jax.lax.optimization_barrier(draft.logits)), draft.logits), state
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), dataclasses.replace(SAMPLED, draft_sampling=True)])
-def test_a_drafters_outputs_are_looked_at_as_well(sampling: SamplingConfig) -> None:
+@pytest.mark.parametrize(("sampling", "draft_sampling"), [(GREEDY, False), (SAMPLED, False), (SAMPLED, True)])
+def test_a_drafters_outputs_are_looked_at_as_well(sampling: SamplingParams, draft_sampling: bool) -> None:
     """It would cost no token, but all the speed, without a word."""
     logits = np.zeros((3, VOCAB_SIZE), np.float32)
     logits[1, 4] = np.nan
-    speculation = engine(counting(), Broken(jnp.asarray(logits)), 3, sampling)
-    tokens, error = until_refused(speculation, Request(0, (2,), BUDGET))
+    speculation = engine(counting(), Broken(jnp.asarray(logits)), 3, draft_sampling=draft_sampling)
+    tokens, error = until_refused(speculation, ask((2,), sampling=sampling))
     assert tokens[0] == [3]
     assert error.startswith("the drafter's logits for token 1 of the answer to prompt 0 are not finite; expected")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import peagle
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.widths import WidthTable
-
-import peagle
 from peagle.ops.errors import InputError, InputWarning
 from peagle.pair import DEMO_DIRECTORY, Pair, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.prompts import Rendering, from_ids

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.engine.engine import Engine
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, SamplingParams
 from peagle.metrics import Result
@@ -115,6 +116,26 @@ def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.M
     result = done.outcomes[0].result
     assert result.ttft_s is not None
     assert 0 < result.ttft_s < 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_measuring_what_drafting_costs_compiles_nothing(
+    toy: Pair, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    measure, counts = Engine._measure_costs, []
+
+    def counting(engine: Engine) -> dict[int, float]:
+        counts.append(trace_counts())
+        costs = measure(engine)
+        counts.append(trace_counts())
+        return costs
+
+    monkeypatch.setattr(Engine, "_measure_costs", counting)
+    context = 78 + round(temperature)  # a shape that no other test has
+    config = dataclasses.replace(CONFIG, adaptive=True, sampling=SamplingParams(temperature), context=context)
+    run(toy, [from_ids([50])], config)
+    before, after = counts
+    assert before == after
 
 
 def test_the_streamed_pieces_are_the_text(toy: Pair) -> None:
