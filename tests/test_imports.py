@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN): ops <- target, drafter; ops <- protocols <- engine, drafters, text <- pair <- the rest."""
+"""Who may import whom (DESIGN): ops <- target, drafter; ops <- protocols <- engine, drafters, text <- pair <- others."""
 
 import ast
 from collections.abc import Iterator

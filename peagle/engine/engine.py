@@ -282,8 +282,13 @@ class Engine:
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
             sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # of a kind it takes
-            for _ in self.generate([Request((0,), 1, sampling)]):
-                pass
+            handle = self.add(Request((0,), 1, sampling))
+            try:
+                while handle.finished is None:  # "error", too: what follows token 0 is nobody's concern
+                    self.step()
+            finally:
+                self.abort(handle)
+            self.settle()
             assert self._state is not None
             for kind in missing:
                 widths = np.zeros((self.config.slots,), np.int32)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from peagle.config import SpeculationConfig
 
 import peagle.bench
 import peagle.cli.bench
 import peagle.pair
 from peagle.bench import Bench, BenchOptions, Case, Measurement, WeightBytes, bench
 from peagle.cli import main
+from peagle.engine.engine import EngineConfig
 from peagle.ops.errors import InputError
 from peagle.pair import Pair, load
 from tests.peagle.conftest import MAX_POSITIONS, Directories
@@ -111,28 +111,42 @@ def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Pair, "engine", watched)
     bench(tiny, OPTIONS)
     ((config, options, found),) = used
-    assert (config, options) == (SpeculationConfig(0, batch_size=2, capacity=128), {"ignore_eos": True})
+    assert (config, options) == (EngineConfig(0, slots=2, capacity=128), {})
     assert found.target is tiny.plain_target
+    assert found.drafter is None
 
 
 def test_a_measurement_of_verify_is_that_many_passes_over_new_tokens(tiny: Pair) -> None:
     """What goes into its digest are the logits of each of them, going round the sets of tokens."""
     target, rng = tiny.plain_target, np.random.default_rng(0)
     prompt, rows = rng.integers(0, 37, (2, 7), np.int32), rng.integers(0, 37, (4, 2, 2), np.int32)
-    lengths, verify = jnp.full((2,), 7, jnp.int32), jax.jit(target.verify)
+    lengths, extend = jnp.full((2,), 7, jnp.int32), jax.jit(target.extend)
+    positions = jnp.asarray([[7, 8]] * 2, jnp.int32)
 
     def filled() -> Any:
-        return peagle.bench._prefill(target, jnp.asarray(prompt), capacity=9, widest_write=2)[1]
+        return peagle.bench._prefill(target, prompt, capacity=9, chunk=3, widest_write=2)
+
+    def verify(tokens: np.ndarray) -> Any:
+        return extend(jnp.asarray(tokens), positions, filled())
 
     caches, digest = peagle.bench._verify_passes(
         target, filled(), jnp.asarray(rows), lengths, jnp.int32(3), jnp.int32(2)
     )
-    expected = sum(
-        jnp.sum(jnp.max(verify(jnp.asarray(rows[index]), lengths, filled())[0].logits, axis=-1)) for index in (3, 0)
-    )
+    expected = sum(jnp.sum(jnp.max(verify(rows[index])[0].logits, axis=-1)) for index in (3, 0))
     np.testing.assert_allclose(digest, expected, rtol=1e-5)
-    for left, right in zip(caches, verify(jnp.asarray(rows[0]), lengths, filled())[1], strict=True):
+    for left, right in zip(caches, verify(rows[0])[1], strict=True):
         np.testing.assert_allclose(left.key, right.key, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_prompts_of_both_sequences_are_in_the_caches_however_they_are_cut(tiny: Pair, chunk: int) -> None:
+    target, prompt = tiny.plain_target, np.random.default_rng(1).integers(0, 37, (2, 7), np.int32)
+    caches = peagle.bench._prefill(target, prompt, capacity=9, chunk=chunk, widest_write=2)
+    positions = jnp.asarray([list(range(7))] * 2, jnp.int32)
+    _, whole = jax.jit(target.extend)(jnp.asarray(prompt), positions, target.init_cache(2, 9, 7))
+    behind = jnp.asarray([[7, 8]] * 2, jnp.int32)
+    found, expected = (jax.jit(target.extend)(behind, behind, each)[0].logits for each in (caches, whole))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_interruption_leaves_what_there_is(tiny: Pair) -> None:
@@ -283,7 +297,7 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
         (["-p", "8,0"], ["prompt length is 0"]),
         (["-n", "-4"], ["new tokens is -4"]),
         (["--context", "0"], ["context is 0"]),
-        (["--batch", "0"], ["batch is 0"]),
+        (["--slots", "0"], ["number of slots is 0"]),
         (["--repeats", "0"], ["repeats is 0"]),
         (["--context", "381"], ["tg 3", "takes 385 positions", f"the target has {MAX_POSITIONS}"]),
         (["-p", "385"], ["pp 385", f"has {MAX_POSITIONS}"]),

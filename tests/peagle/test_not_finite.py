@@ -136,19 +136,33 @@ def test_what_nobody_reads_may_be_anything() -> None:
         assert decode(two, requests)[0] == [[6, 7], [9, 10, 11]]
 
 
+@pytest.mark.parametrize("ending", ["stop", "length"])
+def test_what_lies_behind_an_end_inside_the_run_may_be_anything(ending: str) -> None:
+    """Plain decoding ends there and never sees it; so does a step whose drafts are right up to it."""
+    rights = Scripted(jnp.arange(64, dtype=jnp.int32)[None] + 4)  # the prompt's token stands at 0
+    request = Request((4,), BUDGET, stop_token_ids=(BAD,)) if ending == "stop" else Request((4,), 3)
+    for drafter, k in ((None, 0), (rights, 3)):
+        chunks = [chunk for _, chunk in engine(counting(), drafter, k).generate([request])]
+        assert [token for chunk in chunks for token in chunk.token_ids] == [5, 6, BAD]
+        assert chunks[-1].finish_reason == ending
+    assert chunks[-1].steps[0].num_accepted == 2
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_it_ends_one_request_and_those_beside_it_go_on(k: int) -> None:
     """Its slot is free again, and what it left there hurts nobody."""
     both = engine(counting(), FixedLogits(jnp.zeros((3, VOCAB_SIZE))) if k else None, k, slots=2)
     handles = [both.add(ask((number,), budget, index=number)) for number, budget in ((8, 9), (5, 9), (9, 8), (10, 7))]
     tokens: list[list[int]] = []
+    errors: list[str] = []
     for handle in handles:
         tokens.append([])
         try:
             for chunk in both.follow(handle):
                 tokens[-1] += chunk.token_ids
         except InputError as error:
-            assert "for token 2 of the answer to prompt 5 are not finite" in str(error)
+            errors.append(str(error).partition(";")[0])
+    assert errors == ["the target's logits for token 2 of the answer to prompt 5 are not finite"]
     assert tokens == [[9, 10, 11, 0, 1, 2, 3, 4, 5], [6, 7], [10, 11, 0, 1, 2, 3, 4, 5], [11, 0, 1, 2, 3, 4, 5]]
     assert [handle.finished for handle in handles] == ["length", "error", "length", "length"]
     assert not both.busy
@@ -189,7 +203,7 @@ def test_the_command_says_so_in_a_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
-    assert captured.err.startswith("peagle: error: the target's logits for token 0 of the answer to prompt 0 are not")
+    assert captured.err.startswith("peagle: error: the target's logits for token 0 of the answer to --prompt-ids are not")
 
 
 def test_log_probabilities_of_what_cannot_be_are_null(

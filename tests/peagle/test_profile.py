@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from peagle.config import SpeculationConfig
-from peagle.generate import Engine, Request
-from peagle.ngram import NGram
 
+from peagle.drafters.ngram import NGram
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.request import Request, SamplingParams
 from peagle.ops.errors import InputError
 from peagle.profile import Span, breakdown, parts_by_operation, profile, writable
-from tests.peagle.toys import tiny_target
+from tests.peagle.toys import decode, tiny_target
 
 MS = 1_000_000.0
 
@@ -42,31 +42,32 @@ def test_instants_are_shared_by_what_runs_in_them() -> None:
 
 
 def test_operations_find_the_innermost_part_they_are_named_by() -> None:
-    program = """HloModule jit__steps_of_2, is_scheduled=true
+    program = """HloModule jit__steps_2, is_scheduled=true
       %fusion.1 = f32[2]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(_steps)/while/body/draft/add" line=3}
       ROOT %b.2 = f32[2]{0} add(%a, %a), metadata={op_name="jit(_steps)/verify/accept/add"}
       %c = f32[2]{0} add(%a, %a), metadata={op_name="jit(_steps)/drafting/add"}
       %d = f32[2]{0} add(%a, %a)
     """
     assert parts_by_operation(program) == {
-        "jit__steps_of_2/fusion.1": "draft",
-        "jit__steps_of_2/b.2": "accept",
+        "jit__steps_2/fusion.1": "draft",
+        "jit__steps_2/b.2": "accept",
     }
 
 
-def test_a_run_is_traced_and_broken_down(tmp_path: Path) -> None:
-    engine = Engine(tiny_target(), NGram(), SpeculationConfig(2, capacity=64), steps_per_dispatch=2)
-    requests = [Request(0, (1, 2, 3), 20)]
-    engine.warm_up(requests)
-    tokens = [token for emission in engine.generate(requests) for token in emission.token_ids]
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.8, seed=1)], ids=["greedy", "sampled"])
+def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParams) -> None:
+    engine = Engine(tiny_target(), NGram(), EngineConfig(2, capacity=64, steps_per_dispatch=2))
+    requests = [Request((1, 2, 3), 20, sampling)]
+    engine.warm_up(sampled=not sampling.greedy)
+    (tokens,), (steps,) = decode(engine, requests)
     found = profile(engine, requests, writable(tmp_path / "new" / "trace"))
     assert list((tmp_path / "new" / "trace").glob("**/*.xplane.pb"))
-    assert 1 <= found.num_steps <= len(tokens)
+    assert found.num_steps == len(steps)
     # which of them takes longer is the machine's to say
     assert min(found.draft_ms, found.verify_ms, found.accept_ms) > 0
     assert found.step_ms == pytest.approx(sum(found.parts.values()))
     profile(engine, requests, tmp_path / "new" / "trace")  # beside the first
-    assert [token for emission in engine.generate(requests) for token in emission.token_ids] == tokens
+    assert decode(engine, requests)[0] == [tokens]
 
 
 def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
