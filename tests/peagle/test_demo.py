@@ -5,14 +5,11 @@ import json
 
 import jax
 import pytest
-from peagle.config import SpeculationConfig
-from peagle.generate import STEPS_THAT_SHARE_A_CHOICE, Request
-from peagle.policy import Costs
 
 import peagle.pair
 from drafter.propose import Eagle3, PEagle
 from peagle.ops import native
-from peagle.pair import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, Pair, with_drafter
+from peagle.pair import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, MOST_STEPS_PER_DISPATCH, Pair, with_drafter
 from peagle.prompt_files import read_prompt_file
 from peagle.session import Run, RunConfig, run
 from scripts import record_acceptance
@@ -73,29 +70,31 @@ def test_speculation_says_what_plain_decoding_says(answers: Run) -> None:
 
 
 @pytest.mark.skipif(not native.available(), reason="no native kernels: " + native.status()[1])
-@pytest.mark.parametrize(("together", "adaptive"), [(1, False), (4, False), (STEPS_THAT_SHARE_A_CHOICE, True)])
-def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int, adaptive: bool) -> None:
-    configuration = SpeculationConfig(3, capacity=1024, adaptive=adaptive)
-    engine = demo.engine(configuration)
-    engine = dataclasses.replace(
-        engine, steps_per_dispatch=together, costs=Costs.even(configuration.ladder), plain=None
-    )
-    requests = [Request(0, (5, 6, 7), 20)]
-    state, *_ = engine._start(requests, 32)
-    largest = max(leaf.nbytes for leaf in jax.tree.leaves((engine.target, state.target_cache)))
-    programs = engine.compiled(requests)
-    assert len(programs) == (4 if adaptive else 1)
+@pytest.mark.parametrize(
+    ("together", "adaptive", "slots"), [(1, False, 1), (4, False, 4), (MOST_STEPS_PER_DISPATCH, True, 1)]
+)
+def test_steps_keep_no_copy_of_weights_or_caches(demo: Pair, together: int, adaptive: bool, slots: int) -> None:
+    shape = demo.engine_config(3, capacity=1024, adaptive=adaptive, slots=slots)
+    engine = demo.engine(dataclasses.replace(shape, steps_per_dispatch=together))
+    state, _ = engine._programs.shapes()
+    leaves = jax.tree.leaves((engine.target, state.target_cache))
+    programs = engine.programs()
+    assert len(programs) == (2 if adaptive else 1)
     for program in programs:
         memory = program.memory_analysis()
-        assert memory.temp_size_in_bytes < min(largest, state.target_cache[1].key.nbytes)
+        assert memory.temp_size_in_bytes < min(max(map(num_bytes, leaves)), num_bytes(state.target_cache[1].key))
+
+
+def num_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return leaf.size * leaf.dtype.itemsize
 
 
 @pytest.mark.skipif(not native.available(), reason="no native kernels: " + native.status()[1])
 @pytest.mark.parametrize("together", [1, 4])
 def test_plain_steps_are_dispatched_and_not_waited_for(demo: Pair, together: int) -> None:
     """XLA on CPU runs what it counts below 1000 operations inside the call that dispatches it."""
-    engine = dataclasses.replace(demo.engine(SpeculationConfig(0, capacity=512)), steps_per_dispatch=together)
-    (program,) = engine.compiled([Request(0, (5, 6, 7), 20)])
+    shape = dataclasses.replace(demo.engine_config(0, capacity=512), steps_per_dispatch=together)
+    (program,) = demo.engine(shape).programs()
     analysis = program.cost_analysis()
     assert analysis is not None
     assert analysis["flops"] > 4000

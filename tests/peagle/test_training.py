@@ -10,10 +10,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from peagle.config import SpeculationConfig
-from peagle.costs import MEASUREMENTS
-from peagle.generate import Request
-from peagle.policy import Costs
 from safetensors.numpy import load_file, save_file
 
 import peagle.answers
@@ -25,6 +21,8 @@ from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.train.shards import read_shards
 from peagle.cli import main
 from peagle.cli.train import _Deadline, _given, _shown
+from peagle.engine.request import Request
+from peagle.engine.widths import WidthTable
 from peagle.metrics import decode
 from peagle.ops.errors import InputError
 from peagle.pair import Pair
@@ -69,7 +67,7 @@ def made(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempP
     """Data of the tiny target."""
     out = tmp_path_factory.mktemp("data") / "data"
     arguments = ["data", "--target", directories.target, "--prompt-file", prompts, "--out", out, "-n", 20]
-    assert main([*map(str, arguments), "--shard-prompts", "2", "--batch", "2", "--quiet"]) == 0
+    assert main([*map(str, arguments), "--shard-prompts", "2", "--slots", "2", "--quiet"]) == 0
     return out
 
 
@@ -97,11 +95,11 @@ def test_data_go_on_where_they_were_cut_off_and_are_the_same(
     before = (copy / "shard_00002.safetensors").stat().st_mtime_ns
     with monkeypatch.context() as patch:
         press_ctrl_c_at(patch, peagle.answers, "decode")
-        code, said = run(*arguments, "--out", copy, "--batch", 2)
+        code, said = run(*arguments, "--out", copy, "--slots", 2)
     assert code == 130
     assert f"interrupted: 2 of 3 shards are in {copy}; the same command goes on" in said
     assert not (copy / "shard_00001.safetensors").exists()
-    code, said = run(*arguments, "--out", copy, "--batch", 2)
+    code, said = run(*arguments, "--out", copy, "--slots", 2)
     assert code == 0
     assert said.startswith(f"left out     1 row that cannot be asked, the first: {prompts} line {len(PROMPTS) + 1}")
     code, said = run(*arguments, "--out", tmp_path / "strict", "--strict")
@@ -179,18 +177,17 @@ def test_what_was_learnt_by_heart_is_drafted_right(
     code, said = run("train", *given, *recipe, *rates, *kind)
     assert code == 0, said
     speculative = peagle.pair.load(directories.target, tmp_path / "run" / "drafter")
-    engine = speculative.engine(SpeculationConfig(k, 1, 128))
-    emissions = list(engine.generate([Request(0, tuple(PROMPTS[0]), tokens)]))
-    accepted = [each.decision.num_accepted for each in emissions if each.decision is not None]
+    engine = speculative.engine(speculative.engine_config(k, capacity=128))
+    (result,) = decode(engine, [Request(tuple(PROMPTS[0]), tokens)], None)
+    accepted = [step.num_accepted for step in result.steps]
     assert len(accepted) > 3
     assert accepted[:-1] == [k] * (len(accepted) - 1)
 
 
 def test_the_baseline_proposes_in_turn_and_changes_no_token(
-    directories: Directories, made: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    directories: Directories, made: Path, tmp_path: Path, run: Run
 ) -> None:
-    """An EAGLE-3 drafter, by the same command, in the engine: in a batch, adaptive, never sampled."""
-    monkeypatch.setattr("peagle.costs.load", lambda known: [Costs.even(known["ladder"])] * MEASUREMENTS)
+    """An EAGLE-3 drafter, by the same command, in the engine: in slots, with rows that pause, never sampled."""
     out = tmp_path / "run"
     code, said = run(*train(directories, made, out, "--autoregressive", "--learning-rate", 1e-2))
     assert code == 0, said
@@ -199,13 +196,19 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     assert not config.parallel
     speculative = peagle.pair.load(directories.target, out / "drafter")
     assert isinstance(speculative.drafter, Eagle3)
-    requests = [Request(index, tuple(ids), 24) for index, ids in enumerate(PROMPTS)]
-    shapes = (SpeculationConfig(0, 3, 128), SpeculationConfig(3, 3, 128), SpeculationConfig(2, 1, 128, adaptive=True))
-    plain, fast, adaptive = (
-        [result.output_ids for result in decode(speculative.engine(shape), requests, None)] for shape in shapes
+    speculative = dataclasses.replace(speculative, widths=WidthTable({1: 2}, {1: 1.9}))
+    requests = [Request(tuple(ids), 24, index=index) for index, ids in enumerate(PROMPTS)]
+    shapes = (
+        speculative.engine_config(0, slots=3, capacity=128),
+        speculative.engine_config(3, slots=3, capacity=128),
+        speculative.engine_config(2, adaptive=True, capacity=128),
     )
-    assert fast == plain
-    assert adaptive == plain
+    plain, fast, adaptive = (decode(speculative.engine(shape), requests, None) for shape in shapes)
+    outputs = [result.output_ids for result in plain]
+    assert [result.output_ids for result in fast] == outputs
+    assert [result.output_ids for result in adaptive] == outputs
+    widths = [len(step.draft_token_ids) for result in adaptive for step in result.steps]
+    assert set(widths) == {0, 2}
     with pytest.raises(InputError, match="no probabilities to be sampled from"):
         speculative.generate(PROMPTS[0], num_speculative_tokens=2, temperature=1.0, draft_sampling=True)
     code, said = run("info", directories.target, out / "drafter")
