@@ -1,8 +1,8 @@
 """Where a step's time goes: a trace of some steps, and what it says in a few numbers.
 
 The steps run once more under JAX's profiler, after everything that is measured. Its trace says when each operation of
-the compiled program ran; the program's own text says which part of the step (peagle.engine.step) an operation came from. An
-instant in which operations of several parts run counts for each in equal shares; one in which none runs is the
+the compiled program ran; the program's own text says which part of the step (peagle.engine.step) an operation came
+from. An instant in which operations of several parts run counts for each in equal shares; one in which none runs is the
 runtime's, between two operations, or, with no program at work at all, the host's.
 """
 

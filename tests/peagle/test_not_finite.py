@@ -203,7 +203,8 @@ def test_the_command_says_so_in_a_line(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
-    assert captured.err.startswith("peagle: error: the target's logits for token 0 of the answer to --prompt-ids are not")
+    said = "peagle: error: the target's logits for token 0 of the answer to --prompt-ids are not"
+    assert captured.err.startswith(said)
 
 
 def test_log_probabilities_of_what_cannot_be_are_null(
