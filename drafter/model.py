@@ -2,6 +2,7 @@
 
     forward           no cache: rows (anchor, depth) under the group-causal mask (references)
     prefill           a prompt's rows into empty caches, at a padded length; no logits
+    absorb            rows committed since, or the next chunk of a prompt, written to the caches; no logits
     propose           the rows committed last and K-1 mask slots, written to the caches, then attended: P-EAGLE
     propose_in_turn   the rows committed last, then K-1 passes of one row, each of the draft before it: EAGLE-3
 
@@ -114,15 +115,37 @@ def prefill(
     return tuple(written)
 
 
+def absorb(
+    params: DrafterParams,
+    config: DrafterConfig,
+    token_ids: Int[Array, "B T"],
+    aux_hidden: Float[Array, "B T A"],
+    positions: Int[Array, "B T"],
+    caches: tuple[KVCache, ...],
+) -> tuple[KVCache, ...]:
+    """Write committed rows to the caches, behind those that they hold; nothing is proposed.
+
+    token_ids are already shifted: the row at position p is (token[p+1], aux_hidden[p]). Rows of negative position are
+    inactive and never written. Example: of a prompt of P tokens rows 0..P-2 can be written; row P-1 needs the first
+    sampled token and comes with the first `propose`.
+    """
+    # what the last layer does after its keys and values is not used, so a compiled program does not contain it
+    hidden = project_taps(params, config, aux_hidden.astype(params.dtype), positions)
+    no_gap = jnp.zeros(positions.shape[:1], jnp.int32)
+    return _cached_pass(params, config, token_ids, hidden, positions, no_gap, caches)[1]
+
+
 def lay_out_rows(
     fresh_token_ids: Int[Array, "B F"],
     num_fresh: Int[Array, " B"],
     first_position: Int[Array, " B"],
     num_drafts: int,
     mask_token_id: int,
+    widths: Int[Array, " B"] | None = None,
 ) -> Rows:
     """The F+K-1 rows of one proposing pass: C = num_fresh committed rows, K-1 mask slots, padding, at consecutive
-    positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows.
+    positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows. If widths
+    are given, row b proposes widths[b] <= K drafts: its further mask slots are padding, too.
 
     Example (the rows of vLLM's own test; K = 3, mask id M): C = 3 fresh rows 11 12 100 from position 5, and C = 4,
     21 22 23 200, from 10:
@@ -141,7 +164,8 @@ def lay_out_rows(
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
     committed = row < num_fresh[:, None]
     first_position = first_position[:, None]
-    active = (first_position >= 0) & (row < num_fresh[:, None] + num_drafts - 1)
+    num_masks = num_drafts - 1 if widths is None else jnp.maximum(widths - 1, 0)[:, None]
+    active = (first_position >= 0) & (row < num_fresh[:, None] + num_masks)
     padded = jnp.pad(fresh_token_ids, ((0, 0), (0, width - fresh_token_ids.shape[1])))
     draft = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
     return Rows(
@@ -159,21 +183,27 @@ def propose(
     num_held: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
+    widths: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B K U"], tuple[KVCache, ...]]:
     """(logits of the K drafts over the draft vocabulary, caches), in one pass of F+K-1 rows.
 
     The caches hold num_held rows, in their first slots: rows 0..first_position-1, or fewer where some in the middle
     were never given. Afterwards they hold those and the fresh rows, and what lies behind is dead (`lay_out_rows`):
     nothing has to be taken back when drafts are rejected. Draft i predicts token[first_position + num + 1 + i]. A
-    sequence of negative first_position is inactive: it writes nothing and its logits mean nothing.
+    sequence of negative first_position is inactive: it writes nothing and its logits mean nothing. If widths are given,
+    row b is asked for widths[b] <= K drafts: the logits of further ones mean nothing.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
-    rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, num_drafts, mask_token_of(config))
+    rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, num_drafts, mask_token_of(config), widths)
     hidden = _slot_hidden(params, config, fresh, rows)
     gap = num_held - fresh.first_position
-    x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, gap, caches, rows.draft_rows)
-    return _logits(params, config, x), caches
+    wanted, asked = rows.draft_rows, None
+    if widths is not None:
+        asked = jnp.where(jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None], 0, -1)
+        wanted = jnp.where(asked < 0, -1, wanted)
+    x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, gap, caches, wanted)
+    return _logits(params, config, x, asked), caches
 
 
 def propose_in_turn(
@@ -183,6 +213,7 @@ def propose_in_turn(
     num_held: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
+    widths: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, "B K"], Float[Array, "B K"], tuple[KVCache, ...]]:
     """(drafts, ids of the target's vocabulary; the drafter's probability of each; caches): a pass over the fresh rows,
     then one over each draft but the last. Everything else is as `propose` says.
@@ -198,14 +229,17 @@ def propose_in_turn(
     hidden = project_taps(params, config, fresh.aux_hidden.astype(params.dtype), real)
     gap, drafts, confidence = num_held - fresh.first_position, [], []
     token_ids, positions = rows.token_ids, rows.positions
-    wanted: jax.Array | None = rows.draft_rows
+    widest = jnp.full_like(fresh.num, num_drafts) if widths is None else widths
+    asked = jnp.where(fresh.first_position < 0, 0, widest)[:, None]
+    wanted: jax.Array | None = jnp.where(asked > 0, rows.draft_rows, -1)
     for number in range(num_drafts):
         x, caches = _cached_pass(params, config, token_ids, hidden, positions, gap, caches, wanted)
-        ids, probability = likeliest(_logits(params, config, x))
+        ids, probability = likeliest(_logits(params, config, x, jnp.where(asked > number, 0, -1)))
         drafts.append(to_target_ids(params, ids))
         confidence.append(probability)
         token_ids, hidden, wanted = drafts[-1], fed_back(params, config, x), None
-        positions = jnp.where(fresh.first_position < 0, -1, fresh.first_position + fresh.num + number)[:, None]
+        following = (fresh.first_position + fresh.num + number)[:, None]
+        positions = jnp.where(asked > number + 1, following, -1)
     return jnp.concatenate(drafts, axis=1), jnp.concatenate(confidence, axis=1), caches
 
 
@@ -215,8 +249,10 @@ def fed_back(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T 
 
 
 def to_target_ids(params: DrafterParams, draft_ids: Int[Array, "B K"]) -> Int[Array, "B K"]:
-    """Ids of the target's vocabulary for ids of the draft vocabulary."""
-    return draft_ids if params.draft_to_target is None else params.draft_to_target[draft_ids]
+    """Ids of the target's vocabulary for ids of the draft vocabulary; NO_TOKEN, which is negative, stays."""
+    if params.draft_to_target is None:
+        return draft_ids
+    return jnp.where(draft_ids < 0, draft_ids, params.draft_to_target[jnp.maximum(draft_ids, 0)])
 
 
 def mask_token_of(config: DrafterConfig) -> int:
@@ -308,7 +344,8 @@ def run_layers(
     wanted: Int[Array, "B K"] | None = None,
 ) -> jax.Array:
     """Residual stream after the last layer [B, T, D], from the tokens and fc's output for each row; of the `wanted`
-    rows alone [B, K, D], where some are named: of the others the last layer needs only keys and values."""
+    rows alone [B, K, D], where some are named: of the others the last layer needs only keys and values. A wanted row of
+    negative index means nothing."""
     eps = config.rms_norm_eps
     cos, sin = rope_tables(config.rope, positions, hidden.dtype, native=params.native)
     x = hidden
@@ -322,8 +359,9 @@ def run_layers(
             x = normed if config.norm_before_residual else x
         out = attend(index, qkv, cos, sin)
         if wanted is not None and index == len(params.layers) - 1:
-            out, x = (jnp.take_along_axis(rows, wanted[:, :, None], axis=1) for rows in (out, x))
-            positions = jnp.take_along_axis(positions, wanted, axis=1)
+            taken = jnp.maximum(wanted, 0)
+            out, x = (jnp.take_along_axis(rows, taken[:, :, None], axis=1) for rows in (out, x))
+            positions = jnp.where(wanted < 0, -1, jnp.take_along_axis(positions, taken, axis=1))
         x = linear(out, p.out, p.out_bias, residual=x, positions=positions)
         gate, up = jnp.split(
             linear(x, p.gate_up, p.gate_up_bias, norm=Norm(p.mlp_norm, eps), positions=positions), 2, axis=-1
@@ -332,5 +370,7 @@ def run_layers(
     return x
 
 
-def _logits(params: DrafterParams, config: DrafterConfig, x: jax.Array) -> jax.Array:
-    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))
+def _logits(
+    params: DrafterParams, config: DrafterConfig, x: jax.Array, positions: jax.Array | None = None
+) -> jax.Array:
+    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)

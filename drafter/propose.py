@@ -56,6 +56,17 @@ class _Cached:
         caches = model.prefill(self.params, self.config, shifted, aux_hidden, lengths - 1, state.caches)
         return State(caches, lengths - 1)
 
+    def absorb(
+        self,
+        state: State,
+        token_ids: Int[Array, "B T"],
+        aux_hidden: Float[Array, "B T A"],
+        positions: Int[Array, "B T"],
+    ) -> State:
+        """See `drafter.model.absorb`: for sequences of which no row is ever left out."""
+        caches = model.absorb(self.params, self.config, token_ids, aux_hidden, positions, state.caches)
+        return State(caches, jnp.maximum(state.num_held, jnp.max(positions, axis=1) + 1))
+
 
 @flax.struct.dataclass
 class PEagle(_Cached):
@@ -67,10 +78,15 @@ class PEagle(_Cached):
 
     deterministic: bool = flax.struct.field(pytree_node=False, default=True)
 
-    def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
+    def propose(
+        self, state: State, fresh: Fresh, num_drafts: int, widths: Int[Array, " B"] | None = None
+    ) -> tuple[Draft, State]:
         """(the drafts, the state holding the fresh rows, too). Draft i stands for
-        token[first_position + num + 1 + i]."""
-        logits, caches = model.propose(self.params, self.config, fresh, state.num_held, state.caches, num_drafts)
+        token[first_position + num + 1 + i]. With widths row b is asked for its first widths[b] drafts, and no row of a
+        sequence was ever left out."""
+        logits, caches = model.propose(
+            self.params, self.config, fresh, _before(state, fresh, widths), state.caches, num_drafts, widths
+        )
         draft_ids, confidence = likeliest(logits)
         full = None if self.deterministic else to_target_logits(self.params, self.config, logits)
         draft = Draft(model.to_target_ids(self.params, draft_ids), full, confidence)
@@ -82,10 +98,12 @@ class Eagle3(_Cached):
     """An EAGLE-3 drafter: a pass per draft. Each pass reads the draft before it, its likeliest token: so the drafts
     follow from the context alone, and there are no logits to sample them from."""
 
-    def propose(self, state: State, fresh: Fresh, num_drafts: int) -> tuple[Draft, State]:
+    def propose(
+        self, state: State, fresh: Fresh, num_drafts: int, widths: Int[Array, " B"] | None = None
+    ) -> tuple[Draft, State]:
         """As PEagle.propose."""
         token_ids, confidence, caches = model.propose_in_turn(
-            self.params, self.config, fresh, state.num_held, state.caches, num_drafts
+            self.params, self.config, fresh, _before(state, fresh, widths), state.caches, num_drafts, widths
         )
         return Draft(token_ids, None, confidence), State(caches, _held(state, fresh))
 
@@ -93,6 +111,11 @@ class Eagle3(_Cached):
 def drafter_of(params: DrafterParams, config: DrafterConfig) -> PEagle | Eagle3:
     """The drafter of either kind."""
     return PEagle(params, config) if config.parallel else Eagle3(params, config)
+
+
+def _before(state: State, fresh: Fresh, widths: jax.Array | None) -> jax.Array:
+    """How many rows the caches hold before the fresh ones: all of them, where none is ever left out."""
+    return state.num_held if widths is None else fresh.first_position
 
 
 def _held(state: State, fresh: Fresh) -> jax.Array:

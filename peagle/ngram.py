@@ -38,16 +38,34 @@ class NGram:
         known = jnp.where(index < lengths[:, None], token_ids, -1)
         return History(state.token_ids.at[:, : token_ids.shape[1]].set(known), lengths)
 
-    def propose(self, state: History, fresh: Fresh, num_drafts: int) -> tuple[Draft, History]:
-        """Appends the fresh tokens (their index is their row's position + 1) and looks up the num_drafts that
-        follow."""
-        offsets = jnp.arange(fresh.token_ids.shape[1], dtype=jnp.int32)[None, :]
-        room = state.token_ids.shape[1]
-        taken = (offsets < fresh.num[:, None]) & (fresh.first_position[:, None] >= 0)
-        places = jnp.where(taken, fresh.first_position[:, None] + 1 + offsets, room)
+    def absorb(
+        self,
+        state: History,
+        token_ids: Int[Array, "B T"],
+        aux_hidden: Float[Array, "B T A"],  # noqa: ARG002
+        positions: Int[Array, "B T"],
+    ) -> History:
+        """Append tokens: the row at position p brings token p + 1, a row of negative position none. A sequence's first
+        token comes in no row, and is then not part of its history."""
+        places = jnp.where(positions < 0, state.token_ids.shape[1], positions + 1)
         rows = jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
-        token_ids = state.token_ids.at[rows, places].set(fresh.token_ids, mode="drop")
-        num = jnp.where(fresh.first_position >= 0, fresh.first_position + 1 + fresh.num, state.num)
+        known = state.token_ids.at[rows, places].set(token_ids, mode="drop")
+        newest = jnp.max(positions, axis=1)
+        return History(known, jnp.where(newest < 0, state.num, newest + 2))
+
+    def propose(
+        self,
+        state: History,
+        fresh: Fresh,
+        num_drafts: int,
+        widths: Int[Array, " B"] | None = None,  # noqa: ARG002
+    ) -> tuple[Draft, History]:
+        """Append the fresh tokens and look up the num_drafts that follow."""
+        offsets = jnp.arange(fresh.token_ids.shape[1], dtype=jnp.int32)[None, :]
+        taken = (offsets < fresh.num[:, None]) & (fresh.first_position[:, None] >= 0)
+        positions = jnp.where(taken, fresh.first_position[:, None] + offsets, -1)
+        state = self.absorb(state, fresh.token_ids, fresh.aux_hidden, positions)
+        token_ids, num = state.token_ids, state.num
         drafts = jax.vmap(self._look_up, (0, 0, None))(token_ids, num, num_drafts)
         return Draft(drafts), History(token_ids, num)
 

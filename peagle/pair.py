@@ -27,6 +27,8 @@ import numpy as np
 
 from peagle.autoregressive import NoDrafter
 from peagle.config import SamplingConfig, SpeculationConfig
+from peagle.engine.engine import DEFAULT_CHUNK, EngineConfig
+from peagle.engine.engine import Engine as SlotEngine
 from peagle.generate import Engine, Request
 from peagle.metrics import Recorder, Result
 from peagle.ngram import NGram
@@ -216,6 +218,32 @@ class Pair:
             plain = self.engine(config.plain, ignore_eos=ignore_eos) if config.adaptive else None
             self._engines[key] = Engine(target, drafter, config, stops, self.steps_per_dispatch, plain=plain)
         return self._engines[key]
+
+    def slots(
+        self,
+        slots: int,
+        *,
+        context: int,
+        num_speculative_tokens: int = 0,
+        chunk: int = DEFAULT_CHUNK,
+        draft_sampling: bool = False,
+    ) -> SlotEngine:
+        """An engine that decodes up to `slots` requests at once (peagle.engine): they come and go while others run.
+
+        context: positions that each slot has for a prompt and its answer. chunk: tokens of a prompt that go through the
+        target together. Raises InputError for K > 0 without a drafter, and for caches that take more memory than there
+        is: every slot reserves its whole context.
+        """
+        k, context = num_speculative_tokens, self.room(context)
+        config = EngineConfig(
+            k, slots, context, min(chunk, context), self.steps_per_dispatch, draft_sampling=draft_sampling
+        )
+        target: Any = self.target if k else self.plain_target
+        drafter: Any = self._drafter(draft_sampling) if k else None
+        engine = SlotEngine(target, drafter, config, self.stop_token_ids)
+        what = f"{slots} slots of {context} positions and the prefill lane"
+        refuse_too_large({what: engine.cache_bytes()}, lambda: "take fewer slots, or a smaller context")
+        return engine
 
     def _drafter(self, sampled: bool) -> Drafter:
         if self.drafter is None:

@@ -2,9 +2,9 @@
 
     forward   no cache: a whole batch of sequences at once (training, references)
     prefill   prompts into empty caches, at a padded length; logits of each row's last token only
-    verify    T rows per sequence at per-row offsets, written to the caches, then attended (T = 1 is decoding)
+    extend    T rows at their positions, written to the caches, then attended; `verify` is that from per-row offsets on
 
-All three run `_run_layers`; they differ in what attention reads, which each passes in as `attend`.
+All run `_run_layers`; they differ in what attention reads, which each passes in as `attend`.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,9 +113,26 @@ def verify(
     The caches hold token_ids' T rows afterwards; how many of them count is the caller's `length`: rolling back is
     moving it. A row of negative length is inactive: it writes nothing and its results mean nothing.
     """
-    width = token_ids.shape[1]
-    steps = jnp.arange(width, dtype=jnp.int32)[None, :]
+    steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(lengths[:, None] < 0, -1, lengths[:, None] + steps)
+    return extend(params, config, token_ids, positions, caches, aux_layer_ids)
+
+
+def extend(
+    params: TargetParams,
+    config: TargetConfig,
+    token_ids: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    caches: tuple[KVCache, ...],
+    aux_layer_ids: Sequence[int] = (),
+    logit_rows: Int[Array, "B L"] | None = None,
+) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
+    """Run T rows at their positions: write them to the caches, then attend to what each may see.
+
+    Returns (logits of the rows that logit_rows names, of all by default; aux_hidden of every row; the caches). A row of
+    negative position is inactive: it writes nothing and its results mean nothing. How many of the written rows count is
+    the caller's `length`: rolling back is moving it. The positions of a sequence's active rows are consecutive.
+    """
     written = list(caches)
 
     def attend(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -134,7 +151,10 @@ def verify(
         return out
 
     x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
-    return _logits(params, config, x), aux_hidden, tuple(written)
+    if logit_rows is not None:
+        x = jnp.take_along_axis(x, logit_rows[:, :, None], axis=1)
+        positions = jnp.take_along_axis(positions, logit_rows, axis=1)
+    return _logits(params, config, x, positions), aux_hidden, tuple(written)
 
 
 def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None) -> Attend:
@@ -195,8 +215,8 @@ def _run_layers(
     return x, jnp.concatenate([taps[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else no_taps
 
 
-def _logits(params: TargetParams, config: TargetConfig, x: jax.Array) -> jax.Array:
-    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps))
+def _logits(params: TargetParams, config: TargetConfig, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
 
 
 LOOKED_AT = 32  # tokens that `first_not_finite` runs in one pass
@@ -237,6 +257,19 @@ class GptOss:
         return init_caches(
             self.config, batch, capacity + widest_write, widest_write, self.params.dtype, self.retain_full_kv
         )
+
+    def extend(
+        self,
+        token_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: tuple[KVCache, ...],
+        logit_rows: Int[Array, "B L"] | None = None,
+    ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
+        """See `extend`."""
+        logits, aux, cache = extend(
+            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows
+        )
+        return TargetOutput(logits, aux), cache
 
     def prefill(
         self, token_ids: Int[Array, "B T"], lengths: Int[Array, " B"], cache: tuple[KVCache, ...]

@@ -75,6 +75,46 @@ def slot_positions(cache: KVCache, newest: Int[Array, " B"]) -> Int[Array, "B C"
     return jnp.where(position > newest, position - cache.capacity, position)
 
 
+COPIED = 128  # positions that are copied together
+
+
+def copy_positions(
+    into: KVCache, source: KVCache, row: Int[Array, ""], length: Int[Array, ""], block: int = COPIED
+) -> KVCache:
+    """Copy positions 0..length-1 of the one sequence in `source` to a row of another cache.
+
+    A ring receives the last positions that fit, each in its own slot; the source may be a ring of another capacity, or
+    full. Into a full cache `block` positions are copied at a time, as many blocks as hold valid ones: the cost goes
+    with length, not with capacity. What lies in the row beyond them is dead.
+    """
+    if into.ring:
+        wanted = slot_positions(into, length[None] - 1)[0]
+        slots = jnp.where(wanted < 0, 0, wanted % source.capacity if source.ring else wanted)
+
+        def put(target: jax.Array, values: jax.Array) -> jax.Array:
+            taken = values[0, slots].astype(target.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(target, taken[None], row, axis=0)
+
+        return KVCache(put(into.key, source.key), put(into.value, source.value), ring=True)
+    if source.ring:
+        raise ValueError("a ring does not hold all positions of a full cache")
+    block = min(block, into.capacity, source.capacity)
+
+    def copy(index: jax.Array, into: KVCache) -> KVCache:
+        # the last block may begin earlier, so that it ends within both
+        start = jnp.minimum(index * block, min(into.capacity, source.capacity) - block)
+        zero = jnp.zeros_like(start)
+
+        def put(target: jax.Array, values: jax.Array) -> jax.Array:
+            taken = jax.lax.dynamic_slice_in_dim(values, start, block, axis=1)
+            return jax.lax.dynamic_update_slice(target, taken.astype(target.dtype), (row, start, zero, zero))
+
+        return KVCache(put(into.key, source.key), put(into.value, source.value), ring=False)
+
+    copied: KVCache = jax.lax.fori_loop(jnp.int32(0), (length + block - 1) // block, copy, into)
+    return copied
+
+
 def cache_bytes(caches: object) -> int:
     """Bytes of every array in a tree of caches (shapes suffice)."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))

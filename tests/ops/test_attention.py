@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from peagle.ops.attention import attend_rows, attention, cached
+from peagle.ops.attention.reference import attention_by_keys
 from peagle.ops.mask import causal_mask
 
 B, T, S, N, G, H = 2, 3, 5, 6, 2, 4
@@ -137,3 +138,22 @@ def test_scores_of_a_long_prompt_are_never_in_memory_together() -> None:
     positions = jax.ShapeDtypeStruct((1, width), jnp.int32)
     compiled = jax.jit(attend_rows).lower(rows, rows, rows, positions).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * width * width * 4
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("block", [1, 3, 13, 40])
+def test_keys_by_blocks_give_the_same(with_sinks: bool, window: int | None, block: int) -> None:
+    """Positions out of order, as in a ring, keys of nobody among them, a query that sees nothing, a large sink."""
+    rng = np.random.default_rng(7)
+    keys = 13
+    query = 3 * rng.standard_normal((B, T, N, H), np.float32)
+    key, value = rng.standard_normal((2, B, keys, G, H), np.float32)
+    sinks = (6 * rng.standard_normal(N)).astype(np.float32) if with_sinks else None
+    held = np.stack([np.roll(np.arange(-3, keys - 3), shift) for shift in (4, 9)]).astype(np.int32)
+    asked, held = jnp.asarray([[6, 7, 8], [9, -1, 2]], jnp.int32), jnp.asarray(held)
+    found = jax.jit(attention_by_keys, static_argnums=(5, 7))(query, key, value, asked, held, window, sinks, block)
+    expected = jax.jit(attention)(query, key, value, causal_mask(asked, held, window), sinks)
+    assert np.isfinite(found).all()
+    real = np.asarray(asked) >= 0
+    np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=2e-6)

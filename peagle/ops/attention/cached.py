@@ -10,11 +10,12 @@ from jaxtyping import Array, Float, Int
 
 from peagle.ops import native as kernels
 from peagle.ops.attention import cuda
-from peagle.ops.attention.reference import attention
+from peagle.ops.attention.reference import attention, attention_by_keys
 from peagle.ops.kv_cache import KVCache, slot_positions, write_kv
 from peagle.ops.mask import causal_mask
 from peagle.ops.rope import apply_rope
 
+MOST_SCORES = 1 << 18  # of a head, in memory together
 BLOCK = 512  # queries whose scores are in memory together
 
 
@@ -93,8 +94,12 @@ def _decode_attention(
     query, key, value = split_heads(qkv, num_heads, cache.key.shape[2], cos, sin)
     cache = write_kv(cache, key, value, positions)
     # not the last row's: rows that are padding, of negative position, may stand behind
-    mask = causal_mask(positions, slot_positions(cache, jnp.max(positions, axis=1)), window)
-    out = attention(query, cache.key, cache.value, mask, sinks)
+    held = slot_positions(cache, jnp.max(positions, axis=1))
+    if query.shape[1] * cache.capacity > MOST_SCORES:
+        block = max(MOST_SCORES // query.shape[1], 1)
+        out = attention_by_keys(query, cache.key, cache.value, positions, held, window, sinks, block)
+    else:
+        out = attention(query, cache.key, cache.value, causal_mask(positions, held, window), sinks)
     return out.reshape(*qkv.shape[:2], -1), cache
 
 

@@ -1,7 +1,10 @@
 """Grouped-query attention with optional sinks: the XLA form."""
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from peagle.ops.mask import causal_mask
 
 MASKED = -1e30  # finite: a row that sees nothing gives finite garbage, never NaN
 
@@ -34,4 +37,53 @@ def attention(
         total = total + jnp.exp(sink - peak)
     probs = (weights / total).astype(value.dtype)
     out = jnp.einsum("bgrts,bsgh->btgrh", probs, value, preferred_element_type=jnp.float32)
+    return out.astype(query.dtype).reshape(batch, width, heads, head_dim)
+
+
+def attention_by_keys(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S G H"],
+    value: Float[Array, "B S G H"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    window: int | None,
+    sinks: Float[Array, " N"] | None,
+    block: int,
+) -> Float[Array, "B T N H"]:
+    """`attention` under the causal mask of the positions, `block` keys at a time: scores of T x block are in memory.
+
+    The softmax is summed up as the blocks come, with the largest score so far (Milakov and Gimelshein, arXiv
+    1805.02867); the sink is one score more, seen first.
+    """
+    batch, width, heads, head_dim = query.shape
+    groups, repeat = key.shape[2], heads // key.shape[2]
+    grouped = query.reshape(batch, width, groups, repeat, head_dim)
+    num_blocks = -(-key.shape[1] // block)
+    missing = num_blocks * block - key.shape[1]
+    key, value = (jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0))) for rows in (key, value))
+    key_positions = jnp.pad(key_positions, ((0, 0), (0, missing)), constant_values=-1)
+
+    def one(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        peak, total, out = carry
+        keys, values, positions = (
+            jax.lax.dynamic_slice_in_dim(rows, index * block, block, axis=1) for rows in (key, value, key_positions)
+        )
+        seen = causal_mask(query_positions, positions, window)[:, None, None]
+        scores = jnp.einsum("btgrh,bsgh->bgrts", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+        scores = jnp.where(seen, scores, MASKED)
+        higher = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(scores - higher), 0.0)
+        shrink = jnp.exp(peak - higher)
+        added = jnp.einsum("bgrts,bsgh->bgrth", weights.astype(value.dtype), values, preferred_element_type=jnp.float32)
+        return higher, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), out * shrink + added
+
+    shape = (batch, groups, repeat, width)
+    if sinks is None:
+        peak, total = jnp.full((*shape, 1), MASKED, jnp.float32), jnp.zeros((*shape, 1), jnp.float32)
+    else:
+        sink = sinks.astype(jnp.float32).reshape(1, groups, repeat, 1, 1)
+        peak, total = jnp.broadcast_to(sink, (*shape, 1)), jnp.ones((*shape, 1), jnp.float32)
+    start = (peak, total, jnp.zeros((*shape, head_dim), jnp.float32))
+    _, total, out = jax.lax.fori_loop(jnp.int32(0), num_blocks, one, start)
+    out = jnp.moveaxis(out / jnp.where(total > 0, total, 1.0), 3, 1)
     return out.astype(query.dtype).reshape(batch, width, heads, head_dim)

@@ -1,0 +1,552 @@
+"""THE loop: many requests at once, speculatively or plainly, double-buffered.
+
+The host dispatches n + 1 before it reads n's few integers, which are copied to it while the device works. Each dispatch
+carries its own map of slots to requests, as it was when it was sent. What was computed past a row's end is dropped.
+
+    device | chunk | insert | steps 0            | steps 1             | steps 2 ...
+    host   | dispatch ...   | read first, send 1 | read 0, dispatch 2  | read 1 ...
+
+Between dispatches, and only there, requests enter and leave slots. `add`, `abort` and `follow` may be called from any
+thread; whoever needs tokens and finds none drives the loop for everybody.
+"""
+
+import collections
+import dataclasses
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from peagle.engine.programs import Programs
+from peagle.engine.protocols import Drafter, Explains, Target
+from peagle.engine.request import GREEDY_BELOW, FinishReason, Request, SamplingParams, StepRecord, TokenChunk
+from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
+from peagle.engine.state import DecodeState, Prefix, SlotParams
+from peagle.engine.step import StepKind, StepOutput
+from peagle.engine.widths import WidthTable, allowance, loss
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.likeliest import NO_TOKEN
+
+DRAFTS_ARE_GREEDY = (
+    f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
+    "--temperature or leave it out"
+)
+MAX_NUM_DRAFTS = 128  # a pass over more rows is a prefill: no acceptance pays for it
+DEFAULT_CHUNK = 128
+MEASURED_ROUNDS = 5
+
+
+class EngineError(RuntimeError):
+    """The engine failed: its requests cannot be finished. The message says why."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The shape of an engine: requests decoded at once, positions each of them may take, drafts of a step.
+
+    widths: how many tokens are drafted at how many active rows; never more than num_speculative_tokens. chunk: tokens
+    of a prompt that go through the target together. steps_per_dispatch changes when tokens reach the host, never which.
+    adaptive: what drafting costs is measured at warm-up, and a row for which it does not pay pauses
+    (peagle.engine.widths).
+    """
+
+    num_speculative_tokens: int = 0
+    slots: int = 1
+    capacity: int = 512
+    chunk: int = DEFAULT_CHUNK
+    steps_per_dispatch: int = 1
+    widths: WidthTable | None = None  # None: num_speculative_tokens at any load
+    adaptive: bool = False
+    draft_sampling: bool = False
+    synthetic_acceptance: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        k, rates = self.num_speculative_tokens, (1.0, *(self.synthetic_acceptance or ()))
+        if not 0 <= k <= MAX_NUM_DRAFTS:
+            raise InputError(f"K is {k}; expected 0 (plain decoding) to {MAX_NUM_DRAFTS} drafted tokens")
+        if self.slots < 1:
+            raise InputError(f"slots are {self.slots}; expected 1 or more")
+        if self.capacity < 2:
+            raise InputError(
+                f"context is {self.capacity} positions; expected room for a prompt token and an output token"
+            )
+        if self.chunk < 1:
+            raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
+        if any(not 0 <= after <= before for before, after in itertools.pairwise(rates)):
+            raise InputError(
+                f"synthetic acceptance is {list(rates[1:])}; expected rates between 0 and 1 that never rise: each is "
+                "of all steps, not of those that accepted the draft before"
+            )
+        if self.synthetic_acceptance is not None and self.draft_sampling:
+            raise InputError("synthetic acceptance takes no account of the drafts; leave out --draft-sampling")
+        if self.synthetic_acceptance is not None and len(self.synthetic_acceptance) < k:
+            raise InputError(
+                f"synthetic acceptance has {len(self.synthetic_acceptance)} rates for K = {k}; expected one for each "
+                "draft"
+            )
+
+    @property
+    def table(self) -> WidthTable:
+        return self.widths or WidthTable.constant(self.num_speculative_tokens)
+
+
+@dataclass(eq=False)
+class Handle:
+    """A request in an engine. Made by `add`; the engine alone changes it."""
+
+    request: Request
+    stop_token_ids: tuple[int, ...]
+    deadline_s: float | None  # of time.perf_counter()
+    finished: FinishReason | None = None
+    length: int = 0  # tokens known to the host: prompt and emitted, the pending one left out
+    known: list[int] = field(default_factory=list, repr=False)  # its tokens that the host has read
+    lost: float = 0.0  # plain steps that drafting lost it
+    paused: bool = False
+    error: InputError | None = None  # why it ended, where finished is "error"
+    inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A dispatch that was sent, and what the host will read of it. `held`: the request in each slot at that time."""
+
+    action: Chunk[Handle] | Admit[Handle] | Steps
+    result: jax.Array
+    held: tuple[Handle | None, ...]
+    sent_s: float
+    num_drafts: int = 0
+
+
+class Engine:
+    """Decodes requests for a target and a drafter; drafter None decodes plainly."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """stop_token_ids end requests that name none of their own. Raises InputError for drafts without a drafter."""
+        if config.num_speculative_tokens and drafter is None:
+            raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
+        self.target, self.drafter, self.config = target, drafter if config.num_speculative_tokens else None, config
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.compile_s = 0.0
+        self._table = config.table
+        self._programs = Programs(
+            target,
+            self.drafter,
+            config.slots,
+            config.capacity,
+            config.num_speculative_tokens,
+            config.chunk,
+            config.steps_per_dispatch,
+        )
+        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.chunk, config.steps_per_dispatch)
+        self._state: DecodeState | None = None
+        self._lane: Prefix | None = None
+        self._lane_logits: jax.Array | None = None
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._lock, self._turn = threading.Lock(), threading.Lock()
+        self._to_freeze: set[int] = set()  # slots whose requests were ended from outside
+        self._alive: set[Handle] = set()
+        self._costs = Costs()
+        self._warm: set[StepKind] = set()
+        self._waiting_rows = 1  # the most committed rows that wait for the drafter in any slot
+        self._failure: BaseException | None = None
+        self._last_read_s: float | None = None
+
+    # --- what others call -------------------------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise InputError, before any work, for a request that cannot be run."""
+        vocab_size, capacity = self.target.vocab_size, self.config.capacity
+        if outside := [i for i in request.prompt_ids if not 0 <= i < vocab_size]:
+            raise InputError(
+                f"{request.name} holds token id {outside[0]}, outside the vocabulary; expected 0..{vocab_size - 1}"
+            )
+        if len(request.prompt_ids) + request.max_new_tokens > capacity:
+            raise InputError(
+                f"{request.name} has {len(request.prompt_ids)} tokens and {request.max_new_tokens} new ones are asked "
+                f"for, but the context holds {capacity}: shorten one of them or raise the context"
+            )
+        if self.config.draft_sampling and request.sampling.greedy:
+            raise InputError(DRAFTS_ARE_GREEDY)
+
+    def add(self, request: Request, timeout_s: float | None = None) -> Handle:
+        """Put a request in the queue. After timeout_s seconds it ends, wherever it is, with what it has.
+
+        Raises InputError for one that cannot be run, EngineError if the engine has failed.
+        """
+        self.check(request)
+        stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        handle = Handle(request, stops, deadline_s, length=len(request.prompt_ids))
+        with self._lock:
+            self._raise_failure()
+            self._scheduler.add(handle, len(request.prompt_ids))
+            self._alive.add(handle)
+        return handle
+
+    def abort(self, handle: Handle) -> None:
+        """End a request; what was computed for it and not read is dropped. Aborting twice, or after the end, does
+        nothing."""
+        with self._lock:
+            if handle in self._alive:
+                self._end(handle, "aborted")
+
+    def step(self) -> list[tuple[Handle, TokenChunk]]:
+        """Send the next dispatch and read the one before it. For one driver; `follow` and `generate` call it.
+
+        Empty where no request is left, and where nothing has arrived yet. Raises EngineError where the device failed,
+        and KeyboardInterrupt, before it sends anything, where Ctrl-C was pressed (peagle.ops.interrupt).
+        """
+        with self._lock:
+            self._raise_failure()
+            try:
+                return self._step()
+            except Exception as error:
+                self._failure = error
+                raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
+
+    @property
+    def busy(self) -> bool:
+        """Whether some request has not ended."""
+        return bool(self._alive)
+
+    def follow(self, handle: Handle) -> Iterator[TokenChunk]:
+        """The chunks of a request as they come, to its end. A reader that stops early aborts it.
+
+        Raises InputError where a model's outputs are not finite, which only such a model can cause."""
+        try:
+            while True:
+                with self._turn:
+                    while not handle.inbox and handle.finished is None:
+                        self._advance()
+                if not handle.inbox:
+                    break
+                yield handle.inbox.popleft()
+            if handle.error is not None:
+                raise handle.error
+        finally:
+            self.abort(handle)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenChunk]]:
+        """Decode all of the requests; yields (place in the list, chunk) as soon as the host knows it. A reader that
+        stops early aborts what is left. Raises InputError as `follow` does."""
+        for request in requests:
+            self.check(request)
+        handles = [self.add(request) for request in requests]
+        left = dict(enumerate(handles))
+        try:
+            while left:
+                with self._turn:
+                    while not any(handle.inbox or handle.finished for handle in left.values()):
+                        self._advance()
+                for place, handle in list(left.items()):
+                    while handle.inbox:
+                        yield place, handle.inbox.popleft()
+                    if handle.error is not None:
+                        raise handle.error
+                    if handle.finished is not None:
+                        del left[place]
+        finally:
+            for handle in handles:
+                self.abort(handle)
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for what was sent in vain, so that it does not run into what is measured next."""
+        with self._lock:
+            if not self._alive and self._state is not None:
+                self._in_flight.clear()
+                jax.block_until_ready((self._state.done, self._lane))
+
+    def warm_up(self, sampled: bool = False, measuring: Callable[[], object] = lambda: None) -> None:
+        """Compile, and run once, every program that requests need, so that no time measured later holds a compilation.
+
+        sampled: some request is not greedy. An adaptive engine then measures what drafting costs, once; `measuring` is
+        called before, since that takes a moment. Call it when no request is in the engine.
+        """
+        started = time.perf_counter()
+        measures = self.config.adaptive and self._table.costs is None  # by greedy steps
+        variants = {sampled, False} if measures else {sampled}
+        kinds = [self._kind(drafts, variant) for variant in variants for drafts in self._possible_drafts()]
+        missing = [kind for kind in kinds if kind not in self._warm]
+        if missing:
+            sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # of a kind it takes
+            for _ in self.generate([Request((0,), 1, sampling)]):
+                pass
+            assert self._state is not None
+            for kind in missing:
+                widths = np.zeros((self.config.slots,), np.int32)
+                self._state, _ = self._programs.steps(self._state, widths, 1, kind)
+            if self.config.adaptive:
+                self._state = self._programs.absorb(self._state)
+            jax.block_until_ready(self._state)
+            self._warm.update(missing)
+            self.compile_s += time.perf_counter() - started
+        if measures:
+            measuring()
+            self._table = self._table.paying(self._measure_costs())
+
+    @property
+    def widths(self) -> WidthTable:
+        """What is drafted at which load; with what it costs, if that was measured."""
+        return self._table
+
+    def _possible_drafts(self) -> tuple[int, ...]:
+        """The drafts of the step programs that this engine may run."""
+        k = self.config.num_speculative_tokens
+        return (0, k) if self.config.adaptive and k else (k,)
+
+    def _kind(self, num_drafts: int, sampled: bool) -> StepKind:
+        config = self.config
+        if not num_drafts:
+            return StepKind(0, sampled)
+        return StepKind(num_drafts, sampled, config.draft_sampling and sampled, config.synthetic_acceptance)
+
+    def _measure_costs(self) -> dict[int, float]:
+        """What a drafted step takes, in plain steps, at 1, 2, 4, ... active rows: medians over rounds in which both
+        programs take turns."""
+        costs = {}
+        rows = [1 << power for power in range(self.config.slots.bit_length()) if 1 << power <= self.config.slots]
+        for active in rows:
+            ratios = [self._measure_once(active, number % 2 == 1) for number in range(MEASURED_ROUNDS)]
+            costs[active] = statistics.median(ratios)
+        return costs
+
+    def _measure_once(self, active: int, plain_first: bool) -> float:
+        """Seconds of a drafted step over those of a plain one, with so many rows of random tokens."""
+        config, drafts = self.config, self._table.at(active)
+        room = config.capacity - 2
+        steps = max(1, min(config.steps_per_dispatch, room // (2 * (config.num_speculative_tokens + 2))))
+        length = max(1, min(config.chunk, room - 2 * steps * (config.num_speculative_tokens + 1)))
+        rng = np.random.default_rng(active)
+        assert self._lane is not None
+        for slot in range(active):
+            tokens = rng.integers(0, self.target.vocab_size, length).tolist()
+            self._lane, logits = self._programs.extend(self._lane, 0, tokens)
+            params = SlotParams.of(Request(tuple(tokens), config.capacity), ())
+            assert self._state is not None
+            self._state, _ = self._programs.admit(self._state, self._lane, logits, slot, params)
+        widths = np.where(np.arange(config.slots) < active, drafts, 0).astype(np.int32)
+        seconds = {}
+        for num_drafts in (0, config.num_speculative_tokens) if plain_first else (config.num_speculative_tokens, 0):
+            jax.block_until_ready(self._state)
+            started = time.perf_counter()
+            given = widths if num_drafts else np.zeros_like(widths)
+            assert self._state is not None
+            self._state, _ = self._programs.steps(self._state, given, steps, self._kind(num_drafts, False))
+            jax.block_until_ready(self._state)
+            seconds[num_drafts] = time.perf_counter() - started
+            self._state = self._programs.absorb(self._state)
+        assert self._state is not None
+        self._state = self._programs.evict(self._state, np.ones((config.slots,), bool))
+        return seconds[config.num_speculative_tokens] / seconds[0]
+
+    def programs(self, sampled: bool = False) -> list[jax.stages.Compiled]:
+        """The step programs that requests may run, compiled once more, to look at."""
+        state, _ = self._programs.shapes()
+        widths = np.zeros((self.config.slots,), np.int32)
+        prepared = [
+            self._programs.prepared_steps(state, widths, 1, self._kind(drafts, sampled))
+            for drafts in self._possible_drafts()
+        ]
+        return [program.lower(*operands).compile() for program, operands, _ in prepared]
+
+    def cache_bytes(self) -> int:
+        """Bytes that the slots' caches and the prefill lane take."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._programs.shapes()))
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """One step of the loop, its chunks in their inboxes."""
+        for handle, chunk in self.step():
+            handle.inbox.append(chunk)
+
+    def _step(self) -> list[tuple[Handle, TokenChunk]]:
+        if self._state is None or self._lane is None:
+            self._state, self._lane = self._programs.init()
+        now = time.perf_counter()
+        for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
+            self._end(handle, "timeout")
+        self._evict()
+        interrupt.check()
+        action = self._scheduler.next(self._costs)
+        if action is not None:
+            self._dispatch(action)
+        # a first token is read at once where nobody else's steps can keep the device busy
+        alone = isinstance(action, Admit) and self._scheduler.num_active == 1
+        chunks: list[tuple[Handle, TokenChunk]] = []
+        while len(self._in_flight) > (0 if action is None or alone else 1):
+            chunks += self._read(self._in_flight.popleft())
+        return chunks
+
+    def _evict(self) -> None:
+        """Freeze the slots of requests that were ended from outside."""
+        assert self._state is not None
+        if self._to_freeze:
+            slots = np.isin(np.arange(self.config.slots), list(self._to_freeze))
+            self._state = self._programs.evict(self._state, slots)
+            self._to_freeze.clear()
+
+    def _dispatch(self, action: Chunk[Handle] | Admit[Handle] | Steps) -> None:
+        assert self._state is not None
+        assert self._lane is not None
+        sent_s, num_drafts = time.perf_counter(), 0
+        if isinstance(action, Chunk):
+            token_ids = action.key.request.prompt_ids[action.begin : action.begin + action.count]
+            self._lane, result = self._programs.extend(self._lane, action.begin, token_ids)
+            self._lane_logits = result
+        elif isinstance(action, Admit):
+            assert self._lane_logits is not None
+            params = SlotParams.of(action.key.request, action.key.stop_token_ids)
+            self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, action.slot, params)
+        else:
+            widths, kind = self._next_widths()
+            num_drafts = kind.num_drafts
+            self._make_room(action.count, num_drafts)
+            self._state, result = self._programs.steps(self._state, widths, action.count, kind)
+        self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
+
+    def _next_widths(self) -> tuple[np.ndarray, StepKind]:
+        """(the drafts of each slot, the program that runs them)."""
+        held = self._scheduler.held
+        drafts = self._table.at(self._scheduler.num_active)
+        rows = [0 if handle is None or handle.paused else drafts for handle in held]
+        sampled = any(handle is not None and not handle.request.sampling.greedy for handle in held)
+        widths = np.asarray(rows, np.int32)
+        return widths, self._kind(self.config.num_speculative_tokens if widths.any() else 0, sampled)
+
+    def _make_room(self, count: int, num_drafts: int) -> None:
+        """Let the drafter see its input before it drafts from more than a step commits, or before it overflows."""
+        assert self._state is not None
+        if self._state.drafter_input is None:
+            return
+        room = self._state.drafter_input.token_ids.shape[1]
+        most = num_drafts + 1 if num_drafts else room - count
+        if self._waiting_rows > most:
+            self._state = self._programs.absorb(self._state)
+            self._waiting_rows = 1
+        self._waiting_rows = num_drafts + 1 if num_drafts else self._waiting_rows + count
+
+    def _read(self, sent: _InFlight) -> list[tuple[Handle, TokenChunk]]:
+        """Wait for a dispatch, and hand out what it gave."""
+        values = np.asarray(sent.result) if not isinstance(sent.action, Chunk) else None
+        if values is None:
+            jax.block_until_ready(sent.result)
+        now = time.perf_counter()
+        self._see(sent, now)
+        if isinstance(sent.action, Chunk):
+            return []
+        if isinstance(sent.action, Admit):
+            assert values is not None
+            handle = sent.action.key
+            if handle not in self._alive:
+                return []
+            if values[0] == NO_TOKEN:
+                return [(handle, self._not_finite(handle, "target", self.target, (), ()))]
+            return [(handle, self._chunk(handle, (int(values[0]),), now, ()))]
+        assert values is not None
+        return self._hand_out(StepOutput.unpack(values, sent.num_drafts), sent, now)
+
+    def _hand_out(self, output: StepOutput, sent: _InFlight, now: float) -> list[tuple[Handle, TokenChunk]]:
+        num_active = sum(handle is not None for handle in sent.held)
+        cost = self._table.cost(num_active)
+        found = []
+        for slot, handle in enumerate(sent.held):
+            if handle is None or handle not in self._alive:
+                continue
+            token_ids: list[int] = []
+            records: list[StepRecord] = []
+            wrong: tuple[str, object] | None = None
+            for index in np.flatnonzero(output.num_accepted[:, slot] >= 0).tolist():
+                accepted, verified = int(output.num_accepted[index, slot]), int(output.num_verified[index, slot])
+                tokens = output.token_ids[index, slot].tolist()
+                drafts = tuple(output.draft_token_ids[index, slot, :verified].tolist())
+                emitted = tokens[: int(output.count[index, slot])]
+                if NO_TOKEN in emitted or NO_TOKEN in drafts:
+                    wrong = ("target", self.target) if NO_TOKEN in emitted else ("drafter", self.drafter)
+                    token_ids += tokens[:accepted]
+                    break
+                records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted]))
+                token_ids += emitted
+                handle.length += accepted + 1
+                if verified and cost is not None:
+                    handle.lost += loss(accepted, cost)
+            if wrong is not None:
+                found.append((handle, self._not_finite(handle, *wrong, tuple(token_ids), tuple(records))))
+            elif records:
+                handle.paused = handle.paused or handle.lost > allowance(handle.request.max_new_tokens)
+                found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records))))
+        return found
+
+    def _not_finite(
+        self,
+        handle: Handle,
+        part: str,
+        model: object,
+        token_ids: tuple[int, ...],
+        records: tuple[StepRecord, ...],
+    ) -> TokenChunk:
+        """End a request for which a model's outputs are not finite after these tokens, which are its last; a diagnostic
+        pass says where."""
+        known = [*handle.request.prompt_ids, *handle.known, *token_ids]
+        said = (
+            f"the {part}'s logits for token {len(known) - len(handle.request.prompt_ids)} of the answer to "
+            f"{handle.request.name} are not finite"
+        )
+        if isinstance(model, Explains):
+            where = model.first_not_finite(known)
+            said += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
+        todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
+        handle.error = InputError(f"{said}; {todo}")
+        self._end(handle, "error")
+        return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
+
+    def _chunk(
+        self, handle: Handle, token_ids: tuple[int, ...], now: float, records: tuple[StepRecord, ...]
+    ) -> TokenChunk:
+        """The chunk of these tokens; the request ends if they end it."""
+        handle.known += token_ids
+        reason: FinishReason | None = None
+        if token_ids and token_ids[-1] in handle.stop_token_ids:
+            reason = "stop"
+        elif len(handle.known) >= handle.request.max_new_tokens:
+            reason = "length"
+        if reason is not None:
+            handle.finished = reason
+            self._alive.discard(handle)
+            self._scheduler.remove(handle)
+        return TokenChunk(handle.request, token_ids, now, records, reason)
+
+    def _end(self, handle: Handle, reason: FinishReason) -> None:
+        """End a request from outside; its slot is frozen before the next dispatch."""
+        self._alive.discard(handle)
+        slot = self._scheduler.remove(handle)
+        if slot is not None:
+            self._to_freeze.add(slot)
+        handle.finished = reason
+        handle.inbox.append(TokenChunk(handle.request, (), time.perf_counter(), (), reason))
+
+    def _see(self, sent: _InFlight, now: float) -> None:
+        """Learn what chunks and steps take, from when the device was done with the dispatch before."""
+        begun_s = max(sent.sent_s, self._last_read_s or 0.0)
+        self._last_read_s = now
+        if isinstance(sent.action, Chunk):
+            self._costs = Costs(now - begun_s, self._costs.step_s)
+        elif isinstance(sent.action, Steps):
+            self._costs = Costs(self._costs.chunk_s, (now - begun_s) / sent.action.count)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the engine has failed: {' '.join(str(self._failure).split())}") from self._failure

@@ -1,0 +1,195 @@
+"""What the engine compiles, and how it is sent off: a prefill chunk, an insertion, steps, the drafter's catching up.
+
+Every program takes lists of leaves: given the trees themselves, JAX would walk through all of them in Python at every
+dispatch, which takes as long as a step of a small model. The state's and the lane's leaves are donated. No program
+depends on what a request asks for, but for whether some active row is sampled.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle.engine import prefill
+from peagle.engine.protocols import Drafter, Target
+from peagle.engine.sampling import TARGET, choose, uniforms
+from peagle.engine.state import DecodeState, Prefix, SlotParams, init_state, insert
+from peagle.engine.step import StepKind, absorb, steps
+from peagle.ops import native
+
+_traces: collections.Counter[str] = collections.Counter()
+
+
+def trace_counts() -> dict[str, int]:
+    """Programs traced so far in this process, by what they do."""
+    return dict(_traces)
+
+
+class Programs:
+    """The programs of one target, drafter and shape. Programs of equal models and shapes are shared by all engines."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int, chunk: int, most: int
+    ) -> None:
+        """num_drafts: the most a step drafts. chunk: tokens of a prefill chunk. most: steps of a dispatch."""
+        self._target, self._drafter = target, drafter
+        self._slots, self._capacity, self._num_drafts = slots, capacity, num_drafts
+        self.chunk_length, self.most_steps = chunk, most
+        self._models, self._tree = jax.tree.flatten((target, drafter))
+        self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
+
+    def shapes(self) -> tuple[DecodeState, Prefix]:
+        """The state and the lane, as shapes."""
+        found: tuple[DecodeState, Prefix] = jax.eval_shape(self._init)
+        return found
+
+    def init(self) -> tuple[DecodeState, Prefix]:
+        """An empty state and an empty lane."""
+        made: tuple[DecodeState, Prefix] = jax.jit(self._init)()
+        return made
+
+    def _init(self) -> tuple[DecodeState, Prefix]:
+        shape = (self._capacity, self._num_drafts, self.chunk_length)
+        state = init_state(self._target, self._drafter, self._slots, *shape)
+        return state, prefill.empty_prefix(self._target, self._drafter, *shape)
+
+    def extend(self, lane: Prefix, begin: int, token_ids: Sequence[int]) -> tuple[Prefix, jax.Array]:
+        """(the lane with these tokens at positions begin.., the logits that follow)."""
+        padded = np.zeros((1, self.chunk_length), np.int32)
+        padded[0, : len(token_ids)] = token_ids
+        lane = dataclasses.replace(lane, length=np.asarray([begin], np.int32))  # type: ignore[arg-type]  # NumPy's, too
+        leaves, tree = jax.tree.flatten(lane)
+        program = _extend(self._tree, tree)
+        after, logits = program(self._models, leaves, padded, np.int32(len(token_ids)))
+        return jax.tree.unflatten(tree, after), logits
+
+    def admit(
+        self, state: DecodeState, lane: Prefix, logits: jax.Array, slot: int, params: SlotParams
+    ) -> tuple[DecodeState, jax.Array]:
+        """(the state with the lane's prompt in a slot, its first token [1], on its way to the host)."""
+        leaves, tree = jax.tree.flatten(state)
+        lane_leaves, lane_tree = jax.tree.flatten(lane)
+        asked, asked_tree = jax.tree.flatten(params)
+        program = _admit(tree, lane_tree, asked_tree)
+        after, token = program(leaves, lane_leaves, logits, np.int32(slot), asked)
+        token.copy_to_host_async()
+        return jax.tree.unflatten(tree, after), token
+
+    def steps(
+        self, state: DecodeState, widths: np.ndarray, count: int, kind: StepKind
+    ) -> tuple[DecodeState, jax.Array]:
+        """(the state so many steps on, their packed outputs, on their way to the host). Waits for neither."""
+        program, operands, tree = self.prepared_steps(state, widths, count, kind)
+        after, outputs = program(*operands)
+        outputs.copy_to_host_async()
+        left = jax.tree.unflatten(tree, after)
+        if kind.num_drafts == 0:
+            left = dataclasses.replace(left, drafter_state=state.drafter_state)
+        return left, outputs
+
+    def prepared_steps(
+        self, state: DecodeState, widths: np.ndarray, count: int, kind: StepKind
+    ) -> tuple[Any, list[Any], Any]:
+        """(the program of a dispatch of steps, its operands, the tree of its state). Every leaf takes the host its
+        time, and plain steps need none of the drafter's."""
+        models, model_tree = self._models, self._tree
+        if kind.num_drafts == 0:
+            models, model_tree = self._plain_models, self._plain_tree
+            state = dataclasses.replace(state, drafter_state=None)
+        leaves, tree = jax.tree.flatten(state)
+        return _steps(model_tree, tree, kind, self.most_steps), [models, leaves, widths, np.int32(count)], tree
+
+    def absorb(self, state: DecodeState) -> DecodeState:
+        """The state whose drafter has seen all but one row of each slot."""
+        leaves, tree = jax.tree.flatten(state)
+        after: DecodeState = jax.tree.unflatten(tree, _absorb(self._tree, tree)(self._models, leaves))
+        return after
+
+    def evict(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
+        """The state with these slots frozen."""
+        return dataclasses.replace(state, done=_evict(state.done, slots))
+
+
+@functools.cache
+def _extend(models: Any, lane: Any) -> Any:
+    def _chunk(
+        model_leaves: list[jax.Array], lane_leaves: list[jax.Array], token_ids: jax.Array, count: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        _traces["chunk"] += 1
+        target, drafter = jax.tree.unflatten(models, model_leaves)
+        after, logits = prefill.extend(target, drafter, jax.tree.unflatten(lane, lane_leaves), token_ids, count)
+        return jax.tree.leaves(after), _counted_as_long(logits, after.length[0])
+
+    return jax.jit(_chunk, donate_argnums=1)
+
+
+@functools.cache
+def _admit(state: Any, lane: Any, asked: Any) -> Any:
+    def _insert(
+        leaves: list[jax.Array],
+        lane_leaves: list[jax.Array],
+        logits: jax.Array,
+        slot: jax.Array,
+        asked_leaves: list[jax.Array],
+    ) -> tuple[list[jax.Array], jax.Array]:
+        _traces["insert"] += 1
+        prefix: Prefix = jax.tree.unflatten(lane, lane_leaves)
+        params: SlotParams = jax.tree.unflatten(asked, asked_leaves)
+        random = uniforms(params.sampling, prefix.length[:, None])
+        token = choose(logits, params.sampling, random[..., TARGET])[:, 0]
+        after = insert(jax.tree.unflatten(state, leaves), prefix, token, slot, params)
+        return jax.tree.leaves(after), _counted_as_long(token, token[0])
+
+    return jax.jit(_insert, donate_argnums=0)
+
+
+@functools.cache
+def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
+    def _run(
+        model_leaves: list[jax.Array], leaves: list[jax.Array], widths: jax.Array, limit: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        _traces["steps"] += 1
+        target, drafter = jax.tree.unflatten(models, model_leaves)
+        before = jax.tree.unflatten(state, leaves)
+        after, outputs = steps(target, drafter, before, widths, limit, kind, most)
+        return jax.tree.leaves(after), _counted_as_long(outputs, outputs[0, 0, 0])
+
+    # what the profiler calls it
+    _run.__name__ = f"_steps_{kind.num_drafts}" + ("_sampled" if kind.sampled else "")
+    return jax.jit(_run, donate_argnums=1)
+
+
+@functools.cache
+def _absorb(models: Any, state: Any) -> Any:
+    def _catch_up(model_leaves: list[jax.Array], leaves: list[jax.Array]) -> list[jax.Array]:
+        _traces["absorb"] += 1
+        _, drafter = jax.tree.unflatten(models, model_leaves)
+        after = absorb(drafter, jax.tree.unflatten(state, leaves))
+        length, *others = jax.tree.leaves(after)
+        return [_counted_as_long(length, length[0]), *others]
+
+    return jax.jit(_catch_up, donate_argnums=1)
+
+
+_evict: Callable[[jax.Array, np.ndarray], jax.Array] = jax.jit(jnp.logical_or)
+
+
+def _counted_as_long(result: jax.Array, count: jax.Array) -> jax.Array:
+    """The same result, of a program that is dispatched and not waited for. `count` is a number that is not negative.
+
+    XLA on CPU runs a program inside the call that dispatches it if it counts fewer than 1000 operations in it
+    (cheap_computation_ in its PjRt CPU client), and in compiled kernels it counts none. So here are some for it to
+    count, in a branch that is never taken.
+    """
+    if not native.available():
+        return result
+
+    def never(result: jax.Array) -> jax.Array:
+        return result + jnp.sum(jnp.arange(4000, dtype=jnp.int32) * count).astype(result.dtype)
+
+    return jax.lax.cond(count < 0, never, lambda result: result, result)

@@ -1,0 +1,92 @@
+"""What the engine knows of a target and a drafter (the messages between them: peagle.ops.messages).
+
+Structural: target/ and drafter/ satisfy these without importing them. Every object is a pytree of arrays with static
+configuration, and every method is pure, so that a whole step can be one jitted function. Every leaf of a cache or
+state is led by the row axis B.
+
+Three drafters, with what each keeps in its state and does with `fresh` (the tokens committed last step):
+
+    P-EAGLE    its own KV caches. `fresh` rows (token[p+1], aux_hidden[p]) at positions first_position.. are written to
+               them with their true hiddens; K-1 mask slots behind them give the drafts 1..K-1 in the same pass.
+    n-gram     the token history. `fresh.token_ids` are appended to it; aux_hidden has width 0 and is never looked at.
+    oracle     the answer (tests): token_ids are looked up at first_position + fresh.num + 1 + i; fresh is ignored.
+
+Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pending: emitted, in no cache):
+
+    after prefill  length 5, pending t5, fresh: token_ids [t5, ., ., .], aux [h4, ., ., .], num 1, first_position 4
+    propose        drafts d0 d1 d2 stand for t6 t7 t8
+    verify         rows [t5 d0 d1 d2] at positions 5..8; row i's logits decide token 6 + i
+    accept         say d0 right, d1 wrong: num_accepted 1, next_token n (for t7)
+    commit         length 7 (t5 and d0 are in the cache), pending n, fresh: token_ids [d0, n, ., .] = t6 t7,
+                   aux [h5, h6, ., .], num 2, first_position 5 = length - num
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from jaxtyping import Array, Float, Int
+
+from peagle.ops.messages import Draft, Fresh, TargetOutput
+
+PyTree: TypeAlias = Any
+
+
+@runtime_checkable
+class Target(Protocol):
+    """The model that is sped up."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_positions(self) -> int: ...
+
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
+        """Empty caches for rows of up to `capacity` positions and room for the rows a pass of `widest_write` writes
+        behind them; any such pass may be rolled back."""
+        ...
+
+    def extend(
+        self,
+        token_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: PyTree,
+        logit_rows: Int[Array, "B L"] | None = None,
+    ) -> tuple[TargetOutput, PyTree]:
+        """Run T rows at their positions and write them to the caches; logits of the named rows, of all by default. A
+        row of negative position is inactive. Active positions of a sequence are consecutive."""
+        ...
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A model that can say where it goes wrong, if asked."""
+
+    def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
+        """Run the model over the tokens once more, and name its first output that is not finite; None where all are."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """The model that proposes."""
+
+    def init_state(self, batch: int, capacity: int, num_drafts: int) -> PyTree:
+        """An empty state for rows of up to `capacity` positions, and room for a pass of 2 * num_drafts rows behind
+        them."""
+        ...
+
+    def absorb(
+        self,
+        state: PyTree,
+        token_ids: Int[Array, "B T"],
+        aux_hidden: Float[Array, "B T A"],
+        positions: Int[Array, "B T"],
+    ) -> PyTree:
+        """Take in committed rows: the one at position p brings token p + 1 and aux_hidden[p]. A row of negative
+        position is inactive."""
+        ...
+
+    def propose(self, state: PyTree, fresh: Fresh, num_drafts: int, widths: Int[Array, " B"]) -> tuple[Draft, PyTree]:
+        """Take in the fresh rows and propose the num_drafts tokens that follow them; of row b only the first widths[b]
+        are asked for."""
+        ...

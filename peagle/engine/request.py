@@ -1,0 +1,99 @@
+"""What a person asks of the engine, and what comes back."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from peagle.ops.errors import InputError
+
+MOST_STOP_TOKENS = 16  # places for stop tokens in each slot
+LARGEST_SEED = 2**31 - 1
+GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
+HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
+
+FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's logits become tokens. A temperature below GREEDY_BELOW is greedy; top_k 0, top_p 1 and min_p 0
+    are off.
+
+    Order: temperature, top-k, top-p, min-p, on the target's side, before anything is compared with a draft. Random
+    numbers are a function of (seed, the request's index, position) alone: never of neighbours, slot or time.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= HOTTEST:
+            raise InputError(
+                f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g} (all alike)"
+            )
+        if not 0 <= self.top_k < 2**31:
+            raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise InputError(f"seed is {self.seed}; expected an integer in 0..{LARGEST_SEED}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to go on with.
+
+    stop_token_ids None: those of the engine. `index` tells apart requests that share a seed, as the prompts of a file
+    or several answers to one; it is no key of the engine's. `name` is how messages call the prompt.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] | None = None
+    index: int = 0
+    name: str = "the prompt"
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise InputError(f"{self.name} is empty; expected at least one token")
+        if self.max_new_tokens < 1:
+            raise InputError(f"{self.max_new_tokens} new tokens asked for; expected 1 or more")
+        if not 0 <= self.index <= LARGEST_SEED:
+            raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_SEED}")
+        if self.stop_token_ids is not None and len(self.stop_token_ids) > MOST_STOP_TOKENS:
+            raise InputError(f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step decided for a request, before a stop token or the budget cut it. `length` is that before the step:
+    prompt + emitted - 1."""
+
+    length: int
+    draft_token_ids: tuple[int, ...]  # those that were verified: none in a plain step
+    num_accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """What one dispatch gave one request, as soon as the host knows it.
+
+    `steps` is empty in the chunk of the first token, which prefill gives. The last chunk of a request has a
+    finish_reason. `time_s` is a reading of time.perf_counter().
+    """
+
+    request: Request
+    token_ids: tuple[int, ...]
+    time_s: float
+    steps: tuple[StepRecord, ...] = ()
+    finish_reason: FinishReason | None = None

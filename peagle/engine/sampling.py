@@ -1,0 +1,155 @@
+"""Logits to probabilities to tokens, per row. Both sides of the acceptance ratio use it."""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from peagle.engine.request import GREEDY_BELOW
+from peagle.ops.likeliest import NO_TOKEN, argmax
+
+
+@flax.struct.dataclass
+class RowSampling:
+    """What each row's request asks for (peagle.engine.request.SamplingParams), as arrays led by the row."""
+
+    temperature: jax.Array  # [B] float32; below GREEDY_BELOW: greedy
+    top_k: jax.Array  # [B] int32; 0: all
+    top_p: jax.Array  # [B] float32; 1: all
+    min_p: jax.Array  # [B] float32; 0: all
+    seed: jax.Array  # [B] int32
+    index: jax.Array  # [B] int32: the request's
+
+    @property
+    def greedy(self) -> jax.Array:
+        return self.temperature < GREEDY_BELOW
+
+
+def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Array, "B T V"]:
+    """Compute the distribution tokens are drawn from, float32: temperature, top-k, top-p, min-p, renormalised; of a
+    greedy row a point mass on its argmax.
+
+    top-k keeps every logit not below the k-th largest; top-p keeps the smallest set of most likely tokens whose mass
+    reaches top_p, and what ties with its last member; min-p drops what is less likely than min_p times the likeliest.
+    Finite logits, and -inf beside them, give finite probabilities that sum to 1; if a logit is NaN, or the largest is
+    infinite, no token has any.
+    """
+
+    def of(values: jax.Array) -> jax.Array:
+        return values[:, None, None]
+
+    logits = logits.astype(jnp.float32)
+    # the largest becomes exactly 0 before anything is scaled: a scaled one is rounded, and what is left of a difference
+    # of two such is that rounding, times 1 / temperature
+    peak = jnp.max(logits, axis=-1, keepdims=True)
+    scaled = (logits - peak) / of(jnp.maximum(sampling.temperature, GREEDY_BELOW))
+    vocab_size = logits.shape[-1]
+    limited = (sampling.top_k > 0) & (sampling.top_k < vocab_size)
+    enough = sampling.top_k.astype(jnp.float32)
+    scaled = jax.lax.cond(
+        jnp.any(limited & ~sampling.greedy),
+        lambda scaled: _cut(scaled, jnp.ones_like(scaled), of(enough), of(limited)),
+        lambda scaled: scaled,
+        scaled,
+    )
+    limited = sampling.top_p < 1
+    scaled = jax.lax.cond(
+        jnp.any(limited & ~sampling.greedy),
+        lambda scaled: _cut(scaled, jax.nn.softmax(scaled, axis=-1), of(sampling.top_p), of(limited)),
+        lambda scaled: scaled,
+        scaled,
+    )
+    # the likeliest stands at 0, always kept; log(0) = -inf drops nothing
+    scaled = jnp.where(scaled < of(jnp.log(sampling.min_p)), -jnp.inf, scaled)
+    point = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == argmax(logits)[..., None]
+    return jnp.where(of(sampling.greedy), point.astype(jnp.float32), jax.nn.softmax(scaled, axis=-1))
+
+
+def _cut(
+    logits: Float[Array, "B T V"],
+    weights: Float[Array, "B T V"],
+    enough: Float[Array, "B 1 1"],
+    limited: Bool[Array, "B 1 1"],
+) -> Float[Array, "B T V"]:
+    """Keep the logits of the fewest most likely tokens whose weights reach `enough`, and of those that tie with the
+    last of them; the others become -inf. In rows that are not limited all stay. The largest logit is 0, and always
+    stays, however little is enough.
+
+    No sorting, which at 200 000 tokens takes longer than a pass of most targets: the lowest logit that stays is found
+    bit by bit, each of which takes one sum.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)  # 0 and -0 are equal
+    top = jnp.uint32(1 << 31)
+    order = jnp.where(bits >= top, ~bits, bits | top)  # unsigned numbers in the order of the logits
+
+    def find(step: jax.Array, lowest: jax.Array) -> jax.Array:
+        higher = lowest | (top >> step.astype(jnp.uint32))
+        return jnp.where(
+            jnp.sum(jnp.where(order >= higher, weights, 0.0), axis=-1, keepdims=True) >= enough, higher, lowest
+        )
+
+    lowest = jax.lax.fori_loop(jnp.int32(0), 32, find, jnp.zeros_like(order[..., :1]))
+    kept = order >= jnp.minimum(lowest, top)  # top is the place of 0
+    return jnp.where(kept | ~limited, logits, -jnp.inf)
+
+
+BLOCK = 512  # weights that are summed up together
+
+
+def draw(weights: Float[Array, "... V"], uniform: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Draw the token whose interval of the cumulative weights holds uniform * total. Weights need not be normalised.
+
+    uniform lies in [0, 1); a token of zero weight has an empty interval and is never drawn. NO_TOKEN where the total is
+    not above 0, NaN above all. The sums are those of blocks first, then those within the block that was hit: one
+    running sum over a large vocabulary is slow.
+    """
+    *lead, vocab_size = weights.shape
+    padded = jnp.pad(weights, [(0, 0)] * len(lead) + [(0, -vocab_size % BLOCK)])
+    blocks = padded.reshape(*lead, -1, BLOCK)
+    sums = jnp.sum(blocks, axis=-1)
+    ends = jnp.cumsum(sums, axis=-1)
+    point = uniform * ends[..., -1]
+    block = _hit(sums, ends, point)[..., None]
+    inside = jnp.take_along_axis(blocks, block[..., None], axis=-2)[..., 0, :]
+    begin = jnp.take_along_axis(ends - sums, block, axis=-1)[..., 0]
+    token = block[..., 0] * BLOCK + _hit(inside, jnp.cumsum(inside, axis=-1), point - begin)
+    return jnp.where(ends[..., -1] > 0, token, NO_TOKEN)
+
+
+def _hit(weights: Float[Array, "... N"], ends: Float[Array, "... N"], point: Float[Array, "..."]) -> Int[Array, "..."]:
+    """The first place that weighs anything and ends beyond the point; the last such, where rounding has put the point
+    behind them all."""
+    index = jax.lax.broadcasted_iota(jnp.int32, weights.shape, weights.ndim - 1)
+    place = jnp.sum(ends <= point[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
+    some = weights > 0
+    first = jnp.min(jnp.where(some & (index >= place), index, weights.shape[-1]), axis=-1)
+    return jnp.minimum(first, jnp.max(jnp.where(some, index, 0), axis=-1))
+
+
+def choose(
+    logits: Float[Array, "B T V"], sampling: RowSampling, uniform: Float[Array, "B T"] | None
+) -> Int[Array, "B T"]:
+    """Choose the token plain decoding takes: the argmax, or a draw with the given uniform numbers. uniform None: all
+    rows are greedy. NO_TOKEN where a logit is NaN, or the largest is not finite."""
+    if uniform is None:
+        return argmax(logits)
+    return jnp.where(sampling.greedy[:, None], argmax(logits), draw(probabilities(logits, sampling), uniform))
+
+
+# The purposes a position needs random numbers for, as the last axis of `uniforms`.
+TARGET, ACCEPT, DRAFT = 0, 1, 2
+
+
+def uniforms(sampling: RowSampling, index: Int[Array, "B T"]) -> Float[Array, "B T 3"]:
+    """Uniform numbers in [0, 1) that depend on (seed, the request's index, the token's) alone.
+
+    So a row's randomness does not depend on its neighbours, its slot, K, or how a step happened to end. Numbers of an
+    index that a step drafted and did not reach are used again for the same index by the next step: nothing that was
+    emitted depended on them.
+    """
+
+    def one(seed: jax.Array, request: jax.Array, token_index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), request), token_index)
+        return jax.random.uniform(key, (3,), jnp.float32)
+
+    return jax.vmap(jax.vmap(one, (None, None, 0)))(sampling.seed, sampling.index, index)

@@ -1,0 +1,129 @@
+"""Who waits, who has which slot, and what the device does next: a chunk of a prompt, or steps. Host only.
+
+No JAX and no clock: what things cost is passed in. First come, first served. One prompt at a time is in the lane; its
+chunks alternate with steps of the others, so that neither starves. A prompt whose chunks are done before a slot is free
+waits in the lane, and takes the first slot that is.
+"""
+
+import collections
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+# of the time that a prompt's chunks take, the others get this share beside it: their steps between two chunks
+STEPS_SHARE = 0.5
+WAITING_SHARE = 4  # while somebody waits for a slot, a dispatch has this many times fewer steps
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Chunk(Generic[Key]):
+    """Tokens begin..begin+count-1 of a prompt; `last`: the prompt is whole with them."""
+
+    key: Key
+    begin: int
+    count: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Admit(Generic[Key]):
+    """The whole prompt in the lane goes into a slot."""
+
+    key: Key
+    slot: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """At most so many steps of all slots."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a chunk and of a step, as far as they were seen; 0: not yet."""
+
+    chunk_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass
+class _Lane(Generic[Key]):
+    key: Key
+    length: int
+    done: int = 0
+
+
+@dataclass
+class Scheduler(Generic[Key]):
+    """The bookkeeping of an engine with so many slots."""
+
+    slots: int
+    chunk: int
+    steps_per_dispatch: int
+    _waiting: collections.deque[tuple[Key, int]] = field(default_factory=collections.deque, init=False)
+    _lane: _Lane[Key] | None = field(default=None, init=False)
+    _held: list[Key | None] = field(init=False)
+    _steps_due: bool = field(default=False, init=False)  # a chunk was sent, and no steps since
+
+    def __post_init__(self) -> None:
+        self._held = [None] * self.slots
+
+    def add(self, key: Key, prompt_length: int) -> None:
+        """Put a request behind those that wait."""
+        self._waiting.append((key, prompt_length))
+
+    def remove(self, key: Key) -> int | None:
+        """Forget a request wherever it is; returns the slot that is free with it, if it had one."""
+        if self._lane is not None and self._lane.key == key:
+            self._lane = None
+            return None
+        if key in self._held:
+            slot = self._held.index(key)
+            self._held[slot] = None
+            return slot
+        self._waiting = collections.deque(entry for entry in self._waiting if entry[0] != key)
+        return None
+
+    @property
+    def held(self) -> tuple[Key | None, ...]:
+        """The request in each slot."""
+        return tuple(self._held)
+
+    @property
+    def num_active(self) -> int:
+        return self.slots - self._held.count(None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no slot yet, the one in the lane among them."""
+        return len(self._waiting) + (self._lane is not None)
+
+    def next(self, costs: Costs) -> Chunk[Key] | Admit[Key] | Steps | None:
+        """What to send to the device now, which counts as sent; None: nothing is left to do."""
+        if self._lane is None and self._waiting:
+            self._lane = _Lane(*self._waiting.popleft())
+        lane = self._lane
+        whole = lane is not None and lane.done == lane.length
+        if lane is not None and whole and None in self._held:
+            slot = self._held.index(None)
+            self._held[slot], self._lane = lane.key, None
+            return Admit(lane.key, slot)
+        if lane is not None and not whole and not (self._steps_due and self.num_active):
+            begin, count = lane.done, min(self.chunk, lane.length - lane.done)
+            lane.done += count
+            self._steps_due = True
+            return Chunk(lane.key, begin, count, lane.done == lane.length)
+        self._steps_due = False
+        if not self.num_active:
+            return None
+        return Steps(self._num_steps(lane is not None and not whole, costs))
+
+    def _num_steps(self, prefilling: bool, costs: Costs) -> int:
+        if prefilling:
+            wanted = STEPS_SHARE * costs.chunk_s / costs.step_s if costs.step_s else 1.0
+            return max(1, round(min(wanted, self.steps_per_dispatch)))
+        return max(1, self.steps_per_dispatch // (WAITING_SHARE if self.num_waiting else 1))

@@ -1,0 +1,186 @@
+"""What the device knows between two steps, and how a request enters and leaves.
+
+EVERY leaf of the state is led by the slot axis. Invariants, per active slot, between steps:
+
+    target_cache       holds exactly the prompt and all emitted tokens but the last: `length` of them
+    pending_token      is that last one: emitted, in no cache
+    drafter_state      lags by the tokens committed last, which drafter_input holds: rows first_position ..
+                       first_position + num - 1 = length - 1. No position is ever left out
+    remaining          tokens that may still be emitted
+
+A slot that is done, or was never filled, is frozen: its rows have position -1, write nothing and emit nothing.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from peagle.engine.protocols import Drafter, PyTree, Target
+from peagle.engine.request import MOST_STOP_TOKENS, Request
+from peagle.engine.sampling import RowSampling
+from peagle.ops.kv_cache import KVCache, copy_positions
+from peagle.ops.messages import Fresh
+
+NO_STOP = -2  # in the places for stop tokens that a request does not use; no token, nor NO_TOKEN
+INPUT_ROOM = 64  # committed rows that may wait for the drafter while plain steps run, at least
+
+
+@flax.struct.dataclass
+class DecodeState:
+    length: jax.Array  # [B] int32
+    pending_token: jax.Array  # [B] int32
+    drafter_input: Fresh | None  # None: this engine never drafts
+    target_cache: PyTree
+    drafter_state: PyTree
+    done: jax.Array  # [B] bool
+    remaining: jax.Array  # [B] int32
+    stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in free places
+    sampling: RowSampling
+
+    @property
+    def slots(self) -> int:
+        return self.length.shape[0]
+
+
+@flax.struct.dataclass
+class Prefix:
+    """What the models keep of one sequence: the first `length` tokens of a prompt. Every leaf has one row.
+
+    The target's caches hold positions 0..length-1, the drafter's rows 0..length-2: row length-1 needs the token that
+    follows. aux_hidden is the target's at the last position.
+    """
+
+    target_cache: PyTree
+    drafter_state: PyTree
+    aux_hidden: jax.Array  # [1, A]
+    length: jax.Array  # [1] int32
+
+
+@flax.struct.dataclass
+class SlotParams:
+    """What a request asks for, as the rows that `insert` puts into its slot: each leaf has one row."""
+
+    remaining: jax.Array | np.ndarray
+    stop_token_ids: jax.Array | np.ndarray
+    sampling: RowSampling
+
+    @classmethod
+    def of(cls, request: Request, stop_token_ids: tuple[int, ...]) -> "SlotParams":
+        """The rows of a request; stop_token_ids are those it ends with."""
+        wanted = request.sampling
+        stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
+        stops[0, : len(stop_token_ids)] = stop_token_ids
+        # greedy is decided here: float32 rounds a temperature just below GREEDY_BELOW to it
+        temperature = 0.0 if wanted.greedy else wanted.temperature
+        reals = np.asarray([[temperature], [wanted.top_p], [wanted.min_p]], np.float32)
+        whole = np.asarray([[wanted.top_k], [wanted.seed], [request.index]], np.int32)
+        row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
+        return cls(np.asarray([request.max_new_tokens], np.int32), stops, row)
+
+
+def init_state(
+    target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int, chunk: int = 1
+) -> DecodeState:
+    """An empty state: every slot is done. Its rows hold up to `capacity` positions, and a step's behind them."""
+    zero = jnp.zeros((slots,), jnp.int32)
+    cache = target.init_cache(slots, capacity, num_drafts + 1)
+    drafter_input = drafter_state = None
+    if drafter is not None:
+        room = max(INPUT_ROOM, num_drafts + 1)
+        drafter_state = init_drafter(drafter, slots, capacity, num_drafts, chunk)
+        token_ids = jnp.zeros((slots, room), jnp.int32)
+        aux_hidden = jax.eval_shape(target.extend, token_ids, token_ids, cache)[0].aux_hidden
+        drafter_input = Fresh(token_ids, jnp.zeros(aux_hidden.shape, aux_hidden.dtype), zero, zero)
+    real = jnp.zeros((slots,), jnp.float32)
+    return DecodeState(
+        length=zero,
+        pending_token=zero,
+        drafter_input=drafter_input,
+        target_cache=cache,
+        drafter_state=drafter_state,
+        done=jnp.ones((slots,), bool),
+        remaining=zero,
+        stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
+        sampling=RowSampling(real, zero, real + 1, real, zero, zero),
+    )
+
+
+def init_drafter(drafter: Drafter, batch: int, capacity: int, num_drafts: int, chunk: int) -> PyTree:
+    """An empty drafter state, with room for its widest pass: of a step, of what waited while plain steps ran, or of a
+    prefill chunk. The lane's and the slots' have the same room."""
+    return drafter.init_state(batch, capacity, -(-max(2 * num_drafts, INPUT_ROOM, chunk) // 2))
+
+
+def insert(
+    state: DecodeState, prefix: Prefix, first_token: Int[Array, " one"], slot: Int[Array, ""], params: SlotParams
+) -> DecodeState:
+    """Put a prompt and its first token, which counts as emitted, into a slot. Of the caches the valid positions are
+    copied, not the capacity. Where the first token is NO_TOKEN, the slot goes on with 0, for the host to stop."""
+    first_token = jnp.maximum(first_token, 0)
+
+    def put(rows: jax.Array, value: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(rows, jnp.asarray(value, rows.dtype), slot, axis=0)
+
+    def move(into: PyTree, source: PyTree, length: jax.Array) -> PyTree:
+        def one(cache: KVCache | jax.Array, given: KVCache | jax.Array) -> KVCache | jax.Array:
+            if isinstance(cache, KVCache):
+                assert isinstance(given, KVCache)
+                return copy_positions(cache, given, slot, length)
+            assert not isinstance(given, KVCache)
+            return put(cache, given)
+
+        return jax.tree.map(one, into, source, is_leaf=lambda node: isinstance(node, KVCache))
+
+    length = prefix.length[0]
+    drafter_input = state.drafter_input
+    if drafter_input is not None:
+        # the one row that the drafter has not seen: the first token, with the hidden state it follows from
+        drafter_input = Fresh(
+            put_column(drafter_input.token_ids, first_token, slot),
+            put_column(drafter_input.aux_hidden, prefix.aux_hidden.astype(drafter_input.aux_hidden.dtype), slot),
+            put(drafter_input.num, jnp.ones((1,), jnp.int32)),
+            put(drafter_input.first_position, prefix.length - 1),
+        )
+    stops = jnp.any(first_token[:, None] == params.stop_token_ids, axis=1)
+    return DecodeState(
+        length=put(state.length, prefix.length),
+        pending_token=put(state.pending_token, first_token),
+        drafter_input=drafter_input,
+        target_cache=move(state.target_cache, prefix.target_cache, length),
+        drafter_state=move(state.drafter_state, prefix.drafter_state, length - 1),
+        done=put(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
+        remaining=put(state.remaining, jnp.asarray(params.remaining) - 1),
+        stop_token_ids=put(state.stop_token_ids, jnp.asarray(params.stop_token_ids)),
+        sampling=jax.tree.map(put, state.sampling, params.sampling),
+    )
+
+
+def put_column(rows: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
+    """rows[slot, 0] = value[0]."""
+    start = (slot, *(jnp.zeros_like(slot) for _ in rows.shape[1:]))
+    return jax.lax.dynamic_update_slice(rows, value[:, None], start)
+
+
+def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> Bool[Array, "B T"]:
+    """Whether each token ends its row."""
+    return jnp.any(token_ids[:, :, None] == stop_token_ids[:, None, :], axis=-1)
+
+
+def check_integrity(state: DecodeState, capacity: int) -> None:
+    """Raise AssertionError where an invariant of the state is broken. For tests: reads everything to the host."""
+    slots = state.slots
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        assert leaf.shape[:1] == (slots,), f"{jax.tree_util.keystr(path)} has shape {leaf.shape}, not {slots} rows"
+    active = ~np.asarray(state.done)
+    length, remaining = np.asarray(state.length)[active], np.asarray(state.remaining)[active]
+    assert (length >= 1).all(), length
+    assert (remaining >= 1).all(), remaining
+    assert (length + remaining <= capacity).all(), (length, remaining, capacity)
+    if state.drafter_input is not None:
+        num, first = (np.asarray(x)[active] for x in (state.drafter_input.num, state.drafter_input.first_position))
+        assert ((num >= 1) & (num <= state.drafter_input.token_ids.shape[1])).all(), num
+        assert (first + num == length).all(), (first, num, length)
+        last = state.drafter_input.token_ids[jnp.arange(slots), jnp.maximum(state.drafter_input.num - 1, 0)]
+        assert (np.asarray(last)[active] == np.asarray(state.pending_token)[active]).all()

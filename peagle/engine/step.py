@@ -1,0 +1,243 @@
+"""One step: propose, verify, accept, commit. Pure; no host decision, no host read.
+
+    state ──► propose ──► verify ──► accept ──► commit ──► state'
+              drafter      target     pure       pure
+              2K rows      K+1 rows
+
+Row b drafts and verifies widths[b] <= K tokens; its further rows have position -1. Where no row drafts, a plain step
+leaves the drafter out: its row waits in drafter_input (`absorb`), so that no position is ever left out.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from peagle.engine.accept import Acceptance, accept, accept_by_rate
+from peagle.engine.protocols import Drafter, Target
+from peagle.engine.sampling import DRAFT, draw, probabilities, uniforms
+from peagle.engine.state import DecodeState, is_stop
+from peagle.ops.messages import Fresh
+
+DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # what operations are named by
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What a program of steps is compiled for. num_drafts 0: plain steps. sampled: some row is not greedy.
+
+    draft_sampling: sampled rows draw their drafts from the drafter's distribution at their own temperature, not
+    truncated; else drafts are its most likely tokens. synthetic_acceptance: see `accept_by_rate`.
+    """
+
+    num_drafts: int
+    sampled: bool = False
+    draft_sampling: bool = False
+    synthetic_acceptance: tuple[float, ...] | None = None
+
+
+@flax.struct.dataclass
+class StepOutput:
+    """What the host reads of a step. A slot that was done before it has count 0 and num_accepted -1."""
+
+    count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1: cut behind a stop token and at the budget
+    num_accepted: jax.Array | np.ndarray  # [B]: before that cut
+    num_verified: jax.Array | np.ndarray  # [B]
+    done: jax.Array | np.ndarray  # [B]
+    token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, next_token or NO_TOKEN behind them, then leftovers
+    draft_token_ids: jax.Array | np.ndarray  # [B, K]; from num_verified on leftovers
+
+    def pack(self) -> Int[Array, "B W"]:
+        """Put all of it into one array: one copy to the host instead of six."""
+        numbers = (self.count, self.num_accepted, self.num_verified, self.done)
+        columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
+        return jnp.concatenate([*columns, self.token_ids, self.draft_token_ids], axis=1)
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray, num_drafts: int) -> "StepOutput":
+        """Take apart what was packed; leading axes stay."""
+        *numbers, tokens, drafts = np.split(packed, np.cumsum([1, 1, 1, 1, num_drafts + 1]), axis=-1)
+        count, num_accepted, num_verified, done = (number[..., 0] for number in numbers)
+        return cls(count, num_accepted, num_verified, done != 0, tokens, drafts)
+
+
+def step(
+    target: Target, drafter: Drafter | None, state: DecodeState, widths: Int[Array, " B"], kind: StepKind
+) -> tuple[DecodeState, StepOutput]:
+    """The state one step on: every active slot has emitted between 1 and widths[b] + 1 tokens."""
+    active = ~state.done
+    widths = jnp.where(active, jnp.minimum(widths, kind.num_drafts), 0)
+    random = None
+    if kind.sampled or kind.synthetic_acceptance is not None:
+        reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
+        random = uniforms(state.sampling, state.length[:, None] + reach[None, :])
+    drafts, draft_probs = jnp.zeros((state.slots, 0), jnp.int32), None
+    if kind.num_drafts:
+        with jax.named_scope(DRAFT_PART):
+            drafts, draft_probs, state = _propose(drafter, state, widths, random, kind)
+    with jax.named_scope(VERIFY_PART):
+        rows = jnp.concatenate([state.pending_token[:, None], drafts], axis=1)
+        place = jnp.arange(kind.num_drafts + 1, dtype=jnp.int32)[None, :]
+        positions = jnp.where(active[:, None] & (place <= widths[:, None]), state.length[:, None] + place, -1)
+        output, target_cache = target.extend(rows, positions, state.target_cache)
+        state = dataclasses.replace(state, target_cache=target_cache)
+    with jax.named_scope(ACCEPT_PART):
+        if kind.synthetic_acceptance is not None:
+            assert random is not None
+            acceptance = accept_by_rate(
+                kind.synthetic_acceptance, drafts, output.logits, widths, state.sampling, random, kind.sampled
+            )
+        else:
+            acceptance = accept(drafts, draft_probs, output.logits, widths, state.sampling, random)
+        return _commit(state, widths, drafts, acceptance, output.aux_hidden)
+
+
+def _propose(
+    drafter: Drafter | None, state: DecodeState, widths: jax.Array, random: jax.Array | None, kind: StepKind
+) -> tuple[jax.Array, jax.Array | None, DecodeState]:
+    """(K drafts, their distributions where they were drawn, the state whose drafter has seen its input)."""
+    assert drafter is not None
+    assert state.drafter_input is not None
+    waiting = state.drafter_input
+    first_position = jnp.where(state.done, -1, waiting.first_position)
+    seen = kind.num_drafts + 1  # no more than one step commits: `absorb` has taken the rest
+    fresh = Fresh(waiting.token_ids[:, :seen], waiting.aux_hidden[:, :seen], waiting.num, first_position)
+    draft, drafter_state = drafter.propose(state.drafter_state, fresh, kind.num_drafts, widths)
+    state = dataclasses.replace(state, drafter_state=drafter_state)
+    if not (kind.draft_sampling and kind.sampled):
+        return draft.token_ids, None, state
+    assert random is not None
+    assert draft.logits is not None
+    untruncated = dataclasses.replace(
+        state.sampling,
+        top_k=jnp.zeros_like(state.sampling.top_k),
+        top_p=jnp.ones_like(state.sampling.top_p),
+        min_p=jnp.zeros_like(state.sampling.min_p),
+    )
+    probs = probabilities(draft.logits, untruncated)
+    return draw(probs, random[:, :-1, DRAFT]), probs, state
+
+
+def _commit(
+    state: DecodeState, widths: jax.Array, drafts: jax.Array, acceptance: Acceptance, aux_hidden: jax.Array
+) -> tuple[DecodeState, StepOutput]:
+    """The state with num_accepted drafts and next_token emitted, and what the host will read of it.
+
+    Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
+    there. NO_TOKEN is said in the output, for the host to stop; on the device the row goes on with token 0.
+    """
+    active, num_drafts = ~state.done, drafts.shape[1]
+    place = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
+    accepted = acceptance.num_accepted[:, None]
+    next_token = jnp.maximum(acceptance.next_token, 0)
+    run = jnp.where(place == accepted, next_token[:, None], jnp.pad(drafts, ((0, 0), (0, 1))))
+
+    in_run = place <= accepted
+    stops = in_run & is_stop(run, state.stop_token_ids)
+    first_stop = jnp.min(jnp.where(stops, place, num_drafts + 1), axis=1, keepdims=True)
+    kept = in_run & (place <= first_stop) & (place < state.remaining[:, None]) & active[:, None]
+    count = jnp.sum(kept, axis=1, dtype=jnp.int32)
+    remaining = state.remaining - count
+    done = state.done | jnp.any(stops & kept, axis=1) | (remaining <= 0)
+
+    num_new = acceptance.num_accepted + 1
+    after = dataclasses.replace(
+        state,
+        length=jnp.where(active, state.length + num_new, state.length),
+        pending_token=jnp.where(active, next_token, state.pending_token),
+        drafter_input=_input_after(state, run, aux_hidden, num_new),
+        done=done,
+        remaining=remaining,
+    )
+    output = StepOutput(
+        count=count,
+        num_accepted=jnp.where(active, acceptance.num_accepted, -1),
+        num_verified=widths,
+        done=done,
+        token_ids=jnp.where(place == accepted, acceptance.next_token[:, None], run),
+        draft_token_ids=drafts,
+    )
+    return after, output
+
+
+def _input_after(state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_new: jax.Array) -> Fresh | None:
+    """What the drafter has not seen after a step: what was committed, in place of its input if it drafted, behind it
+    if this was a plain step."""
+    waiting = state.drafter_input
+    if waiting is None:
+        return None
+    aux_hidden = aux_hidden.astype(waiting.aux_hidden.dtype)
+    if run.shape[1] > 1:
+
+        def put(into: jax.Array, rows: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
+
+        token_ids, aux = put(waiting.token_ids, run), put(waiting.aux_hidden, aux_hidden)
+        return Fresh(token_ids, aux, num_new, state.length)
+    place = jnp.minimum(waiting.num, waiting.token_ids.shape[1] - 1)  # frozen slots are rewritten, which nobody reads
+
+    def append(into: jax.Array, rows: jax.Array) -> jax.Array:
+        if state.slots == 1:  # the checks of a scatter take as long as a layer of a small target
+            return jax.lax.dynamic_update_slice_in_dim(into, rows, place[0], 1)
+        return into.at[jnp.arange(state.slots), place].set(rows[:, 0])
+
+    num = jnp.where(state.done, waiting.num, waiting.num + 1)
+    token_ids, aux = append(waiting.token_ids, run), append(waiting.aux_hidden, aux_hidden)
+    return Fresh(token_ids, aux, num, waiting.first_position)
+
+
+def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
+    """Let the drafter see all of its input but the last row of each slot, which its next pass begins with."""
+    waiting = state.drafter_input
+    assert waiting is not None
+    place = jnp.arange(waiting.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    taken = (place < waiting.num[:, None] - 1) & ~state.done[:, None]
+    positions = jnp.where(taken, waiting.first_position[:, None] + place, -1)
+    with jax.named_scope(DRAFT_PART):
+        drafter_state = drafter.absorb(state.drafter_state, waiting.token_ids, waiting.aux_hidden, positions)
+    last = jnp.maximum(waiting.num - 1, 0)
+
+    def first(rows: jax.Array) -> jax.Array:
+        index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
+        return jax.lax.dynamic_update_slice_in_dim(rows, jnp.take_along_axis(rows, index, axis=1), 0, 1)
+
+    left = Fresh(
+        first(waiting.token_ids),
+        first(waiting.aux_hidden),
+        jnp.minimum(waiting.num, 1),
+        waiting.first_position + last,
+    )
+    return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state)
+
+
+def steps(
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    widths: Int[Array, " B"],
+    limit: Int[Array, ""],
+    kind: StepKind,
+    most: int,
+) -> tuple[DecodeState, Int[Array, "most B W"]]:
+    """The state `limit` <= most steps on, and the packed outputs of all places; it stops where every slot is done.
+    Places without a step look like steps of slots that were done before."""
+    slots, width = state.slots, 2 * kind.num_drafts + 5
+    empty = jnp.zeros((most, slots, width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
+    if most == 1:
+        state, output = step(target, drafter, state, widths, kind)
+        return state, output.pack()[None]
+
+    def go_on(run: tuple[DecodeState, jax.Array, jax.Array]) -> jax.Array:
+        return (run[2] < limit) & ~jnp.all(run[0].done)
+
+    def one(run: tuple[DecodeState, jax.Array, jax.Array]) -> tuple[DecodeState, jax.Array, jax.Array]:
+        state, outputs, index = run
+        state, output = step(target, drafter, state, widths, kind)
+        return state, jax.lax.dynamic_update_index_in_dim(outputs, output.pack(), index, 0), index + 1
+
+    state, outputs, _ = jax.lax.while_loop(go_on, one, (state, empty, jnp.zeros((), jnp.int32)))
+    return state, outputs

@@ -1,0 +1,91 @@
+"""How many tokens each row drafts, and when a row stops drafting. Host code; pure functions of counts and costs.
+
+A table says how many drafts pay at how many active rows; where it has no entry for a number of rows, the nearest
+smaller one holds. A row whose drafting has lost more against plain decoding than a small allowance pauses for good:
+drafts that its text does not accept cannot cost it more than that.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.ops.errors import InputError
+
+SPECULATION_FILE = "speculation.json"  # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}}
+
+PLAIN_STEPS_LOST = 4.0  # a row may lose so many plain steps,
+BUDGET_LOST = 0.05  # or this share of its budget, whichever is more, before it pauses
+
+
+@dataclass(frozen=True)
+class WidthTable:
+    """Drafts by number of active rows: {1: 4, 8: 2, 16: 0}. `costs`: what a step with those drafts takes, in plain
+    steps at the same number of rows; None where it is not known, and no row pauses."""
+
+    drafts: Mapping[int, int]
+    costs: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.drafts or min(self.drafts) != 1:
+            raise ValueError(f"the table begins at {min(self.drafts, default=None)} active rows; expected 1")
+
+    def __hash__(self) -> int:
+        costs = None if self.costs is None else frozenset(self.costs.items())
+        return hash((frozenset(self.drafts.items()), costs))
+
+    @classmethod
+    def constant(cls, num_drafts: int) -> "WidthTable":
+        """The same drafts whatever the load."""
+        return cls({1: num_drafts})
+
+    def paying(self, costs: Mapping[int, float]) -> "WidthTable":
+        """The table with these costs, without the drafts that cannot pay even if all are accepted."""
+        rows = sorted({*self.drafts, *costs})
+        drafts = {each: self.at(each) for each in rows}
+        known = WidthTable(drafts, costs)
+        return WidthTable({each: k if k + 1 > (known.cost(each) or 0) else 0 for each, k in drafts.items()}, costs)
+
+    @property
+    def most(self) -> int:
+        """The most tokens a row ever drafts."""
+        return max(self.drafts.values())
+
+    def at(self, active_rows: int) -> int:
+        """The drafts of a step with so many active rows."""
+        return self.drafts[_entry(self.drafts, active_rows)]
+
+    def cost(self, active_rows: int) -> float | None:
+        """What such a step takes, in plain steps."""
+        return None if self.costs is None else self.costs[_entry(self.costs, active_rows)]
+
+
+def read_widths(directory: Path) -> WidthTable | None:
+    """Read the table beside a drafter; None if it has none. Raises InputError for a file that holds something else."""
+    path = directory / SPECULATION_FILE
+    if not path.is_file():
+        return None
+    try:
+        drafts = {int(rows): number for rows, number in json.loads(path.read_text(encoding="utf-8"))["drafts"].items()}
+        if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in drafts.values()):
+            raise ValueError
+        return WidthTable(dict(sorted(drafts.items())))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(
+            f'{path} holds no table of drafts; expected {{"drafts": {{"1": 4, "4": 2}}}}, drafts by number of active '
+            "requests, from 1 on: mend it, or remove it"
+        ) from None
+
+
+def _entry(table: Mapping[int, object], active_rows: int) -> int:
+    return max(rows for rows in table if rows <= max(active_rows, 1))
+
+
+def allowance(budget: int) -> float:
+    """The plain steps that drafting may lose a request of so many tokens."""
+    return max(PLAIN_STEPS_LOST, BUDGET_LOST * budget)
+
+
+def loss(num_accepted: int, cost: float) -> float:
+    """The plain steps that one drafted step lost (negative: gained) against plain decoding of the same tokens."""
+    return cost - (num_accepted + 1)

@@ -1,0 +1,382 @@
+"""Losslessness of the loop: speculation emits plain decoding's tokens, whatever the drafter does, whoever is beside."""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.engine.engine import Engine, EngineConfig, EngineError
+from peagle.engine.programs import trace_counts
+from peagle.engine.protocols import Drafter
+from peagle.engine.request import Request, SamplingParams
+from peagle.engine.sampling import RowSampling
+from peagle.engine.state import check_integrity, init_state
+from peagle.engine.step import StepKind, step
+from peagle.engine.widths import WidthTable
+from peagle.ngram import NGram
+from peagle.ops.errors import InputError
+from tests.peagle.engine.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, decode, tiny_target
+
+CAPACITY, NEW = 96, 60
+PROMPTS = [
+    tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in ((0, 5), (1, 19), (2, 9))
+]
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of each request, by order of the requests; the engine's state is whole afterwards."""
+    tokens = decode(engine, requests)[0]
+    assert engine._state is not None
+    check_integrity(engine._state, engine.config.capacity)
+    return tokens
+
+
+def config(k: int, slots: int = 1, **options: object) -> EngineConfig:
+    return EngineConfig(**{"num_speculative_tokens": k, "slots": slots, "capacity": CAPACITY, "chunk": 8, **options})
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    return [Request(prompt, NEW) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def plain(target, requests) -> list[list[int]]:
+    outputs = run(Engine(target, None, config(0)), requests)
+    assert all(len(output) == NEW for output in outputs)
+    assert NEW > 3 * WINDOW  # the rings wrap several times
+    assert len({tuple(output) for output in outputs}) == len(outputs)
+    return outputs
+
+
+def scripts(plain: list[list[int]], kind: str) -> Scripted:
+    """Scripts of the full sequences: right everywhere, wrong everywhere, or right now and then."""
+    width = max(map(len, PROMPTS)) + NEW + 16
+    script = np.zeros((len(PROMPTS), width), np.int32)
+    for row, (prompt, output) in enumerate(zip(PROMPTS, plain, strict=True)):
+        script[row, : len(prompt) + NEW] = [*prompt, *output]
+    rng = np.random.default_rng(3)
+    if kind == "adversarial":
+        script = (script + 1) % CONFIG.vocab_size
+    elif kind == "random":
+        script = rng.integers(0, CONFIG.vocab_size, script.shape)
+    elif kind == "sometimes":
+        script = np.where(rng.random(script.shape) < 0.6, script, (script + 1) % CONFIG.vocab_size)
+    return Scripted(jnp.asarray(script, jnp.int32))
+
+
+def drafter_of(kind: str, plain: list[list[int]], row: int | None = None) -> Drafter:
+    if kind == "ngram":
+        return NGram()
+    scripted = scripts(plain, kind)
+    return scripted if row is None else Scripted(scripted.script[row : row + 1])
+
+
+@pytest.mark.parametrize("kind", ["oracle", "adversarial", "random", "sometimes", "ngram"])
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_greedy_speculation_equals_plain_decoding(target, requests, plain, kind: str, k: int) -> None:
+    for row, request in enumerate(requests[:2]):
+        engine = Engine(target, drafter_of(kind, plain, row), config(k))
+        assert run(engine, [request]) == [plain[row]]
+
+
+def test_the_oracle_is_accepted_whole_and_the_adversary_never(target, requests, plain) -> None:
+    for kind, expected in (("oracle", 4), ("adversarial", 0)):
+        records = decode(Engine(target, drafter_of(kind, plain, 0), config(4)), requests[:1])[1][0]
+        assert [record.num_accepted for record in records] == [expected] * len(records)
+        length = len(PROMPTS[0])
+        for record in records:
+            assert record.length == length
+            length += record.num_accepted + 1
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("together", [1, 5])
+def test_requests_beside_others_get_what_they_get_alone(target, plain, slots: int, together: int) -> None:
+    asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 1, 33, 60, 2, 21))]
+    expected = [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
+    for k in (0, 3):
+        engine = Engine(target, NGram(), config(k, slots, steps_per_dispatch=together))
+        assert run(engine, asked) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 19, 64])
+def test_any_cutting_of_a_prompt_gives_the_same(target, requests, plain, chunk: int) -> None:
+    assert run(Engine(target, NGram(), config(3, chunk=chunk)), requests) == plain
+
+
+@pytest.mark.parametrize("kind", ["oracle", "sometimes"])
+@pytest.mark.parametrize("budget", [1, 2, 5, 6, 8])
+def test_a_budget_inside_the_run_cuts_there(target, plain, kind: str, budget: int) -> None:
+    engine = Engine(target, drafter_of(kind, plain, 0), config(4))
+    assert run(engine, [Request(PROMPTS[0], budget)]) == [plain[0][:budget]]
+
+
+@pytest.mark.parametrize("kind", ["oracle", "sometimes", "ngram"])
+def test_a_stop_token_inside_the_run_ends_it_there(target, plain, kind: str) -> None:
+    firsts = [i for i, token in enumerate(plain[0]) if token not in plain[0][:i]]
+    engine = Engine(target, drafter_of(kind, plain, 0), config(4), stop_token_ids=(CONFIG.vocab_size + 9,))
+    for end in (firsts[0], firsts[3], firsts[5]):
+        stops = (plain[0][end], CONFIG.vocab_size + 5)
+        chunks = [chunk for _, chunk in engine.generate([Request(PROMPTS[0], NEW, stop_token_ids=stops)])]
+        assert [token for chunk in chunks for token in chunk.token_ids] == plain[0][: end + 1]
+        assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(1.0, seed=7), SamplingParams(0.8, top_k=9, top_p=0.9, seed=7)])
+def test_sampling_with_one_hot_drafts_emits_plain_samplings_tokens(target, sampling: SamplingParams) -> None:
+    asked = [Request(prompt, 30, sampling, index=i) for i, prompt in enumerate(PROMPTS)]
+    plain = run(Engine(target, None, config(0)), asked)
+    for other in (
+        Request(PROMPTS[0], 30, dataclasses.replace(sampling, seed=8)),
+        Request(PROMPTS[0], 30, sampling, index=1),
+    ):
+        assert plain[0] != run(Engine(target, None, config(0)), [other])[0]
+    assert run(Engine(target, NGram(), config(4, slots=3)), asked) == plain
+    oracle = Scripted(jnp.asarray([[*PROMPTS[0], *plain[0], *[0] * 40]], jnp.int32))
+    tokens, records = decode(Engine(target, oracle, config(4)), asked[:1])
+    assert tokens == plain[:1]
+    assert records[0][0].num_accepted == 4
+
+
+def test_greedy_and_sampled_rows_stand_side_by_side(target, plain) -> None:
+    sampled = SamplingParams(0.9, top_k=11, min_p=0.02, seed=3)
+    asked = [Request(PROMPTS[0], 40), Request(PROMPTS[1], 40, sampled), Request(PROMPTS[2], 40)]
+    alone = [run(Engine(target, None, config(0)), [request])[0] for request in asked]
+    assert alone[0] == plain[0][:40]
+    assert alone[1] != plain[1][:40]
+    assert run(Engine(target, NGram(), config(3, slots=3)), asked) == alone
+
+
+def test_sampled_drafts_give_the_targets_frequencies() -> None:
+    """The wiring around the proven law: 30000 slots, the first three tokens against the product of p."""
+    rng = np.random.default_rng(1)
+    table = rng.normal(0, 1, (3, 3))
+    p = np.exp(table) / np.exp(table).sum(-1, keepdims=True)
+    rows = 30000
+    target = MarkovTarget(jnp.asarray(table, jnp.float32))
+    drafter = FixedLogits(jnp.asarray(rng.normal(0, 1, (2, 3)), jnp.float32))
+    state = init_state(target, drafter, rows, 8, 2)
+    ones, zeros = jnp.ones((rows,), jnp.float32), jnp.zeros((rows,), jnp.int32)
+    state = dataclasses.replace(
+        state,
+        length=zeros + 1,
+        done=zeros > 0,
+        remaining=zeros + 100,
+        sampling=RowSampling(ones, zeros, ones, 0 * ones, zeros, jnp.arange(rows, dtype=jnp.int32)),
+    )
+    kind = StepKind(2, sampled=True, draft_sampling=True)
+    run_step = jax.jit(lambda state: step(target, drafter, state, zeros + 2, kind))
+    tokens: list[list[int]] = [[] for _ in range(rows)]
+    for _ in range(3):
+        state, output = run_step(state)
+        for row, (ids, count) in enumerate(zip(output.token_ids.tolist(), output.count.tolist(), strict=True)):
+            tokens[row] += ids[:count]
+    counts = np.zeros((3, 3, 3))
+    np.add.at(counts, tuple(np.array([row[:3] for row in tokens]).T), 1)
+    expected = np.einsum("b,bc,cd->bcd", p[0], p, p) * rows
+    assert np.abs(counts - expected).max() < 4.5 * np.sqrt(expected.max())
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 60  # 26 degrees of freedom: P < 2e-4
+
+
+def test_nothing_that_a_request_asks_for_compiles_anything(target, requests) -> None:
+    engine = Engine(target, NGram(longest=2), config(5, slots=2))
+    engine.warm_up()
+    engine.warm_up(sampled=True)
+    assert engine.compile_s > 0
+    before = trace_counts()
+    run(engine, requests)
+    for sampling in (SamplingParams(0.5), SamplingParams(2.0, 3, 0.5, 0.1, seed=5)):
+        run(engine, [Request(PROMPTS[0][::-1], 9, sampling, (3, 4, 5)), Request(PROMPTS[1], 3)])
+    assert trace_counts() == before
+
+
+def test_a_mixed_workload_takes_few_programs(target) -> None:
+    rng = np.random.default_rng(5)
+    before = trace_counts()
+    engine = Engine(
+        target, NGram(longest=1), config(2, slots=3, adaptive=True, widths=WidthTable({1: 2, 3: 0}, {1: 1.5, 3: 1.5}))
+    )
+    asked = [
+        Request(
+            tuple(rng.integers(0, CONFIG.vocab_size, rng.integers(1, 40)).tolist()),
+            int(rng.integers(1, 30)),
+            SamplingParams(float(rng.integers(0, 2)), int(rng.integers(0, 9)), seed=number),
+        )
+        for number in range(50)
+    ]
+    run(engine, asked)
+    after = trace_counts()
+    assert sum(after.values()) - sum(before.values()) <= 10
+
+
+def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
+    engine = Engine(target, NGram(), config(3, capacity=4096, steps_per_dispatch=4))
+    engine.warm_up()
+    state = engine._state
+    assert state is not None
+    donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
+    assert engine.programs()[0].memory_analysis().alias_size_in_bytes >= donated
+    widths = np.zeros((1,), np.int32)
+    engine._programs.steps(state, widths, 4, StepKind(3))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.target_cache))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (lambda: Request((), 5), "is empty"),
+        (lambda: Request((1, 37), 5, name="prompt 3"), "prompt 3 holds token id 37, outside the vocabulary"),
+        (lambda: Request((1, -1), 5), "token id -1"),
+        (lambda: Request((1,) * 90, 7), "90 tokens and 7 new ones are asked for, but the context holds 96"),
+        (lambda: Request((1,), 0), "0 new tokens asked for"),
+        (lambda: Request((1,), 5, stop_token_ids=tuple(range(17))), "17 stop tokens are given; expected at most 16"),
+        (lambda: Request((1,), 5, SamplingParams(float("nan"))), "temperature is nan"),
+        (lambda: Request((1,), 5, SamplingParams(1.0, min_p=2.0)), "min-p is 2.0"),
+        (lambda: Request((1,), 5, SamplingParams(1.0, seed=-1)), "seed is -1"),
+    ],
+)
+def test_requests_that_cannot_run_are_refused_before_any_work(target, request_, message: str) -> None:
+    engine = Engine(target, None, config(0))
+    with pytest.raises(InputError, match=message):
+        next(engine.generate([Request((1, 2), 3), request_()]))
+    assert not engine.busy
+
+
+def test_chunks_tell_what_was_decided_before_the_cut(target, plain) -> None:
+    engine = Engine(target, drafter_of("oracle", plain, 0), config(4))
+    chunks = [chunk for _, chunk in engine.generate([Request(PROMPTS[0], 4)])]
+    assert [chunk.token_ids for chunk in chunks] == [tuple(plain[0][:1]), tuple(plain[0][1:4])]
+    (record,) = chunks[1].steps
+    assert record.num_accepted == 4
+    assert record.next_token == plain[0][5]
+    assert record.draft_token_ids == tuple(plain[0][1:5])
+
+
+def test_a_row_pauses_and_the_others_go_on_drafting(target, plain) -> None:
+    """Row 0's drafts are always wrong, row 1's always right: 0 pauses, and its tokens are plain decoding's."""
+    script = np.asarray(scripts(plain, "oracle").script).copy()
+    script[0] = (script[0] + 1) % CONFIG.vocab_size
+    table = WidthTable({1: 3}, {1: 2.0})
+    engine = Engine(target, Scripted(jnp.asarray(script[:2])), config(3, slots=2, widths=table))
+    asked = [Request(PROMPTS[0], 40), Request(PROMPTS[1], 40)]
+    tokens, records = decode(engine, asked)
+    assert tokens == [plain[0][:40], plain[1][:40]]
+    widths = [len(record.draft_token_ids) for record in records[0]]
+    assert widths[:4] == [3] * 4  # four steps lose a plain step each
+    assert set(widths[6:]) == {0}  # the dispatch in flight drafted still
+    assert {len(record.draft_token_ids) for record in records[1]} == {3}
+
+
+def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
+    """At two active rows nothing is drafted, at one it is: the n-grams of the row left are those it has alone."""
+    table = WidthTable({1: 3, 2: 0})
+    short, long = Request(PROMPTS[1], 30), Request(PROMPTS[0], 60)
+    alone = decode(Engine(target, NGram(), config(3)), [long])[1][0]
+    engine = Engine(target, NGram(), config(3, slots=2, widths=table))
+    tokens, records = decode(engine, [short, long])
+    assert tokens == [plain[1][:30], plain[0]]
+    assert 0 in {len(record.draft_token_ids) for record in records[1]}
+    by_length = {record.length: record for record in alone}
+    resumed = [record for record in records[1] if record.draft_token_ids and record.length in by_length]
+    assert len(resumed) > 3
+    assert all(record == by_length[record.length] for record in resumed)
+
+
+def test_aborts_hit_rows_in_flight_and_free_their_slots(target, plain) -> None:
+    engine = Engine(target, NGram(), config(3, slots=1))
+    first, second = engine.add(Request(PROMPTS[0], 60)), engine.add(Request(PROMPTS[1], 20))
+    got: dict[object, list[int]] = {first: [], second: []}
+    while len(got[first]) < 5:
+        for handle, chunk in engine.step():
+            got[handle] += chunk.token_ids
+    engine.abort(first)
+    engine.abort(first)
+    while engine.busy:
+        for handle, chunk in engine.step():
+            got[handle] += chunk.token_ids
+    assert first.finished == "aborted"
+    assert got[first] == plain[0][: len(got[first])]
+    assert got[second] == plain[1][:20]
+    assert engine._state is not None
+    check_integrity(engine._state, CAPACITY)
+
+
+def test_a_request_ends_at_its_deadline(target) -> None:
+    engine = Engine(target, None, config(0))
+    handle = engine.add(Request(PROMPTS[0], 60), timeout_s=0.0)
+    assert [chunk.finish_reason for chunk in engine.follow(handle)] == ["timeout"]
+    assert not engine.busy
+
+
+def test_two_threads_stream_from_one_engine(target, plain) -> None:
+    engine = Engine(target, NGram(), config(3, slots=2))
+    found: dict[int, list[int]] = {}
+
+    def read(number: int) -> None:
+        handle = engine.add(Request(PROMPTS[number], 40))
+        found[number] = [token for chunk in engine.follow(handle) for token in chunk.token_ids]
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=600)
+    assert found == {number: plain[number][:40] for number in range(3)}
+
+
+def test_an_engine_that_failed_says_so_to_everybody(target) -> None:
+    engine = Engine(target, None, config(0, slots=2))
+    handles = [engine.add(Request(prompt, 9)) for prompt in PROMPTS]
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    engine._programs.extend = broken  # type: ignore[method-assign, assignment]
+    for handle in handles:
+        with pytest.raises(EngineError, match="the device is gone"):
+            list(engine.follow(handle))
+    with pytest.raises(EngineError, match="has failed: the device is gone"):
+        engine.add(Request(PROMPTS[0], 9))
+
+
+def test_what_drafting_costs_is_measured_once_for_each_number_of_rows(target, plain) -> None:
+    engine = Engine(target, NGram(), config(3, slots=2, adaptive=True))
+    assert engine.widths.costs is None
+    engine.warm_up()
+    costs = engine.widths.costs
+    assert costs is not None
+    assert set(costs) == {1, 2}
+    assert all(0 < cost < float("inf") for cost in costs.values())
+    engine.warm_up()
+    assert engine.widths.costs is costs
+    asked = [Request(PROMPTS[0], 30), Request(PROMPTS[1], 30)]
+    assert run(engine, asked) == [plain[0][:30], plain[1][:30]]
+
+
+def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
+    """Token t is followed by t + 1; behind 5 every logit is NaN."""
+    table = np.full((9, 9), -9.0, np.float32)
+    table[np.arange(9), (np.arange(9) + 1) % 9] = 9.0
+    table[5] = np.nan
+    engine = Engine(MarkovTarget(jnp.asarray(table)), NGram(), config(2, slots=2, chunk=4))
+    wrong, right = engine.add(Request((2,), 8, name="the first prompt")), engine.add(Request((6,), 5))
+    said = "the target's logits for token 3 of the answer to the first prompt are not finite; expected finite ones"
+    with pytest.raises(InputError, match=said):
+        list(engine.follow(wrong))
+    assert wrong.finished == "error"
+    assert [token for chunk in engine.follow(right) for token in chunk.token_ids] == [7, 8, 0, 1, 2]
+    at_once = engine.add(Request((5,), 8))
+    with pytest.raises(InputError, match="for token 0 of the answer to the prompt"):
+        list(engine.follow(at_once))
+    assert not engine.busy

@@ -1,0 +1,124 @@
+"""Any interleaving of add, abort and step gives each request what it gets alone."""
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from peagle.engine.engine import Engine, EngineConfig, Handle
+from peagle.engine.request import Request, SamplingParams
+from peagle.engine.state import check_integrity
+from peagle.engine.widths import WidthTable
+from peagle.ngram import NGram
+from tests.peagle.engine.toys import CONFIG, decode, tiny_target
+
+CAPACITY, LONGEST = 96, 40
+PROMPTS = [
+    tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in enumerate((1, 5, 8, 20, 37))
+]
+SAMPLINGS = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(0.7, top_k=9, top_p=0.9, min_p=0.01)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[int, int], list[int]]:
+    """What each prompt gets by itself, decoded plainly, in each sampling."""
+    target = tiny_target()
+    asked = {
+        (prompt, sampling): Request(PROMPTS[prompt], LONGEST, SAMPLINGS[sampling], index=prompt)
+        for prompt in range(len(PROMPTS))
+        for sampling in range(len(SAMPLINGS))
+    }
+    engine = Engine(target, None, EngineConfig(0, 1, CAPACITY, chunk=8))
+    return dict(zip(asked, decode(engine, list(asked.values()))[0], strict=True))
+
+
+# what must have happened in some of the interleavings, for them to mean anything
+WANTED = (
+    "overlapped", "slot reused", "aborted in flight", "aborted waiting", "paused", "resumed", "stopped", "sampled",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_any_interleaving_gives_each_request_what_it_gets_alone(
+    alone: dict[tuple[int, int], list[int]], together: int
+) -> None:
+    happened: collections.Counter[str] = collections.Counter()
+    # at three active rows nothing is drafted; a drafted step is said to cost more than it gives, so that rows pause
+    table = WidthTable({1: 3, 2: 2, 3: 0}, {1: 1.9, 2: 1.9, 3: 1.9})
+    engine = Engine(
+        tiny_target(),
+        NGram(),
+        EngineConfig(3, 3, CAPACITY, chunk=8, steps_per_dispatch=together, widths=table, adaptive=True),
+    )
+
+    class Interleaving(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked: dict[Handle, list[int]] = {}  # what each is to get
+            self.got: dict[Handle, list[int]] = {}
+            self.drafted: dict[Handle, list[int]] = {}
+
+        @rule(
+            prompt=st.integers(0, len(PROMPTS) - 1),
+            sampling=st.integers(0, len(SAMPLINGS) - 1),
+            budget=st.integers(1, LONGEST),
+            stop=st.none() | st.integers(0, LONGEST - 1),
+        )
+        def add(self, prompt: int, sampling: int, budget: int, stop: int | None) -> None:
+            tokens = alone[prompt, sampling]
+            stops = () if stop is None else (tokens[stop],)
+            ends = [place for place, token in enumerate(tokens) if token in stops]
+            whole = tokens[: min([budget, *(place + 1 for place in ends[:1])])]
+            request = Request(PROMPTS[prompt], budget, SAMPLINGS[sampling], stops, index=prompt)
+            handle = engine.add(request)
+            self.asked[handle], self.got[handle], self.drafted[handle] = whole, [], []
+            happened["sampled"] += sampling > 0
+
+        @precondition(lambda self: any(handle.finished is None for handle in self.asked))
+        @rule(data=st.data())
+        def abort(self, data: st.DataObject) -> None:
+            alive = [handle for handle in self.asked if handle.finished is None]
+            handle = alive[data.draw(st.integers(0, len(alive) - 1))]
+            happened["aborted in flight" if handle in engine._scheduler.held else "aborted waiting"] += 1
+            engine.abort(handle)
+            engine.abort(handle)
+
+        @rule(times=st.integers(1, 6))
+        def step(self, times: int) -> None:
+            for _ in range(times):
+                before = engine._scheduler.held
+                for handle, chunk in engine.step():
+                    self.got[handle] += chunk.token_ids
+                    self.drafted[handle] += [len(record.draft_token_ids) for record in chunk.steps]
+                after = engine._scheduler.held
+                happened["overlapped"] += sum(each is not None for each in after) > 1
+                happened["slot reused"] += any(
+                    a is not None and b is not None and a is not b for a, b in zip(before, after, strict=True)
+                )
+
+        @invariant()
+        def the_state_is_whole(self) -> None:
+            if engine._state is not None:
+                check_integrity(engine._state, CAPACITY)
+
+        def teardown(self) -> None:
+            while engine.busy:
+                self.step(1)
+            for handle, whole in self.asked.items():
+                if handle.finished == "aborted":
+                    assert self.got[handle] == whole[: len(self.got[handle])]
+                    continue
+                assert self.got[handle] == whole
+                stopped = whole[-1] in (handle.request.stop_token_ids or ())
+                assert handle.finished == ("stop" if stopped else "length")
+                happened["stopped"] += handle.finished == "stop"
+                happened["paused"] += handle.paused
+                widths = self.drafted[handle]
+                rested = [place for place, width in enumerate(widths) if width == 0]
+                happened["resumed"] += bool(rested) and any(widths[rested[0] :])
+
+    run_state_machine_as_test(Interleaving, settings=settings(max_examples=15, stateful_step_count=25, deadline=None))
+    assert not [name for name in WANTED if not happened[name]], happened

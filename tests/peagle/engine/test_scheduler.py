@@ -1,0 +1,125 @@
+"""The scheduler alone: first come, first served, and nobody starves, whatever things cost and whoever leaves."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
+
+ARRIVALS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=12)  # prompt, steps needed
+COSTS = st.builds(Costs, st.floats(0, 10), st.floats(0, 10))
+
+
+class Simulation:
+    """Requests of (prompt length, steps until they end), added when `arrive` says, and what the device was sent."""
+
+    def __init__(self, slots: int, chunk: int, most: int) -> None:
+        self.scheduler: Scheduler[int] = Scheduler(slots, chunk, most)
+        self.left: dict[int, int] = {}
+        self.prompts: dict[int, int] = {}
+        self.seen: dict[int, int] = {}  # tokens of each prompt that went through the lane
+        self.sent: list[Chunk[int] | Admit[int] | Steps] = []
+        self.admitted: list[int] = []
+
+    def add(self, key: int, prompt: int, steps: int) -> None:
+        self.scheduler.add(key, prompt)
+        self.prompts[key], self.left[key], self.seen[key] = prompt, steps, 0
+
+    def turn(self, costs: Costs) -> bool:
+        """One dispatch; False where there was nothing to send."""
+        action = self.scheduler.next(costs)
+        if action is None:
+            return False
+        self.sent.append(action)
+        if isinstance(action, Chunk):
+            assert action.begin == self.seen[action.key]
+            assert 1 <= action.count <= self.scheduler.chunk
+            self.seen[action.key] += action.count
+            assert action.last == (self.seen[action.key] == self.prompts[action.key])
+        elif isinstance(action, Admit):
+            assert self.seen[action.key] == self.prompts[action.key], "admitted before its prompt was whole"
+            assert self.scheduler.held[action.slot] == action.key
+            self.admitted.append(action.key)
+        else:
+            assert 1 <= action.count <= self.scheduler.steps_per_dispatch
+            for key in [key for key in self.scheduler.held if key is not None]:
+                self.left[key] -= action.count
+                if self.left[key] <= 0:
+                    self.scheduler.remove(key)
+        held = [key for key in self.scheduler.held if key is not None]
+        assert len(held) == len(set(held)) == self.scheduler.num_active
+        return True
+
+
+@given(ARRIVALS, st.integers(1, 4), st.integers(1, 9), st.integers(1, 8), st.lists(COSTS, min_size=1), st.randoms())
+def test_everybody_is_served_in_the_order_of_arrival(arrivals, slots, chunk, most, costs, random) -> None:
+    simulation = Simulation(slots, chunk, most)
+    coming = list(enumerate(arrivals))
+    for _ in range(2000):
+        if coming and random.random() < 0.5:
+            key, (prompt, steps) = coming.pop(0)
+            simulation.add(key, prompt, steps)
+        if not simulation.turn(random.choice(costs)) and not coming:
+            break
+    assert simulation.admitted == list(range(len(arrivals)))
+    assert simulation.scheduler.num_active == simulation.scheduler.num_waiting == 0
+
+
+@given(st.integers(1, 8), COSTS)
+def test_chunks_and_steps_alternate_so_that_neither_starves(most, costs) -> None:
+    simulation = Simulation(slots=2, chunk=4, most=most)
+    simulation.add(0, 1, 10_000)
+    while simulation.admitted != [0]:
+        simulation.turn(costs)
+    simulation.sent.clear()
+    simulation.add(1, 40, 5)
+    for _ in range(19):
+        simulation.turn(costs)
+    kinds = [type(action) for action in simulation.sent]
+    assert all(kinds[i] != kinds[i + 1] for i in range(len(kinds) - 1)), kinds
+    assert kinds.count(Chunk) >= 9
+
+
+def test_steps_between_chunks_take_their_share_of_a_chunks_time() -> None:
+    simulation = Simulation(slots=2, chunk=4, most=16)
+    simulation.add(0, 1, 10_000)
+    while simulation.admitted != [0]:
+        simulation.turn(Costs())
+    simulation.add(1, 40, 5)
+    for chunk_s, expected in ((8.0, 4), (0.1, 1), (1000.0, 16)):
+        while not isinstance(action := simulation.scheduler.next(Costs(chunk_s, 1.0)), Steps):
+            pass
+        assert action.count == expected
+
+
+def test_a_whole_prompt_waits_in_the_lane_and_takes_the_first_free_slot() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=1, chunk=8, steps_per_dispatch=8)
+    scheduler.add("a", 3)
+    scheduler.add("b", 3)
+    costs = Costs(1.0, 1.0)
+    assert scheduler.next(costs) == Chunk("a", 0, 3, True)
+    assert scheduler.next(costs) == Admit("a", 0)
+    assert scheduler.next(costs) == Steps(1)  # half of what a chunk takes, at least one
+    assert scheduler.next(costs) == Chunk("b", 0, 3, True)
+    assert scheduler.next(costs) == Steps(2)  # fewer, since somebody waits for a slot
+    assert scheduler.remove("a") == 0
+    assert scheduler.next(costs) == Admit("b", 0)
+    assert scheduler.next(costs) == Steps(8)
+
+
+@given(ARRIVALS, st.integers(1, 3), st.randoms())
+def test_whoever_leaves_leaves_nothing_behind(arrivals, slots, random) -> None:
+    simulation = Simulation(slots, chunk=5, most=4)
+    for key, (prompt, steps) in enumerate(arrivals):
+        simulation.add(key, prompt, steps)
+    gone = set()
+    for _ in range(2000):
+        if not simulation.turn(Costs(1.0, 1.0)):
+            break
+        candidates = [key for key in range(len(arrivals)) if key not in gone]
+        if candidates and random.random() < 0.25:
+            key = random.choice(candidates)
+            simulation.scheduler.remove(key)
+            simulation.scheduler.remove(key)  # twice does nothing
+            gone.add(key)
+    assert simulation.scheduler.num_active == simulation.scheduler.num_waiting == 0
+    assert set(simulation.admitted) | gone == set(range(len(arrivals)))
