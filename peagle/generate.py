@@ -316,7 +316,7 @@ class Engine:
     def generate(self, requests: Sequence[Request]) -> Iterator[Emission]:
         """Decode the requests, batch_size together, and yield each step's tokens as soon as the host knows them.
 
-        Raises InputError where a model's outputs are not finite, which only such a model can cause."""
+        Raises InputError where the outputs of the target, or of the drafter, are not finite."""
         for request in requests:
             self.check(request)
         if self.config.adaptive and self.costs is None:
