@@ -27,15 +27,11 @@ REQUEST = Request(0, (1, 2, 3, 4), 20)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is really measured takes as many rounds on every machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "peagle" / "costs"
-
-
-@pytest.fixture(autouse=True)
-def no_more_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many rounds on every machine."""
     for name in ("ENOUGH_S", "ENOUGH_WHOLE_S"):
         monkeypatch.setattr(costs, name, 0.0)
+    return tmp_path / "peagle" / "costs"
 
 
 @pytest.fixture(scope="module")

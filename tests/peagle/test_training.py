@@ -190,7 +190,7 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     directories: Directories, made: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An EAGLE-3 drafter, by the same command, in the engine: in a batch, adaptive, never sampled."""
-    monkeypatch.setattr("peagle.costs.load", lambda known: [Costs.even(known["ladder"])] * MEASUREMENTS)
+    monkeypatch.setattr("peagle.costs.load", lambda known: [Costs.even(tuple(known["ladder"]))] * MEASUREMENTS)
     out = tmp_path / "run"
     code, said = run(*train(directories, made, out, "--autoregressive", "--learning-rate", 1e-2))
     assert code == 0, said

@@ -78,7 +78,7 @@ def test_agreement_ends_where_the_first_token_differs() -> None:
 
 @pytest.mark.parametrize("num_drafts", [2, "auto"])
 def test_speculation_writes_what_plain_decoding_does(num_drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peagle.costs.load", lambda known: [Costs.even(known["ladder"])] * MEASUREMENTS)
+    monkeypatch.setattr("peagle.costs.load", lambda known: [Costs.even(tuple(known["ladder"]))] * MEASUREMENTS)
     plain = ours.load(str(DEMO_TARGET), "auto", "float32").decode([3, 1, 4, 1, 5], 24)
     pair = ours.load(str(DEMO_TARGET), "auto", "float32", str(DEMO_DRAFTER), num_drafts)
     assert pair.decode([3, 1, 4, 1, 5], 24)["token_ids"] == plain["token_ids"]
