@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -321,11 +320,11 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
 
 def _key(key: str, value: object) -> str:
     """What to write into a config.json."""
-    return f'write "{key}": {json.dumps(value)} into the drafter\'s config.json'
+    return f'write "{key}": {strict_json.dumps(value)} into the drafter\'s config.json'
 
 
 def _plain(key: str, value: object) -> str:
-    return f"{key}: {json.dumps(value)}"
+    return f"{key}: {strict_json.dumps(value)}"
 
 
 def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
