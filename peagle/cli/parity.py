@@ -23,7 +23,7 @@ from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import ParitySettings, parse_layers
 from peagle.config import SpeculationConfig
 from peagle.metrics import decode
-from peagle.ops import interrupt
+from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, HELD_OUT, NGRAM, Pair, check_fit, drafter_path, load, resolve
