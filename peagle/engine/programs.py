@@ -143,7 +143,7 @@ def _admit(state: Any, lane: Any, asked: Any) -> Any:
         random = uniforms(params.sampling, prefix.length[:, None])
         token = choose(logits, params.sampling, random[..., TARGET])[:, 0]
         after = insert(jax.tree.unflatten(state, leaves), prefix, token, slot, params)
-        return jax.tree.leaves(after), _counted_as_long(token, token[0])
+        return jax.tree.leaves(after), _counted_as_long(token, prefix.length[0])
 
     return jax.jit(_insert, donate_argnums=0)
 
