@@ -26,6 +26,7 @@ import peagle
 from drafter.load import parse_config
 from peagle.engine.request import Request
 from peagle.metrics import decode, first_difference, speculative_decoding_block
+from peagle.ops import strict_json
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, write_text_whole
@@ -356,7 +357,7 @@ def write_golden(theirs: dict[Setting, list[Answer]], requests: Sequence[Request
         for setting, answers in theirs.items()
         for request, answer in zip(requests, answers, strict=True)
     ]
-    write_text_whole(GOLDEN, "".join(json.dumps(line) + "\n" for line in [about, *lines]))
+    write_text_whole(GOLDEN, "".join(strict_json.dumps(line) + "\n" for line in [about, *lines]))
 
 
 if __name__ == "__main__":

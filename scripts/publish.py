@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peagle.ops import strict_json
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.sweep import charts, page
@@ -120,7 +121,7 @@ def rounded(value: Any) -> Any:
 
 def _text(record: Mapping[str, Any]) -> str:
     """Write a record as JSON, a line for each name and for each object of a list, so that a change shows in a diff."""
-    compact = functools.partial(json.dumps, separators=(",", ":"))
+    compact = functools.partial(strict_json.dumps, separators=(",", ":"))
 
     def lines(value: Any) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN): ops <- target, drafter; ops <- protocols <- engine, drafters, text <- pair <- others."""
+"""Who may import whom (DESIGN): ops <- target, drafter; ops <- protocols <- engine, drafters, text <- pair <- rest."""
 
 import ast
 from collections.abc import Iterator

@@ -272,7 +272,9 @@ IgnoreEos = Annotated[
 ]
 Temperature = Annotated[
     float,
-    typer.Option("--temperature", metavar="T", rich_help_panel=SAMPLING, help="0: always the most likely token."),
+    typer.Option(
+        "--temperature", metavar="T", rich_help_panel=SAMPLING, help="0, or below 1e-5: always the most likely token."
+    ),
 ]
 TopK = Annotated[
     int, typer.Option("--top-k", metavar="N", rich_help_panel=SAMPLING, help="Among the N likeliest; 0: all.")

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -23,7 +22,7 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import ParitySettings, parse_layers
 from peagle.metrics import decode
-from peagle.ops import interrupt
+from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.pair import DEMO, HELD_OUT, NGRAM, Pair, check_fit, drafter_path, load, resolve
@@ -322,11 +321,11 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
 
 def _key(key: str, value: object) -> str:
     """What to write into a config.json."""
-    return f'write "{key}": {json.dumps(value)} into the drafter\'s config.json'
+    return f'write "{key}": {strict_json.dumps(value)} into the drafter\'s config.json'
 
 
 def _plain(key: str, value: object) -> str:
-    return f"{key}: {json.dumps(value)}"
+    return f"{key}: {strict_json.dumps(value)}"
 
 
 def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:

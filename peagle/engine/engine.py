@@ -11,8 +11,8 @@ thread; whoever needs tokens and finds none drives the loop for everybody.
 """
 
 import collections
+import contextlib
 import dataclasses
-import itertools
 import statistics
 import threading
 import time
@@ -23,7 +23,16 @@ import jax
 import numpy as np
 
 from peagle.engine.programs import Programs
-from peagle.engine.request import GREEDY_BELOW, FinishReason, Request, SamplingParams, StepRecord, TokenChunk
+from peagle.engine.request import (
+    DRAFTS_ARE_GREEDY,
+    MAX_NUM_DRAFTS,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepRecord,
+    TokenChunk,
+    check_rates,
+)
 from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
 from peagle.engine.state import DecodeState, Prefix, SlotParams
 from peagle.engine.step import StepKind, StepOutput
@@ -33,11 +42,6 @@ from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Drafter, Explains, Target
 
-DRAFTS_ARE_GREEDY = (
-    f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
-    "--temperature or leave it out"
-)
-MAX_NUM_DRAFTS = 128  # a pass over more rows is a prefill: no acceptance pays for it
 DEFAULT_CHUNK = 128
 MEASURED_ROUNDS = 5
 
@@ -67,7 +71,7 @@ class EngineConfig:
     synthetic_acceptance: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        k, rates = self.num_speculative_tokens, (1.0, *(self.synthetic_acceptance or ()))
+        k = self.num_speculative_tokens
         if not 0 <= k <= MAX_NUM_DRAFTS:
             raise InputError(f"K is {k}; expected 0 (plain decoding) to {MAX_NUM_DRAFTS} drafted tokens")
         if self.slots < 1:
@@ -76,20 +80,11 @@ class EngineConfig:
             raise InputError(
                 f"context is {self.capacity} positions; expected room for a prompt token and an output token"
             )
+        if self.adaptive and k < 1:
+            raise InputError("K = 0 leaves nothing to choose from; expected 1 or more, the most tokens to draft a step")
         if self.chunk < 1:
             raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
-        if any(not 0 <= after <= before for before, after in itertools.pairwise(rates)):
-            raise InputError(
-                f"synthetic acceptance is {list(rates[1:])}; expected rates between 0 and 1 that never rise: each is "
-                "of all steps, not of those that accepted the draft before"
-            )
-        if self.synthetic_acceptance is not None and self.draft_sampling:
-            raise InputError("synthetic acceptance takes no account of the drafts; leave out --draft-sampling")
-        if self.synthetic_acceptance is not None and len(self.synthetic_acceptance) < k:
-            raise InputError(
-                f"synthetic acceptance has {len(self.synthetic_acceptance)} rates for K = {k}; expected one for each "
-                "draft"
-            )
+        check_rates(self.synthetic_acceptance, k, self.draft_sampling)
 
     @property
     def table(self) -> WidthTable:
@@ -209,12 +204,7 @@ class Engine:
         and KeyboardInterrupt, before it sends anything, where Ctrl-C was pressed (peagle.ops.interrupt).
         """
         with self._lock:
-            self._raise_failure()
-            try:
-                return self._step()
-            except Exception as error:
-                self._failure = error
-                raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
+            return self._guarded_step()
 
     @property
     def busy(self) -> bool:
@@ -282,18 +272,15 @@ class Engine:
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
             sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # of a kind it takes
-            handle = self.add(Request((0,), 1, sampling))
-            try:
-                while handle.finished is None:  # "error", too: what follows token 0 is nobody's concern
-                    self.step()
-            finally:
-                self.abort(handle)
-            self.settle()
+            # whether it is finite after a token that nobody asked about does not matter
+            with contextlib.suppress(InputError):
+                for _ in self.generate([Request((0,), 1, sampling)]):
+                    pass
             assert self._state is not None
             for kind in missing:
                 widths = np.zeros((self.config.slots,), np.int32)
                 self._state, _ = self._programs.steps(self._state, widths, 1, kind)
-            if self.config.adaptive:
+            if len(self._possible_drafts()) > 1:  # plain steps between drafted ones
                 self._state = self._programs.absorb(self._state)
             jax.block_until_ready(self._state)
             self._warm.update(missing)
@@ -310,7 +297,8 @@ class Engine:
     def _possible_drafts(self) -> tuple[int, ...]:
         """The drafts of the step programs that this engine may run."""
         k = self.config.num_speculative_tokens
-        return (0, k) if self.config.adaptive and k else (k,)
+        pauses = self.config.adaptive or 0 in self._table.drafts.values()
+        return (0, k) if k and pauses else (k,)
 
     def _kind(self, num_drafts: int, sampled: bool) -> StepKind:
         config = self.config
@@ -374,9 +362,18 @@ class Engine:
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """One step of the loop, its chunks in their inboxes."""
-        for handle, chunk in self.step():
-            handle.inbox.append(chunk)
+        """One step of the loop, its chunks in their inboxes before an abort can put its own there."""
+        with self._lock:
+            for handle, chunk in self._guarded_step():
+                handle.inbox.append(chunk)
+
+    def _guarded_step(self) -> list[tuple[Handle, TokenChunk]]:
+        self._raise_failure()
+        try:
+            return self._step()
+        except Exception as error:
+            self._failure = error
+            raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
 
     def _step(self) -> list[tuple[Handle, TokenChunk]]:
         if self._state is None or self._lane is None:

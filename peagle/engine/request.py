@@ -1,5 +1,6 @@
 """What a person asks of the engine, and what comes back."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +10,31 @@ MOST_STOP_TOKENS = 16  # places for stop tokens in each slot
 LARGEST_SEED = 2**31 - 1
 GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
 HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
+DRAFTS_ARE_GREEDY = (
+    f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
+    "--temperature or leave it out"
+)
+
+MAX_NUM_DRAFTS = 128  # a pass over more rows is a prefill: no acceptance pays for it
 
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]
+
+
+def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling: bool) -> None:
+    """Raise InputError for rates of synthetic acceptance that cannot be, or are fewer than a step's drafts."""
+    if rates is None:
+        return
+    if any(not 0 <= after <= before for before, after in itertools.pairwise((1.0, *rates))):
+        raise InputError(
+            f"synthetic acceptance is {list(rates)}; expected rates between 0 and 1 that never rise: each is "
+            "of all steps, not of those that accepted the draft before"
+        )
+    if draft_sampling:
+        raise InputError("synthetic acceptance takes no account of the drafts; leave out --draft-sampling")
+    if len(rates) < num_drafts:
+        raise InputError(
+            f"synthetic acceptance has {len(rates)} rates for K = {num_drafts}; expected one for each draft"
+        )
 
 
 @dataclass(frozen=True)

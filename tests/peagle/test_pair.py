@@ -130,6 +130,44 @@ def test_what_a_request_asks_for_needs_no_engine_of_its_own(toy: Pair) -> None:
     assert len(stopping._engines) == 1
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> None:
+    """Prompts past a chunk and past the sliding window, three slots for five requests, one of them sampled."""
+    assert pair.tokenizer is not None
+    texts = [pair.tokenizer.encode(text) for text in ("1 + 2 = ", "def mean(values):\n" * 4, "naïve café", "a", "дом")]
+    asked = [peagle.Request(ids, 20 + number) for number, ids in enumerate(texts)]
+    asked[1] = dataclasses.replace(asked[1], sampling=peagle.SamplingParams(0.9, top_k=40, seed=5))
+    expected = [
+        pair.generate(
+            each.prompt_ids,
+            max_new_tokens=each.max_new_tokens,
+            num_speculative_tokens=0,
+            ignore_eos=True,
+        ).output_ids
+        for each in asked
+    ]
+    engine = pair.slots(3, context=128, num_speculative_tokens=k, chunk=16)
+    got: list[list[int]] = [[] for _ in asked]
+    for place, chunk in engine.generate([dataclasses.replace(each, stop_token_ids=()) for each in asked]):
+        got[place] += chunk.token_ids
+    for place in (0, 2, 3, 4):
+        assert tuple(got[place]) == expected[place]
+    assert len(got[1]) == 21
+    assert tuple(got[1]) != expected[1]
+    again = [token for _, chunk in pair.slots(1, context=128).generate([asked[1]]) for token in chunk.token_ids]
+    assert got[1][: len(again)] == again
+
+
+def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="slots are 0; expected 1 or more"):
+        pair.slots(0, context=64)
+    with pytest.raises(InputError, match="context is 1; expected 2"):
+        pair.slots(1, context=1)
+    monkeypatch.setattr("peagle.pair.available_memory_bytes", lambda: 1000)
+    with pytest.raises(InputError, match=r"for 2 slots of 64 positions and the prefill lane do not fit .* fewer slots"):
+        pair.slots(2, context=64)
+
+
 def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pair, "max_positions", 64)
     with pytest.raises(InputError, match="K is 63; expected at most 62"):

@@ -28,7 +28,7 @@ from peagle.prompt_files import read_prompt_file
 from tests.peagle.conftest import edit_json
 
 K = 3
-OPTIONS = ["--num-prompts", "16", "-n", "48", "-k", str(K), "--reference-steps", "2"]
+OPTIONS = ["--num-prompts", "10", "-n", "32", "-k", str(K), "--reference-steps", "2"]
 TAPS = "eagle_aux_hidden_state_layer_ids"
 DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
 

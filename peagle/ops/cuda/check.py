@@ -15,8 +15,14 @@ EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
 SMALL, LARGE = 121, 128  # scales are from here on, four of them; those above 128 go another way
 # (rows, width, scales): one product's rows and a full one's, those of two, four, eight; inputs for several rounds
 CASES = ((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (30, 160, SMALL), (64, 160, SMALL))
-# (rows, capacity, window, ring, tokens before): some chunks and tiles of queries, a window, round a ring
-ATTENDED = ((1, 600, 0, False, 400), (7, 300, 20, False, 290), (3, 40, 24, True, 100))
+# (rows, of them padding behind, capacity, window, ring, tokens before): some chunks and tiles of queries, a window,
+# round a ring
+ATTENDED = (
+    (1, 0, 600, 0, False, 400),
+    (7, 2, 300, 20, False, 290),
+    (3, 0, 40, 24, True, 100),
+    (3, 1, 40, 24, True, 100),
+)
 FAR = 0.02  # of the largest output: what a wrong kernel is beyond, and roundings to bfloat16 are not
 
 
@@ -51,15 +57,16 @@ def check_experts() -> None:
         _expect_near(found.reshape(expected.shape), expected, f"experts of {rows} rows")
 
 
-def check_attention(width: int, capacity: int, window: int, ring: bool, length: int) -> None:
+def check_attention(width: int, padding: int, capacity: int, window: int, ring: bool, length: int) -> None:
     """See `check`."""
-    rng, kv_heads, heads = np.random.default_rng(1), 2, 8
+    rng, kv_heads, heads, active = np.random.default_rng(1), 2, 8, width - padding
     halves = functools.partial(_halves, rng)
     qkv, key, value = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM), *halves(2, 1, capacity, kv_heads, HEAD_DIM)
     angles, sinks = rng.standard_normal((1, width, HEAD_DIM // 2)), rng.standard_normal(heads).astype(np.float32)
     cos, sin = np.cos(angles).astype(jnp.bfloat16), np.sin(angles).astype(jnp.bfloat16)
-    places = length + np.arange(width, dtype=np.int32)[None]
-    operands = map(jnp.asarray, (qkv, cos, sin, key, value, places, sinks))
+    places = length + np.arange(active, dtype=np.int32)
+    positions = np.pad(places, (0, padding), constant_values=-1)[None]
+    operands = map(jnp.asarray, (qkv, cos, sin, key, value, positions, sinks))
     found = np.asarray(calls.decode_attention(*operands, window=window, ring=ring)[0], np.float64)
 
     def rotated(x: np.ndarray) -> np.ndarray:
@@ -68,19 +75,20 @@ def check_attention(width: int, capacity: int, window: int, ring: bool, length: 
         return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
     rows = qkv.astype(np.float64).reshape(width, -1, HEAD_DIM)
-    queries, keys = rotated(rows[:, :heads]), rotated(rows[:, heads : heads + kv_heads])
+    queries, keys = (rotated(part)[:active] for part in (rows[:, :heads], rows[:, heads : heads + kv_heads]))
     # by position, the newest last
-    held = np.arange(max(0, length + width - capacity) if ring else 0, length)
+    held = np.arange(max(0, length + active - capacity) if ring else 0, length)
     old = held % capacity if ring else held
     all_keys = np.concatenate([key[0, old].astype(np.float64), keys])
-    all_values = np.concatenate([value[0, old].astype(np.float64), rows[:, heads + kv_heads :]])
-    at = np.concatenate([held, places[0]])
-    expected = np.zeros((width, heads, HEAD_DIM))
-    for t, n in np.ndindex(width, heads):
-        seen = (at <= places[0, t]) & ((at > places[0, t] - window) | (window == 0))
+    all_values = np.concatenate([value[0, old].astype(np.float64), rows[:active, heads + kv_heads :]])
+    at = np.concatenate([held, places])
+    expected = np.zeros((active, heads, HEAD_DIM))
+    for t, n in np.ndindex(active, heads):
+        seen = (at <= places[t]) & ((at > places[t] - window) | (window == 0))
         scores = np.exp(all_keys[seen, n // (heads // kv_heads)] @ queries[t, n] / HEAD_DIM**0.5)
         expected[t, n] = scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n]))
-    _expect_near(found.reshape(expected.shape), expected, f"attention of {width} rows, {'a ring' if ring else 'all'}")
+    found = found.reshape(width, heads, HEAD_DIM)[:active]
+    _expect_near(found, expected, f"attention of {width} rows, {padding} padding, {'a ring' if ring else 'all'}")
 
 
 def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -348,3 +348,61 @@ def test_an_engine_that_failed_says_so_to_everybody(target) -> None:
             list(engine.follow(handle))
     with pytest.raises(EngineError, match="has failed: the device is gone"):
         engine.add(Request(PROMPTS[0], 9))
+
+
+def test_what_drafting_costs_is_measured_once_for_each_number_of_rows(target, plain) -> None:
+    engine = Engine(target, NGram(), config(3, slots=2, adaptive=True))
+    assert engine.widths.costs is None
+    engine.warm_up()
+    costs = engine.widths.costs
+    assert costs is not None
+    assert set(costs) == {1, 2}
+    assert all(0 < cost < float("inf") for cost in costs.values())
+    engine.warm_up()
+    assert engine.widths.costs is costs
+    asked = [Request(PROMPTS[0], 30), Request(PROMPTS[1], 30)]
+    assert run(engine, asked) == [plain[0][:30], plain[1][:30]]
+
+
+def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
+    """Token t is followed by t + 1; behind 5 and 0 every logit is NaN."""
+    table = np.full((9, 9), -9.0, np.float32)
+    table[np.arange(9), (np.arange(9) + 1) % 9] = 9.0
+    table[[0, 5]] = np.nan
+    engine = Engine(MarkovTarget(jnp.asarray(table)), NGram(), config(2, slots=2, chunk=4))
+    wrong, right = engine.add(Request((2,), 8, name="the first prompt")), engine.add(Request((6,), 3))
+    said = "the target's logits for token 3 of the answer to the first prompt are not finite; expected finite ones"
+    with pytest.raises(InputError, match=said):
+        list(engine.follow(wrong))
+    assert wrong.finished == "error"
+    assert [token for chunk in engine.follow(right) for token in chunk.token_ids] == [7, 8, 0]
+    engine.warm_up()  # after token 0, too, they are said by requests alone
+    at_once = engine.add(Request((5,), 8))
+    with pytest.raises(InputError, match="for token 0 of the answer to the prompt"):
+        list(engine.follow(at_once))
+    assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adaptive": True}, "K = 0 leaves nothing to choose from"),
+        ({"num_speculative_tokens": 129}, "K is 129; expected 0"),
+        ({"slots": 0}, "slots are 0; expected 1 or more"),
+        ({"chunk": 0}, "the prefill chunk is 0 tokens; expected 1 or more"),
+        ({"capacity": 1}, "context is 1 positions"),
+        ({"num_speculative_tokens": 2, "synthetic_acceptance": (0.5,)}, "has 1 rates for K = 2"),
+        ({"num_speculative_tokens": 1, "synthetic_acceptance": (0.5,), "draft_sampling": True}, "no account of the"),
+    ],
+)
+def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        EngineConfig(**options)
+
+
+def test_a_table_without_drafts_at_some_load_warms_both_programs(target) -> None:
+    engine = Engine(target, NGram(), config(3, slots=2, widths=WidthTable({1: 3, 2: 0})))
+    engine.warm_up()
+    before = trace_counts()
+    run(engine, [Request(PROMPTS[0], 70), Request(PROMPTS[1], 70)])
+    assert trace_counts() == before

@@ -1,6 +1,7 @@
 """Any interleaving of add, abort and step gives each request what it gets alone."""
 
 import collections
+from random import Random
 
 import numpy as np
 import pytest
@@ -60,6 +61,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
             self.asked: dict[Handle, list[int]] = {}  # what each is to get
             self.got: dict[Handle, list[int]] = {}
             self.drafted: dict[Handle, list[int]] = {}
+            self.last: dict[int, Handle] = {}  # who was in each slot
 
         @rule(
             prompt=st.integers(0, len(PROMPTS) - 1),
@@ -78,26 +80,27 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
             happened["sampled"] += sampling > 0
 
         @precondition(lambda self: any(handle.finished is None for handle in self.asked))
-        @rule(data=st.data())
-        def abort(self, data: st.DataObject) -> None:
-            alive = [handle for handle in self.asked if handle.finished is None]
-            handle = alive[data.draw(st.integers(0, len(alive) - 1))]
+        @rule(random=st.randoms(use_true_random=False))
+        def abort(self, random: Random) -> None:
+            if random.random() < 0.6:  # else nearly all would be
+                return
+            handle = random.choice([handle for handle in self.asked if handle.finished is None])
             happened["aborted in flight" if handle in engine._scheduler.held else "aborted waiting"] += 1
             engine.abort(handle)
             engine.abort(handle)
 
-        @rule(times=st.integers(1, 6))
+        @rule(times=st.integers(1, 12))
         def step(self, times: int) -> None:
             for _ in range(times):
-                before = engine._scheduler.held
                 for handle, chunk in engine.step():
                     self.got[handle] += chunk.token_ids
                     self.drafted[handle] += [len(record.draft_token_ids) for record in chunk.steps]
-                after = engine._scheduler.held
-                happened["overlapped"] += sum(each is not None for each in after) > 1
-                happened["slot reused"] += any(
-                    a is not None and b is not None and a is not b for a, b in zip(before, after, strict=True)
-                )
+                held = engine._scheduler.held
+                happened["overlapped"] += sum(each is not None for each in held) > 1
+                for slot, handle in enumerate(held):
+                    if handle is not None:
+                        happened["slot reused"] += self.last.get(slot, handle) is not handle
+                        self.last[slot] = handle
 
         @invariant()
         def the_state_is_whole(self) -> None:
@@ -120,5 +123,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
                 rested = [place for place, width in enumerate(widths) if width == 0]
                 happened["resumed"] += bool(rested) and any(widths[rested[0] :])
 
-    run_state_machine_as_test(Interleaving, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        Interleaving, settings=settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+    )
     assert not [name for name in WANTED if not happened[name]], happened

@@ -43,6 +43,13 @@ def finished(once: Path, tmp_path: Path) -> Folder:
     return open_run(Path(shutil.copytree(once, tmp_path / "run")))
 
 
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sweeps but the finished one: no pictures, and the steps of one conversation under the profiler."""
+    monkeypatch.setattr("peagle.sweep.charts.can_draw", lambda: False)
+    monkeypatch.setattr(peagle.sweep.measure, "LOOKED_AT", 1)
+
+
 class Killed(BaseException):
     """What no handler stops: as if the process had been killed."""
 
