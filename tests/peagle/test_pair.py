@@ -146,7 +146,7 @@ def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> N
         ).output_ids
         for each in asked
     ]
-    engine = pair.slots(3, context=128, num_speculative_tokens=k, chunk=16)
+    engine = pair.engine(pair.engine_config(k, slots=3, capacity=128, chunk=16))
     got: list[list[int]] = [[] for _ in asked]
     for place, chunk in engine.generate([dataclasses.replace(each, stop_token_ids=()) for each in asked]):
         got[place] += chunk.token_ids
@@ -154,18 +154,19 @@ def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> N
         assert tuple(got[place]) == expected[place]
     assert len(got[1]) == 21
     assert tuple(got[1]) != expected[1]
-    again = [token for _, chunk in pair.slots(1, context=128).generate([asked[1]]) for token in chunk.token_ids]
+    alone = pair.engine(pair.engine_config(0, capacity=128))
+    again = [token for _, chunk in alone.generate([asked[1]]) for token in chunk.token_ids]
     assert got[1][: len(again)] == again
 
 
 def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="slots are 0; expected 1 or more"):
-        pair.slots(0, context=64)
-    with pytest.raises(InputError, match="context is 1; expected 2"):
-        pair.slots(1, context=1)
+        pair.engine_config(0, slots=0, capacity=64)
+    with pytest.raises(InputError, match="context is 1 positions; expected room"):
+        pair.engine_config(0, capacity=1)
     monkeypatch.setattr("peagle.pair.available_memory_bytes", lambda: 1000)
-    with pytest.raises(InputError, match=r"for 2 slots of 64 positions and the prefill lane do not fit .* fewer slots"):
-        pair.slots(2, context=64)
+    with pytest.raises(InputError, match=r"64 positions in 2 slots, each slot with its full context.*lower --context"):
+        pair.engine(pair.engine_config(0, slots=2, capacity=64))
 
 
 def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

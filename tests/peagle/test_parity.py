@@ -157,20 +157,25 @@ def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 class Blind(PEagle):
     """Forgets everything before the tokens committed last."""
 
-    def propose(self, state: Any, fresh: Fresh, num_drafts: int) -> tuple[Draft, Any]:
-        caches = jax.tree.map(jnp.zeros_like, state.caches)
-        return PEagle.propose(
-            self, dataclasses.replace(state, caches=caches, num_held=state.num_held * 0), fresh, num_drafts
-        )
+    def propose(self, state: Any, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, Any]:
+        return PEagle.propose(self, jax.tree.map(jnp.zeros_like, state), fresh, widths, num_drafts)
 
 
 @flax.struct.dataclass
 class NeverBack(PEagle):
     """Keeps the rows of rejected drafts: what is committed later stands behind them, in the cache and by position."""
 
-    def propose(self, state: Any, fresh: Fresh, num_drafts: int) -> tuple[Draft, Any]:
-        draft, after = PEagle.propose(self, state, fresh.replace(first_position=state.num_held), num_drafts)
-        return draft, dataclasses.replace(after, num_held=after.num_held + num_drafts - 1)
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> Any:
+        return PEagle.init_state(self, batch, capacity * (K + 1), widest_write), jnp.zeros((batch,), jnp.int32)
+
+    def absorb(self, state: Any, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> Any:
+        return PEagle.absorb(self, state[0], token_ids, aux_hidden, positions), state[1]
+
+    def propose(self, state: Any, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, Any]:
+        caches, shift = state
+        behind = fresh.replace(first_position=fresh.first_position + shift)
+        draft, caches = PEagle.propose(self, caches, behind, widths, num_drafts)
+        return draft, (caches, shift + num_drafts - 1)
 
 
 SETTINGS = ParitySettings(None, None, None, 10, "chat", K, 48, 2, None, "auto", None, True)

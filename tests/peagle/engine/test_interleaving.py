@@ -84,7 +84,9 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
         def abort(self, random: Random) -> None:
             if random.random() < 0.6:  # else nearly all would be
                 return
-            handle = random.choice([handle for handle in self.asked if handle.finished is None])
+            alive = [handle for handle in self.asked if handle.finished is None]
+            in_flight = [handle for handle in alive if handle in engine._scheduler.held]
+            handle = random.choice(in_flight if in_flight and random.random() < 0.5 else alive)
             happened["aborted in flight" if handle in engine._scheduler.held else "aborted waiting"] += 1
             engine.abort(handle)
             engine.abort(handle)
