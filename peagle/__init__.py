@@ -10,16 +10,17 @@ for piece in pair.stream("def mean(values): ..."):
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from peagle.jax_cure import apply as _apply_jax_cure
+from peagle.ops.jax_cure import apply as _apply_jax_cure
 
 _apply_jax_cure()
 
 if TYPE_CHECKING:
+    from peagle.api import Pair, Stream
     from peagle.engine.engine import Engine, EngineConfig, EngineError
     from peagle.engine.request import Request, SamplingParams, TokenChunk
-    from peagle.metrics import Result
+    from peagle.loading import load
     from peagle.ops.errors import InputError, InputWarning
-    from peagle.pair import Pair, Stream, load
+    from peagle.result import Result
 
 # name -> module that defines it; imported on first use, so that `import peagle` costs milliseconds (PEP 562)
 _EXPORTS = {
@@ -28,13 +29,13 @@ _EXPORTS = {
     "EngineError": "peagle.engine.engine",
     "InputError": "peagle.ops.errors",
     "InputWarning": "peagle.ops.errors",
-    "Pair": "peagle.pair",
-    "Result": "peagle.metrics",
+    "Pair": "peagle.api",
+    "Result": "peagle.result",
     "Request": "peagle.engine.request",
     "SamplingParams": "peagle.engine.request",
-    "Stream": "peagle.pair",
+    "Stream": "peagle.api",
     "TokenChunk": "peagle.engine.request",
-    "load": "peagle.pair",
+    "load": "peagle.loading",
 }
 
 __all__ = [

@@ -26,12 +26,13 @@ import numpy as np
 
 import peagle
 from drafter.train.folder import LOG, read_log
-from peagle.metrics import LOOPING_ABOVE, decode, figure_text
+from peagle.loading import HELD_OUT
+from peagle.measure.metrics import figure_text
+from peagle.measure.sweep.figures import Estimate, estimate, one_more_than_ratio, ratio
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.strict_json import dumps
-from peagle.pair import HELD_OUT
-from peagle.sweep.figures import Estimate, estimate, one_more_than_ratio, ratio
+from peagle.result import LOOPING_ABOVE, decode
 from scripts.demo.tuned import TUNED
 from scripts.held_out import first_requests
 from scripts.results import in_one_line, origin, write_run

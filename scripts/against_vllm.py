@@ -24,13 +24,15 @@ import numpy as np
 
 import peagle
 from drafter.load import parse_config
+from peagle.api import Pair
 from peagle.engine.request import Request
-from peagle.metrics import decode, first_difference, speculative_decoding_block
+from peagle.loading import DEMO, DEMO_EAGLE3, HELD_OUT, drafter_path, resolve, with_drafter
+from peagle.measure.metrics import first_difference, speculative_decoding_block
 from peagle.ops import strict_json
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, write_text_whole
-from peagle.pair import DEMO, DEMO_EAGLE3, HELD_OUT, Pair, drafter_path, resolve, with_drafter
+from peagle.result import decode
 from scripts.bench_peers import shown
 from scripts.held_out import first_requests
 from scripts.peers.cost import Storage

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 
 import peagle
-from peagle.metrics import decode
+from peagle.loading import drafter_path, resolve
+from peagle.measure.provenance import num_threads
+from peagle.measure.sweep.figures import estimate, ratio
+from peagle.measure.sweep.page import estimate_text
+from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.pair import drafter_path, resolve
-from peagle.provenance import num_threads
-from peagle.sweep.figures import estimate, ratio
-from peagle.sweep.page import estimate_text
-from peagle.sweep.plan import K, parse_ks
+from peagle.result import decode
 from scripts import held_out
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.measure import rotated

@@ -35,12 +35,13 @@ import peagle
 from drafter.config import DrafterConfig
 from drafter.load import save_drafter
 from drafter.params import init_params
+from peagle.api import Pair
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.loading import DEMO, resolve, with_drafter
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.rope import RopeConfig
-from peagle.pair import DEMO, Pair, resolve, with_drafter
 from scripts.make_random_checkpoint import SIZES
 from scripts.peers.cost import MXFP4_BYTES, Storage, stored_weights
 from scripts.results import RawLines, in_one_line, origin, write_page

@@ -41,11 +41,13 @@ import numpy as np
 
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
-from peagle.bench import BenchOptions, Case, bench
+from peagle.api import Pair
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, SamplingParams
-from peagle.metrics import Counters, decode, total
+from peagle.measure.bench import BenchOptions, Case, bench
+from peagle.measure.metrics import total
+from peagle.measure.profile import profile
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
 from peagle.ops.errors import InputError
@@ -54,8 +56,7 @@ from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.ops.strict_json import dumps
-from peagle.pair import Pair
-from peagle.profile import profile
+from peagle.result import Counters, decode
 from scripts.crossover import IN_TURN, NARROW_VOCAB, PUBLISHED_RATE, Kind
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page

@@ -4,11 +4,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from peagle.api import Pair
 from peagle.engine.request import Request
+from peagle.loading import DEMO, HELD_OUT
 from peagle.ops.errors import InputError
-from peagle.pair import DEMO, HELD_OUT, Pair
-from peagle.prompt_files import read_prompt_file
-from peagle.prompts import Rendering
+from peagle.text.prompt_files import read_prompt_file
+from peagle.text.prompts import Rendering
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 
 from peagle.engine.request import Request
+from peagle.loading import load
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
-from peagle.pair import load
 from scripts.results import origin
 
 STATUS = Path("/proc/self/status")

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peagle.measure.sweep import charts, page
+from peagle.measure.sweep.figures import rows
+from peagle.measure.sweep.folder import IN_SHORT, KIND, RUN, open_run
 from peagle.ops import strict_json
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.sweep import charts, page
-from peagle.sweep.figures import rows
-from peagle.sweep.folder import IN_SHORT, KIND, RUN, open_run
 from scripts.readme_tables import at_largest_k
 from scripts.results import in_one_line
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle.measure.sweep.page import acceptance_text, estimate_text
+from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
-from peagle.sweep.page import acceptance_text, estimate_text
-from peagle.sweep.plan import AUTO
 from scripts.peers.roster import OURS
 
 ROOT = Path(__file__).parents[1]

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import peagle
-from peagle.metrics import Counters, decode, pooled_counters
+from peagle.api import Pair
+from peagle.loading import HELD_OUT
+from peagle.measure.metrics import pooled_counters
+from peagle.measure.provenance import provenance
 from peagle.ops.strict_json import dumps
-from peagle.pair import HELD_OUT, Pair
-from peagle.provenance import provenance
+from peagle.result import Counters, decode
 from scripts.held_out import first_requests
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "demo_acceptance.json"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from peagle.measure.provenance import provenance, tuning
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
-from peagle.provenance import provenance, tuning
 
 
 def in_one_line(name: str, run: Callable[[], int]) -> int:

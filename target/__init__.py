@@ -1,3 +1,3 @@
 """GPT-OSS in JAX: imports peagle.ops and nothing else of ours."""
 
-import peagle  # noqa: F401  whoever imports only this package gets a JAX that computes right, too (peagle.jax_cure)
+import peagle  # noqa: F401  whoever imports only this package gets a JAX that computes right, too (peagle.ops.jax_cure)

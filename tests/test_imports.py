@@ -1,4 +1,8 @@
-"""Who may import whom (DESIGN): ops <- target, drafter; ops <- protocols <- engine, drafters, text <- pair <- rest."""
+"""Who may import whom: DESIGN's order of rooms.
+
+ops <- target, drafter
+ops <- protocols <- engine, drafters, text <- result <- api <- loading <- measure <- workflows <- cli
+"""
 
 import ast
 from collections.abc import Iterator
@@ -9,24 +13,27 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("peagle", "target", "drafter")
 OURS = (*PACKAGES, "scripts", "tests", "results")
-# where the parts are put together: the commands, and what they and `import peagle` share, the pair
-ROOTS = ("peagle.cli", "peagle.__main__", "peagle.pair")
-# what `import peagle` shows people; it stands on the pair, and the engine does not
-FRONT = ("peagle", "peagle.session", "peagle.bench", "peagle.answers", "peagle.sweep.measure")
-TEXT = ("peagle.text", "peagle.prompts", "peagle.prompt_files")
+ROOTS = ("peagle.cli", "peagle.__main__")  # where everything is put together
 _BENEATH = ("peagle.ops", "peagle.protocols")
-# what each of these may import of peagle beside its own room; of target and drafter nothing, but for the pair
-ROOMS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("peagle.ops",): (),
-    ("peagle.protocols",): ("peagle.ops",),
-    ("peagle.engine",): _BENEATH,
-    ("peagle.drafters",): _BENEATH,
-    TEXT: _BENEATH,
-    ("peagle.metrics",): (*_BENEATH, "peagle.engine", *TEXT),
-    ("peagle.pair",): (*_BENEATH, "peagle.engine", "peagle.drafters", *TEXT, "peagle.metrics", "target", "drafter"),
+_API = (*_BENEATH, "peagle.engine", "peagle.drafters", "peagle.text", "peagle.result", "peagle.api")
+_MODELS = ("target", "drafter")
+# what each room may import of ours beside itself; training is for workflows and commands alone
+ROOMS: dict[str, tuple[str, ...]] = {
+    "peagle.ops": (),
+    "target": ("peagle.ops",),
+    "drafter": ("peagle.ops",),
+    "peagle.protocols": ("peagle.ops",),
+    "peagle.engine": _BENEATH,
+    "peagle.drafters": _BENEATH,
+    "peagle.text": _BENEATH,
+    "peagle.result": (*_BENEATH, "peagle.engine", "peagle.text"),
+    "peagle.api": _API,
+    "peagle.loading": (*_API, *_MODELS),
+    "peagle.measure": (*_API, "peagle.loading"),
+    "peagle.workflows": (*_API, "peagle.loading", "peagle.measure", *_MODELS),
 }
 # torch and transformers' models are oracles of the tests; pickle runs code
-ORACLE = "peagle.cli.oracle"  # but for this file, which compares with them on demand
+ORACLE = "peagle.workflows.hf_reference"  # but for this file, which compares with them on demand
 NEVER = ("torch", "pickle", "cloudpickle", "dill", "joblib")
 
 
@@ -63,17 +70,15 @@ def allowed(importer: str, name: str) -> bool:
     if is_in(name, *NEVER):
         return importer == ORACLE and is_in(name, "torch")
     if is_in(name, "drafter.train"):  # training is never part of inference
-        return is_in(importer, "drafter.train", "peagle.cli")
+        return is_in(importer, "drafter.train", "peagle.workflows", *ROOTS)
     if not is_in(name, *OURS):
         return True
-    for room, others in ROOMS.items():
-        if is_in(importer, *room):
-            return is_in(name, *room, *others) or name == "peagle"
-    if is_in(importer, "target", "drafter"):
-        return is_in(name, importer.split(".")[0], "peagle.ops") or name == "peagle"
     if is_in(importer, *ROOTS):
         return is_in(name, *PACKAGES)
-    return is_in(name, "peagle") and (not is_in(name, *ROOTS) or (importer in FRONT and is_in(name, "peagle.pair")))
+    for room, others in ROOMS.items():
+        if is_in(importer, room):
+            return is_in(name, room, *others) or name == "peagle"
+    return importer == "peagle" and is_in(name, "peagle") and not is_in(name, *ROOTS)
 
 
 def violations(path: Path, source: str) -> list[str]:
@@ -110,19 +115,22 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/engine/engine.py", "from target.model import GptOss"),
         ("peagle/engine/engine.py", "import importlib\nimportlib.import_module('drafter.model')"),
         ("peagle/engine/engine.py", "from peagle.cli import main"),
-        ("peagle/engine/engine.py", "from peagle.pair import load"),
-        ("peagle/engine/engine.py", "from peagle.metrics import Result"),
-        ("peagle/engine/engine.py", "from ..text import Tokenizer"),
+        ("peagle/engine/engine.py", "from peagle.loading import load"),
+        ("peagle/engine/engine.py", "from peagle.result import Result"),
+        ("peagle/engine/engine.py", "from ..text.tokenizer import Tokenizer"),
         ("peagle/engine/step.py", "def f():\n    from peagle.drafters.ngram import NGram"),
         ("peagle/drafters/ngram.py", "from peagle.engine.request import Request"),
         ("peagle/drafters/ngram.py", "from drafter.propose import PEagle"),
-        ("peagle/text.py", "from peagle.engine.request import Request"),
-        ("peagle/metrics.py", "from peagle.pair import Pair"),
-        ("peagle/pair.py", "from peagle.session import run"),
-        ("peagle/pair.py", "from drafter.train.shards import read_shard"),
+        ("peagle/text/tokenizer.py", "from peagle.engine.request import Request"),
+        ("peagle/result.py", "from peagle.api import Pair"),
+        ("peagle/api.py", "from peagle.loading import load"),
+        ("peagle/api.py", "from target.model import GptOss"),
+        ("peagle/measure/bench.py", "from target.model import GptOss"),
+        ("peagle/measure/bench.py", "from peagle.workflows.run import run"),
+        ("peagle/loading.py", "from peagle.workflows.run import run"),
+        ("peagle/loading.py", "from drafter.train.shards import read_shard"),
         ("peagle/__init__.py", "from target.model import GptOss"),
-        ("peagle/session.py", "from target.model import GptOss"),
-        ("peagle/session.py", "from peagle.cli import main"),
+        ("peagle/workflows/run.py", "from peagle.cli import main"),
         ("peagle/cli.py", "from scripts import sweep_acceptance"),
         ("peagle/cli.py", "import tests.conftest"),
         ("target/load.py", "import torch.nn"),
@@ -143,11 +151,11 @@ def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
         ("peagle/engine/engine.py", "from peagle.engine.step import step\nfrom peagle.protocols import Target"),
         ("peagle/engine/programs.py", "from peagle.engine import prefill\nfrom peagle.ops import native"),
         ("peagle/drafters/ngram.py", "from peagle.ops.messages import Draft\nfrom peagle.protocols import Drafter"),
-        ("peagle/prompts.py", "from peagle.text import Tokenizer"),
-        ("peagle/metrics.py", "from peagle.engine.request import Request\nfrom peagle.text import Tokenizer"),
-        ("peagle/session.py", "from peagle.pair import Pair\nfrom peagle.engine.engine import Engine"),
-        ("peagle/__init__.py", "from peagle.pair import load"),
-        ("peagle/pair.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),
+        ("peagle/text/prompts.py", "from peagle.text.tokenizer import Tokenizer"),
+        ("peagle/result.py", "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer"),
+        ("peagle/workflows/run.py", "from peagle.api import Pair\nfrom target.model import GptOss"),
+        ("peagle/__init__.py", "from peagle.loading import load"),
+        ("peagle/loading.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),
         ("peagle/cli.py", "from target.load import load_target\nimport drafter.train.loop, peagle.engine.engine"),
         ("peagle/cli/speculate.py", "from target import load"),
     ],

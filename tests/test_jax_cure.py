@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from peagle.jax_cure import AFFECTED_JAXLIB, FLAG
+from peagle.ops.jax_cure import AFFECTED_JAXLIB, FLAG
 
 ROOT = Path(__file__).parents[1]
 affected = pytest.mark.skipif(

@@ -12,9 +12,9 @@ from typing import Annotated, TextIO
 import typer
 
 from peagle.cli.settings import BenchSettings, Settings, parse_layers
-from peagle.jax_cure import MiscompilingJaxError
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.jax_cure import MiscompilingJaxError
 
 OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, interrupt.EXIT_CODE, 141
 

@@ -10,16 +10,17 @@ from rich.console import Console
 from rich.measure import Measurement as Width
 from rich.table import Table
 
-from peagle.bench import Bench, BenchOptions, Measurement, Spread, WeightBytes, bench
+from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import BenchSettings
-from peagle.metrics import figure_text
+from peagle.loading import DEMO, load, resolve
+from peagle.measure.bench import Bench, BenchOptions, Measurement, Spread, WeightBytes, bench
+from peagle.measure.metrics import figure_text
+from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.pair import DEMO, Pair, load, resolve
-from peagle.provenance import peak_memory_bytes, provenance
 from target.load import inspect_target
 from target.model import GptOss
 

@@ -4,8 +4,8 @@ import hashlib
 import os
 import warnings
 
+from peagle.measure.provenance import first_processor, num_threads
 from peagle.ops.files import cache_directory, trim
-from peagle.provenance import first_processor, num_threads
 
 DIRECTORY = "JAX_COMPILATION_CACHE_DIR"
 SETTINGS = {

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peagle.sweep.charts import can_draw
+from peagle.measure.sweep.charts import can_draw
 
 CURVE = "curve.png"
 

@@ -23,18 +23,18 @@ from drafter.train.shards import (
     total_tokens,
     write_shard,
 )
-from peagle.answers import Answer, Asking, answer
 from peagle.cli.display import Display
 from peagle.cli.run import rendering_of
 from peagle.cli.settings import DataSettings
 from peagle.engine.request import SamplingParams
+from peagle.loading import DEMO, load, resolve
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
-from peagle.pair import DEMO, load, resolve
-from peagle.prompt_files import left_out_line, read_prompts
-from peagle.prompts import Rendering
+from peagle.text.prompt_files import left_out_line, read_prompts
+from peagle.text.prompts import Rendering
+from peagle.workflows.answers import Answer, Asking, answer
 from target.config import default_aux_layer_ids
 from target.load import inspect_target, load_target
 from target.teacher import Teacher

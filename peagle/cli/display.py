@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from peagle.api import show_ids
 from peagle.engine.request import Request
-from peagle.metrics import Result
 from peagle.ops import interrupt
-from peagle.pair import show_ids
-from peagle.session import Observer
+from peagle.result import Result
+from peagle.workflows.run import Observer
 
 LINE_SECONDS = 60  # between two lines about progress, where there is no terminal
 

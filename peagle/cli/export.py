@@ -26,11 +26,11 @@ from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli.display import Display
 from peagle.cli.settings import ExportSettings, parse_layers
-from peagle.metrics import figure_text
+from peagle.loading import check_fit, resolve
+from peagle.measure.metrics import figure_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
 from peagle.ops.strict_json import dumps
-from peagle.pair import check_fit, resolve
 from target.config import FULL, SLIDING, TargetConfig
 from target.load import inspect_target, load_ends
 

@@ -12,14 +12,8 @@ from drafter.config import DrafterConfig
 from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
-from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
-from peagle.ops.errors import InputError
-from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.kv_cache import KVCache, cache_bytes
-from peagle.ops.memory import available_memory_bytes
-from peagle.ops.native import available as native_available
-from peagle.pair import (
-    DEFAULT_NUM_SPECULATIVE_TOKENS,
+from peagle.api import DEFAULT_NUM_SPECULATIVE_TOKENS
+from peagle.loading import (
     DEMO,
     NO_STOP_TOKEN,
     aux_layers_in_words,
@@ -28,7 +22,13 @@ from peagle.pair import (
     fitting_aux_layers,
     resolve,
 )
-from peagle.text import TOKENIZER_FILE
+from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
+from peagle.ops.errors import InputError
+from peagle.ops.kernels import in_words as kernels_in_words
+from peagle.ops.kv_cache import KVCache, cache_bytes
+from peagle.ops.memory import available_memory_bytes
+from peagle.ops.native import available as native_available
+from peagle.text.tokenizer import TOKENIZER_FILE
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
 from target.load import TargetFiles, inspect_target, weight_bytes
 from target.model import init_caches as init_target_caches

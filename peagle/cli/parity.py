@@ -16,21 +16,22 @@ from drafter.config import DrafterConfig
 from drafter.load import MASK_TOKEN_KEYS, STORE_OFFSETS, TOP_AUX_LAYERS, named_aux_layers
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3, PEagle
+from peagle.api import Pair
 from peagle.cli.display import Display
-from peagle.cli.oracle import layer_by_layer
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import ParitySettings, parse_layers
-from peagle.metrics import decode
+from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, load, resolve
+from peagle.measure.provenance import provenance
+from peagle.measure.sweep.figures import estimate, json_ready, ratio
 from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError
-from peagle.pair import DEMO, HELD_OUT, NGRAM, Pair, check_fit, drafter_path, load, resolve
-from peagle.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
-from peagle.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts
-from peagle.prompts import Conversation, Rendering
-from peagle.provenance import provenance
-from peagle.sweep.figures import estimate, json_ready, ratio
+from peagle.result import decode
+from peagle.text.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts
+from peagle.text.prompts import Conversation, Rendering
+from peagle.workflows.hf_reference import layer_by_layer
+from peagle.workflows.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
 from target.model import GptOss
 
 MOST_MASK_TOKENS = 24  # other ids that are tried in the mask slots

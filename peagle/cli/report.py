@@ -5,12 +5,13 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from peagle.metrics import Result, figure_text, speculative_decoding_block, summarize
+from peagle.api import Pair
+from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
+from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
-from peagle.pair import Pair
-from peagle.profile import Breakdown
-from peagle.prompt_files import left_out_line
-from peagle.session import CostsUsed, Outcome, Run, RunConfig
+from peagle.result import Result
+from peagle.text.prompt_files import left_out_line
+from peagle.workflows.run import CostsUsed, Outcome, Run, RunConfig
 
 SCHEMA = 1
 
@@ -37,7 +38,7 @@ def report(
 
 
 def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
-    """All requests together (peagle.metrics.summarize)."""
+    """All requests together (peagle.result.summarize)."""
     results = [outcome.result for outcome in run.outcomes]
     return summarize(results, [outcome.baseline for outcome in run.outcomes], run.compile_s, peak_memory_bytes)
 

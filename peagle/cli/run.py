@@ -5,20 +5,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from peagle.api import AUTO, Pair
 from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.settings import DataSettings, Settings, parse_layers
 from peagle.engine.request import SamplingParams
+from peagle.loading import DEMO, NGRAM, drafter_path, load, resolve
+from peagle.measure.profile import writable
+from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.pair import AUTO, DEMO, NGRAM, Pair, drafter_path, load, resolve
-from peagle.profile import writable
-from peagle.prompt_files import left_out_line, read_prompts
-from peagle.prompts import Conversation, Rendering, from_text, parse_ids
-from peagle.provenance import peak_memory_bytes, provenance
-from peagle.session import RunConfig, run
-from peagle.text import DEFAULT_DATE
+from peagle.text.prompt_files import left_out_line, read_prompts
+from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
+from peagle.text.tokenizer import DEFAULT_DATE
+from peagle.workflows.run import RunConfig, run
 
 EXAMPLE = 'def get(self, key, default=None):\n    """Return the value for key, or the default if there is none."""'
 

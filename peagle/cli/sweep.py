@@ -7,23 +7,24 @@ from typing import Any
 
 from rich.console import Console
 
+from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.settings import SweepSettings, parse_layers
+from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.measure.provenance import provenance
+from peagle.measure.sweep import charts, page
+from peagle.measure.sweep.compare import differences
+from peagle.measure.sweep.figures import rows
+from peagle.measure.sweep.folder import RAW, Folder, begin, open_run
+from peagle.measure.sweep.measure import Loaded, Pairs, Sitting, ask, loaded, turns_asked
+from peagle.measure.sweep.plan import FULL, Plan, Source, numbers, parse_ks, short_names
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.pair import DEMO, HELD_OUT, NGRAM, Pair, check_fit, drafter_path, load, resolve, with_drafter
-from peagle.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts, without_suffix
-from peagle.prompts import Rendering
-from peagle.provenance import provenance
-from peagle.sweep import charts, page
-from peagle.sweep.compare import differences
-from peagle.sweep.figures import rows
-from peagle.sweep.folder import RAW, Folder, begin, open_run
-from peagle.sweep.measure import Loaded, Pairs, Sitting, ask, loaded, turns_asked
-from peagle.sweep.plan import FULL, Plan, Source, numbers, parse_ks, short_names
-from peagle.text import template_fingerprint
+from peagle.text.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts, without_suffix
+from peagle.text.prompts import Rendering
+from peagle.text.tokenizer import template_fingerprint
 
 RAN = ("dtype", "experts", "kernels")  # of a pair: what `auto` came to
 DEMO_PROMPTS = 60  # of the held-out ones, by default

@@ -25,23 +25,25 @@ from drafter.train.folder import LOG, RECIPE, read_log, steps_done
 from drafter.train.shards import NAME, WEIGHTS, Document, read_manifest, read_shards
 from drafter.train.trainer import Recipe, Trainer, TrainingStopped
 from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
+from peagle.api import Pair
 from peagle.cli.curve import draw
 from peagle.cli.data import chosen_taps
 from peagle.cli.display import Display
 from peagle.cli.export import with_positions, write_with_card
 from peagle.cli.settings import TrainSettings, parse_layers
 from peagle.engine.engine import Engine
-from peagle.metrics import decode, figure_text, pooled_counters
+from peagle.loading import DEMO, default_dtype, fitting_aux_layers, load, resolve
+from peagle.measure.metrics import figure_text, pooled_counters
+from peagle.measure.provenance import provenance
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import holds_files, write_text_whole
 from peagle.ops.rope import RopeConfig
 from peagle.ops.strict_json import dumps
-from peagle.pair import DEMO, Pair, default_dtype, fitting_aux_layers, load, resolve
-from peagle.prompt_files import PromptSet, left_out_line, read_prompts
-from peagle.prompts import Rendering
-from peagle.provenance import provenance
+from peagle.result import decode
+from peagle.text.prompt_files import PromptSet, left_out_line, read_prompts
+from peagle.text.prompts import Rendering
 from target.config import TargetConfig
 from target.load import LoadedTarget, inspect_target, load_target
 from target.model import GptOss

@@ -1,12 +1,14 @@
 """Memory: arrays on their way to the device that are there only once, and how much there is to take."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
+
+from peagle.ops.errors import InputError
 
 ALIGNMENT = 64  # of what XLA on CPU reads in place
 
@@ -89,3 +91,25 @@ def _inactive_file_bytes(group: Path) -> int:
     """Of the memory a control group uses, the pages of files that it gives back when asked."""
     lines = (group / "memory.stat").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
+    """Raise InputError, with what to do about it, if these bytes together exceed the memory that is available now."""
+    total, available = sum(needed.values()), available_memory_bytes()
+    if total > available:
+        parts = " and ".join(f"{size_in_words(size)} for {name}" for name, size in needed.items())
+        whole = f", {size_in_words(total)} together," if len(needed) > 1 else ""
+        todo = hint()
+        if jax.default_backend() == "gpu":
+            todo += f"; JAX takes three quarters of a GPU's memory, more with {_FRACTION}=.95"
+        raise InputError(
+            f"out of memory: {parts}{whole} do not fit into the {size_in_words(available)} that are available; {todo}"
+        )
+
+
+def size_in_words(size: int) -> str:
+    """Write bytes as MB or GB."""
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"

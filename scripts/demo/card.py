@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import peagle  # noqa: F401  (before anything starts JAX)
-from peagle.sweep import page as sweep_page
-from peagle.sweep.plan import AUTO, Setting
+from peagle.measure.sweep import page as sweep_page
+from peagle.measure.sweep.plan import AUTO, Setting
 from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from drafter.train.shards import Document, read_shards
-from peagle.metrics import LOOP_GRAM, LOOPING_ABOVE, loop_grams
 from peagle.ops.strict_json import dumps
+from peagle.result import LOOP_GRAM, LOOPING_ABOVE, loop_grams
 from scripts.demo import dataset
 from scripts.demo.dataset import LOOP, PADDING, PROMPT, TEXT, pack, shuffled
 from scripts.demo.tokenizer import RETURN, SPECIAL_TOKENS

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from peagle.metrics import figure_text
+from peagle.measure.metrics import figure_text
 
 Json = dict[str, Any]
 

@@ -1,10 +1,10 @@
-"""Bytes of weights that an engine has to read: what bounds small passes on any machine (peagle.bench.WeightBytes)."""
+"""Bytes of weights that an engine reads: what bounds small passes on any machine (peagle.measure.bench.WeightBytes)."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from peagle.bench import WeightBytes
+from peagle.measure.bench import WeightBytes
 from target.config import TargetConfig
 from target.load import tensor_shapes
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from peagle.measure.provenance import num_threads
 from peagle.ops.errors import InputError
-from peagle.provenance import num_threads
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Remote

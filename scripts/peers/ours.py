@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import peagle
+from peagle.api import Pair
 from peagle.engine.engine import DEFAULT_CHUNK
 from peagle.engine.request import Request
 from peagle.ops.kv_cache import KVCache, copy_positions
 from peagle.ops.rope import Yarn
-from peagle.pair import Pair
 from target.model import GptOss
 
 MOST_PASSES = 256  # passes of one program; fewer are run by its count, so that each width compiles once

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 
-from peagle.pair import DEMO, Pair, load, with_drafter
+from peagle.api import Pair
+from peagle.loading import DEMO, load, with_drafter
 from scripts.against_vllm import GOLDEN, Setting, ours, recorded
 
 ABOUT, KEPT = recorded()

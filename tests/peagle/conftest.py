@@ -16,15 +16,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import peagle.pair
+import peagle.loading
 from drafter.config import DrafterConfig
 from drafter.load import save_drafter
 from drafter.params import init_params as init_drafter
+from peagle.api import Pair
 from peagle.cli import display
 from peagle.drafters.ngram import NGram
 from peagle.ops.rope import RopeConfig, Yarn
-from peagle.pair import Pair
-from peagle.text import ByteLevelTokenizer, Message, Tokenizer, load_tokenizer
+from peagle.text.tokenizer import ByteLevelTokenizer, Message, Tokenizer, load_tokenizer
 from target.config import TargetConfig
 from target.load import save_target
 from target.params import init_params as init_target
@@ -172,7 +172,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
 
 @pytest.fixture(scope="session")
 def pair(directories: Directories) -> Pair:
-    return peagle.pair.load(directories.target, directories.drafter)
+    return peagle.loading.load(directories.target, directories.drafter)
 
 
 @flax.struct.dataclass

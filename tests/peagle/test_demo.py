@@ -6,18 +6,19 @@ import json
 import jax
 import pytest
 
-import peagle.pair
+import peagle.loading
 from drafter.propose import Eagle3, PEagle
+from peagle.api import Pair
+from peagle.loading import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
-from peagle.pair import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, MOST_STEPS_PER_DISPATCH, Pair, with_drafter
-from peagle.prompt_files import read_prompt_file
-from peagle.session import Run, RunConfig, run
+from peagle.text.prompt_files import read_prompt_file
+from peagle.workflows.run import Run, RunConfig, run
 from scripts import record_acceptance
 
 
 @pytest.fixture(scope="module")
 def demo() -> Pair:
-    return peagle.pair.load()
+    return peagle.loading.load()
 
 
 @pytest.fixture(scope="module", params=[(DEMO, PEagle), (DEMO_EAGLE3, Eagle3)], ids=[DEMO, DEMO_EAGLE3])

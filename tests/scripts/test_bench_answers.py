@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peagle.engine.engine import Engine
-from peagle.pair import DEMO, resolve
+from peagle.loading import DEMO, resolve
 from scripts import bench_answers
 from scripts.bench_answers import Answer, agreement, decoded, entries, figures, page
 from scripts.peers import ours

@@ -1,0 +1,269 @@
+"""The Python interface: a target with its drafter, and what can be asked of them. `peagle.load` makes a pair.
+
+    import peagle
+
+    pair = peagle.load()  # the demo pair; or peagle.load("DIR", "DIR"), peagle.load("DIR", "ngram")
+    stream = pair.stream("def mean(values): ...", max_new_tokens=128)
+    for piece in stream:
+        print(piece, end="", flush=True)
+    print(stream.result.acceptance_length, stream.result.tok_per_s)
+
+The first stream of a shape compiles; whatever is measured leaves that out.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+
+from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig
+from peagle.engine.request import Request, SamplingParams
+from peagle.engine.widths import WidthTable
+from peagle.ops.errors import InputError
+from peagle.ops.memory import refuse_too_large
+from peagle.protocols import Drafter, Target
+from peagle.result import Recorder, Result
+from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
+from peagle.text.tokenizer import DEFAULT_DATE, Tokenizer
+
+AUTO: Literal["auto"] = "auto"  # as K: what pays
+DEFAULT_NUM_SPECULATIVE_TOKENS = 7
+DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_SAMPLING = SamplingParams()
+DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter that comes without a table
+CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, and the drafter that speeds it up, ready to run. Made by `load`, or from any objects that follow
+    peagle.protocols."""
+
+    target: Target  # gives the hidden states that the drafter reads
+    plain_target: Target  # the same without them: what plain decoding runs
+    drafter: Drafter | None  # None: plain decoding only
+    tokenizer: Tokenizer | None  # None: token ids only
+    stop_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+    experts: str | None = None  # the layout the target's experts are in
+    kernels: str | None = None  # what computes: the compiled CPU kernels, or XLA and why
+    aux_layers: str | None = None  # which hidden states the drafter reads, and what said so
+    draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
+    widths: WidthTable = DEFAULT_WIDTHS  # what auto drafts, by active rows
+    steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
+    _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def max_positions(self) -> int:
+        """Prompt and output together."""
+        return self.target.max_positions
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        num_speculative_tokens: int | Literal["auto"] | None = None,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        draft_sampling: bool = False,
+        seed: int = 0,
+        system: str | None = None,
+        reasoning_effort: str | None = None,
+        raw: bool = False,
+        special_tokens: bool = False,
+        date: str = DEFAULT_DATE,
+        ignore_eos: bool = False,
+    ) -> "Stream":
+        """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
+
+        A text is put into the chat template, unless `raw`; special tokens spelled in it are characters, unless it is
+        raw and they are asked for by `special_tokens`. Token ids are taken as they are. num_speculative_tokens is
+        K, 0 for plain decoding, or "auto": by the pair's table, and plainly where drafting does not pay. None
+        is the pair's default (plain decoding where it has no drafter). Raises InputError at once for what cannot be
+        run.
+        """
+        conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
+        rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
+        sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
+        request = self.request(
+            conversation, (), rendering, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos
+        )
+        k, adaptive = self.num_drafts(num_speculative_tokens)
+        config = self.engine_config(
+            k, capacity=self.capacity([request]), adaptive=adaptive, draft_sampling=draft_sampling
+        )
+        return Stream(self, self.engine(config), request)
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
+        """The whole answer at once; options are those of `stream`."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def num_drafts(self, asked: int | Literal["auto"] | None) -> tuple[int, bool]:
+        """(the most a step drafts, whether rows pause where it does not pay) for what was asked for.
+
+        "auto" drafts by the pair's table of widths and pauses. None is the default: auto on CPU if there is a drafter,
+        without pauses elsewhere."""
+        if asked is None and self.drafter is None:
+            return 0, False
+        if asked is None or asked == AUTO:
+            return self.widths.most, asked == AUTO or jax.default_backend() == "cpu"
+        return asked, False
+
+    def engine_config(
+        self,
+        num_speculative_tokens: int,
+        *,
+        capacity: int,
+        adaptive: bool = False,
+        slots: int = 1,
+        draft_sampling: bool = False,
+        synthetic_acceptance: tuple[float, ...] | None = None,
+        chunk: int = DEFAULT_CHUNK,
+    ) -> EngineConfig:
+        """The shape of an engine. adaptive: drafts by the pair's table of widths, and pauses."""
+        return EngineConfig(
+            num_speculative_tokens=num_speculative_tokens,
+            slots=slots,
+            capacity=capacity,
+            chunk=min(chunk, max(capacity, 1)),
+            steps_per_dispatch=self.steps_per_dispatch,
+            widths=self.widths if adaptive else None,
+            adaptive=adaptive,
+            draft_sampling=draft_sampling,
+            synthetic_acceptance=synthetic_acceptance,
+        )
+
+    def request(
+        self,
+        conversation: Conversation,
+        answers: Sequence[str],
+        rendering: Rendering,
+        *,
+        max_new_tokens: int,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        ignore_eos: bool = False,
+        index: int = 0,
+        context: int | None = None,
+    ) -> Request:
+        """The request for the turn that follows these answers; its budget is cut to the positions left.
+
+        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions.
+        """
+        if max_new_tokens < 1:
+            raise InputError(f"{max_new_tokens} new tokens are asked for; expected 1 or more")
+        room = self.room(context)
+        prompt_ids = conversation.encode(answers, self.tokenizer, rendering)
+        vocab_size = self.target.vocab_size
+        if outside := [i for i in prompt_ids if not 0 <= i < vocab_size]:
+            raise InputError(
+                f"{conversation.name} holds token id {outside[0]}, outside the target's vocabulary; expected "
+                f"0..{vocab_size - 1}"
+            )
+        if len(prompt_ids) >= room:
+            whose = "the model has" if context is None else "the context holds"
+            raise InputError(
+                f"{conversation.name} has {len(prompt_ids)} tokens, but {whose} {room} positions; expected at most "
+                f"{room - 1}, which leaves room for an answer: shorten it"
+                + ("" if context is None or room == self.max_positions else " or raise --context")
+            )
+        stops = () if ignore_eos else self.stop_token_ids
+        budget = min(max_new_tokens, room - len(prompt_ids))
+        return Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name)
+
+    def room(self, context: int | None) -> int:
+        """Positions a prompt and its output may take: the context asked for, or all the model has."""
+        if context is None:
+            return self.max_positions
+        if not 2 <= context <= self.max_positions:
+            raise InputError(f"context is {context}; expected 2..{self.max_positions}, the positions of the target")
+        return context
+
+    def capacity(self, requests: Sequence[Request], at_least: int = 0) -> int:
+        """The smallest multiple of 128 that holds each prompt with its budget, or all the model's positions."""
+        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=2)
+        rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
+        return min(rounded, self.max_positions)
+
+    def engine(self, config: EngineConfig) -> Engine:
+        """The engine of this shape, the same one for the same shape. K = 0 decodes plainly.
+
+        Raises InputError for a K that the positions do not allow, for K > 0 without a drafter, for drafts to be
+        sampled from a drafter that has no probabilities, and for caches that take more memory than there is.
+        """
+        k = config.num_speculative_tokens
+        if k > self.max_positions - 2:
+            raise InputError(
+                f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step reaches K + 1 positions "
+                f"behind the prompt and the target has {self.max_positions}"
+            )
+        if config not in self._engines:
+            target = self.target if k else self.plain_target
+            drafter = self._drafter(config.draft_sampling) if k else None
+            engine = Engine(target, drafter, config, self.stop_token_ids)
+            slots = f" in {config.slots} slots" if config.slots > 1 else ""
+            what = f"the caches of {config.capacity} positions{slots}, each slot with its full context"
+            refuse_too_large({what: engine.cache_bytes()}, lambda: "lower --context, -n or --slots")
+            self._engines[config] = engine
+        return self._engines[config]
+
+    def _drafter(self, sampled: bool) -> Drafter:
+        if self.drafter is None:
+            raise InputError("this pair has no drafter to speculate with; load one, or decode with K = 0")
+        if not sampled:
+            return self.drafter
+        if not hasattr(self.drafter, "deterministic"):
+            raise InputError(
+                "the drafts of this drafter have no probabilities to be sampled from; leave out --draft-sampling"
+            )
+        stochastic: Drafter = self.drafter.replace(deterministic=False)  # type: ignore[attr-defined]
+        return stochastic
+
+
+class Stream(Iterator[str]):
+    """Pieces of text, none of which ends inside a character. Without a tokenizer, token ids with spaces between.
+
+    `result` is what became of the request: whole when the stream has ended, what there is so far before.
+    """
+
+    def __init__(self, pair: Pair, engine: Engine, request: Request) -> None:
+        self._pair, self._engine = pair, engine
+        self._recorder = self._new_recorder(request)
+        self._pieces = self._run(request)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    @property
+    def result(self) -> Result:
+        return self._recorder.result()
+
+    def _new_recorder(self, request: Request) -> Recorder:
+        config = self._engine.config
+        return Recorder(
+            request,
+            config.num_speculative_tokens,
+            self._pair.tokenizer,
+            time.perf_counter(),
+        )
+
+    def _run(self, request: Request) -> Iterator[str]:
+        self._engine.warm_up(sampled=not request.sampling.greedy)
+        self._recorder = self._new_recorder(request)
+        for chunk in self._engine.follow(self._engine.add(request)):
+            piece = self._recorder.add(chunk)
+            if self._pair.tokenizer is None:
+                piece = show_ids(chunk.token_ids)
+            if piece:
+                yield piece
+
+
+def show_ids(token_ids: Sequence[int]) -> str:
+    """Ids as they are shown where there is no tokenizer."""
+    return "".join(f"{token} " for token in token_ids)

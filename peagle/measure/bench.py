@@ -1,0 +1,353 @@
+"""How fast a target is by itself: prefill, decoding, and verify passes of several widths, which bound what speculation
+can gain.
+
+    pp N        prefill: N tokens a row into empty caches, in the engine's chunks
+    tg N        decoding: N steps of the engine's own loop, as `peagle generate` runs them, behind `context` tokens
+    verify T    one pass over T rows a sequence, `context` tokens in the caches: what a step with K = T - 1 drafts
+                costs beside drafting. v(T) = time(T) / time(1): speculation pays where it gives more tokens than that
+
+Prompts and verified rows are random token ids, so that routing is spread over the experts. Programs are compiled, and
+run once, before anything is timed. Tests take turns, forwards and backwards, so that a machine that warms up or is
+busy for a while disfavours none.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle.api import Pair
+from peagle.engine.engine import DEFAULT_CHUNK
+from peagle.engine.request import Request
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.kv_cache import cache_bytes
+from peagle.ops.memory import refuse_too_large
+from peagle.protocols import PyTree, Target
+
+SHORTEST_S = 0.05  # of a verify measurement: as many passes as take that long
+NUM_TOKEN_SETS = 64  # verify passes go round so many sets of random tokens
+
+Kind = Literal["pp", "tg", "verify"]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured. Raises InputError for what never can be; `check` knows the target's positions."""
+
+    prompt_lengths: tuple[int, ...] = (128, 512)
+    new_tokens: tuple[int, ...] = (64,)
+    widths: tuple[int, ...] = (1, 2, 4, 8)  # 1 is measured in any case, to compare with
+    context: int = 128
+    batch: int = 1
+    repeats: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, values in (
+            ("prompt length", self.prompt_lengths),
+            ("number of new tokens", self.new_tokens),
+            ("width", self.widths),
+            ("context", (self.context,)),
+            ("number of slots", (self.batch,)),
+            ("number of repeats", (self.repeats,)),
+        ):
+            if wrong := [value for value in values if value < 1]:
+                raise InputError(f"{name} is {wrong[0]}; expected 1 or more")
+
+    @property
+    def cases(self) -> tuple["Case", ...]:
+        """Every test once, in the order of the report."""
+        widths = sorted({1, *self.widths}) if self.widths else ()
+        named: tuple[tuple[Kind, tuple[int, ...]], ...] = (
+            ("pp", self.prompt_lengths),
+            ("tg", self.new_tokens),
+            ("verify", tuple(widths)),
+        )
+        return tuple(Case(kind, size) for kind, sizes in named for size in dict.fromkeys(sizes))
+
+    def check(self, max_positions: int) -> None:
+        """Raises InputError where the target has fewer positions than a test takes."""
+        for case in self.cases:
+            # decoding gives one token more: the first, which prefill decides and no step is timed for
+            needed = {"pp": case.size, "tg": self.context + case.size + 1, "verify": self.context + case.size}[
+                case.kind
+            ]
+            if needed > max_positions:
+                behind = "" if case.kind == "pp" else f" behind a context of {self.context}"
+                raise InputError(
+                    f"{case.kind} {case.size}{behind} takes {needed} positions, but the target has {max_positions}; "
+                    "ask for less" + ("" if case.kind == "pp" else " or lower --context")
+                )
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: Kind
+    size: int  # tokens a row: of the prompt, new ones, or of a pass
+
+
+@dataclass(frozen=True)
+class Spread:
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: tuple[float, ...]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One test: what each repetition took, of `passes` passes through the target."""
+
+    case: Case
+    batch: int
+    passes: int
+    seconds: tuple[float, ...]  # at least one
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one repetition, over all rows."""
+        return self.batch * self.case.size * (self.passes if self.case.kind == "verify" else 1)
+
+    @property
+    def tok_per_s(self) -> Spread:
+        return Spread.of(tuple(self.num_tokens / each for each in self.seconds))
+
+    @property
+    def ms_per_pass(self) -> Spread:
+        return Spread.of(tuple(1000 * each / self.passes for each in self.seconds))
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """A target's weights as they are in memory. A pass reads `dense` whatever the tokens are; the embedding, of which
+    it reads a row a token, counts nowhere."""
+
+    dense: int
+    experts: int  # all of them
+    num_experts: int  # in each layer
+    experts_per_token: int  # that are read for a token: those it selects, or all in a layout that computes them all
+
+    def read(self, num_rows: int) -> float:
+        """Bytes that a pass over so many rows reads, if each is read once and each row selects its experts evenly and
+        by itself: k of E experts for a row, E (1 - (1 - k/E)^T) different ones for T rows.
+
+        Example: 100 dense, 800 in 8 experts of which a token selects 2: 300 for a row, 100 + 350 for two.
+        """
+        unread = (1 - self.experts_per_token / self.num_experts) ** num_rows
+        return self.dense + self.experts * (1 - unread)
+
+    def floor(self, width: int, batch: int = 1) -> float:
+        """v(width) where reading weights is all that takes time."""
+        return self.read(width * batch) / self.read(batch)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What was measured; tests that an interruption left without a repetition are missing."""
+
+    options: BenchOptions
+    measurements: tuple[Measurement, ...]
+    interrupted: bool = False
+
+    def v(self, measurement: Measurement) -> float | None:
+        """time(T) / time(1) of a verify test, medians; None for other tests and without time(1)."""
+        base = [other for other in self.measurements if other.case == Case("verify", 1)]
+        if measurement.case.kind != "verify" or not base:
+            return None
+        return measurement.ms_per_pass.median / base[0].ms_per_pass.median
+
+
+def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -> Bench:
+    """Measures the pair's target. Ctrl-C ends it early: what there is by then comes back, `interrupted`.
+
+    progress is told (programs compiled and repetitions done, all of them). Raises InputError, before anything is
+    measured, where the target's positions or the memory do not suffice.
+    """
+    options.check(pair.max_positions)
+    rng = np.random.default_rng(options.seed)
+    cases = options.cases
+    runs: dict[Case, _Run] = {}
+    seconds: dict[Case, list[float]] = {case: [] for case in cases}
+    total = len(cases) * (1 + options.repeats)
+
+    def tell() -> None:
+        if progress is not None:
+            progress(len(runs) + sum(map(len, seconds.values())), total)
+        interrupt.check()
+
+    interrupted = False
+    try:
+        verify = _Verify(pair, options, rng)
+        for case in cases:
+            runs[case] = _prepare(case, pair, options, rng, verify)
+            tell()
+        for repeat in range(options.repeats):
+            for case in cases if repeat % 2 == 0 else reversed(cases):
+                seconds[case].append(runs[case].time())
+                tell()
+    except KeyboardInterrupt:
+        interrupted = True
+    measured = [
+        Measurement(case, options.batch, runs[case].passes, tuple(seconds[case])) for case in cases if seconds[case]
+    ]
+    return Bench(options, tuple(measured), interrupted)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A test that is compiled; `time` runs it and gives the seconds it took."""
+
+    passes: int
+    time: Callable[[], float]
+
+
+def _prepare(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Generator, verify: "_Verify") -> _Run:
+    if case.kind == "verify":
+        return verify.prepare(case.size)
+    if case.kind == "tg":
+        return _prepare_decoding(case.size, pair, options, rng)
+    return _prepare_prefill(case.size, pair, options, rng)
+
+
+def _prepare_prefill(size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
+    """The engine's own chunked lane, one sequence after the other; its clock ends when the caches hold the prompts."""
+    target = pair.plain_target
+    token_ids = _random_ids(rng, target, options.batch, size)
+    chunk = min(DEFAULT_CHUNK, size)
+
+    def time_once() -> float:
+        started = time.perf_counter()
+        for row in token_ids:
+            jax.block_until_ready(_prefill(target, row[None], size, chunk, 1))
+        return time.perf_counter() - started
+
+    _refuse_caches(target, 1, size, chunk)
+    time_once()
+    return _Run(1, time_once)
+
+
+def _prepare_decoding(size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
+    """The engine of plain decoding, while all its slots are at work: the seconds of `size` tokens of each."""
+    prompts = _random_ids(rng, pair.plain_target, options.batch, options.context)
+    requests = [Request(tuple(map(int, prompt)), size + 1, stop_token_ids=()) for prompt in prompts]
+    engine = pair.engine(pair.engine_config(0, slots=options.batch, capacity=pair.capacity(requests)))
+
+    def time_once() -> float:
+        chunks = [chunk for _, chunk in engine.generate(requests)]
+        assert sum(len(chunk.token_ids) for chunk in chunks) == options.batch * (size + 1)
+        # from when all have their first token to when the first one ends, as far as there is such a time
+        begun = max(chunk.time_s for chunk in chunks if not chunk.steps)
+        ended = min(chunk.time_s for chunk in chunks if chunk.finish_reason is not None)
+        if ended <= begun:
+            begun, ended = chunks[0].time_s, chunks[-1].time_s
+        tokens = sum(len(chunk.token_ids) for chunk in chunks if begun < chunk.time_s <= ended)
+        return (ended - begun) * options.batch * size / tokens
+
+    engine.warm_up()
+    time_once()
+    return _Run(size, time_once)
+
+
+class _Verify:
+    """Verify passes over one set of caches, which hold `context` tokens throughout: every pass writes behind them.
+
+    A measurement is one program that loops over its passes, so that the host's dispatch does not count.
+    """
+
+    def __init__(self, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> None:
+        self._target, self._options, self._rng = pair.plain_target, options, rng
+        self._caches: PyTree = None
+        self._turn = 0  # of the sets of tokens
+
+    def prepare(self, width: int) -> _Run:
+        if self._caches is None:
+            self._fill()
+        token_ids = _random_ids(self._rng, self._target, NUM_TOKEN_SETS, self._options.batch, width)
+        self._time(token_ids, 1)
+        passes = 1
+        while (taken := self._time(token_ids, passes)) < SHORTEST_S:
+            passes = max(2 * passes, int(1.1 * passes * SHORTEST_S / taken))
+        return _Run(passes, lambda: self._time(token_ids, passes))
+
+    def _fill(self) -> None:
+        context, batch = self._options.context, self._options.batch
+        widest = max(case.size for case in self._options.cases if case.kind == "verify")
+        _refuse_caches(self._target, batch, context + widest, widest)
+        token_ids = _random_ids(self._rng, self._target, batch, context)
+        self._caches = _prefill(self._target, token_ids, context + widest, min(DEFAULT_CHUNK, context), widest)
+
+    def _time(self, token_ids: np.ndarray, passes: int) -> float:
+        lengths = np.full((self._options.batch,), self._options.context, np.int32)
+        turn, self._turn = self._turn, self._turn + passes
+        started = time.perf_counter()
+        self._caches, digest = _verify_passes(
+            self._target, self._caches, token_ids, lengths, np.int32(turn % NUM_TOKEN_SETS), np.int32(passes)
+        )
+        jax.block_until_ready((self._caches, digest))
+        return time.perf_counter() - started
+
+
+def _prefill(target: Target, token_ids: np.ndarray, capacity: int, chunk: int, widest_write: int) -> PyTree:
+    """Caches that hold all of token_ids [B, T], chunk by chunk, with room for passes of widest_write rows."""
+    caches = _empty(target, token_ids.shape[0], capacity, max(chunk, widest_write))
+    for start in range(0, token_ids.shape[1], chunk):
+        piece = token_ids[:, start : start + chunk]
+        padded = np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
+        caches = _extend(target, padded, np.int32(start), np.int32(piece.shape[1]), caches)
+    return caches
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _empty(target: Target, batch: int, capacity: int, widest_write: int) -> PyTree:
+    return target.init_cache(batch, capacity, widest_write)
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def _extend(target: Target, token_ids: jax.Array, begin: jax.Array, count: jax.Array, caches: PyTree) -> PyTree:
+    """The caches with `count` tokens a row at positions begin.., logits of the last row as the engine needs them."""
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.broadcast_to(jnp.where(place < count, begin + place, -1), token_ids.shape)
+    last = jnp.broadcast_to(count - 1, (token_ids.shape[0], 1))
+    output, caches = target.extend(token_ids, positions, caches, last)
+    return jax.lax.optimization_barrier((output.logits, caches))[1]
+
+
+@functools.partial(jax.jit, donate_argnames="caches")
+def _verify_passes(
+    target: Target, caches: PyTree, token_ids: jax.Array, lengths: jax.Array, turn: jax.Array, passes: jax.Array
+) -> tuple[PyTree, jax.Array]:
+    """(caches, a number that all logits go into) after so many passes, each over the next set of token_ids [sets, B,
+    T]."""
+
+    positions = lengths[:, None] + jnp.arange(token_ids.shape[2], dtype=jnp.int32)[None, :]
+
+    def one(index: jax.Array, carry: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+        caches, digest = carry
+        output, caches = target.extend(token_ids[(turn + index) % token_ids.shape[0]], positions, caches)
+        return caches, digest + jnp.sum(jnp.max(output.logits.astype(jnp.float32), axis=-1))
+
+    result: tuple[PyTree, jax.Array] = jax.lax.fori_loop(
+        jnp.zeros((), jnp.int32), passes, one, (caches, jnp.zeros((), jnp.float32))
+    )
+    return result
+
+
+def _random_ids(rng: np.random.Generator, target: Target, *shape: int) -> np.ndarray:
+    return rng.integers(0, target.vocab_size, shape, np.int32)
+
+
+def _refuse_caches(target: Target, batch: int, capacity: int, widest_write: int) -> None:
+    caches: Any = jax.eval_shape(lambda: target.init_cache(batch, capacity, widest_write))
+    what = f"the caches of {capacity} positions"
+    refuse_too_large({what: cache_bytes(caches)}, lambda: "ask for less, or fewer --slots")

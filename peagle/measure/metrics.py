@@ -1,0 +1,109 @@
+"""Requests together: pooled counters, speeds, ratios. Formulas of one request are in peagle.result."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from peagle.result import Counters, Result, loop_grams, ratio
+
+
+def pooled_counters(results: Sequence[Result]) -> Counters | None:
+    """All steps of results with the same K > 0; None where there are none."""
+    speculative = [result.counters for result in results if result.num_speculative_tokens]
+    return total(speculative) if speculative else None
+
+
+def total(counters: Sequence[Counters]) -> Counters:
+    """All of them together: at least one, of one K."""
+    return sum(counters[1:], start=counters[0])
+
+
+def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
+    """Tokens over seconds: sum of (emitted - 1) over the time in which at least one request was between its first and
+    its last token. One after the other, that is the sum of their times; what a batch shares is counted once."""
+    tokens = sum(len(result.output_ids) - 1 for result in results if result.output_ids)
+    spans = sorted((r.first_s, r.last_s) for r in results if r.first_s is not None and r.last_s is not None)
+    seconds, covered = 0.0, float("-inf")
+    for first, last in spans:
+        seconds += max(0.0, last - max(first, covered))
+        covered = max(covered, last)
+    return ratio(tokens, seconds) if tokens else None
+
+
+def pooled_loop_share(results: Sequence[Result]) -> float | None:
+    """1 - distinct / total, both summed over outputs (4-grams are distinct within their output)."""
+    counts = [loop_grams(result.output_ids) for result in results]
+    total = sum(total for _, total in counts)
+    return None if not total else 1 - sum(distinct for distinct, _ in counts) / total
+
+
+def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
+    """Median over requests of tok_per_s / the baseline's."""
+    ratios = [
+        fast.tok_per_s / plain.tok_per_s for fast, plain in pairs if fast.tok_per_s is not None and plain.tok_per_s
+    ]
+    return statistics.median(ratios) if ratios else None
+
+
+def figure_text(value: float | None, form: str) -> str:
+    """Write a figure by a format; "-" for one that cannot be said."""
+    return "-" if value is None else format(value, form)
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """The first index at which the two differ, one that only one of them has included; None where they are equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
+    """The per-request block that readers of vLLM's metrics know."""
+    return {
+        "num_spec_tokens": counters.num_spec_tokens,
+        "num_spec_steps": counters.num_steps,
+        "num_plain_steps": counters.num_plain_steps,
+        "num_draft_tokens": counters.num_drafted,
+        "num_accepted_draft_tokens": counters.num_accepted,
+        "acceptance_histogram": list(counters.histogram),
+        "mean_acceptance_length": counters.acceptance_length,
+        "draft_acceptance_rate": counters.acceptance_rate,
+    }
+
+
+def summarize(
+    results: Sequence[Result], baselines: Sequence[Result | None], compile_s: float, peak_memory_bytes: int | None
+) -> dict[str, Any]:
+    """All requests together: the counters, then the ratios from them. `baselines[i]` is plain decoding of results[i]'s
+    request, where it ran; the speed-up is over those requests only."""
+    counters = pooled_counters(results)
+    quiet = pooled_counters([result for result in results if not result.loops])
+    both = [(fast, plain) for fast, plain in zip(results, baselines, strict=True) if plain is not None]
+    baseline_tok_per_s = pooled_tok_per_s([plain for _, plain in both])
+    speculated = pooled_tok_per_s([fast for fast, _ in both])
+    return {
+        "num_requests": len(results),
+        "num_prompt_tokens": sum(len(result.request.prompt_ids) for result in results),
+        "num_output_tokens": sum(len(result.output_ids) for result in results),
+        "num_truncated_tokens": sum(result.num_truncated for result in results),
+        "num_spec_steps": None if counters is None else counters.num_steps,
+        "num_plain_steps": None if counters is None else counters.num_plain_steps,
+        "num_draft_tokens": None if counters is None else counters.num_drafted,
+        "num_accepted_draft_tokens": None if counters is None else counters.num_accepted,
+        "acceptance_histogram": None if counters is None else list(counters.histogram),
+        "acceptance_length": None if counters is None else counters.acceptance_length,
+        "acceptance_length_without_loops": None if quiet is None else quiet.acceptance_length,
+        "acceptance_rate_per_position": None if counters is None else list(counters.acceptance_rate_per_position),
+        "conditional_rate_per_position": None if counters is None else list(counters.conditional_rate_per_position),
+        "loop_share": pooled_loop_share(results),
+        "looping_requests_frac": ratio(sum(result.loops for result in results), len(results)),
+        "tok_per_s": pooled_tok_per_s(results),
+        "baseline_tok_per_s": baseline_tok_per_s,
+        "speedup": None if speculated is None else ratio(speculated, baseline_tok_per_s or 0.0),
+        "speedup_median": median_speedup(both),
+        "num_diverged_requests": sum(fast.output_ids != plain.output_ids for fast, plain in both) if both else None,
+        "ttft_s": statistics.median(times) if (times := [r.ttft_s for r in results if r.ttft_s is not None]) else None,
+        "compile_s": compile_s,
+        "peak_memory_bytes": peak_memory_bytes,
+    }

@@ -1,0 +1,194 @@
+"""The pictures of a report: SVG texts, drawn from figures alone, or None without matplotlib (the extra `plots`)."""
+
+import importlib.util
+import io
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from peagle.measure.sweep.plan import AUTO
+
+Row = Mapping[str, Any]
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
+MARKERS = "osD^vP*"
+WIDE, HIGH = 6.6, 4.0  # inches
+FEW_SERIES = 4
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is there."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
+    """Pooled speed-up over K, a line a series."""
+    return _over_k(series, "speedup", "speed-up over plain decoding", level=1.0)
+
+
+def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
+    """Acceptance length over K: of all outputs, and hollow of those that do not loop."""
+
+    def without_loops(row: Row) -> Any:
+        return row["without_loops"]["acceptance_length"]
+
+    return _over_k(
+        series, "acceptance_length", "acceptance length (hollow: without looping outputs)", also=without_loops
+    )
+
+
+def cycle(rows: Sequence[Row]) -> str | None:
+    """Where the time of a step goes, over K: bars of drafting, verifying and the rest, in steps of plain decoding; and
+    the tokens a pass gives, which must be above the bar. None where no step was profiled."""
+    known = [row for row in rows if row["draft_s"] is not None]
+    if not known:
+        return None
+
+    def draw(axis: Any) -> None:
+        places, plain = range(len(known)), known[0]["plain_step_s"]["value"]
+        bottom = np.zeros(len(known))
+        for key, name, color in (
+            ("verify_s", "verify", COLORS[0]),
+            ("draft_s", "draft", COLORS[1]),
+            ("host_s", "rest", "#bbbbbb"),
+        ):
+            heights = np.array([row[key]["value"] for row in known]) / plain
+            axis.bar(places, heights, 0.6, bottom=bottom, label=name, color=color)
+            bottom += heights
+        lengths = [row["tokens_per_step"] for row in known]
+        shown = [(place, each) for place, each in zip(places, lengths, strict=True) if each is not None]
+        _bars(axis, [place for place, _ in shown], [each for _, each in shown], label="tokens a pass", color="black")
+        axis.set(xlabel="K", ylabel="passes of plain decoding", ylim=(0, None))
+        axis.set_xticks(places, [row["label"] for row in known], rotation=_rotation(known))
+        axis.legend()
+
+    return _svg(draw)
+
+
+def positions(series: Mapping[str, Row]) -> str | None:
+    """The rate at which each draft is accepted, a line a series. None where nothing was drafted."""
+    known = {name: row for name, row in series.items() if any(row["rate_per_position"])}
+    if not known:
+        return None
+
+    def draw(axis: Any) -> None:
+        for (name, row), (color, marker) in zip(known.items(), _looks(), strict=False):
+            rates = [each for each in row["rate_per_position"] if each is not None]
+            _bars(axis, range(1, len(rates) + 1), rates, label=name, color=color, fmt=f"{marker}-")
+        axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        _legend(axis, len(known))
+
+    return _svg(draw, len(known))
+
+
+def requests(row: Row, looping_above: float) -> str | None:
+    """The speed-up of each request, slowest first. None where none has one."""
+    found = sorted((each for each in row["per_request"] if each["speedup"]), key=lambda each: each["speedup"]["value"])
+    if not found:
+        return None
+
+    def draw(axis: Any) -> None:
+        for looping, color, name in ((False, COLORS[0], "other outputs"), (True, COLORS[1], "looping outputs")):
+            some = [
+                (place, each["speedup"])
+                for place, each in enumerate(found)
+                if ((each["loop_share"] or 0) > looping_above) == looping
+            ]
+            if some:
+                _bars(axis, [p for p, _ in some], [e for _, e in some], label=name, color=color, fmt=".", capsize=0)
+        axis.axhline(1, color="grey", linewidth=0.8)
+        highest = 1.3 * max(each["speedup"]["value"] for each in found)  # few repeats have intervals far beyond
+        axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding", ylim=(0, highest))
+        axis.legend()
+
+    return _svg(draw)
+
+
+def _over_k(
+    series: Mapping[str, Sequence[Row]],
+    key: str,
+    name: str,
+    level: float | None = None,
+    also: Callable[[Row], Any] | None = None,
+) -> str | None:
+    labels = list(dict.fromkeys(str(row["k"]) for rows in series.values() for row in rows))
+    labels.sort(key=lambda label: int(label) if label.isdecimal() else 1 << 30)
+
+    def draw(axis: Any) -> None:
+        spread = np.linspace(-0.12, 0.12, len(series)) if len(series) > 1 else [0.0]
+        for (title, rows), shift, (color, marker) in zip(series.items(), spread, _looks(), strict=False):
+            for value, hollow in ((lambda row: row[key], False), (also, True)):
+                known = [row for row in rows if value is not None and value(row) is not None]
+                fixed, chosen = ([row for row in known if (row["k"] == AUTO) == auto] for auto in (False, True))
+                for some, line in ((fixed, ":" if hollow else "-"), (chosen, "")):  # no line leads to auto
+                    if value is not None and some:
+                        _bars(
+                            axis,
+                            [labels.index(str(row["k"])) + shift for row in some],
+                            [value(row) for row in some],
+                            label=None if hollow or (some is chosen and fixed) else title,
+                            color=color,
+                            fmt=f"{marker}{line}",
+                            markerfacecolor="white" if hollow else color,
+                        )
+        if level is not None:
+            axis.axhline(level, color="grey", linewidth=0.8)
+        axis.set(xlabel="K", ylabel=name, ylim=(0, None))
+        axis.set_xticks(range(len(labels)), labels)
+        _legend(axis, len(series))
+
+    return _svg(draw, len(series))
+
+
+def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str, float]], **style: Any) -> None:
+    """Points with their intervals."""
+    middle = np.array([each["value"] for each in values])
+    ends = [[each[end] if each[end] is not None else each["value"] for end in ("low", "high")] for each in values]
+    span = np.abs(np.array(ends) - middle[:, None]).T
+    style = {"fmt": "o", "capsize": 3, "markersize": 5, "linewidth": 1.2, "elinewidth": 1} | style
+    axis.errorbar(list(places), middle, span, **style)
+
+
+def _looks() -> Iterator[tuple[str, str]]:
+    """A colour and a marker for each series; the same two come together again after all pairs."""
+    for shift in itertools.count():
+        for place, color in enumerate(COLORS):
+            yield color, MARKERS[(place + shift) % len(MARKERS)]
+
+
+def _legend(axis: Any, num_series: int) -> None:
+    """Of few series where there is room, of many below the picture."""
+    if num_series > FEW_SERIES:
+        axis.figure.legend(loc="outside lower center", ncols=2, fontsize="small")
+    elif num_series > 1:
+        axis.legend()
+
+
+def _rotation(rows: Sequence[Row]) -> int:
+    if len(rows) > 12:
+        return 90
+    return 25 if any(len(row["label"]) > 4 for row in rows) else 0
+
+
+def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
+    if not can_draw():
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # the same figures give the same file: no date, no random ids
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}
+    ):
+        below = 0.1 * num_series if num_series > FEW_SERIES else 0.0  # two columns of lines of .2 inches
+        figure, axis = plt.subplots(figsize=(WIDE, HIGH + below), layout="constrained")
+        draw(axis)
+        axis.spines[["top", "right"]].set_visible(False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+        plt.close(figure)
+    return text.getvalue()

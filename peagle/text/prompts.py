@@ -1,0 +1,150 @@
+"""What is asked, as conversations; files of them are read by peagle.text.prompt_files.
+
+A conversation is a list of turns. Turn k's prompt holds the answers to the turns before it, so it is rendered when
+those are known (`Conversation.encode`); conversations do not depend on one another.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from peagle.ops.errors import InputError
+from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, chat_messages, parse_date, texts_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendering:
+    """How text becomes a prompt. `raw`: as it is, without the chat template. `special_tokens`: those that a raw text
+    spells are control tokens; else, and in a chat, they are characters."""
+
+    raw: bool = False
+    system: str | None = None
+    reasoning_effort: str | None = None
+    date: str = DEFAULT_DATE
+    special_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        parse_date(self.date)
+        if self.special_tokens and not self.raw:
+            raise InputError(
+                "special tokens can be spelled in raw text alone, in a chat they are the template's; leave out "
+                "--special-tokens, or take the text as it is, without the template"
+            )
+        if self.system is not None:
+            check_text(self.system, "the system text")
+        if self.raw and (self.system is not None or self.reasoning_effort is not None):
+            raise InputError(
+                "a system text or a reasoning effort needs the chat template, which --raw-prompt turns off; leave out "
+                "the one or the other"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Turns of text, each a request, behind a `history` of messages; without turns one request, for what follows the
+    history; or the ids of a single prompt.
+
+    `name` says where it comes from; `numbered` that its requests are told apart by a turn number. `system` goes before
+    a rendering's own. Raises InputError for text that cannot be encoded.
+    """
+
+    name: str
+    turns: tuple[str, ...] = ()
+    prompt_ids: tuple[int, ...] | None = None
+    numbered: bool = False
+    history: tuple[Message, ...] = ()
+    system: str | None = None
+    category: str | None = None
+
+    def __post_init__(self) -> None:
+        for text in texts_in([self.turns, self.history, self.system, self.category]):
+            check_encodable(text, self.name)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.turns) or 1
+
+    def encode(self, answers: Sequence[str], tokenizer: Tokenizer | None, rendering: Rendering) -> tuple[int, ...]:
+        """Encode the prompt of the turn that follows these answers.
+
+        Raises InputError for text without a tokenizer or template, for a chat without the template, for one that the
+        template refuses, and for a prompt that comes out empty.
+        """
+        if self.prompt_ids is not None:
+            return self.prompt_ids
+        if tokenizer is None:
+            raise InputError(
+                f"{self.name} is text, but the target's directory has no tokenizer.json; give token ids (--prompt-ids, "
+                'or "prompt_ids" in a file)'
+            )
+        if rendering.raw:
+            whole = {
+                f"{len(self.turns)} turns": len(self.turns) > 1,
+                "a system text": self.system is not None,
+                "a history": bool(self.history),
+            }
+            if chat := [what for what, there in whole.items() if there]:
+                raise InputError(
+                    f"{self.name} has {chat[0]}, which only a chat template can put together; leave out --raw-prompt"
+                )
+            ids = tokenizer.encode(self.turns[0], special_tokens=rendering.special_tokens)
+        else:
+            system = rendering.system if self.system is None else self.system
+            messages = chat_messages(self.turns[: len(answers) + 1], answers, system, self.history)
+            try:
+                ids = tokenizer.encode_chat(messages, reasoning_effort=rendering.reasoning_effort, date=rendering.date)
+            except InputError as error:
+                raise InputError(f"{self.name}: {error}") from None
+        if not ids:
+            raise InputError(f"{self.name} is empty; expected at least one token")
+        return ids
+
+
+def from_text(text: str, name: str = "the prompt") -> Conversation:
+    """One turn. Raises InputError for an empty text."""
+    return Conversation(name, turns=(check_text(text, name),))
+
+
+def from_ids(ids: Iterable[Any], name: str = "the prompt") -> Conversation:
+    """Token ids as they are. Raises InputError for none, or for what is no id; whether they lie in the vocabulary is
+    checked where that is known."""
+    listed = list(ids)
+    if bad := [i for i in listed if isinstance(i, bool) or not isinstance(i, int)]:
+        raise InputError(f"{name} holds {brief(bad[0])} among its token ids; expected integers")
+    if not listed:
+        raise InputError(f"{name} is empty; expected at least one token id")
+    return Conversation(name, prompt_ids=tuple(listed))
+
+
+def parse_ids(text: str) -> Conversation:
+    """Ids as they are typed: 1,2,3."""
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if bad := [part for part in parts if not re.fullmatch("-?[0-9]{1,18}", part)]:
+        raise InputError(f"--prompt-ids holds {brief(bad[0])}; expected token ids with commas between, such as 1,2,3")
+    return from_ids((int(part) for part in parts), "--prompt-ids")
+
+
+def check_text(text: str, name: str) -> str:
+    """Return the text. Raises InputError if it is blank, or not encodable."""
+    if not text.strip():
+        raise InputError(f"{name} is empty; expected some text")
+    check_encodable(text, name)
+    return text
+
+
+def check_encodable(text: str, name: str) -> None:
+    """Raises InputError for a lone surrogate: half a character, or in what was typed a byte that is not UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = text[error.start].encode("unicode_escape").decode()
+        raise InputError(
+            f"{name} is not valid Unicode text: it holds the lone surrogate {found}; expected UTF-8"
+        ) from None
+
+
+def brief(value: Any) -> str:
+    """A value as a message shows it."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

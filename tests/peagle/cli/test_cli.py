@@ -1,0 +1,695 @@
+"""The command line: what it prints where, what it leaves behind, and what it says to what cannot work."""
+
+import ast
+import importlib.metadata
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peagle.cli.info
+import peagle.cli.run
+import peagle.loading
+from peagle.api import Pair
+from peagle.cli import main
+from peagle.cli.display import Display
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
+from peagle.ops import native
+from tests.peagle.conftest import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
+
+Run = Callable[..., tuple[int, str, str]]
+
+# a process with the toy pair in place of a loaded one
+TOY_PROCESS = """
+import sys
+import peagle.cli.run
+from peagle.cli import main
+from tests.peagle.conftest import toy_pair
+peagle.cli.run.load = lambda *a, **b: toy_pair(None)
+sys.exit(main(sys.argv[1:]))
+"""
+# whatever was shown, it goes on when somebody looked and closed its standard input
+LOOKED_AT = """
+import sys
+from peagle.cli.display import Display
+show = Display.emitted
+Display.emitted = lambda *given: (show(*given), sys.stdin.buffer.read())
+"""
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: Pair) -> Run:
+    """Runs the command line in this process on the toy pair: (exit code, standard output, standard error)."""
+
+    def run(*arguments: str, pair: Pair = toy) -> tuple[int, str, str]:
+        monkeypatch.setattr(peagle.cli.run, "load", lambda *_, **__: pair)
+        code = main([*arguments[:1], "--target", "toy", *arguments[1:]])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def real(capsys: pytest.CaptureFixture[str]) -> Run:
+    """The same, loading what is named."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+SPECULATE = ("speculate", "--drafter", "ngram", "-k", "3", "-n", "12")
+
+
+def test_text_goes_to_standard_output_and_the_summary_to_standard_error(cli: Run, toy: Pair) -> None:
+    code, out, err = cli(*SPECULATE, "Hi")
+    expected = toy.generate("Hi", max_new_tokens=12, num_speculative_tokens=0)
+    assert code == 0
+    assert out == f"{expected.text}\n"
+    for part in ("speculation", "12 tokens", "tok/s", "acceptance", "K = 3", "plain", "speed-up", "the same tokens",
+                 "compiled in", "peak memory"):  # fmt: skip
+        assert part in err
+    assert "\x1b" not in err  # no colours where no terminal is
+
+
+def test_the_version_needs_no_command(real: Run) -> None:
+    code, out, err = real("--version")
+    assert (code, out, err) == (0, f"{importlib.metadata.version('peagle')}\n", "")
+    code, out, _ = real()
+    assert code == 0
+    assert "Usage: peagle" in out
+
+
+def test_quiet_is_the_text_alone(cli: Run) -> None:
+    code, out, err = cli(*SPECULATE, "--quiet", "Hi")
+    assert (code, err) == (0, "")
+    assert out.endswith("\n")
+
+
+def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "_measure_costs", lambda _: {1: 9.0})
+    code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
+    assert code == 0
+    assert "a step takes the time of 9.0 plain steps and gives 4 tokens at most; decoded plainly" in err
+    assert "0 steps of K <= 3, 11 plain" in err
+    assert "the same tokens" in err
+    assert re.search(r"speed-up \d+\.\d\d, which is noise: by the same program \|", err)
+
+
+def test_generate_is_plain_and_says_the_same(cli: Run) -> None:
+    _, speculated, _ = cli(*SPECULATE, "Hi")
+    code, out, err = cli("generate", "-n", "12", "Hi")
+    assert (code, out) == (0, speculated)
+    assert "acceptance" not in err
+
+
+def test_json_on_standard_output_is_alone_there(cli: Run) -> None:
+    code, out, _ = cli(*SPECULATE, "--json", "-", "--prompt-ids", "50,51")
+    value = json.loads(out)
+    assert code == 0
+    assert value["schema"] == 1
+    assert value["requests"][0]["prompt_ids"] == [50, 51]
+    assert value["config"]["target"] == "toy"
+    assert value["config"]["drafter"] == "ngram"
+    assert value["config"]["num_speculative_tokens"] == 3
+
+
+def test_files_are_written_whole_and_with_the_usual_permissions(cli: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["a", "b"]}\n{"prompt": "c"}\n{"prompt_ids": [50]}\n')
+    result, trace = tmp_path / "out.json", tmp_path / "trace.jsonl"
+    result.write_text("old")
+    arguments = ("--prompt-file", str(prompts), "--json", str(result), "--trace", str(trace), "--slots", "2")
+    code, out, err = cli(*SPECULATE, *arguments)
+    assert code == 0
+    value = json.loads(result.read_text())
+    assert [request["turn"] for request in value["requests"]] == [0, 1, None, None]
+    assert all(request["baseline"]["first_divergence"] is None for request in value["requests"])
+    assert all(request["text"] in out for request in value["requests"])
+    assert "4 requests" in err
+    steps = [json.loads(line)["request"] for line in trace.read_text().splitlines()]
+    assert sorted(steps) == steps
+    assert set(steps) == {0, 1, 2, 3}
+    fresh = tmp_path / "fresh"
+    fresh.touch()
+    assert result.stat().st_mode == fresh.stat().st_mode
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "out.json", "trace.jsonl", "fresh"}
+
+
+def test_a_link_is_followed_and_a_device_is_not_replaced(cli: Run, tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    assert cli(*SPECULATE, "--json", str(tmp_path / "link.json"), "--prompt-ids", "50")[0] == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text())["schema"] == 1
+    assert cli(*SPECULATE, "--json", os.devnull, "--prompt-ids", "50")[0] == 0
+    assert not Path(os.devnull).is_file()
+
+
+def test_logprobs_are_in_the_json(cli: Run) -> None:
+    code, out, _ = cli("generate", "-n", "4", "--logprobs", "2", "--json", "-", "--prompt-ids", "50")
+    (request,) = json.loads(out)["requests"]
+    assert code == 0
+    assert [token["id"] for token in request["logprobs"]] == request["output_ids"]
+    assert [token["top"][0][0] for token in request["logprobs"]] == request["output_ids"]
+    assert all(token["top"][0][1] == token["logprob"] for token in request["logprobs"])
+
+
+def test_logprobs_are_shown_where_no_json_has_them(cli: Run) -> None:
+    code, out, err = cli("generate", "-n", "4", "--logprobs", "2", "Hi")
+    assert code == 0
+    lines = err.splitlines()
+    first = lines.index("log-probability, token | the likeliest there") + 1
+    tokens = [line.partition(" | ")[0].split(maxsplit=1)[1].strip() for line in lines[first : first + 4]]
+    assert "".join(map(ast.literal_eval, tokens)) == out.removesuffix("\n")
+    assert all(line.partition(" | ")[2].count(", ") >= 1 for line in lines[first : first + 4])
+    ids = cli("generate", "-n", "4", "--logprobs", "2", "--prompt-ids", "50", pair=toy_pair(None))[2]
+    assert "log-probability" in ids
+
+
+def test_texts_decoded_together_come_in_the_order_of_the_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(text=True, quiet=False, total=3, streaming=False)
+    requests = [Request((1,), 1, index=index) for index in range(3)]
+    for request in requests:
+        display.started(request, None)
+        display.emitted(request, (), f"text {request.index}")
+    shown = ""
+    for index, out in ((2, ""), (0, "text 0\n"), (1, "text 1\ntext 2\n")):
+        display.end(requests[index])  # each comes when those before it have ended
+        captured = capsys.readouterr()
+        assert captured.out == out
+        shown += captured.err
+    assert [line.split()[2] for line in shown.splitlines()] == ["1", "2", "3"]
+
+
+def test_texts_that_were_cut_off_are_shown_and_those_not_begun_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(text=True, quiet=False, total=5, streaming=False)
+    requests = [Request((1,), 1, index=index) for index in range(4)]
+    for request in requests:
+        display.started(request, None)
+    for request in requests[:3]:
+        display.emitted(request, (5,), f"text {request.index}")
+    display.end(requests[1])
+    display.end_all()
+    captured = capsys.readouterr()
+    assert captured.out == "text 0\ntext 1\ntext 2\n"
+    assert [line.split()[2] for line in captured.err.splitlines()] == ["1", "2", "3"]
+
+
+def test_without_a_tokenizer_ids_are_printed(cli: Run) -> None:
+    code, out, _ = cli(*SPECULATE, "--prompt-ids", "50", "--json", os.devnull, pair=toy_pair(None))
+    assert code == 0
+    assert out
+    assert all(token.isdecimal() for token in out.split())
+
+
+def test_a_prompt_may_come_from_standard_input(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given(data: bytes) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        return cli(*SPECULATE, "--raw-prompt", "--json", "-", "-")
+
+    piped, typed = given("größer\n".encode()), cli(*SPECULATE, "--raw-prompt", "--json", "-", "größer")
+    assert json.loads(piped[1])["requests"][0]["prompt_ids"] == json.loads(typed[1])["requests"][0]["prompt_ids"]
+    assert given(b"\xff")[0] == 2
+    assert given(b"\n")[0] == 2
+
+
+def test_no_prompt_runs_the_built_in_example(cli: Run) -> None:
+    code, out, err = cli(*SPECULATE)
+    assert code == 0
+    assert out
+    assert "def get" in err
+
+
+def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -> None:
+    def prompt(*options: str) -> str:
+        value = json.loads(cli(*SPECULATE, "--json", "-", *options, "Hi")[1])
+        assert toy.tokenizer is not None
+        return b"".join(map(toy.tokenizer.token_bytes, value["requests"][0]["prompt_ids"])).decode()
+
+    assert "Today: 2025-08-05" in prompt()
+    told = prompt("--date", "2031-01-31", "--reasoning-effort", "low", "--system", "Be brief.")
+    assert "Today: 2031-01-31 Reasoning: low" in told
+    assert "Be brief." in told
+
+
+def test_special_tokens_are_control_tokens_where_they_are_asked_for(cli: Run) -> None:
+    def prompt(*options: str) -> list[int]:
+        return json.loads(cli(*SPECULATE, "--json", "-", *options, "<|start|>a")[1])["requests"][0]["prompt_ids"]
+
+    start = SPECIALS.index("<|start|>")
+    assert start not in prompt("--raw-prompt")
+    assert prompt().count(start) == 3  # the template's
+    assert prompt("--raw-prompt", "--special-tokens")[0] == start
+    refused(cli(*SPECULATE, "--special-tokens", "Hi"), "in raw text alone")
+
+
+@pytest.mark.parametrize("slots", ["1", "2"])
+def test_ctrl_c_shows_what_there_is(cli: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slots: str) -> None:
+    shown, emitted = [], Display.emitted
+
+    def interrupt(self: Display, *arguments: Any) -> None:
+        emitted(self, *arguments)
+        shown.append(arguments)
+        if len(shown) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Display, "emitted", interrupt)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [50]}\n{"prompt_ids": [51]}\n')
+    files = ("--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace"))
+    code, out, err = cli(*SPECULATE, "--prompt-file", str(prompts), "-n", "60", "--slots", slots, *files)
+    assert code == 130
+    assert "interrupted" in err
+    assert "acceptance" in err
+    value = json.loads((tmp_path / "out.json").read_text())
+    first = value["requests"][0]
+    assert first["finish_reason"] == "interrupted"
+    assert first["text"] in out
+    assert 0 < len(first["output_ids"]) < 60
+    assert first["baseline"] is None
+    assert value["config"]["interrupted"] is True
+
+
+def refused(result: tuple[int, str, str], *parts: str) -> None:
+    """Exit code 2 and one line that says these things."""
+    code, out, err = result
+    assert code == 2
+    assert out == ""
+    assert err.startswith("peagle: error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err, err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["-k", "0", "Hi"], ["K is 0", "1 or more"]),
+        (["-k", "-3", "Hi"], ["K is -3"]),
+        (["-k", "1000", "Hi"], ["K is 1000", "to 128 drafted"]),
+        (["-k", "x", "Hi"], ["K is 'x'", "or auto"]),
+        (["-n", "0", "Hi"], ["0 new tokens"]),
+        (["--slots", "0", "Hi"], ["slots are 0", "1 or more"]),
+        (["--slots", "2", "--batch", "2", "Hi"], ["--slots and --batch", "both given"]),
+        (["--context", "1", "Hi"], ["context is 1"]),
+        (["--context", "100000", "Hi"], ["context is 100000", "384"]),
+        (["--context", "8", "Hi there"], ["8 positions", "--context"]),
+        (["--temperature", "-1", "Hi"], ["temperature is -1"]),
+        (["--temperature", "nan", "Hi"], ["temperature is nan"]),
+        (["--top-p", "0", "Hi"], ["top-p is 0"]),
+        (["--top-k", "-1", "Hi"], ["top-k is -1"]),
+        (["--seed", "-1", "Hi"], ["seed is -1"]),
+        (["--draft-sampling", "--temperature", "1", "Hi"], ["no probabilities"]),
+        (["--date", "today", "Hi"], ["YYYY-MM-DD"]),
+        (["--reasoning-effort", "huge", "Hi"], ["huge"]),
+        (["--dtype", "int4", "Hi"], ["int4"]),
+        (["--no-such-flag", "Hi"], ["--no-such-flag"]),
+        ([""], ["the prompt is empty"]),
+        (["  \n"], ["the prompt is empty"]),
+        (["a\udc80"], ["not valid Unicode"]),
+        (["--prompt-ids", "", "--raw-prompt"], ["--prompt-ids is empty"]),
+        (["--prompt-ids", "1,x"], ["'x'"]),
+        (["--prompt-ids", f"5,{VOCAB_SIZE}"], [str(VOCAB_SIZE), f"0..{VOCAB_SIZE - 1}"]),
+        (["--prompt-ids", "-1"], ["-1", "vocabulary"]),
+        (["--prompt-ids", ",".join(["5"] * 384)], ["384 tokens", "384 positions", "at most 383"]),
+        (["--prompt-ids", "5", "Hi"], ["PROMPT and --prompt-ids"]),
+        (["--prompt-file", "absent.jsonl"], ["absent.jsonl cannot be read"]),
+        (["--prompt-ids", "5", "--system", "x"], ["--system"]),
+        (["--raw-prompt", "--system", "x", "Hi"], ["--raw-prompt"]),
+        (["--json", "/", "Hi"], ["--json / cannot be written", "directory"]),
+        (["--json", "no/such/folder/out.json", "Hi"], ["--json", "cannot be written"]),
+        (["--json", f"{__file__}/out.json", "Hi"], ["--json", "cannot be written"]),
+        (["--trace", "no/such/folder/out.json", "Hi"], ["--trace", "cannot be written"]),
+        (["--trace", "-", "Hi"], ["--trace -"]),
+        (["--trace", "same", "--json", "same", "Hi"], ["two files"]),
+    ],
+)
+def test_bad_flags_and_prompts_are_refused_in_one_line(
+    cli: Run, arguments: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = [] if {"--json", "--trace"} & set(arguments) else ["--json", "out.json", "--trace", "trace.jsonl"]
+    refused(cli("speculate", "--drafter", "ngram", *files, *arguments), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_name_of_slots_works_and_is_told_once(cli: Run, real: Run, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt_ids": [50]}\n{"prompt_ids": [51]}\n{"prompt_ids": [52]}\n')
+    arguments = ("--prompt-file", str(prompts), "-n", "12", "--quiet", "--json", str(out))
+    for command in (("generate",), SPECULATE):
+        code, text, err = cli(*command, *arguments, "--batch", "2")
+        assert (code, err) == (0, "peagle: warning: --batch is now called --slots\n")
+        assert json.loads(out.read_text())["config"]["slots"] == 2
+        assert cli(*command, *arguments, "--slots", "2") == (0, text, "")
+    for command in ("speculate", "generate", "bench", "data"):
+        shown = real(command, "--help")[1]
+        assert "--slots" in shown
+        assert "--batch" not in shown
+
+
+def test_a_bad_line_of_a_prompt_file_is_left_out_and_told_or_refused(cli: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"prompt": }\n')
+    arguments = (*SPECULATE, "--prompt-file", str(prompts), "--json")
+    code, out, err = cli(*arguments, "-")
+    assert (code, len(json.loads(out)["requests"])) == (0, 1)
+    (why,) = json.loads(out)["config"]["left_out"]
+    assert why.startswith(f"{prompts} line 2 is not valid JSON")
+    assert err.splitlines()[-1] == f"left out     1 row that cannot be asked, the first: {why}"
+    refused(cli(*arguments, str(tmp_path / "out"), "--strict"), "line 2", "not valid JSON")
+    prompts.write_text(f'{{"prompt": "a"}}\n\n{{"prompt_ids": [{VOCAB_SIZE}]}}\n')
+    refused(cli(*SPECULATE, "--prompt-file", str(prompts), "--json", str(tmp_path / "out")), "line 3", str(VOCAB_SIZE))
+    assert not (tmp_path / "out").exists()
+
+
+def test_flags_of_the_other_command_are_refused(cli: Run, real: Run) -> None:
+    refused(cli("generate", "-k", "3", "Hi"), "-k")
+    refused(cli("speculate", "--logprobs", "3", "Hi"), "--logprobs")
+    refused(cli("generate", "--logprobs", "-1", "Hi"), "logprobs is -1")
+    refused(real("nonsense"), "nonsense")
+
+
+Spoil = Callable[[Path], object]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def index(path: Path, shard: str) -> None:
+    """Weights under another name, and an index that sends every tensor to this shard."""
+    from safetensors import safe_open
+
+    with safe_open(path / "model.safetensors", framework="numpy") as weights:
+        weight_map = dict.fromkeys(weights.keys(), shard)
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "parts"),
+    [
+        (lambda path: (path / "config.json").unlink(), ["no config.json"]),
+        (lambda path: (path / "config.json").write_text("{"), ["config.json", "not valid JSON"]),
+        (lambda path: edit_json(path / "config.json", model_type="llama"), ["'llama'", "gpt_oss"]),
+        (lambda path: cut(path / "model.safetensors"), ["model.safetensors", "truncated"]),
+        (lambda path: (path / "model.safetensors").write_bytes(b"no"), ["model.safetensors"]),
+        (lambda path: (path / "model.safetensors").unlink(), ["no weights"]),
+        (lambda path: index(path, "b.safetensors"), ["b.safetensors", "no such file"]),
+        (lambda path: index(path, "../b.safetensors"), ["../b.safetensors", "outside"]),
+        (lambda path: edit_json(path / "config.json", num_hidden_layers=2, layer_types=None), ["no place for"]),
+        (lambda path: edit_json(path / "config.json", num_hidden_layers=4, layer_types=None), ["missing"]),
+        (lambda path: edit_json(path / "config.json", vocab_size=321), ["[320, 64]", "[321, 64]"]),
+        (lambda path: (path / "tokenizer.json").write_text("{"), ["tokenizer.json"]),
+    ],
+)
+def test_a_target_that_does_not_work_is_refused_in_one_line(
+    real: Run, directories: Directories, tmp_path: Path, spoil: Spoil, parts: list[str]
+) -> None:
+    shutil.copytree(directories.target, tmp_path / "target")
+    spoil(tmp_path / "target")
+    arguments = ("--target", str(tmp_path / "target"), "--drafter", "ngram", "--json", str(tmp_path / "out"), "Hi")
+    refused(real("speculate", *arguments), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "parts"),
+    [
+        (lambda path: (path / "config.json").unlink(), ["no config.json"]),
+        (lambda path: edit_json(path / "config.json", ptd_token_id=None), ["mask token"]),
+        (lambda path: edit_json(path / "config.json", ptd_token_id=VOCAB_SIZE), [str(VOCAB_SIZE)]),
+        (lambda path: edit_json(path / "config.json", hidden_size=48), ["48"]),
+        (lambda path: edit_json(path / "config.json", eagle_aux_hidden_state_layer_ids=[1, 2, 9]), ["9", "1..3"]),
+        (lambda path: cut(path / "model.safetensors"), ["truncated"]),
+    ],
+)
+def test_a_drafter_that_does_not_work_or_fit_is_refused_in_one_line(
+    real: Run, directories: Directories, tmp_path: Path, spoil: Spoil, parts: list[str]
+) -> None:
+    assert json.loads((directories.drafter / "config.json").read_text())["ptd_token_id"] == MASK
+    shutil.copytree(directories.drafter, tmp_path / "drafter")
+    spoil(tmp_path / "drafter")
+    pair = ("--target", str(directories.target), "--drafter", str(tmp_path / "drafter"))
+    refused(real("speculate", *pair, "--json", str(tmp_path / "out"), "Hi"), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_without_a_drafter_and_other_mixtures_are_refused(
+    real: Run, directories: Directories, tmp_path: Path
+) -> None:
+    refused(real("speculate", "--target", str(directories.target), "Hi"), "--drafter DIR, or --drafter ngram")
+    refused(real("generate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
+    refused(real("speculate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
+    refused(real("speculate", "--drafter", "demo-eagle9", "Hi"), "demo-eagle9 does not exist", "demo-eagle3, or ngram")
+    drafter_as_target = ("--target", str(directories.drafter), "--drafter", "ngram")
+    refused(real("speculate", *drafter_as_target, "Hi"), "'llama'")
+    shutil.copytree(directories.target, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    refused(real("speculate", "--target", str(tmp_path / "bare"), "--drafter", "ngram", "Hi"), "--prompt-ids")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
+    real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    """With the sum; and `info` says so, too."""
+    import target.load
+    from peagle.ops.checkpoint import Checkpoint
+
+    def no_reading(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    target_directory, drafter_directory = str(directories.target), str(directories.drafter)
+    needed = target.load.weight_bytes(directories.target, native=native.available() and kernels == "auto")
+    for module in (peagle.loading, peagle.cli.info):
+        monkeypatch.setattr(module, "available_memory_bytes", lambda: needed)
+    assert "fits into" in real("info", target_directory)[1]
+    monkeypatch.setattr(Checkpoint, "take", no_reading)
+    pair = ("--target", target_directory, "--drafter", drafter_directory, "--kernels", kernels)
+    refused(real("speculate", *pair, "Hi"), "out of memory", "the target", "the drafter", "together", "MB", "--experts")
+    monkeypatch.setattr(peagle.cli.info, "available_memory_bytes", lambda: 1000)
+    assert "does not fit into the 1.0 kB" in real("info", target_directory)[1]
+
+
+def test_caches_that_do_not_fit_into_memory_are_refused(
+    real: Run, directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_row = ("--target", str(directories.target), "--context", "384", "-n", "4", "Hi")
+    assert real("generate", *one_row)[0] == 0
+    read_weights = iter([1 << 40])  # there is room for those
+    monkeypatch.setattr(peagle.ops.memory, "available_memory_bytes", lambda: next(read_weights, 1000))
+    refused(real("generate", *one_row), "out of memory", "the caches of 384 positions", "--context", "0.00 MB")
+
+
+def test_speculation_and_plain_decoding_of_a_real_pair_agree(real: Run, directories: Directories) -> None:
+    """From files to text, both commands; the second one also says how likely each token was."""
+    common = ("--target", str(directories.target), "-n", "24", "--ignore-eos", "--json", "-", "hello")
+    code, out, err = real("speculate", "--drafter", str(directories.drafter), "-k", "3", *common)
+    assert (code, "the same tokens" in err) == (0, True)
+    (fast,) = json.loads(out)["requests"]
+    code, out, _ = real("generate", "--logprobs", "3", *common)
+    (plain,) = json.loads(out)["requests"]
+    assert code == 0
+    assert fast["output_ids"] == plain["output_ids"] == fast["baseline"]["output_ids"]
+    assert fast["text"] == plain["text"]
+    assert [token["top"][0][0] for token in plain["logprobs"]] == plain["output_ids"]
+    assert all(token["logprob"] <= 0 for token in plain["logprobs"])
+
+
+def test_info_tells_what_checkpoints_are_and_whether_they_fit(real: Run, directories: Directories) -> None:
+    target, drafter = str(directories.target), str(directories.drafter)
+    for names in ((target, drafter), (drafter, target)):
+        code, out, err = real("info", *names)
+        assert (code, err) == (0, "")
+        for part in ("GPT-OSS target", "P-EAGLE drafter", "MXFP4", "They fit", "layers 0, 1, 2", "stop tokens"):
+            assert part in out
+    assert "They fit" not in real("info", target)[1]
+    assert f"{(directories.target / 'model.safetensors').stat().st_size / 1e3:.1f} kB" in real("info", target)[1]
+
+
+def test_info_says_how_files_are_read_and_warns(real: Run, directories: Directories, tmp_path: Path) -> None:
+    """Which aux layers and why, whether they look like the other kind, where stop tokens come from."""
+    key, drafter, target = "eagle_aux_hidden_state_layer_ids", tmp_path / "drafter", tmp_path / "target"
+    shutil.copytree(directories.drafter, drafter)
+    edit_json(drafter / "config.json", **{key: [1, 2, 3]})
+    alone, both = real("info", str(drafter))[1], real("info", str(directories.target), str(drafter))[1]
+    assert f"outputs 0, 1, 2: config.json's {key} [1, 2, 3] are inputs" in alone
+    assert "WARNING" in alone
+    assert "WARNING" not in both  # the target has no layer 3
+    told = real("info", str(directories.target), str(drafter), "--aux-layer-ids", "0,2,1")[1]
+    assert "outputs 0, 2, 1, given instead of" in told
+    assert "the target's layers 0, 2, 1" in told
+    edit_json(drafter / "config.json", **{key: None, "eagle_config": {key: [0, 1, 2]}})
+    assert f"outputs 0, 1, 2: config.json's eagle_config.{key} [0, 1, 2] are outputs" in real("info", str(drafter))[1]
+    refused(real("info", str(directories.target), "--aux-layer-ids", "0,1,2"), "--aux-layer-ids is given")
+    refused(real("info", str(drafter), "--aux-layer-ids", "one"), "--aux-layer-ids is 'one'")
+    refused(real("speculate", "--drafter", "ngram", "--aux-layer-ids", "0,1,2", "Hi"), "no drafter with weights")
+    refused(
+        real("sweep", "--out", str(tmp_path / "run"), "--drafter", "ngram", "--aux-layer-ids", "0,1,2"),
+        "no drafter with weights",
+    )
+
+    shutil.copytree(directories.target, target)
+    assert f"{STOP}, by generation_config.json" in real("info", str(target))[1]
+    (target / "generation_config.json").unlink()
+    assert f"{STOP}, by config.json" in real("info", str(target))[1]
+    edit_json(target / "config.json", eos_token_id=None)
+    assert f"{STOP}, by tokenizer_config.json" in real("info", str(target))[1]
+    (target / "tokenizer.json").unlink()
+    assert "WARNING: no stop token" in real("info", str(target))[1]
+
+
+def test_a_doubt_is_one_line_on_standard_error_even_if_quiet(
+    real: Run, directories: Directories, tmp_path: Path
+) -> None:
+    shutil.copytree(directories.target, tmp_path / "target")
+    for name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "target" / name).unlink(missing_ok=True)
+    edit_json(tmp_path / "target" / "config.json", eos_token_id=None)
+    arguments = ("generate", "--target", str(tmp_path / "target"), "--prompt-ids", "5,6", "-n", "2", "-q")
+    code, _, err = real(*arguments)
+    assert code == 0
+    assert err.startswith("peagle: warning: ")
+    assert "no stop token" in err
+    assert err.count("\n") == 1
+
+
+def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -> None:
+    """Parameters and cache bytes are those of the loaded model."""
+    import jax
+
+    from peagle.loading import load
+    from peagle.ops.kv_cache import cache_bytes
+
+    pair = load(directories.target, None, kernels="xla")
+    lines = dict(line.strip().split("  ", 1) for line in real("info", str(directories.target))[1].splitlines()[1:-1])
+    params = pair.plain_target.params  # type: ignore[attr-defined]
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert f"{count:,}," in lines["parameters"]
+    assert f"expanded {4 * count / 1e3:.1f} kB float32" in lines["in memory"]
+    cache = jax.eval_shape(lambda: pair.plain_target.init_cache(1, 1000 - 8, 8))
+    assert f"{cache_bytes(cache[1]) / 1e3:.1f} kB float32" in lines["KV cache per 1,000 positions"]
+    assert f"{cache_bytes((cache[0], cache[2])) / 1e3:.1f} kB float32" in lines["KV rings, once per row"]
+
+
+def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_path: Path) -> None:
+    target, drafter = str(directories.target), str(directories.drafter)
+    code, out, err = real("info", target, target)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "both targets" in err
+    refused(real("info", target, drafter, target), "3 directories")
+    refused(real("info", str(tmp_path)), "no config.json")
+    shutil.copytree(directories.drafter, tmp_path / "other")
+    edit_json(tmp_path / "other" / "config.json", eagle_aux_hidden_state_layer_ids=[1, 2, 9])
+    code, out, err = real("info", target, str(tmp_path / "other"))
+    assert code == 2
+    assert "They fit" not in out
+    assert "9 is no layer's" in err
+
+
+def process(*arguments: str, code: str = TOY_PROCESS, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def test_a_profiler_that_fails_costs_no_answer(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("one is active already\nand a trace of the stack")
+
+    monkeypatch.setattr("jax.profiler.trace", refuse)
+    arguments = (
+        *SPECULATE,
+        "--prompt-ids",
+        "50,51",
+        "--profile",
+        str(tmp_path / "p"),
+        "--json",
+        str(tmp_path / "json"),
+    )
+    code, out, err = cli(*arguments)
+    assert code == 2
+    assert out
+    assert err.splitlines()[-1] == f"peagle: error: --profile {tmp_path / 'p'} failed: one is active already"
+    written = json.loads((tmp_path / "json").read_text())
+    assert written["profile"] is None
+    assert len(written["requests"][0]["output_ids"]) == 12
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import sys
+from peagle.cli import main
+assert main(sys.argv[1:]) == 0
+heavy = {"jax", "numpy", "transformers", "flax", "safetensors", "tokenizers", "matplotlib"}
+print(sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+    for arguments, expected in ((["--help"], "speculate"), (["speculate", "--help"], "--prompt-file")):
+        out, err = process(*arguments, code=code).communicate()
+        assert err.decode().strip() == "[]"
+        assert expected in out.decode()
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "300", "-q")
+    with process(*arguments, code=LOOKED_AT + TOY_PROCESS) as running:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert running.stdout.read(2)
+        running.stdout.close()
+        running.stdin.close()
+        assert running.stderr.read() == b""
+        assert running.wait() == 141
+
+
+def test_ctrl_c_in_a_process_leaves_130() -> None:
+    arguments = ("speculate", "--target", "toy", "--drafter", "ngram", "--prompt-ids", "50", "-n", "380", "-k", "1")
+    with process(*arguments, code=LOOKED_AT + TOY_PROCESS) as running:
+        assert running.stdout is not None
+        assert running.stdout.read(2)
+        running.send_signal(signal.SIGINT)  # it is there before the input ends
+        _, err = running.communicate()
+    assert running.returncode == 130
+    assert b"Traceback" not in err
+    assert b"finish: interrupted" in err
+
+
+def test_synthetic_acceptance_is_marked_wherever_it_shows(cli: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    given = ("speculate", "--drafter", "ngram", "a", "-k", "3", "--synthetic-acceptance")
+    code, _, error = cli(*given, "0.9", "-n", "64", "--json", str(out))
+    assert code == 0
+    assert "SYNTHETIC" in error
+    found = json.loads(out.read_text())
+    assert found["config"]["synthetic_acceptance"] == pytest.approx([0.9, 0.81, 0.729])
+    assert found["requests"][0]["baseline"]["first_divergence"] is None
+    assert found["summary"]["acceptance_length"] > 2  # drawn: an n-gram drafter starts slower
+    code, _, error = cli(*given, "much")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "expected rates" in error
+    assert cli(*given, "0.5,0.4")[0] == 2

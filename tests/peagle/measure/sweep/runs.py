@@ -1,0 +1,44 @@
+"""Sweeps of the toy pair: through the command, in no time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peagle.cli.sweep
+from peagle.api import Pair
+from peagle.cli import main
+from peagle.measure.sweep.folder import Folder, open_run
+from tests.peagle.conftest import ByteTokenizer, toy_pair
+
+TEXTS = ("one two one two", "a", "never", "b", "c", "dd", "e", "f", "gg")  # enough for an interval
+
+
+class Tokens(ByteTokenizer):
+    """Bytes, and a question mark for every id above them."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return super().token_bytes(token_id) if token_id < 256 else b"?"
+
+
+def prompt_file(directory: Path, *rows: Any) -> Path:
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows or [{"prompt": text} for text in TEXTS]))
+    return path
+
+
+def sweep(monkeypatch: pytest.MonkeyPatch, *arguments: object, pair: Pair | None = None) -> int:
+    """`peagle sweep` on the toy pair, which stands in for whatever would be loaded."""
+    loaded = toy_pair(Tokens(), ()) if pair is None else pair
+    monkeypatch.setattr(peagle.cli.sweep, "load", lambda *_, **__: loaded)
+    monkeypatch.setattr(peagle.cli.sweep, "with_drafter", lambda *_, **__: loaded)
+    return main(["sweep", *map(str, arguments)])
+
+
+def swept(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: object) -> Folder:
+    """A finished run of eight prompts, K = 1 and 3, two repeats."""
+    prompts = prompt_file(out.parent)
+    options = ("-k", "3,1", "--prompts", prompts, "--num-prompts", 8, "--repeats", 2, "-n", 24, "--render", "raw")
+    assert sweep(monkeypatch, "--out", out, *options, *arguments) == 0
+    return open_run(out)

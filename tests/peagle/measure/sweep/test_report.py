@@ -1,0 +1,273 @@
+"""Reports: of a run, of an unfinished one, of two that are compared; what cannot be compared is said."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peagle.cli import main
+from peagle.measure.sweep import charts
+from peagle.measure.sweep.compare import differences
+from peagle.measure.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio, rows
+from peagle.measure.sweep.folder import RAW, RUN, Folder, open_run
+from peagle.measure.sweep.page import Heading, Picture, Table, Text, estimate_text, markdown, page
+from peagle.ops.errors import InputError
+from scripts.publish import ROW, publish, rounded
+from tests.peagle.measure.sweep.runs import swept
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
+
+
+@pytest.fixture
+def runs(finished: Path, tmp_path: Path) -> tuple[Folder, Folder]:
+    """Two runs that found the same."""
+    one, two = (open_run(Path(shutil.copytree(finished, tmp_path / name))) for name in ("one", "two"))
+    return one, two
+
+
+def change(folder: Folder, **plan: object) -> None:
+    record = json.loads((folder.path / RUN).read_text())
+    (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | plan}))
+
+
+def rewrite(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
+    """Each generation with a made-up time, so that nothing here rests on how busy the machine was; then `change`."""
+    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+    for line in lines:
+        line["decode_s"] = (2.0 if line["k"] == 0 else 1.0) + 0.01 * line["repeat"]
+        change(line)
+    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def now_and_then_slower(line: dict[str, Any]) -> None:
+    if line["k"] == 3:
+        line["decode_s"] *= 1.2 if line["request"] % 2 else 0.8
+
+
+def one_more_step_accepts_nothing(line: dict[str, Any]) -> None:
+    if line["k"] == 3:
+        line["histogram"][0] += 3
+        line["decode_s"] *= 2
+
+
+def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
+    runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs[0]
+    whole = (folder.path / "README.md").read_text()
+    (folder.path / "README.md").unlink()
+    assert main(["report", str(folder.path)]) == 0
+    assert (folder.path / "README.md").read_text() == whole
+    assert "report.html" in capsys.readouterr().out
+    lines = (folder.path / RAW).read_text().splitlines(keepends=True)
+    (folder.path / RAW).write_text("".join(lines[:-2]))
+    folder.save(rows=None)
+    assert main(["report", str(folder.path)]) == 0
+    assert "not finished" in (folder.path / "README.md").read_text()
+    (folder.path / RAW).write_text("")
+    assert main(["report", str(folder.path)]) == 2
+    assert "resume it first" in capsys.readouterr().err
+
+
+def test_a_run_in_short_has_the_figures_of_the_whole(
+    runs: tuple[Folder, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounded; the run itself stays as it was, and its pages can be made again, unlike those of what is in short."""
+    folder, out = runs[0], tmp_path / "short"
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
+    publish(folder.path, out)
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
+    text = (out / "README.md").read_text()
+    pictures = {path.name for path in out.glob("*.svg")}
+    assert 1 <= len(pictures) <= 2
+    assert all(f"]({name})" in text for name in pictures)
+    assert {path.name for path in out.iterdir()} == {"README.md", "run.json", *pictures}
+    short, whole = (json.loads((path / RUN).read_text()) for path in (out, folder.path))
+    assert (short["plan"], short["sittings"]) == (whole["plan"], whole["sittings"])
+    assert len(short["rows"]) == len(whole["rows"])
+    for row, full in zip(short["rows"], whole["rows"], strict=True):
+        assert {name: row[name] for name in ROW} == {name: full[name] for name in ROW}
+        for name in ("acceptance_length", "speedup"):
+            assert row[name] == rounded(full[name])
+        quiet = full["without_loops"]["acceptance_length"]
+        assert row["without_loops"] == {"acceptance_length": rounded(quiet)}
+        assert estimate_text(row["speedup"]) in text
+    capsys.readouterr()
+    assert main(["report", str(out)]) == 2
+    assert "with its raw lines" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_finished_is_not_put_in_short(runs: tuple[Folder, Folder], tmp_path: Path) -> None:
+    runs[0].save(rows=None)
+    with pytest.raises(InputError, match="not finished"):
+        publish(runs[0].path, tmp_path / "short")
+    assert not (tmp_path / "short").exists()
+
+
+def three_are_slow(line: dict[str, Any]) -> None:
+    if line["k"] == 3 and line["request"] < 3:
+        line["decode_s"] *= 4
+
+
+def test_slower_requests_are_counted_where_repeats_are_enough(runs: tuple[Folder, Folder]) -> None:
+    """Of two repeats nothing is said; of three, those count whose interval lies below."""
+    folder = runs[0]
+    rewrite(folder, three_are_slow)
+    assert {(row["num_slower"], row["num_compared"]) for row in rows(folder)} == {(0, 0)}
+    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+    lines += [line | {"repeat": 2} for line in lines if line["repeat"] == 1]
+    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    change(folder, repeats=3)
+    counted = {row["k"]: (row["num_slower"], row["num_compared"]) for row in rows(open_run(folder.path))}
+    assert counted == {0: (0, 8), 1: (0, 8), 3: (3, 8)}
+
+
+def test_without_matplotlib_there_is_the_page_without_pictures(
+    runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runs[0]
+    whole = (folder.path / "README.md").read_text()
+    monkeypatch.setattr(charts, "can_draw", lambda: False)
+    assert main(["report", str(folder.path)]) == 0
+    found = (folder.path / "README.md").read_text()
+    assert "![" in whole
+    assert "![" not in found
+    tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (whole, found)]
+    assert tables[0] == tables[1]
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -> None:
+    rewrite(runs[0], lambda _: None)
+    rewrite(runs[1], now_and_then_slower)
+    found = differences(*runs)
+    assert [(each.figure, each.label) for each in found] == [
+        (figure, label) for label in ("1", "3") for figure in ("acceptance length", "speed-up")
+    ]
+    assert not any(each.real for each in found)
+    assert all(each.num_requests == 8 for each in found)
+    assert [each.equal for each in found] == [True, True, True, False]
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 0
+    text = (tmp_path / "both" / "README.md").read_text()
+    assert "two against one" in text
+    assert [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| prompts")][-4:] == [
+        *["equal |"] * 3,
+        "cannot be told |",
+    ]
+
+
+def test_a_difference_of_every_request_is_real(runs: tuple[Folder, Folder]) -> None:
+    rewrite(runs[0], lambda _: None)
+    rewrite(runs[1], one_more_step_accepts_nothing)
+    worse = [each for each in differences(*runs) if each.label == "3"]
+    assert all(each.real and (each.difference.high or 0) < 0 for each in worse)
+    assert {each.figure for each in worse} == {"acceptance length", "speed-up"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"fingerprints": {"target": "another"}}, "another target"),
+        ({"max_new_tokens": 99}, "another cap of new tokens (24 and 99)"),
+        ({"temperatures": [0.7]}, "no setting and K in common"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_refused_in_a_line(
+    runs: tuple[Folder, Folder],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    plan: dict[str, object],
+    message: str,
+) -> None:
+    if "temperatures" in plan:  # lines of a setting that the other run has not
+        raw = runs[1].path / RAW
+        raw.write_text(raw.read_text().replace('"temperature": 0.0', '"temperature": 0.7'))
+    change(runs[1], **plan)
+    capsys.readouterr()
+    out = tmp_path / "both"
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_other_prompts_cannot_be_compared(
+    runs: tuple[Folder, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((runs[1].path / RUN).read_text())
+    change(runs[1], sources=[record["plan"]["sources"][0] | {"sha256": "0"}])
+    assert main(["report", *(str(run.path) for run in runs), "--out", str(tmp_path / "both")]) == 2
+    assert "other prompts" in capsys.readouterr().err
+
+
+def test_several_runs_need_a_folder(runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["report", *(str(run.path) for run in runs)]) == 2
+    assert "give --out DIR" in capsys.readouterr().err
+
+
+def test_intervals_cover_what_they_should() -> None:
+    """Of 200 samples from a known distribution, about 95 % have the truth in their interval."""
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(200):
+        steps = rng.integers(5, 50, 40)
+        found = estimate(np.stack([rng.binomial(steps, 0.6), steps], axis=1), ratio)
+        assert found is not None
+        inside += (found.low or 1) <= 0.6 <= (found.high or 0)
+    assert 180 <= inside <= 199
+    assert estimate(np.zeros((0, 2)), ratio) is None
+    assert estimate(np.zeros((3, 2)), ratio) is None  # 0 / 0
+    assert estimate(np.array([[1.0, 1], [2, 1]]), ratio) == Estimate(1.5, None, None)  # too few for an interval
+
+
+def test_rows_of_a_group_stay_together() -> None:
+    """Ten groups of five equal rows say as much as ten rows."""
+    values = np.stack([np.random.default_rng(0).normal(0, 1, 10), np.ones(10)], axis=1)
+    alone = estimate(values, ratio)
+    grouped = estimate(np.repeat(values, 5, axis=0), ratio, [i // 5 for i in range(50)])
+    apart = estimate(np.repeat(values, 5, axis=0), ratio)
+    assert alone is not None
+    assert grouped is not None
+    assert apart is not None
+    assert (grouped.low, grouped.high) == pytest.approx((alone.low, alone.high))
+    assert (apart.high or 0) - (apart.low or 0) < 0.6 * ((alone.high or 0) - (alone.low or 0))
+
+
+def test_medians_are_those_of_draws() -> None:
+    """Against numpy's median of as many draws, made one by one; conversations of one, two and three requests."""
+    rng = np.random.default_rng(3)
+    groups = [0, 1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 8, 9]
+    values = rng.normal(0, 1, len(groups)).round(1).tolist()  # some are equal
+    members = [[value for value, mine in zip(values, groups, strict=True) if mine == group] for group in range(10)]
+    picks = np.random.default_rng(0).integers(0, 10, (RESAMPLES, 10))
+    draws = [np.median([value for group in pick for value in members[group]]) for pick in picks]
+    found = estimate_median(values, groups)
+    assert found is not None
+    assert found.value == np.median(values)
+    assert (found.low, found.high) == tuple(np.quantile(draws, (0.025, 0.975)))
+    assert estimate_median([4.0, 1.0, 2.0, 1.0], [0, 1, 2, 3]) == Estimate(1.5, None, None)  # too few for an interval
+    assert estimate_median([], []) is None
+
+
+def test_pages_escape_what_a_name_may_hold() -> None:
+    blocks = [
+        Heading("a < b", 1),
+        Text("`x<y>` **b**"),
+        Table(("h|1",), (("<script>",),)),
+        Picture("p", "<svg/>", 'a"b'),
+    ]
+    assert "| h\\|1 |" in markdown(blocks)
+    text = page(blocks)
+    assert "<script>" not in text
+    assert "<code>x&lt;y&gt;</code> <b>b</b>" in text
+    assert 'alt="a&quot;b"' in text

@@ -1,0 +1,656 @@
+"""The sweep: figures follow from raw lines, plain decoding is in it, nothing is overwritten, done twice or lost."""
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import runpy
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import peagle.cli.sweep
+import peagle.measure.sweep.measure
+from peagle.api import Pair
+from peagle.cli import main
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
+from peagle.measure.sweep.figures import best, rows
+from peagle.measure.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
+from peagle.measure.sweep.plan import Arm, Plan, Setting, short_names
+from peagle.ops.errors import InputError
+from peagle.result import Result, decode
+from peagle.text.tokenizer import ByteLevelTokenizer, Tokenizer
+from tests.peagle.conftest import SPECIALS, press_ctrl_c_at, toy_pair
+from tests.peagle.measure.sweep.runs import TEXTS, Tokens, prompt_file, sweep, swept
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
+
+
+@pytest.fixture
+def finished(once: Path, tmp_path: Path) -> Folder:
+    """A finished run of the test's own: a copy, for each sweep takes seconds."""
+    return open_run(Path(shutil.copytree(once, tmp_path / "run")))
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sweeps but the finished one: no pictures, and the steps of one conversation under the profiler."""
+    monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
+    monkeypatch.setattr(peagle.measure.sweep.measure, "LOOKED_AT", 1)
+
+
+class Killed(BaseException):
+    """What no handler stops: as if the process had been killed."""
+
+
+def counts(folder: Folder) -> dict[Any, Any]:
+    """What was decoded, without times."""
+    return {
+        key(sample): (sample.output_sha256, sample.histogram, sample.verified, sample.num_plain_steps)
+        for sample in folder.samples()
+    }
+
+
+def test_a_plan_comes_back_from_json(finished: Folder) -> None:
+    for plan in (finished.plan, dataclasses.replace(finished.plan, aux_layer_ids=(1, 4, 7))):
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    older = finished.plan.to_json()
+    del older["aux_layer_ids"]
+    assert Plan.from_json(older) == finished.plan
+
+
+def test_figures_follow_from_raw_lines(finished: Folder) -> None:
+    raw = [json.loads(line) for line in (finished.path / RAW).read_text().splitlines()]
+    assert len(raw) == 3 * 2 * 8
+    found = finished.record["rows"]
+    assert [row["k"] for row in found] == [0, 1, 3]
+    plain = {(line["repeat"], line["request"]): line for line in raw if line["k"] == 0}
+    for row in found[1:]:
+        mine = [line for line in raw if line["k"] == row["k"]]
+        histogram = np.sum([line["histogram"] for line in mine], axis=0)
+        steps, accepted = histogram.sum(), histogram @ np.arange(row["k"] + 1)
+        assert (row["num_spec_steps"], row["num_accepted_draft_tokens"]) == (steps, accepted)
+        assert row["num_draft_tokens"] == steps * row["k"]
+        assert row["acceptance_length"]["value"] == pytest.approx(1 + accepted / steps)
+        assert row["acceptance_length"]["value"] > 1  # the toy walks in circles, which an n-gram drafter learns
+        for place, rate in enumerate(row["rate_per_position"]):
+            at_least, tried = histogram[place + 1 :].sum(), histogram[place:].sum()
+            assert rate["value"] == pytest.approx(at_least / steps)
+            assert row["conditional_rate"][place]["value"] == pytest.approx(at_least / tried)
+        tokens = sum(line["output_tokens"] - 1 for line in mine)
+        seconds, plain_seconds = (sum(line["decode_s"] for line in some) for some in (mine, plain.values()))
+        assert row["tok_per_s"]["value"] == pytest.approx(tokens / seconds)
+        assert row["speedup"]["value"] == pytest.approx(plain_seconds / seconds)  # as many tokens, greedy
+        assert row["step_s"]["value"] == pytest.approx(seconds / steps)
+        assert row["tokens_per_step"]["value"] == pytest.approx(tokens / steps)
+        assert row["speedup"]["value"] == pytest.approx(tokens / steps / row["cycle_cost"]["value"])
+        assert row["equal_to_plain_frac"] == 1
+        for figure in ("acceptance_length", "speedup", "speedup_median", "ttft_s", "tpot_s"):
+            assert row[figure]["low"] <= row[figure]["value"] <= row[figure]["high"]
+        parts = [row[f"{part}_s"] for part in ("draft", "verify", "host")]
+        assert sum(part["value"] for part in parts) == pytest.approx(row["step_s"]["value"])
+        assert all(0 <= part["low"] <= part["value"] <= part["high"] for part in parts)
+        one = found[0]["verify_s"]["value"]  # may be nothing at all: the toy looks its logits up
+        assert (row["verify_cost"] or {}).get("value") == (pytest.approx(parts[1]["value"] / one) if one else None)
+    assert found[0]["speedup"]["value"] == 1
+    assert found == json.loads(json.dumps(rows(finished)))
+
+
+def share(
+    folder: Folder, k: int, request: int, steps: int, draft: float, verify: float, other: float
+) -> dict[str, Any]:
+    """As if the profiler had seen this in a request."""
+    like = next(each for each in folder.record["shares"] if each["k"] == k)
+    parts = {"draft_ms": draft, "verify_ms": verify, "other_ms": other}
+    return like | parts | {"request": request, "num_steps": steps}
+
+
+def test_shares_of_a_step_are_those_of_all_that_was_looked_at(finished: Folder) -> None:
+    """Of as many steps as a request has; and with every conversation looked at there is an interval."""
+    kinds = [(1, 2.0, 6.0, 2.0), (3, 1.0, 8.0, 1.0)]  # steps; ms of drafting, verifying and the rest of each
+    for num_looked, known in ((8, True), (2, False)):
+        finished.record["shares"] = [share(finished, 3, n, *kinds[n % 2]) for n in range(num_looked)] + [
+            share(finished, 0, n, 1, 0.0, 8.0, 2.0) for n in range(num_looked)
+        ]
+        row = rows(finished)[2]
+        step, cycle = row["step_s"], row["cycle_cost"]
+        assert row["draft_s"]["value"] == pytest.approx((1 * 2 + 3 * 1) / 40 * step["value"])
+        assert row["verify_s"]["value"] == pytest.approx((1 * 6 + 3 * 8) / 40 * step["value"])
+        assert row["verify_cost"]["value"] == pytest.approx(30 / 40 / 0.8 * cycle["value"])
+        assert [row[name]["low"] is not None for name in ("draft_s", "verify_cost")] == [known, known]
+    assert rows(finished)[1]["draft_s"] is None  # K = 1 was not looked at
+
+
+def test_what_is_alike_in_an_arm_and_in_plain_decoding_cancels_out_of_the_cost(finished: Folder) -> None:
+    """Requests differ in what verifying takes of a step, and both alike: the cost is as sure as the cycle's. An arm's
+    request that plain decoding was not looked at in counts for nothing there."""
+    plain = [share(finished, 0, n, 1, 0.0, 2.0 + n, 8.0 - n) for n in range(8)]
+    mine = [each | {"k": 3, "drafter": "demo"} for each in plain]
+    finished.record["shares"] = plain + mine
+    row = rows(finished)[2]
+    assert row["verify_cost"] == pytest.approx(row["cycle_cost"])
+    finished.record["shares"] = plain[1:] + mine
+    assert rows(finished)[2]["verify_cost"]["value"] == pytest.approx(row["cycle_cost"]["value"])
+
+
+def test_steps_of_some_conversations_are_looked_at_and_what_is_missing_is_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One request of a conversation, by every arm; killed in between, and with one that failed, no more and no less."""
+    monkeypatch.setattr(peagle.measure.sweep.measure, "LOOKED_AT", 2)
+    seen: list[tuple[int, int]] = []
+    real = peagle.measure.sweep.measure.profile
+
+    def profile(engine: Engine, requests: Sequence[Request], *rest: Any, **options: Any) -> Any:
+        seen.append((engine.config.num_speculative_tokens, requests[0].index))
+        if len(seen) == 2:
+            raise RuntimeError("no trace")
+        if len(seen) == 4:
+            raise Killed
+        return real(engine, requests, *rest, **options)
+
+    monkeypatch.setattr(peagle.measure.sweep.measure, "profile", profile)
+    turns = [{"turns": ["a", "b"]}, {"turns": ["c", "d"]}, {"turns": ["e"]}]
+    options = ["--prompts", prompt_file(tmp_path, *turns), "-k", "2", "--repeats", 1, "-n", 9]
+    with pytest.raises(Killed):
+        sweep(monkeypatch, "--out", tmp_path / "run", *options)
+    assert [each.get("why_not") for each in open_run(tmp_path / "run").record["shares"]] == [None, "no trace", None]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
+    shares = open_run(tmp_path / "run").record["shares"]
+    looked = sorted((each["k"], each["request"]) for each in shares)
+    assert len(looked) == len(set(looked)) == 4  # plain decoding and K = 2
+    rows_of = {each.request: each.row for each in (open_run(tmp_path / "run").asked() or ([], []))[0]}
+    assert len({rows_of[request] for _, request in looked}) == 2
+    assert seen[4:] == [(2, seen[1][1]), (2, seen[3][1])]
+    assert not any("why_not" in each for each in shares)
+
+
+def test_a_run_of_the_schema_before_has_its_figures_but_the_shares(finished: Folder) -> None:
+    record = json.loads((finished.path / RUN).read_text())
+    old = {"temperature": 0.0, "k": 3, "drafter": "demo", "draft_frac": 0.2, "verify_frac": 0.7, "host_frac": 0.1}
+    (finished.path / RUN).write_text(json.dumps(record | {"schema": 2, "shares": [old]}))
+    for before, now in zip(rows(open_run(finished.path)), rows(finished), strict=True):
+        assert before["speedup"] == now["speedup"]
+        assert before["draft_s"] is before["verify_cost"] is None
+    assert main(["report", str(finished.path), "--quiet"]) == 0
+    assert "No steps were looked at under the profiler" in (finished.path / "README.md").read_text()
+
+
+def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
+    asked, left_out = finished.asked() or ([], [])
+    assert [bytes(each.prompt_ids).decode() for each in asked] == list(TEXTS[:8])
+    assert left_out == []
+    page, html = ((finished.path / name).read_text() for name in ("README.md", "report.html"))
+    assert "| 3 |" in page
+    for name in re.findall(r"\((\w+\.svg)\)", page):
+        assert (finished.path / name).read_text().startswith("<?xml")
+    assert html.count('<img src="data:image/svg+xml;base64,') >= 4
+    assert not re.search(r"(src|href)=.(?!data:)", html)  # asks nothing of a network
+
+
+def test_drafters_settings_and_vocabularies_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("peagle.cli.sweep.check_fit", lambda *_: ())
+    out = tmp_path / "run"
+    options = ["--num-prompts", 1, "--repeats", 1, "-n", 12, "--render", "both", "--temperature", "0,0.5", "-k", "2"]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    drafters = f"{tmp_path / 'one'},{tmp_path / 'two'}"
+    assert sweep(monkeypatch, "--out", out, "--prompts", prompt_file(tmp_path), *options, "--drafter", drafters) == 0
+    found = open_run(out).record["rows"]
+    settings = dict.fromkeys((row["raw"], row["temperature"]) for row in found)
+    assert list(settings) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
+    assert [row["label"] for row in found[:3]] == ["0", "2, one", "2, two"]
+    assert "| 2, two |" in (out / "README.md").read_text()
+
+
+def test_arms_take_turns_by_as_many_requests_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = swept(monkeypatch, tmp_path / "run", "--in-a-row", 3)
+    order = [(sample.arm, sample.repeat, sample.request) for sample in folder.samples()]
+    assert len(order) == len(set(order)) == 3 * 2 * 8
+    rows = [list(row) for _, row in itertools.groupby(order, key=lambda each: each[:2])]
+    assert [each[2] for each in rows[0]] == [0, 1, 2]
+    assert {len(row) for row in rows} == {3, 2}, "eight requests, by three"
+    assert len({row[0][0] for row in rows[:3]}) == 3, "each arm has its turn"
+    assert "an arm decodes 3 request(s) before" in (folder.path / "README.md").read_text()
+
+
+def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = swept(monkeypatch, tmp_path / "run", "--temperature", "0,1.5", "-k", "1", "--num-prompts", 1)
+    outputs: dict[tuple[float, int], set[str]] = {(t, k): set() for t in (0.0, 1.5) for k in (0, 1)}
+    for sample in folder.samples():
+        outputs[sample.temperature, sample.k].add(sample.output_sha256)
+    assert [len(found) for found in outputs.values()] == [1, 1, 2, 2]
+
+
+def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts = prompt_file(tmp_path, {"turns": ["a", "b", "c"], "category": "x"}, {"prompt": "d", "category": "y"})
+    options = ["--prompts", prompts, "-k", "2", "--repeats", 1, "-n", 9, "--turns", 2]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
+    folder = open_run(tmp_path / "run")
+    asked, _ = folder.asked() or ([], [])
+    assert [(each.row, each.turn, each.category) for each in asked] == [(0, 0, "x"), (0, 1, "x"), (1, 0, "y")]
+    answer = next(sample.output_ids for sample in folder.samples() if sample.k == 0 and sample.request == 0)
+    assert answer is not None
+    assert repr(bytes(answer).decode(errors="replace"))[1:-1] in bytes(asked[1].prompt_ids).decode()
+    parts = folder.record["rows"][1]["by_category"]
+    assert [(part["part"], part["num_requests"]) for part in parts] == [("x", 2), ("y", 1)]
+    whole = {name for name in folder.record["rows"][1] if name not in parts[0]}  # a part has every other figure
+    names = {field.name for each in (Setting, Arm) for field in dataclasses.fields(each)}
+    assert whole == {*names, "label", "by_category", "by_bucket", "per_request", "num_slower", "num_compared"}
+    everything = (folder.path / PROMPTS).read_text().splitlines(keepends=True)
+    for part, lines in zip(parts, (everything[:2], everything[2:]), strict=True):
+        (folder.path / PROMPTS).write_text("".join(lines))  # as if the others had not been asked
+        alone = rows(folder)[1]
+        assert part == {name: alone.get(name, part["part"]) for name in part}
+    assert sweep(monkeypatch, "--out", tmp_path / "raw", *options, "--render", "raw") == 0
+    _, left_out = open_run(tmp_path / "raw").asked() or ([], [])
+    assert "raw text has one turn" in left_out[0].why
+
+
+def dying(after: int) -> Any:
+    """decode, which so many requests outlive."""
+    decoded: list[int] = []
+
+    def decode_some(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
+        if len(decoded) == after:
+            raise Killed
+        decoded.append(requests[0].index)
+        return decode(engine, requests, tokenizer)
+
+    return decode_some
+
+
+def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Folder
+) -> None:
+    """Between two lines, and within one: behind lines that this sitting wrote, and behind none."""
+    options = ["-k", "3,1", "--prompts", prompt_file(tmp_path), "--num-prompts", 8, "--repeats", 2, "-n", 24]
+    options += ["--render", "raw"]
+    out, torn = tmp_path / "killed", '{"prompts": "prom'
+    for number, (after, begun) in enumerate(zip((1, 0, 4, 2, 1), ("", torn, torn, "", torn), strict=True)):
+        monkeypatch.setattr("peagle.measure.sweep.measure.decode", dying(after))
+        with pytest.raises(Killed):
+            sweep(monkeypatch, "--out", out, *(["--resume"] if number else options))
+        with (out / RAW).open("a") as file:
+            file.write(begun)  # a line that was being written
+        assert len(open_run(out).samples()) == sum((1, 0, 4, 2, 1)[: number + 1])
+    monkeypatch.setattr("peagle.measure.sweep.measure.decode", decode)
+    assert sweep(monkeypatch, "--out", out, "--resume") == 0
+    resumed = open_run(out)
+    assert counts(resumed) == counts(finished)
+    assert len((out / RAW).read_text().splitlines()) == len(finished.samples())
+    assert len(resumed.record["sittings"]) == 6
+    for one, two in zip(resumed.record["rows"], finished.record["rows"], strict=True):
+        assert one["acceptance_length"] == two["acceptance_length"]
+
+
+def test_ctrl_c_keeps_what_was_decoded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pressed as the third of four requests begins."""
+    options = ["-k", "1", "--prompts", prompt_file(tmp_path), "--num-prompts", 2, "--repeats", 1, "-n", 8]
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, peagle.measure.sweep.measure, "decode", 3)
+        assert sweep(patch, "--out", out, *options, "--render", "raw") == 130
+    assert f"interrupted; to go on: peagle sweep --out {out} --resume" in capsys.readouterr().err
+    assert len(open_run(out).samples()) == 2
+    assert sweep(monkeypatch, "--out", out, "--resume") == 0
+    assert len(open_run(out).samples()) == 4
+
+
+def test_a_run_that_had_not_read_its_prompts_goes_on_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("peagle.cli.sweep.ask", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            swept(patched, tmp_path / "run")
+    assert not (tmp_path / "run" / PROMPTS).exists()
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
+    assert open_run(tmp_path / "run").finished
+
+
+def test_answers_to_earlier_turns_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts = prompt_file(tmp_path, {"turns": ["a", "b"]}, {"turns": ["c", "d", "e"]}, {"prompt": "f"})
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9]
+    assert sweep(monkeypatch, "--out", tmp_path / "whole", *options) == 0
+    out = tmp_path / "run"
+    monkeypatch.setattr("peagle.measure.sweep.measure.decode", dying(after=2))
+    with pytest.raises(Killed):
+        sweep(monkeypatch, "--out", out, *options)
+    assert len((out / ASKING).read_text().splitlines()) == 1  # the second conversation lacked an answer
+    with (out / ASKING).open("a") as file:
+        file.write('{"prompts": ')  # a line that was being written
+    monkeypatch.setattr(
+        peagle.measure.sweep.measure, "decode", dying(after=2 + 6 * 2)
+    )  # its two answers, then everything
+    assert sweep(monkeypatch, "--out", out, "--resume") == 0
+    assert (out / PROMPTS).read_text() == (tmp_path / "whole" / PROMPTS).read_text()
+    assert not (out / ASKING).exists()
+
+
+def test_a_refusal_costs_no_answer_that_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = prompt_file(tmp_path, {"turns": ["a", "b"]}, {"prompt": "f" * 400})
+    options = ["--prompts", prompts, "-k", "1", "--max-prompt-tokens", 300, "--too-long", "error", "-n", 9]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
+    assert "expected at most 300" in capsys.readouterr().err
+    assert [len(each.asked) for each in open_run(tmp_path / "run").posed()] == [2]
+
+
+def failing(on: int) -> Any:
+    def decode_some(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
+        if engine.config.num_speculative_tokens == on:
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of\nmemory")
+        return decode(engine, requests, tokenizer)
+
+    return decode_some
+
+
+def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anything_is_decoded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """XLA crashes where it gets no more: nothing of ours could say so then."""
+    options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
+    shares = iter([0.1, 0.5, 0.9])
+    monkeypatch.setattr(peagle.measure.sweep.measure, "share_of_mappings", lambda: next(shares))
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
+    assert "K = 2: the programs of 2 arms take 90% of the memory mappings" in capsys.readouterr().err
+    assert not open_run(tmp_path / "run").samples()
+
+
+def test_an_arm_that_fails_stops_the_run_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
+    monkeypatch.setattr("peagle.measure.sweep.measure.decode", failing(on=2))
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 2
+    error = capsys.readouterr().err
+    assert "K = 2: RESOURCE_EXHAUSTED: out of memory" in error
+    assert error.count("\n") == 1
+    kept = len(open_run(tmp_path / "run").samples())
+    assert kept == 2
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume", "--continue-on-error") == 1
+    folder = open_run(tmp_path / "run")
+    assert [row["k"] for row in folder.record["rows"]] == [0, 1]
+    assert "**Failed:**" in (tmp_path / "run" / "README.md").read_text()
+    monkeypatch.setattr("peagle.measure.sweep.measure.decode", decode)
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--resume") == 0
+    assert [row["k"] for row in open_run(tmp_path / "run").record["rows"]] == [0, 1, 2]
+    assert open_run(tmp_path / "run").errors() == {}
+
+
+def test_a_dry_run_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = prompt_file(tmp_path)
+    assert sweep(monkeypatch, "--out", tmp_path / "run", "--prompts", prompts, "-k", "0-2", "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "K = 0; 1; 2" in said
+    assert "81 requests" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompts", prompt_file(tmp_path), "-k", "1", "--repeats", 1, "-n", 4, "--render", "raw"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options, "--max-prompt-tokens", 5) == 0
+    asked, left_out = open_run(tmp_path / "run").asked() or ([], [])
+    assert (len(asked), len(left_out)) == (8, 1)
+    assert "has 15 tokens; expected at most 5" in (tmp_path / "run" / "README.md").read_text()
+    capsys.readouterr()
+    options += ["--max-prompt-tokens", 5, "--too-long", "error"]
+    assert sweep(monkeypatch, "--out", tmp_path / "other", *options) == 2
+    assert "--too-long skip" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-k", "x"], "expected numbers, ranges or auto"),
+        (["-k", "3-"], "expected numbers, ranges or auto"),
+        (["-k", "0"], "at least one K of 1 or more"),
+        (["-k", "1,100000", "--dry-run"], "K is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
+        (["--temperature", "hot"], "expected numbers with commas"),
+        (["--temperature", "-1"], "expected finite numbers"),
+        (["--buckets", "5,3"], "tokens that rise"),
+        (["--repeats", "0"], "--repeats"),
+        (["--prompts", "absent.jsonl"], "cannot be read"),
+        (["--drafter", "absent"], "absent"),
+        (["--resume"], "cannot be read"),
+        (["--max-prompt-tokens", "1"], "nothing of demo can be asked"),
+        (["--max-prompt-tokens", "1", "--too-long", "error"], "expected at most 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_there_is_never_overwritten(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], finished: Folder
+) -> None:
+    before = {path.name: path.read_bytes() for path in finished.path.iterdir()}
+    assert sweep(monkeypatch, "--out", finished.path, "--prompts", prompt_file(tmp_path)) == 2
+    assert sweep(monkeypatch, "--out", finished.path, "--resume", "-k", "5") == 2
+    assert "num speculative tokens is given, too" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in finished.path.iterdir()} == before
+
+
+def test_another_schema_another_checkpoint_and_damage_are_refused(
+    monkeypatch: pytest.MonkeyPatch, finished: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = json.loads((finished.path / RUN).read_text())
+    prints = record["plan"]["fingerprints"]
+    for change, message in (
+        ({"schema": 4}, "newer peagle (schema 4"),
+        ({"schema": 1}, "holds no run of peagle sweep"),
+        ({"kind": "other"}, "holds no run of peagle sweep"),
+        ({"kind": "sweep in short"}, "with its raw lines"),
+        ({"plan": {}}, "is not whole"),
+        ({"plan": []}, "is not whole"),
+        ({"plan": record["plan"] | {"ks": ["x"]}}, "is not whole"),
+        (
+            {"sittings": [record["sittings"][0] | {"ran": {"dtype": "float32", "experts": "e", "kernels": "other"}}]},
+            "kernels other; now it is dtype float32",
+        ),
+        ({"plan": record["plan"] | {"fingerprints": prints | {"target": "0"}}}, "target is another than when"),
+    ):
+        (finished.path / RUN).write_text(json.dumps(record | change))
+        assert sweep(monkeypatch, "--out", finished.path, "--resume") == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    (finished.path / RUN).write_text(json.dumps(record))
+    with (finished.path / RAW).open("a") as file:
+        file.write("damage\n")
+    assert main(["report", str(finished.path)]) == 2
+    assert "line 49 is damaged" in capsys.readouterr().err
+
+
+def test_what_only_a_template_can_put_together_is_left_out_of_raw(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    prompts = prompt_file(tmp_path, {"messages": messages}, {"messages": messages})
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--out", tmp_path / "run"]
+    assert sweep(monkeypatch, *options, "--render", "both") == 0
+    folder = open_run(tmp_path / "run")
+    assert {(row["raw"], row["num_requests"]) for row in folder.record["rows"]} == {(False, 2)}
+    assert "Left out of 2 conversation(s)" in (tmp_path / "run" / "README.md").read_text()
+    options[-1] = tmp_path / "raw"
+    assert sweep(monkeypatch, *options, "--render", "raw") == 2
+    assert "only a chat template can put together" in capsys.readouterr().err
+    assert not (tmp_path / "raw").exists()
+
+
+def test_no_text_costs_a_sweep_its_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of files that are no UTF-8, categories with anything in them, rows that cannot be read; and a run that an
+    older release recorded with such names is reported, too."""
+    prompts = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9 $x^{.jsonl"))
+    rows = [{"prompt": text, "category": f"$a_{{\n|\x00{n % 2}"} for n, text in enumerate(TEXTS[:3])]
+    prompt_file(tmp_path, *rows, {"prompt": "a", "category": "\ud800"}, {"prompt": ""}).rename(prompts)
+    out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run\xe9"))
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 4, "--render", "raw", "--out", out]
+    assert sweep(monkeypatch, *options, "--strict") == 2
+    assert not out.exists()
+    assert sweep(monkeypatch, *options) == 0
+    folder = open_run(out)
+    assert (folder.plan.sources[0].num_rows, folder.plan.sources[0].num_skipped) == (5, 2)
+    _, left_out = folder.asked() or ([], [])
+    assert [each.why.partition(".jsonl ")[2] for each in left_out] == [
+        "line 4: category is not valid Unicode text: it holds the lone surrogate \\ud800; expected UTF-8",
+        "line 5 is empty; expected some text",
+    ]
+    pages = {name: (out / name).read_text(encoding="utf-8") for name in ("README.md", "report.html")}
+    for text in pages.values():
+        assert "2 row(s) that cannot be asked, the first: " in text
+        assert "caf\\udce9 $x^{, raw, greedy" in text
+        assert "$a_{\\n" in text
+    assert "2 rows that cannot be asked, the first: " in capsys.readouterr().err
+    record = json.loads((out / RUN).read_text())
+    record["plan"]["sources"][0]["name"] = "caf\udce9 $x^{"
+    (out / RUN).write_text(json.dumps(record))
+    for name in (RAW, PROMPTS):
+        text = (out / name).read_text()
+        (out / name).write_text(text.replace("caf\\\\udce9", "caf\\udce9").replace("$a_{\\\\n", "$a_{\\ud800"))
+    assert main(["report", str(out)]) == 0
+    assert "caf\\udce9 $x^{, raw, greedy" in (out / "README.md").read_text(encoding="utf-8")
+
+
+def test_special_tokens_are_read_in_raw_text_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: ByteLevelTokenizer
+) -> None:
+    options = ["--prompts", prompt_file(tmp_path, {"prompt": "<|start|>a"}), "-k", "1", "--repeats", 1, "-n", 2]
+    options += ["--special-tokens", "--out", tmp_path / "run"]
+    assert sweep(monkeypatch, *options, pair=toy_pair(tokenizer, ())) == 2
+    assert "in raw text alone" in capsys.readouterr().err
+    assert sweep(monkeypatch, *options, "--render", "both", pair=toy_pair(tokenizer, ())) == 0
+    chat, raw = (each.prompt_ids for each in (open_run(tmp_path / "run").asked() or ([], []))[0])
+    start = SPECIALS.index("<|start|>")
+    assert (raw[0], raw.count(start), chat.count(start)) == (start, 1, 3)  # of the chat's all are the template's
+
+
+def test_auto_that_never_drafted_is_not_the_k_to_use(finished: Folder) -> None:
+    plain, *_, last = finished.record["rows"]
+    ahead = {**last, "k": "auto", "speedup": {"value": 9.0, "low": 8.0, "high": 10.0}}
+    assert best([plain, ahead]) == ahead
+    assert best([plain, {**ahead, "num_spec_steps": 0}]) == plain
+
+
+def test_lines_that_lack_something_are_named(finished: Folder, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads((finished.path / RUN).read_text())
+    (finished.path / RUN).write_text(json.dumps({name: record[name] for name in record if name != "shares"}))
+    assert main(["report", str(finished.path)]) == 2
+    assert "is not whole (shares)" in capsys.readouterr().err
+    (finished.path / RUN).write_text(json.dumps(record))
+    with (finished.path / RAW).open("a") as file:
+        file.write('{"prompts": "prompts"}\n')
+    assert main(["report", str(finished.path)]) == 2
+    error = capsys.readouterr().err
+    assert "raw.jsonl line 49 is not whole" in error
+    assert error.count("\n") == 1
+
+
+def test_what_only_a_template_can_do_is_left_out_of_raw_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def said(*messages: tuple[str, str]) -> dict[str, Any]:
+        return {"messages": [{"role": role, "content": text} for role, text in messages]}
+
+    prompts = prompt_file(tmp_path, said(("system", "Be kind."), ("user", "a")), said(("user", "b")))
+    options = ["--prompts", prompts, "-k", "1", "--repeats", 1, "-n", 9, "--render", "both"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *options) == 0
+    asked, left_out = open_run(tmp_path / "run").asked() or ([], [])
+    assert [(each.raw, each.row) for each in asked] == [(False, 0), (False, 1), (True, 1)]
+    assert [(each.raw, each.row) for each in left_out] == [(True, 0)]
+
+
+def test_a_drafter_that_cannot_be_loaded_need_not_cost_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("peagle.cli.sweep.check_fit", lambda *_: ())
+    (tmp_path / "bad").mkdir()
+
+    def with_drafter(pair: Pair, _: str, drafter: str, **__: object) -> Pair:
+        if drafter == "ngram":
+            return pair
+        raise InputError("its weights are damaged")
+
+    toy = toy_pair(Tokens(), ())
+    monkeypatch.setattr(peagle.cli.sweep, "load", lambda *_, **__: toy)
+    monkeypatch.setattr(peagle.cli.sweep, "with_drafter", with_drafter)
+    given = [
+        "sweep",
+        "--prompts",
+        str(prompt_file(tmp_path)),
+        "-k",
+        "1",
+        "--repeats",
+        "1",
+        "-n",
+        "9",
+        "--render",
+        "raw",
+    ]
+    given += ["--drafter", f"ngram,{tmp_path / 'bad'}", "--out", str(tmp_path / "run")]
+    assert main(given) == 2
+    assert not (tmp_path / "run").exists()
+    assert main([*given, "--continue-on-error"]) == 1
+    assert [row["label"] for row in open_run(tmp_path / "run").record["rows"]] == ["0", "1, ngram"]
+    assert "its weights are damaged" in (tmp_path / "run" / "README.md").read_text()
+
+
+def test_files_and_drafters_of_the_same_name_are_told_apart() -> None:
+    assert short_names(["a/question", "b/question"]) == ["a/question", "b/question"]
+    assert short_names(["runs/a/drafter", "runs/b/drafter", "ngram"]) == ["a/drafter", "b/drafter", "ngram"]
+    assert short_names(["x"]) == ["x"]
+
+
+def test_two_processes_do_not_write_to_one_run(finished: Folder) -> None:
+    with finished.appending(), pytest.raises(InputError, match="another process"), finished.appending():
+        pass
+
+
+def test_plan_and_samples_survive_their_files(finished: Folder) -> None:
+    again = open_run(finished.path)
+    assert again.plan == finished.plan
+    assert again.samples() == finished.samples()
+    assert all(dataclasses.is_dataclass(sample) for sample in again.samples())
+
+
+def test_buckets_of_prompts(finished: Folder) -> None:
+    plan = dataclasses.replace(finished.plan, buckets=(4, 16))
+    assert [plan.bucket(n) for n in (1, 3, 4, 15, 16, 99)] == ["0..3", "0..3", "4..15", "4..15", "16..", "16.."]
+
+
+def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Path(__file__).parents[4] / "scripts" / "sweep_acceptance.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--out", "x", "-k", "0"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 2
+    assert "at least one K of 1 or more" in capsys.readouterr().err

@@ -1,0 +1,332 @@
+"""`peagle bench`: what is counted and computed, what is written, what is refused. No test looks at how long it took."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import peagle.cli.bench
+import peagle.loading
+import peagle.measure.bench
+from peagle.api import Pair
+from peagle.cli import main
+from peagle.engine.engine import EngineConfig
+from peagle.loading import load
+from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, WeightBytes, bench
+from peagle.ops.errors import InputError
+from tests.peagle.conftest import MAX_POSITIONS, Directories
+from tests.peagle.toys import tiny_target
+
+OPTIONS = BenchOptions(prompt_lengths=(5,), new_tokens=(3,), widths=(2,), context=7, batch=2, repeats=3)
+KINDS = [("pp", 5), ("tg", 3), ("verify", 1), ("verify", 2)]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peagle.measure.bench, "SHORTEST_S", 1e-3)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Pair:
+    target = tiny_target()
+    return Pair(target, target, None, None)
+
+
+# what is computed
+
+
+@given(
+    dense=st.integers(1, 10**12), experts=st.integers(1, 10**12), count=st.integers(1, 128), data=st.data(),
+    width=st.integers(1, 64), batch=st.integers(1, 8),
+)  # fmt: skip
+def test_the_floor_starts_at_one_grows_and_ends_at_all_bytes(
+    dense: int, experts: int, count: int, data: st.DataObject, width: int, batch: int
+) -> None:
+    weights = WeightBytes(dense, experts, count, data.draw(st.integers(1, count)))
+    assert weights.floor(1, batch) == 1
+    assert weights.floor(width, batch) <= weights.floor(width + 1, batch)
+    assert weights.read(width * batch) <= (dense + experts) * (1 + 1e-12)
+
+
+def test_the_floor_by_hand() -> None:
+    """8 experts of 100 bytes, 2 for a token, beside 100 bytes: rows read 2 experts, then 3.5, 4.625, ... of them."""
+    weights = WeightBytes(dense=100, experts=800, num_experts=8, experts_per_token=2)
+    assert [weights.read(rows) for rows in (1, 2, 3)] == [300, 450, 562.5]
+    assert weights.floor(2) == 1.5
+    assert weights.floor(3) == 1.875
+    assert weights.floor(1, batch=3) == 1
+    assert weights.floor(3, batch=1) == weights.read(3) / 300
+
+
+def test_where_all_experts_are_read_anyway_rows_are_free_of_bytes() -> None:
+    assert WeightBytes(10, 90, 6, 6).floor(5) == 1
+
+
+def test_ratios_are_of_medians_and_spreads_of_all() -> None:
+    one = Measurement(Case("verify", 1), 1, 10, (0.1, 0.3, 0.2))
+    four = Measurement(Case("verify", 4), 1, 5, (0.3, 0.1, 0.15))
+    prompt = Measurement(Case("pp", 128), 2, 1, (0.5, 0.25))
+    done = Bench(BenchOptions(), (prompt, one, four))
+    assert [done.v(each) for each in (prompt, one, four)] == [None, 1, pytest.approx(1.5)]
+    assert Bench(BenchOptions(), (four,)).v(four) is None
+    assert (four.ms_per_pass.lowest, four.ms_per_pass.highest) == (20, 60)
+    assert prompt.num_tokens == 256
+    assert (prompt.tok_per_s.lowest, prompt.tok_per_s.highest) == (512, 1024)
+
+
+# what is measured
+
+
+def test_every_test_is_measured_and_its_tokens_counted(tiny: Pair) -> None:
+    told: list[tuple[int, int]] = []
+    done = bench(tiny, OPTIONS, lambda *numbers: told.append(numbers))
+    assert not done.interrupted
+    assert [(each.case.kind, each.case.size) for each in done.measurements] == KINDS
+    for each in done.measurements:
+        assert (each.batch, len(each.seconds)) == (2, 3)
+        assert min(each.seconds) > 0
+        kind, size = each.case.kind, each.case.size
+        assert each.passes == {"pp": 1, "tg": size, "verify": each.passes}[kind]
+        assert each.num_tokens == {"pp": 2 * size, "tg": 2 * size, "verify": 2 * size * each.passes}[kind]
+    assert told == [(number, 16) for number in range(1, 17)]
+
+
+def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that plain decoding of such a request takes, behind a context of random tokens."""
+    used: list[tuple[Any, ...]] = []
+    engine = Pair.engine
+
+    def watched(self: Pair, *arguments: Any, **options: Any) -> Any:
+        found = engine(self, *arguments, **options)
+        used.append((*arguments, options, found))
+        return found
+
+    monkeypatch.setattr(Pair, "engine", watched)
+    bench(tiny, OPTIONS)
+    ((config, options, found),) = used
+    assert (config, options) == (EngineConfig(0, slots=2, capacity=128), {})
+    assert found.target is tiny.plain_target
+    assert found.drafter is None
+
+
+def test_a_measurement_of_verify_is_that_many_passes_over_new_tokens(tiny: Pair) -> None:
+    """What goes into its digest are the logits of each of them, going round the sets of tokens."""
+    target, rng = tiny.plain_target, np.random.default_rng(0)
+    prompt, rows = rng.integers(0, 37, (2, 7), np.int32), rng.integers(0, 37, (4, 2, 2), np.int32)
+    lengths, extend = jnp.full((2,), 7, jnp.int32), jax.jit(target.extend)
+    positions = jnp.asarray([[7, 8]] * 2, jnp.int32)
+
+    def filled() -> Any:
+        return peagle.measure.bench._prefill(target, prompt, capacity=9, chunk=3, widest_write=2)
+
+    def verify(tokens: np.ndarray) -> Any:
+        return extend(jnp.asarray(tokens), positions, filled())
+
+    caches, digest = peagle.measure.bench._verify_passes(
+        target, filled(), jnp.asarray(rows), lengths, jnp.int32(3), jnp.int32(2)
+    )
+    expected = sum(jnp.sum(jnp.max(verify(rows[index])[0].logits, axis=-1)) for index in (3, 0))
+    np.testing.assert_allclose(digest, expected, rtol=1e-5)
+    for left, right in zip(caches, verify(rows[0])[1], strict=True):
+        np.testing.assert_allclose(left.key, right.key, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_prompts_of_both_sequences_are_in_the_caches_however_they_are_cut(tiny: Pair, chunk: int) -> None:
+    target, prompt = tiny.plain_target, np.random.default_rng(1).integers(0, 37, (2, 7), np.int32)
+    caches = peagle.measure.bench._prefill(target, prompt, capacity=9, chunk=chunk, widest_write=2)
+    positions = jnp.asarray([list(range(7))] * 2, jnp.int32)
+    _, whole = jax.jit(target.extend)(jnp.asarray(prompt), positions, target.init_cache(2, 9, 7))
+    behind = jnp.asarray([[7, 8]] * 2, jnp.int32)
+    found, expected = (jax.jit(target.extend)(behind, behind, each)[0].logits for each in (caches, whole))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_interruption_leaves_what_there_is(tiny: Pair) -> None:
+    def stop_at(last: int) -> Callable[[int, int], None]:
+        def progress(done: int, _: int) -> None:
+            if done == last:
+                raise KeyboardInterrupt
+
+        return progress
+
+    done = bench(tiny, OPTIONS, stop_at(4 + 4 + 2))  # all compiled, a round, and of the next, backwards, two
+    assert done.interrupted
+    assert [len(each.seconds) for each in done.measurements] == [1, 1, 2, 2]
+    done = bench(tiny, OPTIONS, stop_at(4 + 2))
+    assert [(each.case.kind, each.case.size) for each in done.measurements] == KINDS[:2]
+    assert bench(tiny, OPTIONS, stop_at(2)).measurements == ()
+
+
+def test_what_takes_more_positions_than_there_are_is_refused() -> None:
+    options = BenchOptions(prompt_lengths=(16,), new_tokens=(5,), widths=(1, 6), context=10)
+    options.check(16)
+    with pytest.raises(InputError, match=r"pp 16 takes 16 positions, but the target has 15; ask for less$"):
+        options.check(15)
+    few = BenchOptions(prompt_lengths=(), new_tokens=(6,), widths=(1,), context=10)
+    with pytest.raises(InputError, match=r"tg 6 behind a context of 10 takes 17 positions.*lower --context"):
+        few.check(16)
+    wide = BenchOptions(prompt_lengths=(), new_tokens=(), widths=(7,), context=10)
+    with pytest.raises(InputError, match="verify 7 behind a context of 10 takes 17 positions"):
+        wide.check(16)
+
+
+def test_caches_that_do_not_fit_are_refused(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peagle.ops.memory, "available_memory_bytes", lambda: 1000)
+    with pytest.raises(InputError, match=r"out of memory: .* for the caches of 5 positions"):
+        bench(tiny, OPTIONS)
+
+
+# the command
+
+ARGUMENTS = ("-p", "8", "-n", "3", "-t", "2,1,2", "--context", "6", "--repeats", "2")
+TOP = {"schema", "provenance", "config", "weight_bytes", "tests", "peak_memory_bytes"}
+CONFIG = {
+    "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "batch", "repeats", "seed", "dtype",
+    "experts", "kernels", "steps_per_dispatch", "interrupted",
+}  # fmt: skip
+TEST = {
+    "kind", "size", "context", "batch", "num_passes", "num_tokens", "seconds", "tok_per_s", "ms_per_pass", "v",
+    "v_floor", "weight_gb_per_s",
+}  # fmt: skip
+SPREAD = {"median", "lowest", "highest"}
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], directories: Directories) -> Run:
+    """`peagle bench` on the tiny checkpoint: (exit code, standard output, standard error)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["bench", str(directories.target), *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_json_has_every_key(run: Run) -> None:
+    code, out, err = run(*ARGUMENTS, "--json", "-")
+    value = json.loads(out)
+    assert code == 0
+    assert "verify 2 @ 6" in err  # the table, since standard output is taken
+    assert (value["schema"], set(value), set(value["config"])) == (1, TOP, CONFIG)
+    assert (value["config"]["dtype"], value["config"]["widths"]) == ("float32", [2, 1, 2])
+    assert [(test["kind"], test["size"], test["context"]) for test in value["tests"]] == [
+        ("pp", 8, 0), ("tg", 3, 6), ("verify", 1, 6), ("verify", 2, 6)
+    ]  # fmt: skip
+    for test in value["tests"]:
+        assert set(test) == TEST
+        assert len(test["seconds"]) == 2
+        assert set(test["ms_per_pass"]) == SPREAD
+        verify, decoding = test["kind"] == "verify", test["kind"] == "tg"
+        assert (test["v"] is None, test["v_floor"] is None, test["tok_per_s"] is not None) == (not verify,) * 3
+        assert (test["weight_gb_per_s"] is not None) == decoding
+    assert (value["tests"][2]["v"], value["tests"][2]["v_floor"]) == (1, 1)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+def test_bytes_are_those_in_memory(directories: Directories, kernels: Any) -> None:
+    pair = load(directories.target, None, kernels=kernels)
+    weights = peagle.cli.bench.weight_bytes(pair)
+    params = pair.plain_target.params  # type: ignore[attr-defined]
+    everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert weights.dense + weights.experts + params.embedding.nbytes == everything
+    assert weights.num_experts == 4
+    assert weights.experts_per_token == (4 if pair.experts == "fused" else 2)
+
+
+def test_the_table_is_on_standard_output_and_in_markdown(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(*ARGUMENTS, "--markdown", str(tmp_path / "out.md"))
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    rows = [line for line in (tmp_path / "out.md").read_text().splitlines() if line.startswith("|")]
+    assert rows[0] == "| test | tok/s | ms a pass | v(T) | floor | GB/s |"
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| pp 8", "| tg 3 @ 6", "| verify 1 @ 6", "| verify 2 @ 6"]
+    assert {row.count("|") for row in rows} == {7}
+    for row in rows[2:]:  # the same figures in both
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert any(all(cell in line for cell in cells) for line in out.splitlines())
+    assert "peagle " in (tmp_path / "out.md").read_text()
+
+
+def test_markdown_alone_goes_to_standard_output(run: Run) -> None:
+    code, out, err = run("-p", "0", "-n", "0", "-t", "1", "--context", "6", "--repeats", "1", "--markdown", "-")
+    assert code == 0
+    assert [line.split(" | ")[0] for line in out.splitlines() if line.startswith("| ")] == ["| test", "| verify 1 @ 6"]
+    assert "verify 1 @ 6" in err
+
+
+def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from peagle.cli.display import Display
+
+    told, advance = [], Display._advance
+
+    def interrupt(self: Display, done: int, total: int) -> None:
+        told.append((done, total))
+        advance(self, done, total)
+        if (done, total) == (4 + 3, 12):  # of the tests, not of the bytes read
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Display, "_advance", interrupt)
+    code, out, _ = run(*ARGUMENTS, "--json", str(tmp_path / "out.json"))
+    value = json.loads((tmp_path / "out.json").read_text())
+    assert code == 130
+    assert "interrupted" in out
+    assert "verify 1 @ 6" in out
+    assert "verify 2 @ 6" not in out
+    assert value["config"]["interrupted"] is True
+    assert [len(test["seconds"]) for test in value["tests"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["-p", "12,x"], ["-p is '12,x'", "commas"]),
+        (["-n", ""], ["-n is ''"]),
+        (["-t", "1,,2"], ["-t is '1,,2'"]),
+        (["-t", "0"], ["width is 0", "1 or more"]),
+        (["-t", "2,-1"], ["width is -1"]),
+        (["-p", "8,0"], ["prompt length is 0"]),
+        (["-n", "-4"], ["new tokens is -4"]),
+        (["--context", "0"], ["context is 0"]),
+        (["--slots", "0"], ["number of slots is 0"]),
+        (["--repeats", "0"], ["repeats is 0"]),
+        (["--context", "381"], ["tg 3", "takes 385 positions", f"the target has {MAX_POSITIONS}"]),
+        (["-p", "385"], ["pp 385", f"has {MAX_POSITIONS}"]),
+        (["-t", "379"], ["verify 379", "385"]),
+        (["--json", "-", "--markdown", "-"], ["two files"]),
+        (["--json", "no/such/folder/x"], ["--json", "cannot be written"]),
+        (["--markdown", "/"], ["--markdown / cannot be written"]),
+        (["--experts", "huge"], ["huge"]),
+        (["--kernels", "fast"], ["fast"]),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_before_weights_are_read(
+    run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], parts: list[str]
+) -> None:
+    def no_loading(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(peagle.cli.bench, "load", no_loading)
+    code, out, err = run(*ARGUMENTS, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("peagle: error: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err, err
+
+
+def test_a_directory_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", str(tmp_path / "absent")]) == 2
+    err = capsys.readouterr().err
+    assert "absent does not exist" in err
+    assert err.count("\n") == 1

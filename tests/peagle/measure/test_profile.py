@@ -1,0 +1,76 @@
+"""Where a step's time goes: every instant is counted once, and operations find their part."""
+
+from pathlib import Path
+
+import pytest
+
+from peagle.drafters.ngram import NGram
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.request import Request, SamplingParams
+from peagle.measure.profile import Span, breakdown, parts_by_operation, profile, writable
+from peagle.ops.errors import InputError
+from tests.peagle.toys import decode, tiny_target
+
+MS = 1_000_000.0
+
+
+def spans(*given: tuple[float, float, str]) -> list[Span]:
+    return [Span(start * MS, end * MS, part) for start, end, part in given]
+
+
+def test_instants_are_shared_by_what_runs_in_them() -> None:
+    """Two steps in 20 ms: two parts at once count by halves, a gap inside the program is the runtime's, one outside of
+    it the host's, and what other programs did counts for nothing."""
+    steps = spans(
+        (0, 12, ""),  # the program, twice
+        (14, 20, ""),
+        (0, 2, "draft"),
+        (1, 5, "verify"),
+        (3, 5, "verify"),  # on another thread
+        (6, 8, "accept"),
+        (8, 12, "rest"),
+        (14, 20, "verify"),
+    )
+    found = breakdown("DIR", 2, steps, spans((-5, -1, ""), (12.5, 13, ""), (21, 30, "")))
+    assert found.draft_ms == pytest.approx((1 + 0.5) / 2)
+    assert found.verify_ms == pytest.approx((0.5 + 3 + 6) / 2)
+    assert found.accept_ms == pytest.approx(2 / 2)
+    assert found.rest_ms == pytest.approx(4 / 2)
+    assert found.between_ms == pytest.approx(1 / 2)
+    assert found.host_ms == pytest.approx((2 - 0.5) / 2)
+    assert found.step_ms == pytest.approx((20 - 0.5) / 2)
+
+
+def test_operations_find_the_innermost_part_they_are_named_by() -> None:
+    program = """HloModule jit__steps_2, is_scheduled=true
+      %fusion.1 = f32[2]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(_steps)/while/body/draft/add" line=3}
+      ROOT %b.2 = f32[2]{0} add(%a, %a), metadata={op_name="jit(_steps)/verify/accept/add"}
+      %c = f32[2]{0} add(%a, %a), metadata={op_name="jit(_steps)/drafting/add"}
+      %d = f32[2]{0} add(%a, %a)
+    """
+    assert parts_by_operation(program) == {
+        "jit__steps_2/fusion.1": "draft",
+        "jit__steps_2/b.2": "accept",
+    }
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.8, seed=1)], ids=["greedy", "sampled"])
+def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParams) -> None:
+    engine = Engine(tiny_target(), NGram(), EngineConfig(2, capacity=64, steps_per_dispatch=2))
+    requests = [Request((1, 2, 3), 20, sampling)]
+    engine.warm_up(sampled=not sampling.greedy)
+    (tokens,), (steps,) = decode(engine, requests)
+    found = profile(engine, requests, writable(tmp_path / "new" / "trace"))
+    assert list((tmp_path / "new" / "trace").glob("**/*.xplane.pb"))
+    assert found.num_steps == len(steps)
+    # which of them takes longer is the machine's to say
+    assert min(found.draft_ms, found.verify_ms, found.accept_ms) > 0
+    assert found.step_ms == pytest.approx(sum(found.parts.values()))
+    profile(engine, requests, tmp_path / "new" / "trace", perfetto=False)  # beside the first
+    assert decode(engine, requests)[0] == [tokens]
+
+
+def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be made"):
+        writable(tmp_path / "file" / "trace")

@@ -1,0 +1,374 @@
+"""Loading a pair and running it from Python; what does not fit together is refused with both sides named."""
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import peagle
+from peagle.api import Pair
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request, SamplingParams
+from peagle.engine.widths import WidthTable
+from peagle.loading import DEMO_DIRECTORY, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.ops.errors import InputError, InputWarning
+from peagle.text.prompts import Rendering, from_ids
+from tests.peagle.conftest import (
+    DRAFTER,
+    MAX_POSITIONS,
+    STOP,
+    TARGET,
+    VOCAB_SIZE,
+    Directories,
+    edit_json,
+    toy_pair,
+    write_drafter,
+    write_target,
+)
+
+
+def test_the_names_of_the_package_are_those_of_their_modules() -> None:
+    assert peagle.load is load
+    assert peagle.Pair is Pair
+    assert set(peagle.__all__) <= set(dir(peagle))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = peagle.nothing
+
+
+def test_a_loaded_pair_streams_what_plain_decoding_says(pair: Pair) -> None:
+    """The real target and drafter: text comes in pieces, and speculation changes no token."""
+    stream = pair.stream("hello", max_new_tokens=24, num_speculative_tokens=3, ignore_eos=True)
+    pieces = list(stream)
+    plain = pair.generate("hello", max_new_tokens=24, num_speculative_tokens=0, ignore_eos=True)
+    assert "".join(pieces) == stream.result.text
+    assert stream.result.output_ids == plain.output_ids
+    assert len(set(plain.output_ids)) > 5  # not stuck
+    assert stream.result.acceptance_length is not None
+    assert plain.acceptance_length is None
+    assert stream.result.tok_per_s is not None
+    assert stream.result.finish_reason == "length"
+
+
+def test_a_pair_knows_what_was_loaded(pair: Pair) -> None:
+    assert pair.stop_token_ids == (STOP,)
+    assert pair.max_positions == MAX_POSITIONS
+    assert pair.dtype == "float32"  # tests run on CPU
+    assert pair.target.vocab_size == VOCAB_SIZE
+    assert getattr(pair.target, "aux_layer_ids", None) == DRAFTER.aux_layer_ids
+    assert getattr(pair.plain_target, "aux_layer_ids", None) == ()
+
+
+def test_a_stream_says_so_far_and_then_all(toy: Pair) -> None:
+    stream = toy.stream([50], max_new_tokens=12, num_speculative_tokens=3)
+    assert stream.result.output_ids == ()
+    first = next(stream)
+    assert stream.result.finish_reason is None
+    assert stream.result.text == first
+    rest = list(stream)
+    assert stream.result.text == first + "".join(rest)
+    assert stream.result.finish_reason == "length"
+
+
+def test_without_a_tokenizer_a_stream_shows_ids() -> None:
+    stream = toy_pair(None).stream([50], max_new_tokens=5, num_speculative_tokens=2)
+    assert "".join(stream).split() == list(map(str, stream.result.output_ids))
+
+
+def test_without_a_drafter_a_pair_decodes_plainly(toy: Pair) -> None:
+    alone = dataclasses.replace(toy, drafter=None, _engines={})
+    assert alone.generate([50], max_new_tokens=5).output_ids == toy.generate([50], max_new_tokens=5).output_ids
+    with pytest.raises(InputError, match="no drafter"):
+        alone.stream([50], num_speculative_tokens=2)
+
+
+def test_the_default_k_is_the_pairs(toy: Pair) -> None:
+    table = WidthTable({1: 5, 4: 2}, {1: 1.5, 4: 1.5})
+    best = dataclasses.replace(toy, widths=table, _engines={})
+    assert best.generate([50], max_new_tokens=4).num_speculative_tokens == 5
+    assert best.num_drafts("auto") == (5, True)
+    assert best.num_drafts(None) == (5, True)  # tests run on CPU
+    assert best.num_drafts(3) == (3, False)
+    assert dataclasses.replace(toy, drafter=None, _engines={}).num_drafts(None) == (0, False)
+
+
+def test_capacity_is_the_smallest_multiple_of_128_that_holds_it(toy: Pair) -> None:
+    def capacity(prompt: int, budget: int) -> int:
+        return toy.capacity([Request((5,) * prompt, budget)])
+
+    assert [capacity(100, 28), capacity(100, 29), capacity(1, 1)] == [128, 256, 128]
+    assert capacity(300, 80) == MAX_POSITIONS  # 384 is a multiple, and all there is
+    assert toy.capacity([Request((5,), 1), Request((5,) * 200, 10)]) == 256
+
+
+def test_equal_shapes_share_an_engine(toy: Pair) -> None:
+    def engine(k: int = 3, **options: Any) -> Engine:
+        return toy.engine(toy.engine_config(k, **{"capacity": 128, **options}))
+
+    assert engine() is engine()
+    assert engine(adaptive=True) is engine(adaptive=True)
+    different = [engine(), engine(2), engine(0), engine(capacity=256), engine(slots=2), engine(adaptive=True)]
+    assert len(set(map(id, different))) == len(different)
+
+
+def test_what_a_request_asks_for_needs_no_engine_of_its_own(toy: Pair) -> None:
+    def ask(**options: Any) -> tuple[int, ...]:
+        return toy.generate([50], max_new_tokens=12, num_speculative_tokens=3, **options).output_ids
+
+    greedy = ask()
+    assert len(toy._engines) == 1
+    assert ask(temperature=1.5, top_k=9, top_p=0.9, seed=3) != greedy
+    assert ask(ignore_eos=True) == greedy
+    assert len(toy._engines) == 1
+    stop = greedy[5]
+    stopping = dataclasses.replace(toy, stop_token_ids=(stop,), _engines={})
+    options = {"max_new_tokens": 12, "num_speculative_tokens": 3}
+    assert stopping.generate([50], **options).output_ids == greedy[: greedy.index(stop) + 1]
+    assert stopping.generate([50], ignore_eos=True, **options).output_ids == greedy
+    assert len(stopping._engines) == 1
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_many_requests_at_once_get_what_each_gets_alone(pair: Pair, k: int) -> None:
+    """Prompts past a chunk and past the sliding window, three slots for five requests, one of them sampled."""
+    assert pair.tokenizer is not None
+    texts = [pair.tokenizer.encode(text) for text in ("1 + 2 = ", "def mean(values):\n" * 4, "naïve café", "a", "дом")]
+    asked = [peagle.Request(ids, 20 + number) for number, ids in enumerate(texts)]
+    asked[1] = dataclasses.replace(asked[1], sampling=peagle.SamplingParams(0.9, top_k=40, seed=5))
+    expected = [
+        pair.generate(
+            each.prompt_ids,
+            max_new_tokens=each.max_new_tokens,
+            num_speculative_tokens=0,
+            ignore_eos=True,
+        ).output_ids
+        for each in asked
+    ]
+    engine = pair.engine(pair.engine_config(k, slots=3, capacity=128, chunk=16))
+    got: list[list[int]] = [[] for _ in asked]
+    for place, chunk in engine.generate([dataclasses.replace(each, stop_token_ids=()) for each in asked]):
+        got[place] += chunk.token_ids
+    for place in (0, 2, 3, 4):
+        assert tuple(got[place]) == expected[place]
+    assert len(got[1]) == 21
+    assert tuple(got[1]) != expected[1]
+    alone = pair.engine(pair.engine_config(0, capacity=128))
+    again = [token for _, chunk in alone.generate([asked[1]]) for token in chunk.token_ids]
+    assert got[1][: len(again)] == again
+
+
+def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="slots are 0; expected 1 or more"):
+        pair.engine_config(0, slots=0, capacity=64)
+    with pytest.raises(InputError, match="context is 1 positions; expected room"):
+        pair.engine_config(0, capacity=1)
+    monkeypatch.setattr("peagle.ops.memory.available_memory_bytes", lambda: 1000)
+    with pytest.raises(InputError, match=r"64 positions in 2 slots, each slot with its full context.*lower --context"):
+        pair.engine(pair.engine_config(0, slots=2, capacity=64))
+
+
+def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "max_positions", 64)
+    with pytest.raises(InputError, match="K is 63; expected at most 62"):
+        toy.stream([50], num_speculative_tokens=63)
+
+
+def test_a_k_beyond_reason_is_refused(toy: Pair) -> None:
+    with pytest.raises(InputError, match=r"K is 129; expected 0 .* to 128 drafted"):
+        toy.stream([50], num_speculative_tokens=129)
+
+
+def test_drafts_without_probabilities_are_not_sampled(toy: Pair) -> None:
+    with pytest.raises(InputError, match="no probabilities"):
+        toy.engine(toy.engine_config(2, capacity=128, draft_sampling=True))
+
+
+def test_sampled_drafts_come_from_a_drafter_with_logits(pair: Pair) -> None:
+    config = pair.engine_config(2, capacity=128, draft_sampling=True)
+    assert getattr(pair.engine(config).drafter, "deterministic", None) is False
+    assert getattr(pair.drafter, "deterministic", None) is True
+    options = {"max_new_tokens": 12, "num_speculative_tokens": 2, "draft_sampling": True, "ignore_eos": True}
+    sampled = pair.generate("hello", temperature=1.0, seed=3, **options)
+    assert len(sampled.output_ids) == 12
+    assert sampled.output_ids == pair.generate("hello", temperature=1.0, seed=3, **options).output_ids
+    assert sampled.output_ids != pair.generate("hello", temperature=1.0, seed=4, **options).output_ids
+    with pytest.raises(InputError, match="draft sampling needs a temperature"):
+        list(pair.stream("hello", **options))
+
+
+def test_prompts_are_checked_against_the_model(toy: Pair) -> None:
+    def ask(ids: list[int], **options: Any) -> Request:
+        return toy.request(from_ids(ids), [], Rendering(), **{"max_new_tokens": 10, **options})
+
+    assert ask([5] * (MAX_POSITIONS - 4)).max_new_tokens == 4
+    assert ask([5] * 5, context=8).max_new_tokens == 3
+    for ids, options, what in (
+        ([VOCAB_SIZE], {}, "outside the target's vocabulary"),
+        ([5] * MAX_POSITIONS, {}, f"the model has {MAX_POSITIONS} positions"),
+        ([5] * 8, {"context": 8}, "raise --context"),
+        ([5], {"context": MAX_POSITIONS + 1}, "context is"),
+        ([5], {"max_new_tokens": 0}, "expected 1 or more"),
+        ([5], {"index": -1}, "index is -1"),
+    ):
+        with pytest.raises(InputError, match=what):
+            ask(ids, **options)
+    with pytest.raises(InputError, match="seed is -1"):
+        ask([5], sampling=SamplingParams(seed=-1))
+
+
+def test_names_stand_for_the_demo_and_for_directories(directories: Directories) -> None:
+    assert resolve(str(directories.target), "target") == directories.target
+    assert drafter_path("anything", None) is None
+    assert drafter_path("anything", "ngram") is None
+    for name in ("demo", "demo-eagle3"):
+        assert drafter_path("demo", name) != drafter_path("demo", {"demo": "demo-eagle3"}.get(name, "demo"))
+        with pytest.raises(InputError, match="give --drafter DIR, or --drafter ngram"):
+            drafter_path(directories.target, name)
+
+
+def test_a_pair_that_fits_has_the_drafters_taps(directories: Directories) -> None:
+    assert check_fit(directories.target, directories.drafter).outputs == DRAFTER.aux_layer_ids
+
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
+    shutil.copytree(DEMO_DIRECTORY / "drafter", directory)
+    edit_json(directory / "config.json", **{KEY: None, **changes})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "outputs", "said", "doubt"),
+    [
+        ({KEY: [2, 5, 8]}, (1, 4, 7), "inputs, .* as vLLM reads them", None),
+        ({KEY: [1, 3, 4]}, (0, 2, 3), "inputs", r"begin with 1; .* try --aux-layer-ids 1,3,4, .* \[2, 4, 5\] there"),
+        ({KEY: [1, 3, 8]}, (0, 2, 7), "inputs", None),  # no output of 8 layers has the number 8
+        ({"eagle_config": {KEY: [1, 3, 4]}}, (1, 3, 4), "outputs, as SpecForge and SGLang", None),
+        (
+            {"eagle_config": {KEY: [2, 4, 5]}},
+            (2, 4, 5),
+            "outputs",
+            r"inputs as a rule begin with 2; .* --aux-layer-ids 1,3,4, .* \[1, 3, 4\] there",
+        ),
+        ({KEY: [2, 5, 8], "eagle_config": {KEY: [1, 4, 7]}}, (1, 4, 7), "inputs", None),
+        ({KEY: [3, 5, 7], "eagle_config": {KEY: [3, 5, 7]}}, (2, 4, 6), "inputs", "eagle_config.* name others"),
+        ({}, (1, 3, 4), "the target's default, as config.json names none", None),
+    ],
+)
+def test_the_reading_of_aux_layer_ids_is_said_and_doubted(
+    tmp_path: Path, changes: dict[str, object], outputs: tuple[int, ...], said: str, doubt: str | None
+) -> None:
+    """By the place they stand in; where they look like the other kind, in a line, but never taken so."""
+    directory = demo_drafter_that_says(tmp_path / "drafter", **changes)
+    found = check_fit(DEMO_DIRECTORY / "target", directory)
+    assert found.outputs == outputs
+    assert re.search(said, found.said)
+    assert found.doubt is None if doubt is None else re.search(doubt, found.doubt or "")
+    given = check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 7))
+    assert (given.outputs, given.doubt) == ((1, 4, 7), None)
+    assert "given" in given.said
+
+
+def test_aux_layer_ids_that_are_given_win_and_doubts_are_warnings(tmp_path: Path) -> None:
+    directory = demo_drafter_that_says(tmp_path / "drafter", **{KEY: [1, 4, 7]})
+    plain = load("demo", None)
+    with pytest.warns(InputWarning, match="begin with 1"):
+        doubtful = with_drafter(plain, "demo", directory)
+    told = with_drafter(plain, "demo", directory, aux_layer_ids=(1, 4, 7))
+    assert [getattr(pair.target, "aux_layer_ids", None) for pair in (doubtful, told)] == [(0, 3, 6), (1, 4, 7)]
+    for name in (None, "ngram"):
+        with pytest.raises(InputError, match="no drafter with weights"):
+            load("demo", name, aux_layer_ids=(1, 4, 7))
+    with pytest.raises(InputError, match=r"--aux-layer-ids names the output of layer 8; expected 0\.\.7"):
+        check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 8))
+
+
+def test_layers_out_of_range_are_named_as_the_file_numbers_them(tmp_path: Path) -> None:
+    for name, changes, expected in (
+        ("top", {KEY: [2, 5, 9]}, "[2, 5, 9], and 9 is no layer's; expected 1..8 there"),
+        ("nested", {"eagle_config": {KEY: [1, 4, 8]}}, "[1, 4, 8], and 8 is no layer's; expected 0..7 there"),
+    ):
+        with pytest.raises(InputError) as caught:
+            check_fit(DEMO_DIRECTORY / "target", demo_drafter_that_says(tmp_path / name, **changes))
+        assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"target_hidden_size": 32}, ("32", "64", "hidden states")),
+        ({"vocab_size": 300, "draft_vocab_size": 300}, ("300", str(VOCAB_SIZE), "vocabulary")),
+        ({"aux_layer_ids": (0, 1, 3)}, ("[1, 2, 4]", "4 is no layer's", "1..3")),
+        ({"aux_layer_ids": None}, ("no default taps", "eagle_aux_hidden_state_layer_ids")),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(
+    directories: Directories, tmp_path: Path, changes: dict[str, object], what: tuple[str, ...]
+) -> None:
+    write_drafter(tmp_path / "other", dataclasses.replace(DRAFTER, **changes))  # type: ignore[arg-type]
+    with pytest.raises(InputError) as caught:
+        load(directories.target, tmp_path / "other")
+    assert all(part in str(caught.value) for part in what)
+    if changes.get("aux_layer_ids", 0) is not None:
+        assert str(directories.target) in str(caught.value)
+        assert str(tmp_path / "other") in str(caught.value)
+
+
+def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
+    deep = dataclasses.replace(TARGET, layer_types=TARGET.layer_types * 3)
+    write_target(tmp_path / "deep", deep)
+    write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
+    write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
+    assert check_fit(tmp_path / "deep", tmp_path / "three").outputs == (1, 3, 5)
+    with pytest.raises(InputError, match=r"reads 2 taps .* 3 taps \[1, 3, 5\]"):
+        check_fit(tmp_path / "deep", tmp_path / "two")
+
+
+def test_loading_tells_how_far_it_is(directories: Directories) -> None:
+    told: list[tuple[int, int]] = []
+    load(directories.target, None, progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1][0] == told[-1][1]
+
+
+def test_dtype_and_experts_are_as_asked(directories: Directories) -> None:
+    packed = load(directories.target, None, dtype="bfloat16", experts="packed", kernels="xla")
+    assert (packed.dtype, packed.experts, packed.kernels) == ("bfloat16", "packed", "XLA")
+    embedding = packed.plain_target.params.embedding  # type: ignore[attr-defined]
+    assert embedding.dtype == np.dtype("bfloat16")
+
+
+def test_kernels_are_as_asked_and_refused_where_they_do_not_run(
+    directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, options = [5, 6, 7], {"max_new_tokens": 12, "ignore_eos": True, "num_speculative_tokens": 3}
+    outputs = {
+        kernels: load(directories.target, directories.drafter, kernels=kernels).generate(prompt, **options).output_ids
+        for kernels in ("native", "xla")
+    }
+    assert outputs["native"] == outputs["xla"]
+    monkeypatch.setattr("peagle.loading.kernels_in_words", lambda: "XLA: no compiler was found")
+    monkeypatch.setattr("peagle.loading.native_available", lambda: False)
+    with pytest.raises(InputError, match="no compiler was found"):
+        load(directories.target, None, kernels="native")
+    assert load(directories.target, None).kernels == "XLA: no compiler was found"
+
+
+def test_stop_tokens_come_from_generation_config_and_else_from_config(directories: Directories, tmp_path: Path) -> None:
+    shutil.copytree(directories.target, tmp_path / "target")
+    edit_json(tmp_path / "target" / "generation_config.json", eos_token_id=[3, 4])
+    assert load(tmp_path / "target", None).stop_token_ids == (3, 4)
+    (tmp_path / "target" / "generation_config.json").unlink()
+    edit_json(tmp_path / "target" / "config.json", eos_token_id=5)
+    assert load(tmp_path / "target", None).stop_token_ids == (5,)
+    edit_json(tmp_path / "target" / "config.json", eos_token_id=None)
+    assert load(tmp_path / "target", None).stop_token_ids == (STOP,)  # the tokenizer's
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "target" / name).unlink(missing_ok=True)
+    with pytest.warns(InputWarning, match="no stop token is named"):
+        assert load(tmp_path / "target", None).stop_token_ids == ()

@@ -1,0 +1,337 @@
+"""Prompt files in the layouts people have; what does not work is named with its row."""
+
+import gzip
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.ops.errors import InputError
+from peagle.text.prompt_files import CONVERT, read_prompt_file, read_prompts
+from peagle.text.prompts import Rendering
+from tests.peagle.conftest import Directories
+
+
+def write(directory: Path, *lines: str | bytes) -> Path:
+    path = directory / "prompts.jsonl"
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines))
+    return path
+
+
+def test_the_three_kinds_of_lines_become_conversations(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '\ufeff{"prompt": "a", "task_id": 1}\r',
+        "",
+        '{"turns": ["b", "c"], "category": "writing"}',
+        '{"prompt_ids": [0, 5]}',
+        '{"turns": ["d"]}',
+        "",
+    )
+    single, turns, ids, one_turn = read_prompt_file(path).conversations
+    assert (single.turns, single.num_requests, single.numbered) == (("a",), 1, False)
+    assert (turns.turns, turns.num_requests, turns.numbered) == (("b", "c"), 2, True)
+    assert (ids.prompt_ids, ids.num_requests, ids.numbered) == ((0, 5), 1, False)
+    assert (one_turn.num_requests, one_turn.numbered) == (1, True)
+    assert turns.name == f"{path} line 3"
+    assert [each.category for each in (single, turns, ids, one_turn)] == [None, "writing", None, None]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "not valid JSON"),
+        ('{"prompt": "a"} {"prompt": "b"}', "not valid JSON"),
+        ("[1]", "expected a JSON object"),
+        ('"text"', "expected a JSON object"),
+        (b'{"prompt": "\xff"}', "line 3 is not UTF-8; expected text in UTF-8"),
+        ('{"prompt": "\\ud800"}', "not valid Unicode"),
+        ('{"prompt": "a", "category": "\\ud800"}', "category is not valid Unicode"),
+        ("{}", "expected exactly one of"),
+        ('{"text": "a"}', "'text'"),
+        ('{"prompt": "a", "prompt_ids": [1]}', "prompt and prompt_ids"),
+        ('{"prompt": 3}', "expected a text"),
+        ('{"prompt": "  "}', "is empty"),
+        ('{"turns": "a"}', "expected a list of texts"),
+        ('{"turns": []}', "expected a list of texts"),
+        ('{"turns": ["a", 2]}', "expected a list of texts"),
+        ('{"turns": ["a", ""]}', "is empty"),
+        ('{"prompt_ids": []}', "is empty"),
+        ('{"prompt_ids": "1,2"}', "expected a list of integers"),
+        ('{"prompt_ids": [1, 2.5]}', "2.5"),
+        ('{"prompt_ids": [true]}', "True"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"prompt": ' + "[" * 800 + "]" * 800 + "}", ""),
+        (
+            '{"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": '
+            + "[" * 800
+            + "]" * 800
+            + '}}, {"role": "user", "content": "a"}]}',
+            "",
+        ),
+        ('{"question": "b", "answer": "c"}', "has the layout gsm8k, the rows before it prompts"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number_and_left_out_or_refused(
+    tmp_path: Path, line: str | bytes, what: str
+) -> None:
+    path = write(tmp_path, '{"prompt": "fine"}', "", line)
+    with pytest.raises(InputError) as caught:
+        read_prompt_file(path, strict=True)
+    found = read_prompt_file(path)
+    assert (found.num_rows, len(found.conversations), found.left_out) == (2, 1, (str(caught.value),))
+    assert "line 3" in str(caught.value)
+    assert what in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_holds_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        read_prompt_file(tmp_path / "absent.jsonl")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_prompt_file(tmp_path)
+    with pytest.raises(InputError, match="holds no prompts"):
+        read_prompt_file(write(tmp_path, "", "  "))
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_mt_bench_and_spec_bench_are_turns_with_a_category(tmp_path: Path) -> None:
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Write a poem.", "Shorter."], "reference": []},
+        {"question_id": 82, "category": "math", "turns": ["1 + 1?"]},
+    ]
+    path = lines(tmp_path / "question.jsonl", *rows)
+    found = read_prompt_file(path)
+    assert (found.name, found.layout, found.num_rows) == ("question", "prompts", 2)
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert [(each.turns, each.category) for each in found.conversations] == [
+        (("Write a poem.", "Shorter."), "writing"),
+        (("1 + 1?",), "math"),
+    ]
+
+
+def test_humaneval_and_gsm8k_are_asked_as_they_are(tmp_path: Path) -> None:
+    code = 'def f(x):\n    """Doubles."""\n'
+    row = {"task_id": "HumanEval/0", "prompt": code, "entry_point": "f", "canonical_solution": "", "test": ""}
+    found = read_prompt_file(lines(tmp_path / "h.jsonl", row))
+    assert (found.layout, found.conversations[0].turns) == ("humaneval", (code,))
+    found = read_prompt_file(lines(tmp_path / "g.jsonl", {"question": "How many?", "answer": "#### 4"}))
+    assert (found.layout, found.conversations[0].turns) == ("gsm8k", ("How many?",))
+
+
+def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
+    def said(*messages: tuple[str, str]) -> dict[str, Any]:
+        return {"id": "x", "conversations": [{"from": who, "value": text} for who, text in messages]}
+
+    rows = [
+        said(("system", "Be kind."), ("human", "Hi"), ("gpt", "Hello"), ("human", "Why?"), ("gpt", "So.")),
+        said(("gpt", "goes on"), ("human", "and on")),
+        said(("gpt", "alone")),
+    ]
+    path = tmp_path / "share.json"
+    path.write_text(json.dumps(rows))
+    found = read_prompt_file(path)
+    assert (found.layout, found.num_rows) == ("sharegpt", 3)
+    assert [(each.turns, each.system) for each in found.conversations] == [
+        (("Hi", "Why?"), "Be kind."),
+        (("and on",), None),
+    ]
+    assert found.left_out == (f"{path} row 3 holds no message of a person",)
+
+
+def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
+    def message(role: str, content: Any) -> dict[str, Any]:
+        return {"role": role, "content": content}
+
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    rows = [
+        {"messages": [message("system", "S"), message("user", parts), message("assistant", "A")]},
+        {"messages": [message("user", "a"), message("assistant", "b"), message("user", "c")]},
+        {"custom_id": "1", "method": "POST", "body": {"model": "m", "messages": [message("user", "d")]}},
+    ]
+    found = read_prompt_file(lines(tmp_path / "m.jsonl", *rows))
+    assert found.layout == "messages"
+    assert [(each.turns, each.history, each.system, each.num_requests) for each in found.conversations] == [
+        (("one two",), (), "S", 1),  # the last answer is what is asked for
+        (("c",), (message("user", "a"), message("assistant", "b")), None, 1),
+        (("d",), (), None, 1),
+    ]
+
+
+def user(text: Any) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+CALLED_FUNCTION = {"name": "f", "arguments": {"x": 1}}
+CALLED = {**said(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "layout", "history", "turns"),
+    [
+        ({"conversations": [user("a"), said("b"), user("c")]}, "sharegpt", [], ("a", "c")),  # SpecForge's own
+        ({"conversations": [{"from": "Human", "value": "a"}]}, "sharegpt", [], ("a",)),
+        ({"messages": [{"role": "User", "content": "a"}]}, "messages", [], ("a",)),
+        ({"messages": [user("a"), user("b")]}, "messages", [user("a")], ("b",)),
+        ({"messages": [said("a"), user("b")]}, "messages", [said("a")], ("b",)),
+        ({"messages": [user("a"), said(None), user("b")]}, "messages", [user("a"), said("")], ("b",)),
+        ({"messages": [user([{"type": "input_text", "text": "a"}])]}, "messages", [], ("a",)),
+        ({"messages": [user([{"type": "text", "text": "a"}, {"type": "text", "text": None}, "b"])]},
+         "messages", [], ("ab",)),
+        ({"prompt": [user("a")], "completion": [said("b")]}, "messages", [], ("a",)),
+        ([user("a"), said("b"), user("c")], "messages", [user("a"), said("b")], ("c",)),
+        ({"messages": [user("a"), {**said(None), "tool_calls": [CALL]}, {"role": "tool", "content": "5"}]},
+         "messages", [user("a"), CALLED, {"role": "tool", "content": "5"}], ()),
+        ({"messages": [user("a"), {**said(None), "tool_calls": [CALL]}, {"role": "tool", "content": "5"}, said("c"),
+                       user("d")]},
+         "messages", [user("a"), CALLED, {"role": "tool", "content": "5"}, said("c")], ("d",)),
+        ({"conversations": [user("a"), {**said(None), "function_call": CALL["function"]},
+                            {"role": "function", "name": "f", "content": "5"}]},
+         "sharegpt",
+         [user("a"), {**said(""), "tool_calls": [{"type": "function", "function": CALLED_FUNCTION}]},
+          {"role": "tool", "name": "f", "content": "5"}],
+         ()),
+        # what was thought is not remembered, what looks like it is
+        ({"messages": [user("a"), said("<|channel|>analysis<|message|>Hm."), user("b")]},
+         "messages", [user("a"), said("")], ("b",)),
+        ({"messages": [user("a"), said("Put <|message|> there"), user("b")]},
+         "messages", [user("a"), said("Put <|message|> there")], ("b",)),
+    ],
+)  # fmt: skip
+def test_chats_are_read_as_people_have_them(
+    tmp_path: Path, row: Any, layout: str, history: list[Any], turns: tuple[str, ...]
+) -> None:
+    """In lines, alone, in one list, and packed."""
+    text = json.dumps(row)
+    (tmp_path / "lines.jsonl").write_text(f"{text}\n{text}\n")
+    (tmp_path / "one.jsonl").write_text(f"{text}\n")
+    (tmp_path / "list.json").write_text(json.dumps([row, row], indent=1))
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(f"{text}\n{text}\n".encode()))
+    for name, count in (("lines.jsonl", 2), ("one.jsonl", 1), ("list.json", 2), ("packed.jsonl.gz", 2)):
+        found = read_prompt_file(tmp_path / name, strict=True)
+        assert (found.name, found.layout, len(found.conversations)) == (name.partition(".")[0], layout, count)
+        for each in found.conversations:
+            assert (list(each.history), each.turns) == (history, turns)
+            assert each.num_requests == max(1, len(turns))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.csv", b"id,prompt\n1,a\n", "a.csv is CSV; expected JSON lines, or .txt, in UTF-8; to convert it: python"),
+        ("a.tsv", b"id\tprompt\n1\ta\n", "a.tsv is TSV; expected JSON lines, or .txt, in UTF-8; to convert it: python"),
+        ("a.jsonl", b"id,prompt\n1,a\n", "a.jsonl is CSV"),
+        ("a.csv.gz", gzip.compress(b"id,prompt\n1,a\n", mtime=0), "a.csv.gz is CSV"),
+        ("a.parquet", b"PAR1\x15\x04\xff\n{}", "a.parquet is parquet"),
+        ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16"), "a.jsonl is UTF-16"),
+        ("a.txt", "a\n".encode("utf-16"), "a.txt is UTF-16"),
+        ("a.jsonl", '{"prompt": "a"}\n'.encode("utf-16-be"), "a.jsonl is no text"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n', mtime=0)[:-9], "cannot be unpacked"),
+        ("a.json", b'[{"prompt": "a"},\n{"prompt": "b"}\n', "a.json is not valid JSON"),
+        ("a.json", b'[{"prompt": "a"}', "a.json is not valid JSON"),
+    ],
+)
+def test_a_file_that_is_something_else_is_refused_in_a_line_that_says_how_to_convert_it(
+    tmp_path: Path, name: str, data: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        read_prompt_file(tmp_path / name)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "comma"), [("CSV", ","), ("TSV", "\t")])
+def test_the_line_that_converts_does(tmp_path: Path, kind: str, comma: str) -> None:
+    (tmp_path / "FILE").write_text(f'id{comma}prompt\n1{comma}"a{comma}\nb ""c"""\n')
+    command = shlex.split(CONVERT[kind])
+    assert command[:2] == ["python", "-c"]
+    subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, check=True)
+    (found,) = read_prompt_file(tmp_path / "NEW.jsonl").conversations
+    assert found.turns == (f'a{comma}\nb "c"',)
+
+
+def test_a_name_and_a_category_are_fit_for_a_report(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.jsonl"))
+    path.write_text(json.dumps({"prompt": "a", "category": "東京\n\x1b"}) + '\n{"prompt": ""}\n')
+    found = read_prompt_file(path)
+    assert (found.name, found.conversations[0].category) == ("caf\\udce9", "東京\\n\\x1b")
+    assert found.left_out == (f"{path} line 2 is empty; expected some text",)
+
+
+def test_what_the_template_refuses_is_left_out_too(directories: Directories, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(directories.target / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+        "{{ message.content }}{% endfor %}"
+    )
+    rows = [{"messages": [user("a")]}, {"messages": [user("a"), {"role": "tool", "content": "5"}]}]
+    path = lines(tmp_path / "rows.jsonl", *rows, {"messages": []})
+    found = read_prompts(path, tmp_path, Rendering(), strict=False)
+    assert [each.turns for each in found.conversations] == [("a",)]
+    first, second = found.left_out
+    assert first == f"{path} line 3 holds no message of a user"
+    assert second.startswith(f"{path} line 2: ")
+    assert "the chat template refuses this chat: no tools" in second
+    with pytest.raises(InputError, match="line 3 holds no message"):
+        read_prompts(path, tmp_path, Rendering(), strict=True)
+    assert len(read_prompts(path, directories.target, Rendering(), strict=False).conversations) == 2
+    lines(path, rows[1])
+    for strict in (False, True):
+        with pytest.raises(InputError, match=r"line 1: .*no tools"):
+            read_prompts(path, tmp_path, Rendering(), strict=strict)
+
+
+def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"[1] is a list\r\n\nWhy?\n")
+    found = read_prompt_file(path)
+    assert found.layout == "text"
+    assert [each.turns for each in found.conversations] == [("[1] is a list",), ("Why?",)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "what"),
+    [
+        ([{"instruction": "a"}], "a row of HumanEval (task_id"),
+        ([{"conversations": "a"}], "expected a list of messages"),
+        (
+            [{"conversations": [{"from": "dog", "value": "a"}]}],
+            "message 0 is of the 'dog'; expected one of user, human",
+        ),
+        ([{"conversations": [{"value": "a"}]}], "expected an object with role and content, or from and value"),
+        ([{"conversations": [{"from": "human", "value": None}]}], "holds no message of a person"),
+        ([{"messages": []}], "holds no prompts: "),
+        ([{"messages": [user(" ")]}], "the last message of the user is empty"),
+        ([{"messages": [said("a")]}], "holds no message of a user"),
+        ([{"messages": [user([{"type": "image_url"}])]}], "expected a text"),
+        ([{"messages": [user("a"), {**said("b"), "tool_calls": [{"function": 3}]}, user("c")]}], "expected a function"),
+        ([{"messages": [user("a"), said("\ud800"), user("c")]}], "line 1 is not valid Unicode text"),
+        ([{"messages": [{"role": "system", "content": "\ud800"}, user("c")]}], "line 1 is not valid Unicode text"),
+        ([{"question": 3, "answer": "4"}], "question is 3; expected a text"),
+    ],
+)
+def test_a_layout_that_is_not_as_it_should_be_is_one_line(tmp_path: Path, rows: list[Any], what: str) -> None:
+    path = lines(tmp_path / "rows.jsonl", *rows)
+    for strict in (True, False):
+        with pytest.raises(InputError) as caught:
+            read_prompt_file(path, strict=strict)
+        assert what in f"holds no prompts: {caught.value}"
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,310 @@
+"""Text to ids and back: no character is split, no token is looked at twice, the date stands still."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.loading import DEMO_DIRECTORY
+from peagle.ops.errors import InputError
+from peagle.text.tokenizer import (
+    ByteLevelTokenizer,
+    Detokenizer,
+    chat_messages,
+    detokenize,
+    final_message,
+    fix_date,
+    load_tokenizer,
+    parse_date,
+    template_fingerprint,
+)
+from tests.peagle.conftest import SPECIALS, TEMPLATE, VOCAB_SIZE, ByteTokenizer, Directories
+
+
+@given(st.text(), st.lists(st.integers(1, 5)))
+def test_a_piece_is_whole_characters_as_soon_as_they_are_whole(text: str, sizes: list[int]) -> None:
+    data = text.encode()
+    detokenizer, shown, start = Detokenizer(ByteTokenizer()), "", 0
+    for size in [*sizes, max(len(data), 1)]:
+        shown += detokenizer.add(data[start : start + size])
+        start += size
+        done = data[:start]
+        whole = done.decode(errors="ignore")  # drops only an incomplete end: the rest is valid
+        assert shown == whole
+    assert shown + detokenizer.flush() == text
+
+
+@given(st.lists(st.integers(0, 255)))
+def test_bytes_that_are_no_character_come_out_as_the_standard_decoder_has_them(data: list[int]) -> None:
+    detokenizer = Detokenizer(ByteTokenizer())
+    pieces = [detokenizer.add([byte]) for byte in data]
+    assert "".join(pieces) + detokenizer.flush() == bytes(data).decode(errors="replace")
+
+
+def test_an_incomplete_character_is_held_back_and_flushed_once() -> None:
+    detokenizer = Detokenizer(ByteTokenizer())
+    assert [detokenizer.add([byte]) for byte in "é".encode()[:1]] == [""]
+    assert detokenizer.flush() == "�"
+    assert detokenizer.flush() == ""
+
+
+def test_every_token_is_looked_at_once() -> None:
+    tokenizer = ByteTokenizer()
+    detokenizer = Detokenizer(tokenizer)
+    for _ in range(1000):
+        detokenizer.add([0xF0])  # never a whole character: nothing is decided, nothing is decoded again
+    assert tokenizer.asked == 1000
+
+
+def test_ids_decode_as_the_library_decodes_them(tokenizer: ByteLevelTokenizer) -> None:
+    inner = tokenizer._inner
+
+    @given(st.lists(st.integers(0, VOCAB_SIZE - 9), max_size=30))
+    def check(ids: list[int]) -> None:
+        expected = inner.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert detokenize(tokenizer, ids) == expected
+
+    check()
+
+
+@pytest.mark.parametrize("text", ["naïve 東京 🎉", "def f(x):\n\treturn x  # größer", "\x00\x7f­"])
+def test_text_survives_the_way_there_and_back(tokenizer: ByteLevelTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert detokenize(tokenizer, ids) == text
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_no_text(tokenizer: ByteLevelTokenizer) -> None:
+    assert detokenize(tokenizer, [VOCAB_SIZE - 1, VOCAB_SIZE + 1000]) == ""
+
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def rendered(tokenizer: ByteLevelTokenizer, messages, **options) -> str:
+    return detokenize(tokenizer, tokenizer.encode_chat(messages, **options))
+
+
+def test_the_template_gets_a_fixed_date_and_the_effort(tokenizer: ByteLevelTokenizer) -> None:
+    assert rendered(tokenizer, HI) == (
+        "<|start|>system<|message|>Today: 2025-08-05<|end|><|start|>user<|message|>Hi<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>"
+    )
+    messages = chat_messages(["Hi"], [], "Be brief.")
+    other = rendered(tokenizer, messages, date="2031-02-28", reasoning_effort="high")
+    assert "Today: 2031-02-28 Reasoning: high<|end|><|start|>system<|message|>Be brief.<|end|>" in other
+
+
+def test_special_tokens_of_the_template_are_one_token_each(tokenizer: ByteLevelTokenizer) -> None:
+    assert tokenizer.encode_chat(HI)[0] == SPECIALS.index("<|start|>")
+
+
+def test_the_history_alternates_and_ends_with_the_last_turn(tokenizer: ByteLevelTokenizer) -> None:
+    answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>first<|return|>"
+    text = rendered(tokenizer, chat_messages(["One", "Two"], [answer], None))
+    assert text.index("One") < text.index("final<|message|>first<|end|>") < text.index("Two")
+    assert "Hm." not in text
+    with pytest.raises(ValueError, match="shorter"):
+        chat_messages(["One", "Two"], [], None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "final"),
+    [
+        ("plain", "plain"),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42", "42"),
+        ("<|channel|>final<|message|>42<|return|>", "42"),
+        ("<|start|>assistant<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}"),
+        ("42<|return|>", "42"),
+        ("42<|endoftext|>", "42"),
+        ("", ""),
+        # cut off inside its analysis, at its end, inside the next header
+        ("<|channel|>analysis<|message|>I think that", ""),
+        ("<|channel|>analysis<|message|>Hm.<|end|>", ""),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin", ""),
+        ("<|channel|>anal", ""),
+        ("<|channel|>final<|message|>4", "4"),  # inside its final part: that is what was said
+        # calls of tools, with the recipient in either place
+        ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", ""),
+        (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ""),
+        # the words of the format, in text that is not in it, and inside a message
+        ("Write <|message|> behind <|channel|>final, then <|end|> it", None),
+        ("<|message|> begins it", None),
+        ("It is <|end|><|start|>assistant<|channel|>final<|message|>so", None),
+        ("<|channel|>final<|message|>a <|message|> and <|end|> in it<|return|>", "a <|message|> and <|end|> in it"),
+    ],
+)
+def test_only_the_final_part_of_an_answer_is_remembered(answer: str, final: str | None) -> None:
+    """None: the answer as it is."""
+    assert final_message(answer) == (answer if final is None else final)
+
+
+def test_the_date_reaches_macros_and_leaves_other_templates_alone() -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    template = (
+        "\n{% macro head() %}{{ strftime_now(\"%Y-%m-%d\") }}/{{ strftime_now('%d %B') }}{% endmacro %}{{ head() }}"
+    )
+    fixed, variables = fix_date(template, "2024-02-29")
+    text = ImmutableSandboxedEnvironment(trim_blocks=True).from_string(fixed).render(**variables)
+    assert text == "\n2024-02-29/29 February"  # the template's own first line break is still there
+    assert fix_date("{{ messages }}", "2024-02-29") == ("{{ messages }}", {})
+
+
+@pytest.mark.parametrize("date", ["today", "2025-13-01", "2025-02-30", ""])
+def test_a_date_that_is_none_is_refused(date: str) -> None:
+    with pytest.raises(InputError, match="YYYY-MM-DD"):
+        parse_date(date)
+
+
+def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_broken_tokenizer_is_refused_in_one_line(directories: Directories, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(InputError, match=r"tokenizer\.json cannot be read") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+    content = json.loads((directories.target / "tokenizer.json").read_text())
+    content["decoder"] = {"type": "Fuse"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="byte-level"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_chat_without_a_template_or_against_it_is_refused(directories: Directories, tmp_path: Path) -> None:
+    shutil.copy(directories.target / "tokenizer.json", tmp_path)
+    shutil.copy(directories.target / "tokenizer_config.json", tmp_path)
+    bare = load_tokenizer(tmp_path)
+    assert bare is not None
+    assert bare.encode("Hi")
+    with pytest.raises(InputError, match="no chat template"):
+        bare.encode_chat(HI)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    strict = load_tokenizer(tmp_path)
+    assert strict is not None
+    with pytest.raises(InputError, match="refuses this chat: no"):
+        strict.encode_chat(HI)
+
+
+def test_a_template_in_json_is_read_where_there_is_no_other(directories: Directories, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(directories.target / name, tmp_path)
+    before = template_fingerprint(tmp_path)
+    path = tmp_path / "chat_template.json"
+    for broken in ("{", "[1]", '{"template": "a"}', '{"chat_template": {"default": "a"}}', "[" * 100_000):
+        path.write_text(broken)
+        with pytest.raises(InputError, match=r"chat_template\.json holds no template") as caught:
+            load_tokenizer(tmp_path)
+        assert "\n" not in str(caught.value)
+    path.write_text(json.dumps({"chat_template": TEMPLATE}))
+    found, usual = load_tokenizer(tmp_path), load_tokenizer(directories.target)
+    assert found is not None
+    assert usual is not None
+    assert found.encode_chat(HI) == usual.encode_chat(HI)
+    fingerprints = {before, template_fingerprint(tmp_path)}
+    path.write_text(json.dumps({"chat_template": "other"}))
+    assert len(fingerprints | {template_fingerprint(tmp_path)}) == 3
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    other = load_tokenizer(tmp_path)
+    assert other is not None
+    assert other.encode_chat(HI) == usual.encode_chat(HI)
+
+
+# what may make a control token: whole ones, parts of them, and the characters that stand for these while it is rendered
+PIECES = (*SPECIALS, "<", "<|", "|>", ">", "end", "|end|>", "<|end", "a", " ", "\n", "é", "\U000f0000", "\U000f0001")
+pieces = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join)
+
+
+def test_nothing_in_a_chat_is_a_control_token_and_nothing_is_lost(tokenizer: ByteLevelTokenizer) -> None:
+    def chat(*texts: str) -> list[dict[str, str]]:
+        roles = ("system", "user", "assistant", "user")
+        return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+
+    def control(ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in ids if token_id < len(SPECIALS)]
+
+    plain = tokenizer.encode_chat(chat("w", "x", "y", "z"))
+
+    @given(st.lists(pieces, min_size=4, max_size=4))
+    def check(texts: list[str]) -> None:
+        ids = tokenizer.encode_chat(chat(*texts))
+        assert control(ids) == control(plain)
+        text = detokenize(tokenizer, plain)
+        for placeholder, said in zip("wxyz", texts, strict=True):
+            before, behind = (f"<|message|>{each}<|end|>" for each in (placeholder, said))
+            text = text.replace(before, behind, 1)
+        assert detokenize(tokenizer, ids) == text
+
+    check()
+
+
+def test_a_chat_without_special_tokens_in_it_has_the_librarys_ids(tokenizer: ByteLevelTokenizer) -> None:
+    inner = tokenizer._inner
+
+    @given(st.text(st.sampled_from("<|> a(b)é\n東"), max_size=20))
+    def check(text: str) -> None:
+        messages = [{"role": "user", "content": text}]
+        template, dates = fix_date(TEMPLATE, "2025-08-05")
+        whole = inner.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=True, tokenize=False, **dates
+        )
+        assert tokenizer.encode_chat(messages) == tuple(inner(whole, add_special_tokens=False)["input_ids"])
+
+    check()
+
+
+TOOLS = """\
+{%- for message in messages -%}
+{%- if message.role == "tool" -%}
+<|start|>functions.{{ calls.name }}<|message|>{{ message.content|tojson }}<|end|>
+{%- elif message.tool_calls -%}
+{%- set calls = namespace(name=message.tool_calls[0].function.name) -%}
+<|start|>to={{ calls.name }}<|message|>{{ message.tool_calls[0].function.arguments|tojson }}<|end|>
+{%- else -%}
+<{{ message.content }}<|start|>
+{%- endif -%}
+{%- endfor -%}
+"""
+
+
+def test_what_a_template_puts_together_or_writes_as_json_is_characters_too(
+    directories: Directories, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(directories.target / name, tmp_path)
+    template = TOOLS.replace("{%- for", "{%- set calls = namespace(name='') -%}{%- for", 1)
+    template = template.replace("{%- set calls = namespace(name=message", "{%- set calls.name = (message")
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    call = {"function": {"name": "<|end|>", "arguments": {"<|end|>": ["<|start|>", 1, None]}}}
+    messages = [
+        {"role": "user", "content": "|end|>"},  # behind the template's own "<"
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": 'a "<|message|>"\n'},
+    ]
+    ids = tokenizer.encode_chat(messages)
+    assert detokenize(tokenizer, ids) == (
+        '<|end|><|start|><|start|>to=<|end|><|message|>{"<|end|>": ["<|start|>", 1, null]}<|end|>'
+        '<|start|>functions.<|end|><|message|>"a \\"<|message|>\\"\\n"<|end|>'
+    )
+    spelled = [SPECIALS[token_id] for token_id in ids if token_id < len(SPECIALS)]
+    assert spelled == ["<|start|>", *["<|start|>", "<|message|>", "<|end|>"] * 2]
+
+
+def test_a_raw_text_is_characters_unless_special_tokens_are_asked_for() -> None:
+    demo = load_tokenizer(DEMO_DIRECTORY / "target")
+    assert demo is not None
+    begin, rest = demo.encode("")[0], demo.encode("def f(")[1:]
+    assert demo.encode("<|startoftext|>def f(", special_tokens=True) == (begin, *rest)
+    assert demo.encode("def f(", special_tokens=True) == (begin, *rest)
+    assert demo.encode("<|start|>", special_tokens=True)[0] == begin
+    assert len(demo.encode("<|start|>", special_tokens=True)) == 2
+    ids = demo.encode("<|startoftext|>def f(")
+    assert (ids[0], ids.count(begin)) == (begin, 1)
+    assert detokenize(demo, ids[1:]) == "<|startoftext|>def f("

@@ -1,0 +1,234 @@
+"""`peagle export`: from any dialect to any, bit for bit, with a card."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from drafter.config import DrafterConfig
+from drafter.load import load_drafter, parse_config, save_drafter
+from drafter.train.folder import LOG, RECIPE
+from drafter.vocabulary import FREQUENT_TOKENS
+from peagle.cli import main
+from peagle.cli.export import card, spread_over_groups
+from peagle.loading import DEMO_DIRECTORY
+from peagle.ops.checkpoint import read_checkpoint
+from target.config import FULL, SLIDING, TargetConfig
+from target.load import inspect_target, load_target
+from tests.drafter.cases import random_params
+from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, TARGET, Directories, edit_json
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "drafter_speculators"
+
+
+def export(source: Path | str, out: Path, *more: str) -> int:
+    return main(["export", str(source), "--out", str(out), "--quiet", *more])
+
+
+@pytest.mark.parametrize("name", ["plain", "variant", "eagle3", "eagle3_variant"])
+def test_there_and_back_is_the_same_drafter(tmp_path: Path, name: str) -> None:
+    """A checkpoint that the speculators package wrote, as vLLM's, and as theirs again."""
+    assert export(GOLDEN / name, tmp_path / "vllm", "--dialect", "vllm") == 0
+    assert export(tmp_path / "vllm", tmp_path / "back", "--dialect", "speculators", "--verifier", "some/target") == 0
+    theirs, back = (load_file(folder / "model.safetensors") for folder in (GOLDEN / name, tmp_path / "back"))
+    assert theirs.keys() == back.keys()
+    assert all(theirs[key].dtype == back[key].dtype and (theirs[key] == back[key]).all() for key in theirs)
+    (params, config), (again, config_again) = load_drafter(GOLDEN / name), load_drafter(tmp_path / "vllm")
+    assert config == config_again
+    assert jax.tree.structure(params) == jax.tree.structure(again)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True))
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    their_config = json.loads((GOLDEN / name / "config.json").read_text())
+    assert written["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    assert written["speculators_config"].keys() == their_config["speculators_config"].keys()
+    card = (tmp_path / "back" / "README.md").read_text()
+    assert "some/target" in card
+    assert ("EAGLE-3" if name.startswith("eagle3") else "P-EAGLE") in card
+
+
+def test_the_demo_drafter_keeps_its_list_of_tokens_and_nothing_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export("demo", tmp_path / "out") == 0
+    for name in (FREQUENT_TOKENS, "model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (DEMO_DIRECTORY / "drafter" / name).read_bytes()
+    assert export("demo", tmp_path / "out") == 2
+    assert "exists; expected a new folder" in capsys.readouterr().err
+    assert export("demo", tmp_path / "other", "--dialect", "speculators") == 2
+    assert "needs --verifier" in capsys.readouterr().err
+    assert export(tmp_path / "missing", tmp_path / "other") == 2
+    assert not (tmp_path / "other").exists()
+
+
+def stored(directory: Path) -> DrafterConfig:
+    return parse_config(read_checkpoint(directory))
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    """A random drafter of the tests' target, of bfloat16."""
+    config = dataclasses.replace(DRAFTER, **changes)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_params(config))
+    save_drafter(directory, params, config)
+    return directory
+
+
+def test_positions_are_written_always(
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the target where the drafter names none; without a target to ask there is no file."""
+    for name in ("drafter", "drafter_eagle3"):
+        assert (
+            stored(DEMO_DIRECTORY / name).max_positions
+            == inspect_target(DEMO_DIRECTORY / "target").config.max_positions
+        )
+    source, target = write(tmp_path / "drafter"), str(directories.target)
+    for verifier in ((), ("--verifier", "some/target")):
+        assert export(source, tmp_path / "out", *verifier) == 2
+        assert "names no max_position_embeddings" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    for dialect in ("vllm", "speculators"):
+        assert export(source, tmp_path / dialect, "--verifier", target, "--dialect", dialect) == 0
+        assert stored(tmp_path / dialect).max_positions == MAX_POSITIONS
+    edit_json(source / "config.json", max_position_embeddings=77)
+    assert export(source, tmp_path / "own", "--verifier", target) == 0
+    assert stored(tmp_path / "own").max_positions == 77
+
+
+@pytest.mark.parametrize("draft_vocab_size", [DRAFTER.vocab_size, 45])
+def test_what_a_drafter_shares_is_taken_from_the_target(
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str], draft_vocab_size: int
+) -> None:
+    source = write(tmp_path / "drafter", hidden_size=TARGET.hidden_size, draft_vocab_size=draft_vocab_size)
+    weights = load_file(source / "model.safetensors")
+    del weights["embed_tokens.weight"], weights["lm_head.weight"]
+    save_file(weights, source / "model.safetensors")
+    assert export(source, tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert "does not store embed_tokens.weight and lm_head.weight" in said
+    assert "give --verifier DIR" in said
+    assert export(source, tmp_path / "out", "--verifier", str(directories.target)) == 0
+    params, _ = load_drafter(tmp_path / "out")
+    target = load_target(directories.target).params
+    assert params.embedding.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(params.embedding.astype(jnp.float32), target.embedding)
+    chosen = np.arange(draft_vocab_size) if params.draft_to_target is None else np.asarray(params.draft_to_target)
+    assert isinstance(target.lm_head, jax.Array)
+    np.testing.assert_array_equal(jnp.asarray(params.lm_head).astype(jnp.float32), target.lm_head[:, chosen])
+
+
+def test_a_target_in_a_folder_is_the_drafters(
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export("demo", tmp_path / "out", "--verifier", str(directories.target)) == 2
+    assert "does not fit the target" in capsys.readouterr().err
+
+
+def test_taps_are_sorted_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "drafter", aux_layer_ids=(2, 0, 1), max_positions=64)
+    assert main(["export", str(source), "--out", str(tmp_path / "out")]) == 0
+    assert "taps         sorted" in capsys.readouterr().err
+    (before, _), (after, config) = load_drafter(source), load_drafter(tmp_path / "out")
+    assert config.aux_layer_ids == (0, 1, 2)
+    width = TARGET.hidden_size
+    np.testing.assert_array_equal(after.fc[2 * width :], before.fc[:width])
+    assert main(["export", str(tmp_path / "out"), "--out", str(tmp_path / "again")]) == 0
+    assert "sorted, with" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+@pytest.mark.parametrize(
+    ("changes", "refused", "says"),
+    [
+        ({"num_mask_hiddens": 2}, ("vllm", "speculators"), "it has 2 mask hiddens, expected one"),
+        ({"num_heads": 6}, ("vllm",), "its width is 40, expected a multiple of its 6 heads"),
+        ({}, (), "its width is 40, expected the target's 64"),
+    ],
+)
+def test_what_others_cannot_load_is_said(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    dialect: str,
+    changes: dict[str, Any],
+    refused: tuple[str, ...],
+    says: str,
+) -> None:
+    """Refused where nobody could load it in that dialect, else told beside who does, and in the card."""
+    source = write(tmp_path / "drafter", max_positions=64, **changes)
+    more = ("--dialect", dialect, "--verifier", "some/target")
+    code = main(["export", str(source), "--out", str(tmp_path / "out"), *more])
+    said = capsys.readouterr().err
+    assert (code == 2) == (dialect in refused)
+    if code == 2:
+        assert f"cannot be loaded by vLLM{' or the speculators package' * (dialect == 'speculators')}: {says}" in said
+        assert ("take --dialect speculators" in said) == ("speculators" not in refused)
+        assert not (tmp_path / "out").exists()
+        return
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "vLLM: `vllm serve" in text
+    assert (f"speculators package, which cannot load them: {says}" in text) == (dialect == "speculators")
+    assert (f"refused      by the speculators package: {says}" in said) == (dialect == "speculators")
+
+
+def target_of(num_sliding: int, num_full: int) -> TargetConfig:
+    """With 2 key/value heads of 16."""
+    return dataclasses.replace(TARGET, layer_types=(SLIDING,) * num_sliding + (FULL,) * num_full)
+
+
+@pytest.mark.parametrize(
+    ("sliding", "full", "alike", "spread"),
+    [
+        (4, 4, True, [2, 3, 4, 5, 6, 7, 8]),  # the demo's target
+        (12, 12, True, [6, 7, 8]),  # 20b
+        (18, 18, True, []),  # 120b
+        (18, 6, True, []),  # the fewer are the full ones
+        (3, 9, True, [2, 3, 4, 5, 6, 7, 8]),
+        (0, 8, True, []),
+        (4, 4, False, [6, 7, 8]),  # a kind of their own
+        (5, 2, False, [3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_layers_that_vllm_spreads_over_groups_are_known(
+    sliding: int, full: int, alike: bool, spread: list[int]
+) -> None:
+    """As its v1/core/kv_cache_utils.py groups such layers, in version 0.32."""
+    config = dataclasses.replace(DRAFTER, head_dim=16, rope=dataclasses.replace(DRAFTER.rope, head_dim=16))
+    config = config if alike else dataclasses.replace(config, num_kv_heads=1)
+    found = [
+        layers
+        for layers in range(1, 9)
+        if spread_over_groups(dataclasses.replace(config, num_layers=layers), target_of(sliding, full))
+    ]
+    assert found == spread
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_the_card_names_the_flag_that_vllm_needs(tmp_path: Path, dialect: Any) -> None:
+    flag, target = "--disable-hybrid-kv-cache-manager", inspect_target(DEMO_DIRECTORY / "target").config
+    two, one = (stored(DEMO_DIRECTORY / name) for name in ("drafter", "drafter_eagle3"))
+    command = next(line for line in card(two, dialect, "T", target, tmp_path).splitlines() if "vllm serve" in line)
+    assert flag in command
+    unknown = card(two, dialect, "T", None, tmp_path)
+    assert flag not in next(line for line in unknown.splitlines() if "vllm serve" in line)
+    assert f"add `{flag}`" in unknown
+    assert all(flag not in card(one, dialect, "T", known, tmp_path) for known in (target, None))
+
+
+def test_a_card_tells_what_a_training_reached_with_a_dash_for_what_nobody_knows(tmp_path: Path) -> None:
+    recipe = {"steps": 9, "width": 32, "optimizer": "adamw", "loss": "half", "cod": {"depth": 3, "ratio": 0.8}}
+    record = {"recipe": recipe, "rows_per_step": 2, "data": {"documents": 5, "tokens": 99}}
+    (tmp_path / RECIPE).write_text(json.dumps(record))
+    found = {"num_outputs": 3, "num_outputs_without_loops": 3, "num_speculative_tokens": 7}
+    evaluation = found | {"acceptance_length": None, "acceptance_length_without_loops": None}
+    lines = [{"step": 9, "loss": 1.0}, {"step": 9, "evaluation": evaluation}]
+    (tmp_path / LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = card(DRAFTER, "vllm", None, None, tmp_path)
+    assert "\n9 steps of 2 rows" in text
+    assert "Acceptance length on 3 held-out prompts, greedy, K = 7: -.\n" in text
+    (tmp_path / LOG).write_text(json.dumps({"step": 4, "loss": 1.0}))
+    assert "\n4 of 9 steps of 2 rows" in card(DRAFTER, "vllm", None, None, tmp_path)

@@ -1,0 +1,237 @@
+"""`peagle parity` on the demo pair: nothing is wrong with it; and each known cause of low acceptance, planted, is
+named."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import peagle.loading
+from drafter.load import load_drafter, save_drafter
+from drafter.propose import PEagle, drafter_of
+from drafter.vocabulary import choose, narrow
+from peagle.cli import main
+from peagle.cli.parity import Asked, ask, readings
+from peagle.cli.settings import ParitySettings
+from peagle.loading import DEMO_DIRECTORY, HELD_OUT
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.messages import Draft, Fresh
+from peagle.text.prompt_files import read_prompt_file
+from peagle.workflows.parity import Reading, Text, causes, compare, replay
+from tests.peagle.conftest import edit_json
+
+K = 3
+OPTIONS = ["--num-prompts", "10", "-n", "32", "-k", str(K), "--reference-steps", "2"]
+TAPS = "eagle_aux_hidden_state_layer_ids"
+DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
+
+
+def parity(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = main(["parity", *OPTIONS, *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(HELD_OUT.read_bytes() + b'{"prompt": ""}\n')
+    assert parity(capsys, "--prompts", prompts, "--strict")[0] == 2
+    code, said = parity(capsys, "--prompts", prompts, "--json", tmp_path / "parity.json")
+    assert code == 0, said
+    (why,) = json.loads((tmp_path / "parity.json").read_text())["left_out"]
+    assert why.endswith("is empty; expected some text")
+    assert said.splitlines()[-1] == f"left out     1 row that cannot be asked, the first: {why}"
+    assert "the same as the float64 reference" in said
+    assert "in every step" in said
+    assert "LIKELY CAUSE" not in said
+    found = json.loads((tmp_path / "parity.json").read_text())["drafter"]
+    assert found["difference"] is None
+    assert found["seen"] == pytest.approx(found["expected"], abs=0.02)
+    assert found["other_rendering"] < found["seen"]
+    assert found["logits"]["max_difference"] < 1e-4
+
+
+def edited(tmp_path: Path, **changes: object) -> Path:
+    directory = tmp_path / "drafter"
+    shutil.copytree(DEMO_DRAFTER, directory)
+    edit_json(directory / "config.json", **changes)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (lambda config: {TAPS: [i - 1 for i in config[TAPS]]}, "taps: "),
+        (lambda _: {"ptd_token_id": 3}, "mask token: 7 instead of 3"),
+        # the same way: other readings of the same checkpoint
+        pytest.param(lambda _: {"norm_before_residual": True}, "norm_before_residual: false", marks=pytest.mark.slow),
+    ],
+    ids=["taps", "mask token", "norm"],
+)  # fmt: skip
+def test_a_checkpoint_that_says_something_else_than_it_was_trained_with_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: Any, cause: str
+) -> None:
+    config = json.loads((DEMO_DRAFTER / "config.json").read_text())
+    code, said = parity(capsys, "--drafter", edited(tmp_path, **changes(config)))
+    assert code == 1
+    first = next(line for line in said.splitlines() if "LIKELY CAUSE" in line)
+    assert cause in first
+    if cause == "taps: ":
+        assert "off by -1" in first
+        # what belongs into the file, as it numbers them: the right value is not the one that stands there
+        assert '"eagle_aux_hidden_state_layer_ids": [2, 5, 8]' in said
+    if cause.startswith("mask token"):
+        assert '"ptd_token_id": 7' in said
+    assert "in every step" in said  # the engine does what the checkpoint says
+
+
+def test_a_wrong_vocabulary_map_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    params, config = load_drafter(DEMO_DRAFTER)
+    vocab = choose("1024", DEMO_DRAFTER, config.vocab_size, ())
+    params, config = narrow(params, config, vocab)
+    ids = np.asarray(params.draft_to_target)
+    save_drafter(
+        tmp_path / "drafter", dataclasses.replace(params, draft_to_target=jnp.roll(jnp.asarray(ids), 1)), config
+    )
+    assert read_checkpoint(tmp_path / "drafter").has("t2d")
+    code, said = parity(capsys, "--drafter", tmp_path / "drafter")
+    assert code == 1
+    assert "LIKELY CAUSE vocabulary map: that of t2d" in said
+
+
+@pytest.mark.slow  # the same way; that these are tried is tested below
+@pytest.mark.parametrize("fault", ["embedding", "absolute ids"])
+def test_tensors_that_are_not_what_they_should_be_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str
+) -> None:
+    directory, cause = faulty(tmp_path, fault)
+    code, said = parity(capsys, "--drafter", directory)
+    assert code == 1
+    assert f"LIKELY CAUSE {cause}" in said
+
+
+def faulty(tmp_path: Path, fault: str) -> tuple[Path, str]:
+    """A drafter of the demo with a wrong tensor, and how the cause is called."""
+    params, config = load_drafter(DEMO_DRAFTER)
+    if fault == "embedding":
+        order = np.random.default_rng(0).permutation(config.vocab_size)
+        save_drafter(tmp_path / "drafter", dataclasses.replace(params, embedding=params.embedding[order]), config)
+        return tmp_path / "drafter", "embedding: the target's instead of the stored one"
+    half = jnp.arange(config.vocab_size // 2)
+    narrowed = dataclasses.replace(params, lm_head=params.lm_head[:, half], draft_to_target=2 * half)
+    save_drafter(tmp_path / "drafter", narrowed, dataclasses.replace(config, draft_vocab_size=len(half)))
+    return tmp_path / "drafter", "vocabulary map: d2t holds absolute ids, not offsets"
+
+
+@pytest.mark.parametrize("fault", ["embedding", "absolute ids"])
+def test_other_readings_of_tensors_are_tried(tmp_path: Path, fault: str) -> None:
+    """Each once, and as it would be loaded with the cure."""
+    directory, cause = faulty(tmp_path, fault)
+    pair = peagle.loading.load("demo", directory)
+    hidden = np.zeros((1, 8, 192), np.float32)
+    asked = Asked((Text(np.zeros(1, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
+    found = {each.name: each for each in readings(pair, pair.drafter, read_checkpoint(directory), asked)}
+    params: Any = found[cause].model.params
+    if fault == "embedding":
+        np.testing.assert_array_equal(params.embedding, pair.plain_target.params.embedding)
+        assert "take the tensor embed_tokens.weight out" in found[cause].cure
+    else:
+        np.testing.assert_array_equal(params.draft_to_target, np.arange(1024))
+        assert "store d2t - arange(len(d2t))" in found[cause].cure
+        assert sum(name.startswith("vocabulary map") for name in found) == 1
+
+
+def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = parity(capsys, "--render", "raw")
+    assert code == 1
+    assert "LIKELY CAUSE the prompts are raw" in said
+
+
+@flax.struct.dataclass
+class Blind(PEagle):
+    """Forgets everything before the tokens committed last."""
+
+    def propose(self, state: Any, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, Any]:
+        return PEagle.propose(self, jax.tree.map(jnp.zeros_like, state), fresh, widths, num_drafts)
+
+
+@flax.struct.dataclass
+class NeverBack(PEagle):
+    """Keeps the rows of rejected drafts: what is committed later stands behind them, in the cache and by position."""
+
+    def init_state(self, batch: int, capacity: int, widest_write: int) -> Any:
+        return PEagle.init_state(self, batch, capacity * (K + 1), widest_write), jnp.zeros((batch,), jnp.int32)
+
+    def absorb(self, state: Any, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> Any:
+        return PEagle.absorb(self, state[0], token_ids, aux_hidden, positions), state[1]
+
+    def propose(self, state: Any, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, Any]:
+        caches, shift = state
+        behind = fresh.replace(first_position=fresh.first_position + shift)
+        draft, caches = PEagle.propose(self, caches, behind, widths, num_drafts)
+        return draft, (caches, shift + num_drafts - 1)
+
+
+SETTINGS = ParitySettings(None, None, None, 10, "chat", K, 48, 2, None, "auto", None, True)
+
+
+@pytest.mark.parametrize(("fault", "words"), [(Blind, "blind to its context"), (NeverBack, "not rolled back")])
+def test_an_engine_that_does_something_else_is_named(fault: type[PEagle], words: str) -> None:
+    demo = peagle.loading.load()
+    assert isinstance(demo.drafter, PEagle)
+    healthy = demo.drafter
+    pair = dataclasses.replace(demo, drafter=fault(healthy.params, healthy.config), _engines={})
+    asked = ask(pair, read_prompt_file(HELD_OUT).conversations[:10], SETTINGS, raw=False)
+    led = [replay(healthy, text, K).token_ids for text in asked.texts]
+    blind = [replay(healthy, text, K, blind=True).token_ids for text in asked.texts]
+    found = compare(asked.texts, led, blind)
+    assert found is not None
+    assert words in (found.explanation or "")
+    assert found.frac > 0.05
+
+
+def test_a_gain_that_is_luck_is_no_cause() -> None:
+    rng = np.random.default_rng(0)
+    given = rng.integers(0, 4, 80)
+    better = Reading("better", np.minimum(given + 1, 4))
+    shuffled = Reading("luck", rng.permutation(given))
+    found = causes(given, [shuffled, Reading("same", given), better])
+    assert [cause.name for cause in found] == ["better"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafter", "ngram"], "has no weights to be compared"),
+        (["--drafter", "absent"], "absent"),
+        (["--target", str(DEMO_DIRECTORY / "target"), "--drafter", str(DEMO_DRAFTER)], "give --prompts"),
+        (["--prompts", "absent.jsonl"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["parity", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_eagle3_drafter_is_compared_too(tmp_path: Path) -> None:
+    """Its drafts, not its logits; and its own readings are tried."""
+    params, config = load_drafter(DEMO_DRAFTER)
+    config = dataclasses.replace(config, mask_token_id=None, num_layers=1)
+    save_drafter(tmp_path / "drafter", dataclasses.replace(params, mask_hidden=None, layers=params.layers[:1]), config)
+    assert not drafter_of(*load_drafter(tmp_path / "drafter")).config.parallel
+    assert main(
+        ["parity", *OPTIONS, "--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json")]
+    ) in (0, 1)
+    found = json.loads((tmp_path / "found.json").read_text())["drafter"]
+    assert found["logits"] is None
+    assert found["same_drafts_frac"] == 1
+    assert found["difference"] is None
+    assert any(name.startswith("norm_output") for name in found["readings"])

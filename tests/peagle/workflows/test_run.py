@@ -1,0 +1,298 @@
+"""Whole runs: order, history, slots, the baseline beside them, and what is left of a run that was interrupted."""
+
+import dataclasses
+import itertools
+import signal
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.api import Pair
+from peagle.engine.engine import Engine
+from peagle.engine.programs import trace_counts
+from peagle.engine.request import Request, SamplingParams
+from peagle.measure.logprobs import score
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.result import Result
+from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
+from peagle.text.tokenizer import Tokenizer
+from peagle.workflows.run import Observer, Run, RunConfig, run
+from tests.peagle.conftest import MAX_POSITIONS, STOP, VOCAB_SIZE, ToyTarget, toy_pair
+
+K, NEW = 3, 12
+CONFIG = RunConfig(num_speculative_tokens=K, max_new_tokens=NEW)
+CHAT = Conversation("chat", turns=("one", "two", "three"), numbered=True)
+
+
+def ids(run: Run) -> list[tuple[int, ...]]:
+    return [outcome.result.output_ids for outcome in run.outcomes]
+
+
+class Watcher(Observer):
+    """Writes down what it is told, and may interrupt."""
+
+    def __init__(self, interrupt_after: int | None = None) -> None:
+        self.order: list[str] = []
+        self.text: dict[int, str] = {}
+        self.left = interrupt_after
+
+    def decoding(self, done: int, total: int, plainly: bool) -> None:
+        self.order.append("plain" if plainly else "fast")
+
+    def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
+        self.text[request.index] = self.text.get(request.index, "") + text
+        if self.left is not None and token_ids:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+
+def test_results_come_in_the_order_of_the_input_with_their_turns(toy: Pair) -> None:
+    conversations = [from_ids([50]), CHAT, from_text("solo")]
+    done = run(toy, conversations, CONFIG)
+    assert [outcome.result.request.index for outcome in done.outcomes] == [0, 1, 2, 3, 4]
+    assert [outcome.turn for outcome in done.outcomes] == [None, 0, 1, 2, None]
+    assert not done.interrupted
+    assert all(len(output) == NEW for output in ids(done))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy, slots) -> None:
+    # three prompts alone fit; with the answers between them, the third does not
+    long = Conversation("long", turns=("a" * 90, "b" * 90, "c" * 90), numbered=True)
+    config = RunConfig(num_speculative_tokens=K, max_new_tokens=60, slots=slots)
+    done = run(toy, [from_ids([50]), long, CHAT], config)
+    turns = [(outcome.result.request.index, outcome.turn) for outcome in done.outcomes]
+    begun = [turn for index, turn in turns if 1 <= index <= 3]
+    assert begun == list(range(len(begun)))
+    assert 1 <= len(begun) < 3
+    assert [index for index, _ in turns if index > 3 or index == 0] == [0, 4, 5, 6]
+    (line,) = done.cut_short
+    assert f"turn {len(begun) + 1} of 3 was not run" in line
+    assert "long" in line
+
+
+def test_a_turn_has_the_answers_of_this_run_in_its_prompt(toy: Pair) -> None:
+    first, second, third = run(toy, [CHAT], CONFIG).outcomes
+    answers = [first.result.text, second.result.text]
+    assert all(answers)
+    assert first.result.request.prompt_ids == CHAT.encode([], toy.tokenizer, Rendering())
+    assert third.result.request.prompt_ids == CHAT.encode([a or "" for a in answers], toy.tokenizer, Rendering())
+
+
+def test_requests_in_slots_get_what_each_gets_alone(toy: Pair) -> None:
+    conversations = [from_ids([50]), CHAT, from_text("solo"), from_ids([60, 61])]
+    config = dataclasses.replace(CONFIG, sampling=SamplingParams(1.0, seed=3), baseline=False)
+    alone = run(toy, conversations, config)
+    together = run(toy, conversations, dataclasses.replace(config, slots=3))
+    assert ids(alone) == ids(together)
+    assert len(set(ids(alone))) == len(ids(alone))
+
+
+def test_plain_decoding_runs_beside_it_first_and_second_in_turn(toy: Pair) -> None:
+    watcher = Watcher()
+    done = run(toy, [from_ids([i]) for i in (50, 51, 52)], CONFIG, watcher)
+    assert watcher.order == ["fast", "plain", "plain", "fast", "fast", "plain"]
+    for outcome in done.outcomes:
+        assert outcome.baseline is not None
+        assert outcome.baseline.output_ids == outcome.result.output_ids
+        assert outcome.baseline.num_speculative_tokens == 0
+        assert outcome.first_divergence is None
+    without = run(toy, [from_ids([50])], dataclasses.replace(CONFIG, baseline=False))
+    assert without.outcomes[0].baseline is None
+
+
+def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which each program takes 1000 s to be compiled, and each look at it a millisecond."""
+    looks, config = itertools.count(), dataclasses.replace(CONFIG, context=77)  # a shape that no other test has
+    monkeypatch.setattr("time.perf_counter", lambda: 1000.0 * sum(trace_counts().values()) + 1e-3 * next(looks))
+    done = run(toy, [from_ids([50])], config)
+    assert done.compile_s >= 1000
+    again = run(toy, [from_ids([51])], config)
+    assert again.compile_s == 0.0  # the same shape: nothing was left to do
+    result = done.outcomes[0].result
+    assert result.ttft_s is not None
+    assert 0 < result.ttft_s < 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_measuring_what_drafting_costs_compiles_nothing(
+    toy: Pair, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    measure, counts = Engine._measure_costs, []
+
+    def counting(engine: Engine) -> dict[int, float]:
+        counts.append(trace_counts())
+        costs = measure(engine)
+        counts.append(trace_counts())
+        return costs
+
+    monkeypatch.setattr(Engine, "_measure_costs", counting)
+    context = 78 + round(temperature)  # a shape that no other test has
+    config = dataclasses.replace(CONFIG, adaptive=True, sampling=SamplingParams(temperature), context=context)
+    run(toy, [from_ids([50])], config)
+    before, after = counts
+    assert before == after
+
+
+def test_the_streamed_pieces_are_the_text(toy: Pair) -> None:
+    watcher = Watcher()
+    done = run(toy, [from_text("a"), from_text("b")], CONFIG, watcher)
+    assert watcher.text == {outcome.result.request.index: outcome.result.text for outcome in done.outcomes}
+
+
+def test_a_divergence_is_reported_with_the_margin_there(toy: Pair) -> None:
+    # a plain target of which one row differs from the speculative one: they part where the token of that row is reached
+    fast = run(toy, [from_ids([50])], CONFIG).outcomes[0].result
+    assert isinstance(toy.target, ToyTarget)
+    last = fast.output_ids[3]
+    assert last not in fast.output_ids[:3]
+    table = np.array(toy.target.table)
+    other = int(np.argsort(table[last])[-2])
+    table[last, other] = table[last].max() + 0.25
+    parting = dataclasses.replace(toy, plain_target=ToyTarget(jnp.asarray(table)), _engines={})
+    outcome = run(parting, [from_ids([50])], CONFIG).outcomes[0]
+    assert outcome.first_divergence is not None
+    assert outcome.first_divergence.index == 4
+    assert outcome.first_divergence.margin == pytest.approx(0.25, abs=1e-4)
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
+    whole = run(toy, [from_ids([50]), from_ids([51])], CONFIG).outcomes[0].result
+    watcher = Watcher(interrupt_after=after)
+    cut = run(toy, [from_ids([50]), from_ids([51])], CONFIG, watcher)
+    assert cut.interrupted
+    if after >= 1 + len(whole.steps):
+        assert [outcome.result.finish_reason for outcome in cut.outcomes] == ["length", None]
+        return
+    (outcome,) = cut.outcomes  # the request that was not begun is not there
+    assert outcome.result.finish_reason is None
+    assert 0 < len(outcome.result.output_ids) < NEW
+    assert whole.output_ids[: len(outcome.result.output_ids)] == outcome.result.output_ids
+    assert watcher.text[0] == outcome.result.text
+
+
+def test_what_a_dispatch_gives_comes_at_once(tokenizer: Tokenizer) -> None:
+    """The tokens of its steps have one time, and are those that single steps give."""
+    one, four = (dataclasses.replace(toy_pair(tokenizer), steps_per_dispatch=number) for number in (1, 4))
+    config = dataclasses.replace(CONFIG, baseline=False)
+    single, several = (run(pair, [from_ids([50])], config).outcomes[0].result for pair in (one, four))
+    assert (several.output_ids, several.steps) == (single.output_ids, single.steps)
+    assert len(single.times_s) == 1 + len(single.steps)
+    assert len(several.times_s) == 1 + -(-len(several.steps) // 4)
+    assert list(several.times_s) == sorted(set(several.times_s))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) -> None:
+    """What is in flight then is dropped, and the engines are whole: the same run gives all of it afterwards."""
+    conversations = [from_ids([50]), from_ids([51]), from_ids([52])]
+    config = dataclasses.replace(CONFIG, slots=slots)
+    whole = run(toy, conversations, config)
+
+    class Pressing(Watcher):
+        def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
+            super().emitted(request, token_ids, text)
+            if len(self.text) == slots and not interrupt.asked():
+                signal.raise_signal(signal.SIGINT)
+
+    with interrupt.handled():
+        watcher = Pressing()
+        cut = run(toy, conversations, config, watcher)
+        assert interrupt.asked()
+    assert cut.interrupted
+    assert len(cut.outcomes) == slots  # those that waited for a slot are not there
+    assert cut.outcomes[0].result.finish_reason is None
+    assert 0 < len(cut.outcomes[0].result.output_ids) < NEW
+    for outcome, complete in zip(cut.outcomes, whole.outcomes, strict=False):
+        got = outcome.result.output_ids
+        assert complete.result.output_ids[: len(got)] == got
+        assert watcher.text.get(outcome.result.request.index, "") == outcome.result.text
+    again = run(toy, conversations, config)
+    assert (again.interrupted, ids(again)) == (False, ids(whole))
+
+
+def test_a_budget_beyond_the_positions_is_cut(toy: Pair) -> None:
+    prompt = [50] * (MAX_POSITIONS - 5)
+    result = run(toy, [from_ids(prompt)], CONFIG).outcomes[0].result
+    assert (len(result.output_ids), result.finish_reason) == (5, "length")
+    narrow = dataclasses.replace(CONFIG, context=10)
+    assert len(run(toy, [from_ids([50] * 7)], narrow).outcomes[0].result.output_ids) == 3
+
+
+def test_a_stop_token_ends_it_and_is_no_text(toy: Pair) -> None:
+    free = run(toy, [from_ids([50])], CONFIG).outcomes[0].result
+    stop = free.output_ids[5]
+    at = free.output_ids.index(stop)
+    stopping = dataclasses.replace(toy, stop_token_ids=(stop,), _engines={})
+    outcome = run(stopping, [from_ids([50])], CONFIG).outcomes[0]
+    assert outcome.result.output_ids == free.output_ids[: at + 1]
+    assert outcome.result.finish_reason == "stop"
+    assert free.text is not None
+    assert outcome.result.text is not None
+    assert free.text.startswith(outcome.result.text)
+    ignoring = run(stopping, [from_ids([50])], dataclasses.replace(CONFIG, ignore_eos=True)).outcomes[0]
+    assert ignoring.result.output_ids == free.output_ids
+
+
+@pytest.mark.parametrize(
+    ("conversation", "config", "what"),
+    [
+        (from_ids([VOCAB_SIZE]), CONFIG, f"0..{VOCAB_SIZE - 1}"),
+        (from_ids([-1]), CONFIG, "-1"),
+        (from_ids([5] * MAX_POSITIONS), CONFIG, f"{MAX_POSITIONS} positions"),
+        (from_ids([5] * 10), dataclasses.replace(CONFIG, context=10), "10 positions"),
+        (from_ids([5]), dataclasses.replace(CONFIG, context=MAX_POSITIONS + 1), f"2..{MAX_POSITIONS}"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_runs(
+    toy: Pair, conversation: Conversation, config: RunConfig, what: str
+) -> None:
+    watcher = Watcher()
+    with pytest.raises(InputError) as caught:
+        run(toy, [from_ids([50]), conversation], config, watcher)
+    assert what in str(caught.value)
+    assert watcher.order == []
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_speculative_tokens": -1}, {"max_new_tokens": 0}, {"slots": 0}, {"logprobs": -1}]
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(InputError):
+        RunConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
+    assert isinstance(toy.target, ToyTarget)
+    table = np.array(toy.target.table, np.float64)
+    logprobs = table - np.log(np.exp(table).sum(-1, keepdims=True))
+    outputs = [int(i) for i in np.random.default_rng(1).integers(0, VOCAB_SIZE, 70)]  # several chunks
+    scores = score(toy.target, [3, 50], outputs, 4)
+    assert [token.token_id for token in scores] == outputs
+    for before, token in zip([50, *outputs], scores, strict=False):
+        assert token.logprob == pytest.approx(logprobs[before, token.token_id], abs=1e-4)
+        assert [i for i, _ in token.best] == np.argsort(-logprobs[before])[:4].tolist()
+    assert score(toy.target, [3, 50], outputs[:1], 0)[0].best == ()
+
+
+def test_logprobs_of_a_greedy_run_name_the_emitted_token_first(toy: Pair) -> None:
+    config = dataclasses.replace(CONFIG, num_speculative_tokens=0, logprobs=2)
+    outcome = run(toy, [from_ids([50])], config).outcomes[0]
+    assert outcome.baseline is None
+    assert outcome.logprobs is not None
+    assert [token.best[0][0] for token in outcome.logprobs] == list(outcome.result.output_ids)
+
+
+def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
+    pair = toy_pair(None)
+    result = run(pair, [from_ids([50])], CONFIG).outcomes[0].result
+    assert isinstance(result, Result)
+    assert result.text is None
+    assert STOP not in result.output_ids
+    with pytest.raises(InputError, match="--prompt-ids"):
+        run(pair, [from_text("Hi")], CONFIG)

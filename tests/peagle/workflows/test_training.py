@@ -1,0 +1,517 @@
+"""`peagle data` and `peagle train` from a target to a drafter that runs, and what they say to what cannot work."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import peagle.loading
+import peagle.workflows.answers
+from drafter.load import load_drafter, save_drafter
+from drafter.propose import Eagle3
+from drafter.train.batches import Batches
+from drafter.train.folder import LOG, RECIPE, read_log
+from drafter.train.shards import read_shards
+from peagle.api import Pair
+from peagle.cli import main
+from peagle.cli.train import _Deadline, _given, _shown
+from peagle.engine.request import Request
+from peagle.engine.widths import WidthTable
+from peagle.ops.errors import InputError
+from peagle.result import decode
+from target.load import load_target
+from tests.drafter.cases import random_params
+from tests.peagle.conftest import (
+    DRAFTER,
+    MAX_POSITIONS,
+    STOP,
+    TARGET,
+    VOCAB_SIZE,
+    Directories,
+    press_ctrl_c_at,
+)
+
+Run = Callable[..., tuple[int, str]]
+PROMPTS = [[17, 4, 90], [5, 5, 5, 5], [200, 31], [9, 8, 7, 6, 5, 4], [77]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """(exit code, the last line on standard error); of what is refused there is one that says why."""
+
+    def call(*arguments: object) -> tuple[int, str]:
+        code = main([str(each) for each in arguments])
+        lines = capsys.readouterr().err.splitlines()
+        assert sum("error" in line for line in lines) == (code == 2), lines
+        return code, lines[-1] if lines else ""
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS) + '{"prompt_ids": []}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data of the tiny target."""
+    out = tmp_path_factory.mktemp("data") / "data"
+    arguments = ["data", "--target", directories.target, "--prompt-file", prompts, "--out", out, "-n", 20]
+    assert main([*map(str, arguments), "--shard-prompts", "2", "--slots", "2", "--quiet"]) == 0
+    return out
+
+
+def train(directories: Directories, data: object, out: Path, *more: object) -> list[object]:
+    small = ["--taps", "0,1,2", "--width", 32, "--depth", 3, "--rows", 2, "--layers", 1, "--mlp-width", 16]
+    return ["train", "--target", directories.target, "--data", data, "--out", out, "--steps", 4, *small, *more]
+
+
+def test_data_are_the_targets_own_answers(made: Path, pair: Pair) -> None:
+    documents = read_shards(made)
+    assert len(list(made.glob("shard_*"))) == 3
+    for ids, document in zip(PROMPTS, documents, strict=True):
+        answer = pair.generate(ids, num_speculative_tokens=0, max_new_tokens=20).output_ids
+        assert document.token_ids.tolist() == [*ids, *answer]
+        assert document.trained.tolist() == [False] * len(ids) + [True] * len(answer)
+
+
+def test_data_go_on_where_they_were_cut_off_and_are_the_same(
+    directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("data", "--target", directories.target, "--prompt-file", prompts, "-n", 20, "--shard-prompts", 2)
+    copy = tmp_path / "copy"
+    shutil.copytree(made, copy)
+    (copy / "shard_00001.safetensors").unlink()
+    before = (copy / "shard_00002.safetensors").stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, peagle.workflows.answers, "decode")
+        code, said = run(*arguments, "--out", copy, "--slots", 2)
+    assert code == 130
+    assert f"interrupted: 2 of 3 shards are in {copy}; the same command goes on" in said
+    assert not (copy / "shard_00001.safetensors").exists()
+    code, said = run(*arguments, "--out", copy, "--slots", 2)
+    assert code == 0
+    assert said.startswith(f"left out     1 row that cannot be asked, the first: {prompts} line {len(PROMPTS) + 1}")
+    code, said = run(*arguments, "--out", tmp_path / "strict", "--strict")
+    assert (code, "is empty" in said, (tmp_path / "strict").exists()) == (2, True, False)
+    assert (copy / "shard_00002.safetensors").stat().st_mtime_ns == before
+    for one, other in zip(read_shards(made), read_shards(copy), strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+    code, said = run(*arguments, "--out", copy, "--temperature", 1)
+    assert code == 2
+    assert "was made with sampling" in said
+
+
+def test_a_turn_is_asked_with_the_answers_before_it(
+    directories: Directories, pair: Pair, tmp_path: Path, run: Run
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"turns": ["1 + 2", "and?"]}) + "\n")
+    out = tmp_path / "data"
+    assert run("data", "--target", directories.target, "--prompt-file", path, "--out", out, "-n", 6)[0] == 0
+    first, second = read_shards(out)
+    said = [token for token in first.token_ids[first.trained].tolist() if token != STOP]
+    assert pair.tokenizer is not None
+    text = peagle.text.tokenizer.detokenize(pair.tokenizer, said)
+    expected = pair.tokenizer.encode_chat(peagle.text.tokenizer.chat_messages(["1 + 2", "and?"], [text], None))
+    assert tuple(second.token_ids[~second.trained].tolist()) == expected
+
+
+@pytest.mark.parametrize("more", [(), ("--hidden", "--top", 4)])
+def test_from_data_to_a_drafter_that_runs(
+    directories: Directories, prompts: Path, made: Path, tmp_path: Path, run: Run, more: tuple[object, ...]
+) -> None:
+    """With the target inside the step, and with all it says in the data."""
+    data, out = made, tmp_path / "run"
+    if more:
+        data = tmp_path / "data"
+        asked = ("--prompt-file", prompts, "--out", data, "-n", 20, "--taps", "0,1,2", *more)
+        assert run("data", "--target", directories.target, *asked)[0] == 0
+        assert sorted(read_shards(data)[0].teacher) == ["aux_hidden", "log_total", "top_ids", "top_logits"]
+    evaluation = () if more else ("--evaluate", prompts, "--evaluate-every", 2, "-k", 3)
+    code, said = run(*train(directories, data, out, *evaluation))
+    assert code == 0
+    assert ("left out     of --evaluate 1 row that cannot be asked" in said) == bool(evaluation)
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if "loss" in line][-1] == 4
+    if not more:
+        lengths = [line["evaluation"]["acceptance_length"] for line in log if "evaluation" in line]
+        assert [line["evaluation"]["num_left_out"] for line in log if "evaluation" in line] == [1, 1]
+        assert len(lengths) == 2
+        assert all(1 <= length <= 4 for length in lengths)
+    assert (out / "curve.png").stat().st_size > 10_000
+    speculative = peagle.loading.load(directories.target, out / "drafter")
+    plain = speculative.generate(PROMPTS[0], num_speculative_tokens=0, max_new_tokens=30)
+    assert speculative.generate(PROMPTS[0], num_speculative_tokens=3, max_new_tokens=30).output_ids == plain.output_ids
+    # the same command again finds it done
+    assert run(*train(directories, data, out, *evaluation))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [("--layers", 2), pytest.param(("--layers", 1, "--autoregressive"), marks=pytest.mark.slow)],
+    ids=["P-EAGLE", "EAGLE-3"],
+)
+def test_what_was_learnt_by_heart_is_drafted_right(
+    directories: Directories, tmp_path: Path, run: Run, kind: tuple[object, ...]
+) -> None:
+    """Trained on one answer alone, a drafter has every draft of it accepted, but for those of the final step."""
+    k, tokens = 3, 29
+    prompt = tmp_path / "prompt.jsonl"
+    prompt.write_text(json.dumps({"prompt_ids": PROMPTS[0]}) + "\n")
+    asked = ("--prompt-file", prompt, "--out", tmp_path / "data", "-n", tokens)
+    assert run("data", "--target", directories.target, *asked)[0] == 0
+    recipe = ("--width", 40, "--depth", k, "--ratio", 1, "--rows", 1, "--taps", "0,1,2", "--steps", 120)
+    rates = ("--optimizer", "muon", "--learning-rate", 0.02, "--other-rate", 0.01, "--decay", 0.5)
+    given = ("--target", directories.target, "--data", tmp_path / "data", "--out", tmp_path / "run")
+    code, said = run("train", *given, *recipe, *rates, *kind)
+    assert code == 0, said
+    speculative = peagle.loading.load(directories.target, tmp_path / "run" / "drafter")
+    engine = speculative.engine(speculative.engine_config(k, capacity=128))
+    (result,) = decode(engine, [Request(tuple(PROMPTS[0]), tokens)], None)
+    accepted = [step.num_accepted for step in result.steps]
+    assert len(accepted) > 3
+    assert accepted[:-1] == [k] * (len(accepted) - 1)
+
+
+def test_the_baseline_proposes_in_turn_and_changes_no_token(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    """An EAGLE-3 drafter, by the same command, in the engine: in slots, with rows that pause, never sampled."""
+    out = tmp_path / "run"
+    code, said = run(*train(directories, made, out, "--autoregressive", "--learning-rate", 1e-2))
+    assert code == 0, said
+    params, config = load_drafter(out / "drafter", np.dtype(np.float32))
+    assert params.mask_hidden is None
+    assert not config.parallel
+    speculative = peagle.loading.load(directories.target, out / "drafter")
+    assert isinstance(speculative.drafter, Eagle3)
+    speculative = dataclasses.replace(speculative, widths=WidthTable({1: 2}, {1: 1.9}))
+    requests = [Request(tuple(ids), 24, index=index) for index, ids in enumerate(PROMPTS)]
+    shapes = (
+        speculative.engine_config(0, slots=3, capacity=128),
+        speculative.engine_config(3, slots=3, capacity=128),
+        speculative.engine_config(2, adaptive=True, capacity=128),
+    )
+    plain, fast, adaptive = (decode(speculative.engine(shape), requests, None) for shape in shapes)
+    outputs = [result.output_ids for result in plain]
+    assert [result.output_ids for result in fast] == outputs
+    assert [result.output_ids for result in adaptive] == outputs
+    widths = [len(step.draft_token_ids) for result in adaptive for step in result.steps]
+    assert set(widths) == {0, 2}
+    with pytest.raises(InputError, match="no probabilities to be sampled from"):
+        speculative.generate(PROMPTS[0], num_speculative_tokens=2, temperature=1.0, draft_sampling=True)
+    code, said = run("info", directories.target, out / "drafter")
+    assert code == 0, said
+
+
+def test_a_smaller_draft_vocabulary_and_the_other_dialect(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    """What nobody else loads is written and read here, with no promise in the card; positions are the target's."""
+    more = ("--draft-vocab", 40, "--dialect", "speculators", "--hidden-size", 24, "--loss", "kl", "--mask-hiddens", 2)
+    code, said = run(*train(directories, made, tmp_path / "run", *more))
+    assert code == 0, said
+    params, config = load_drafter(tmp_path / "run" / "drafter", np.dtype(np.float32))
+    assert (config.draft_vocab_size, config.hidden_size, config.num_mask_hiddens) == (40, 24, 2)
+    assert config.max_positions == MAX_POSITIONS
+    text = (tmp_path / "run" / "drafter" / "README.md").read_text()
+    assert "vLLM cannot load it: it has 2 mask hiddens, expected one." in text
+    assert "vllm serve" not in text
+    assert params.draft_to_target is not None
+    listed = set(params.draft_to_target.tolist())
+    seen = {token for each in read_shards(made) for token in each.token_ids[each.trained].tolist()}
+    assert STOP in listed
+    assert len(seen & listed) >= min(len(seen), 39)
+    assert config.mask_token_id == VOCAB_SIZE - 1, "the highest id that the data never uses"
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_a_drafter(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
+    assert run(*train(directories, made, tmp_path / "first"))[0] == 0
+    begun, shape = load_drafter(tmp_path / "first" / "drafter", np.dtype(np.float32))
+    more = ("--init", tmp_path / "first" / "drafter", "--learning-rate", 1e-9)
+    code, said = run(*train(directories, made, tmp_path / "second", *more))
+    assert code == 0, said
+    params, config = load_drafter(tmp_path / "second" / "drafter", np.dtype(np.float32))
+    assert config == shape
+    np.testing.assert_allclose(params.fc, begun.fc, atol=1e-3)
+
+
+def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
+    directories: Directories, tmp_path: Path
+) -> None:
+    """Copies: training overwrites what it begins with, and the target is still needed."""
+    config = dataclasses.replace(DRAFTER, hidden_size=TARGET.hidden_size)
+    save_drafter(tmp_path / "drafter", random_params(config), config)
+    weights = load_file(tmp_path / "drafter" / "model.safetensors")
+    del weights["embed_tokens.weight"], weights["lm_head.weight"]
+    save_file(weights, tmp_path / "drafter" / "model.safetensors")
+    target = load_target(directories.target)
+    params = _given(str(tmp_path / "drafter"), target)
+    for one, other in ((params.embedding, target.params.embedding), (params.lm_head, target.params.lm_head)):
+        assert isinstance(one, jax.Array)
+        np.testing.assert_array_equal(one, other)
+        one.delete()
+        assert np.isfinite(other).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--loss", "hinge"), "'hinge' is not one of"),
+        (("--width", 8), "longer than the 8 tokens of a row, the longest"),
+        (("--rows", 0), "--rows is 0; expected a multiple of 1"),
+        (("--mask-token", 17), "the mask token 17 is in use"),
+        (("--mask-token", 400), "mask token 400 lies outside"),
+        (("--taps", "0,1,9"), "--taps names the output of layer 9; expected 0..2"),
+        (("--taps", "0,1,1"), "--taps is 0,1,1; expected each layer once"),
+        (("--taps", "a,b"), "--taps is 'a,b'; expected layers"),
+        (("--aux-layer-ids", "0,1,2"), "--aux-layer-ids says what --init reads, and there is none"),
+        (("--depth", 0), "expected a depth of 1 or more"),
+        (("--autoregressive", "--mask-token", 4), "an EAGLE-3 drafter has no mask slots"),
+        (("--parts", 99), "99 parts of a sequence of 32"),
+        (("--learning-rate", -1), "expected numbers above 0"),
+        (("--heads", 5), "5 query heads do not divide"),
+        (("--weight-decay", -1), "weight decay -1.0"),
+        (("--clip", 0), "gradients clipped at 0.0"),
+        (("--minutes", 0), "--minutes is 0; expected a number above 0"),
+        (("--minutes", "nan"), "--minutes is nan; expected a number above 0"),
+        (("--mask-hiddens", 3), "--mask-hiddens is 3; expected 1..2"),
+        (("--data", "missing"), "cannot be read"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line_and_nothing_is_written(
+    directories: Directories, made: Path, tmp_path: Path, run: Run, more: tuple[object, ...], says: str
+) -> None:
+    code, said = run(*train(directories, made, tmp_path / "run", *more))
+    assert code == 2
+    assert says in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_drafter_to_begin_with_keeps_its_kind(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
+    more = ("--init", directories.drafter, "--autoregressive")
+    code, said = run(*train(directories, made, tmp_path / "run", *more))
+    assert code == 2
+    assert "is a P-EAGLE drafter; leave out --autoregressive" in said
+
+
+def test_what_a_drafter_to_begin_with_reads_can_be_given(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    _, shape = load_drafter(directories.drafter)
+    same = ("--layers", shape.num_layers, "--mlp-width", shape.mlp_width)
+    more = ("--init", directories.drafter, *same, "--aux-layer-ids")
+    code, said = run(*train(directories, made, tmp_path / "run", *more, "0,1,3"))
+    assert (code, "--aux-layer-ids names the output of layer 3; expected 0..2" in said) == (2, True)
+    code, said = run(*train(directories, made, tmp_path / "run", *more, "0,2,1"))
+    assert (code, "--taps asks for (0, 1, 2), but --init" in said) == (2, True)
+
+
+def test_a_drafter_to_begin_with_keeps_its_shape(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    _, config = load_drafter(directories.drafter)
+    more = ("--init", directories.drafter, "--mlp-width", config.mlp_width, "--layers", config.num_layers + 1)
+    code, said = run(*train(directories, made, tmp_path / "run", *more))
+    assert code == 2
+    assert (
+        f"--layers asks for {config.num_layers + 1}, but --init {directories.drafter} has {config.num_layers}" in said
+    )
+
+
+def test_each_share_is_a_whole_number_of_rows(directories: Directories, made: Path, tmp_path: Path, run: Run) -> None:
+    shares = ("--rows", 4, "--data", f"{made}:3", "--data", f"{made}:3")
+    code, said = run(*train(directories, f"{made}:2", tmp_path / "run", *shares))
+    assert code == 2
+    assert "--rows is 4; expected a multiple of 8" in said
+
+
+@pytest.fixture(scope="module")
+def taught(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data that hold the taps 0, 1, 2, too."""
+    out = tmp_path_factory.mktemp("taught") / "data"
+    arguments = ["data", "--target", directories.target, "--prompt-file", prompts, "--out", out, "-n", 4]
+    assert main([*map(str, arguments), "--hidden", "--top", "2", "--taps", "0,1,2", "--quiet"]) == 0
+    return out
+
+
+def test_hidden_states_are_those_that_the_drafter_reads(
+    directories: Directories, taught: Path, tmp_path: Path, run: Run
+) -> None:
+    code, said = run(*train(directories, taught, tmp_path / "run", "--taps", "0,2,1"))
+    assert code == 2
+    assert "holds the outputs of layers [0, 1, 2], the drafter reads [0, 2, 1]" in said
+    assert "give --taps 0,1,2" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_hidden_states_and_a_training_are_of_one_target(
+    directories: Directories, made: Path, taught: Path, tmp_path: Path, run: Run
+) -> None:
+    assert run(*train(directories, made, tmp_path / "begun"))[0] == 0
+    other = tmp_path / "other"
+    shutil.copytree(directories.target, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    elsewhere = dataclasses.replace(directories, target=other)
+    code, said = run(*train(elsewhere, taught, tmp_path / "run"))
+    assert code == 2
+    assert "holds what another target computed" in said
+    code, said = run(*train(elsewhere, made, tmp_path / "begun"))
+    assert code == 2
+    assert "was begun with target.weights" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("-n", 0), "-n must be 1 or more"),
+        (("--seed", -1), "--seed 0 or more"),
+        (("--top", 100_000), f"--top is 100000; expected at most {VOCAB_SIZE}"),
+        (("--taps", "0,1,2"), "give --hidden, too"),
+    ],
+)
+def test_a_mistake_in_what_is_asked_leaves_no_folder(
+    directories: Directories, prompts: Path, tmp_path: Path, run: Run, more: tuple[object, ...], says: str
+) -> None:
+    out = tmp_path / "data"
+    code, said = run("data", "--target", directories.target, "--prompt-file", prompts, "--out", out, *more)
+    assert code == 2
+    assert says in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("inside", ["", "data"])
+def test_a_file_in_the_place_of_a_folder_is_one_line(
+    directories: Directories, made: Path, prompts: Path, tmp_path: Path, run: Run, inside: str
+) -> None:
+    out = tmp_path / "file"
+    out.write_text("mine")
+    for arguments in (
+        ("data", "--target", directories.target, "--prompt-file", prompts, "-n", 4, "--out", out / inside),
+        train(directories, made, out / inside),
+        ("export", "demo", "--out", out / inside),
+    ):
+        code, said = run(*arguments)
+        assert code == 2
+        assert str(out) in said
+    assert out.read_text() == "mine"
+
+
+def test_a_run_goes_on_after_ctrl_c_and_with_more_steps_and_is_not_mixed_with_another(
+    directories: Directories, made: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, Batches, "at", 2)
+        code, said = run(*train(directories, made, out))
+    assert code == 130
+    assert f"interrupted: 2 of 4 steps are kept in {out}; the same command goes on" in said
+    assert not (out / "drafter").exists()
+    assert run(*train(directories, made, out))[0] == 0
+    assert [line["step"] for line in read_log(out / LOG)] == [2, 4]
+    code, said = run(*train(directories, made, out, "--seed", 7))
+    assert code == 2
+    assert "was begun with recipe.seed 0, now it is 7" in said
+    code, said = run(*train(directories, made, out, "--steps", 3))
+    assert code == 2
+    assert "was begun with 4 steps, now it is 3; expected as many or more" in said
+    assert run(*train(directories, made, out, "--steps", 6))[0] == 0
+    record = json.loads((out / RECIPE).read_text())
+    assert (record["recipe"]["steps"], record["continued"]) == (6, [{"at": 4, "steps_before": 4}])
+    assert [line["step"] for line in read_log(out / LOG)] == [2, 4, 6]
+    assert "6 steps of 2 rows" in (out / "drafter" / "README.md").read_text()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    code, said = run(*train(directories, made, tmp_path / "mine"))
+    assert code == 2
+    assert "holds files, but no recipe.json" in said
+
+
+def test_data_with_nothing_to_train_on_is_refused(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    from drafter.train.shards import Document, open_folder, write_shard
+
+    open_folder(tmp_path / "masked", {})
+    write_shard(tmp_path / "masked", 0, [Document(np.arange(5), np.zeros((5,), bool))])
+    code, said = run(*train(directories, tmp_path / "masked", tmp_path / "run"))
+    assert code == 2
+    assert "has no token to train on: all of it is masked" in said
+    corrupt = tmp_path / "corrupt"
+    shutil.copytree(made, corrupt)
+    (corrupt / "shard_00001.safetensors").write_bytes(b"cut")
+    code, said = run(*train(directories, corrupt, tmp_path / "run"))
+    assert code == 2
+    assert "shard_00001.safetensors is not a whole shard" in said
+
+
+def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
+    directories: Directories,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A step is said to take a minute; the time is said to be over after the first."""
+    monkeypatch.setattr("peagle.cli.train._seconds_per_step", lambda *_: 60.0)
+    out = tmp_path / "run"
+    given = [str(each) for each in train(directories, made, out)]
+    del given[given.index("--steps") : given.index("--steps") + 2]
+    assert main([*given, "--minutes", "0.5"]) == 2
+    assert "--minutes is 0.5, and a step takes 60 s; expected time for a step" in capsys.readouterr().err
+    assert not out.exists()
+    over = iter([False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr("peagle.cli.train._Deadline.over", lambda _: next(over))
+        assert main([*given, "--minutes", "3"]) == 0
+    said = capsys.readouterr().err
+    assert "measuring 6 steps: how many fit into 3 minutes" in said
+    assert "a step takes 60 s: 2 steps are planned" in said
+    assert f"--minutes 3 are over: 1 of 2 steps are kept in {out}" in said
+    assert "1 of 2 steps of 2 rows" in (out / "drafter" / "README.md").read_text()
+    assert main([*given, "--minutes", "3"]) == 0
+    assert "training steps 2 to 2" in capsys.readouterr().err
+    assert main([*given, "--minutes", "3"]) == 0
+    assert "has all of its steps, 2; a larger --steps goes on with more" in capsys.readouterr().err
+
+
+def test_a_deadline_counts_neither_the_first_step_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("peagle.cli.train.time", SimpleNamespace(monotonic=lambda: now[0]))
+    deadline = _Deadline(1.0)
+    seen = [deadline.over()]
+    now[0] += 500  # compiling
+    seen += [deadline.over()]
+    now[0] += 59
+    seen += [deadline.over()]
+    with deadline.moved():
+        now[0] += 1000
+    seen += [deadline.over()]
+    now[0] += 1
+    seen += [deadline.over()]
+    assert seen == [False, False, False, False, True]
+    unending = _Deadline(None)
+    assert not unending.over()
+    now[0] += 1e9
+    assert not unending.over()
+
+
+def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
+    """Every answer one token: no step drafted."""
+    found = {"acceptance_length": None, "acceptance_length_without_loops": None, "num_outputs": 3}
+    line = {"step": 4, "evaluation": found}
+    assert _shown(line) == "step 4: acceptance length -, without loops -, of 3 held-out prompts"
