@@ -480,7 +480,7 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
 
     target_directory, drafter_directory = str(directories.target), str(directories.drafter)
     needed = target.load.weight_bytes(directories.target, native=native.available() and kernels == "auto")
-    for module in (peagle.loading, peagle.cli.info):
+    for module in (peagle.ops.memory, peagle.cli.info):
         monkeypatch.setattr(module, "available_memory_bytes", lambda: needed)
     assert "fits into" in real("info", target_directory)[1]
     monkeypatch.setattr(Checkpoint, "take", no_reading)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from peagle import provenance
 from peagle.cli import compilation_cache
 from peagle.cli.compilation_cache import DIRECTORY, SETTINGS, keep_compiled
+from peagle.measure import provenance
 
 ROOT = Path(__file__).parents[3]
 LEAST_TIME = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
