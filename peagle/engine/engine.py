@@ -31,8 +31,10 @@ from peagle.engine.request import (
     SamplingParams,
     StepRecord,
     TokenChunk,
+    TokenLogprobs,
     check_rates,
 )
+from peagle.engine.sampling import LogProbs
 from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
 from peagle.engine.state import DecodeState, Prefix, SlotParams
 from peagle.engine.step import StepKind, StepOutput
@@ -57,7 +59,8 @@ class EngineConfig:
     widths: how many tokens are drafted at how many active rows; never more than num_speculative_tokens. chunk: tokens
     of a prompt that go through the target together. steps_per_dispatch changes when tokens reach the host, never which.
     adaptive: what drafting costs is measured at warm-up, and a row for which it does not pay pauses
-    (peagle.engine.widths).
+    (peagle.engine.widths). programs_by_width: drafted steps have a program for each number of drafts in the table, for
+    models whose passes take as long for rows that are not active.
     """
 
     num_speculative_tokens: int = 0
@@ -67,6 +70,7 @@ class EngineConfig:
     steps_per_dispatch: int = 1
     widths: WidthTable | None = None  # None: num_speculative_tokens at any load
     adaptive: bool = False
+    programs_by_width: bool = False
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
 
@@ -107,6 +111,25 @@ class Handle:
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
 
+@dataclass
+class LoopTimes:
+    """What the loop cost beside the device: gaps are times in which the device had nothing to do while requests ran.
+
+    gap_s is the most they can have taken: from when the dispatch before was last seen at work.
+    """
+
+    dispatches: int = 0
+    gaps: int = 0
+    gap_s: float = 0.0
+    busy_s: float = 0.0  # from each dispatch to when it was read, what overlaps counted once
+
+    @property
+    def gap_frac(self) -> float | None:
+        """gap_s / (gap_s + busy_s)"""
+        whole = self.gap_s + self.busy_s
+        return self.gap_s / whole if whole else None
+
+
 @dataclass(frozen=True)
 class _InFlight:
     """A dispatch that was sent, and what the host will read of it. `held`: the request in each slot at that time."""
@@ -134,6 +157,7 @@ class Engine:
         self.target, self.drafter, self.config = target, drafter if config.num_speculative_tokens else None, config
         self.stop_token_ids = tuple(stop_token_ids)
         self.compile_s = 0.0
+        self.times = LoopTimes()
         self._table = config.table
         self._programs = Programs(
             target,
@@ -171,6 +195,10 @@ class Engine:
             raise InputError(
                 f"{request.name} has {len(request.prompt_ids)} tokens and {request.max_new_tokens} new ones are asked "
                 f"for, but the context holds {capacity}: shorten one of them or raise the context"
+            )
+        if outside := [token for token, _ in request.sampling.logit_bias if token >= vocab_size]:
+            raise InputError(
+                f"logit bias names token id {outside[0]}, outside the vocabulary; expected 0..{vocab_size - 1}"
             )
         if self.config.draft_sampling and request.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
@@ -259,16 +287,19 @@ class Engine:
                 self._in_flight.clear()
                 jax.block_until_ready((self._state.done, self._lane))
 
-    def warm_up(self, sampled: bool = False, measuring: Callable[[], object] = lambda: None) -> None:
+    def warm_up(
+        self, sampled: bool = False, measuring: Callable[[], object] = lambda: None, full: bool = False
+    ) -> None:
         """Compile, and run once, every program that requests need, so that no time measured later holds a compilation.
 
-        sampled: some request is not greedy. An adaptive engine then measures what drafting costs, once; `measuring` is
-        called before, since that takes a moment. Call it when no request is in the engine.
+        sampled: some request is not greedy. full: some request is (`Request.full`). An adaptive engine then measures
+        what drafting costs, once; `measuring` is called before, since that takes a moment. No request may be in the
+        engine.
         """
         started = time.perf_counter()
         measures = self.config.adaptive and self._table.costs is None  # by greedy steps
-        variants = {sampled, False} if measures else {sampled}
-        kinds = [self._kind(drafts, variant) for variant in variants for drafts in self._possible_drafts()]
+        variants = {(sampled, full), (False, False)} if measures else {(sampled, full)}
+        kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts()]
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
             sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # of a kind it takes
@@ -295,16 +326,20 @@ class Engine:
         return self._table
 
     def _possible_drafts(self) -> tuple[int, ...]:
-        """The drafts of the step programs that this engine may run."""
-        k = self.config.num_speculative_tokens
-        pauses = self.config.adaptive or 0 in self._table.drafts.values()
-        return (0, k) if k and pauses else (k,)
+        """The drafts of the step programs that this engine may run, ascending."""
+        k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
+        drafts = {k}
+        if k and (self.config.adaptive or 0 in table):
+            drafts.add(0)
+        if self.config.programs_by_width:
+            drafts |= {min(each, k) for each in table}
+        return tuple(sorted(drafts))
 
-    def _kind(self, num_drafts: int, sampled: bool) -> StepKind:
-        config = self.config
+    def _kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
+        config, sampled = self.config, sampled or full
         if not num_drafts:
-            return StepKind(0, sampled)
-        return StepKind(num_drafts, sampled, config.draft_sampling and sampled, config.synthetic_acceptance)
+            return StepKind(0, sampled, full)
+        return StepKind(num_drafts, sampled, full, config.draft_sampling and sampled, config.synthetic_acceptance)
 
     def _measure_costs(self) -> dict[int, float]:
         """What a drafted step takes, in plain steps, at 1, 2, 4, ... active rows: medians over rounds in which both
@@ -327,12 +362,12 @@ class Engine:
         for slot in range(active):
             tokens = rng.integers(0, self.target.vocab_size, length).tolist()
             self._lane, logits = self._programs.extend(self._lane, 0, tokens)
-            params = SlotParams.of(Request(tuple(tokens), config.capacity), ())
+            params = SlotParams.of(Request(tuple(tokens), config.capacity), (), self.target.vocab_size)
             assert self._state is not None
             self._state, _ = self._programs.admit(self._state, self._lane, logits, slot, params)
         widths = np.where(np.arange(config.slots) < active, drafts, 0).astype(np.int32)
-        seconds = {}
-        for num_drafts in (0, config.num_speculative_tokens) if plain_first else (config.num_speculative_tokens, 0):
+        seconds, drafted = {}, self._program_for(drafts)
+        for num_drafts in (0, drafted) if plain_first else (drafted, 0):
             jax.block_until_ready(self._state)
             started = time.perf_counter()
             given = widths if num_drafts else np.zeros_like(widths)
@@ -343,7 +378,7 @@ class Engine:
             self._state = self._programs.absorb(self._state)
         assert self._state is not None
         self._state = self._programs.evict(self._state, np.ones((config.slots,), bool))
-        return seconds[config.num_speculative_tokens] / seconds[0]
+        return seconds[drafted] / seconds[0]
 
     def programs(self, sampled: bool = False) -> list[jax.stages.Compiled]:
         """The step programs that requests may run, compiled once more, to look at."""
@@ -386,6 +421,8 @@ class Engine:
         action = self._scheduler.next(self._costs)
         if action is not None:
             self._dispatch(action)
+        elif not self._in_flight:
+            self._last_read_s = None  # nobody is here: the device may rest
         # a first token is read at once where nobody else's steps can keep the device busy
         alone = isinstance(action, Admit) and self._scheduler.num_active == 1
         chunks: list[tuple[Handle, TokenChunk]] = []
@@ -405,13 +442,14 @@ class Engine:
         assert self._state is not None
         assert self._lane is not None
         sent_s, num_drafts = time.perf_counter(), 0
+        self._see_gap(sent_s)
         if isinstance(action, Chunk):
             token_ids = action.key.request.prompt_ids[action.begin : action.begin + action.count]
             self._lane, result = self._programs.extend(self._lane, action.begin, token_ids)
             self._lane_logits = result
         elif isinstance(action, Admit):
             assert self._lane_logits is not None
-            params = SlotParams.of(action.key.request, action.key.stop_token_ids)
+            params = SlotParams.of(action.key.request, action.key.stop_token_ids, self.target.vocab_size)
             self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, action.slot, params)
         else:
             widths, kind = self._next_widths()
@@ -425,9 +463,14 @@ class Engine:
         held = self._scheduler.held
         drafts = self._table.at(self._scheduler.num_active)
         rows = [0 if handle is None or handle.paused else drafts for handle in held]
-        sampled = any(handle is not None and not handle.request.sampling.greedy for handle in held)
-        widths = np.asarray(rows, np.int32)
-        return widths, self._kind(self.config.num_speculative_tokens if widths.any() else 0, sampled)
+        asked = [handle.request for handle in held if handle is not None]
+        sampled = any(not request.sampling.greedy for request in asked)
+        full = any(request.full for request in asked)
+        return np.asarray(rows, np.int32), self._kind(self._program_for(max(rows)), sampled, full)
+
+    def _program_for(self, most: int) -> int:
+        """The drafts of the program that steps of at most so many drafts run."""
+        return min((each for each in self._possible_drafts() if each >= most), default=most) if most else 0
 
     def _make_room(self, count: int, num_drafts: int) -> None:
         """Let the drafter see its input before it drafts from more than a step commits, or before it overflows."""
@@ -457,7 +500,9 @@ class Engine:
                 return []
             if values[0] == NO_TOKEN:
                 return [(handle, self._not_finite(handle, "target", self.target, (), ()))]
-            return [(handle, self._chunk(handle, (int(values[0]),), now, ()))]
+            tokens = (int(values[0]),)
+            said = _logprobs(LogProbs.unpack(values[None, 1:]), tokens, handle.request.logprobs)
+            return [(handle, self._chunk(handle, tokens, now, (), said))]
         assert values is not None
         return self._hand_out(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
@@ -469,6 +514,7 @@ class Engine:
             if handle is None or handle not in self._alive:
                 continue
             token_ids: list[int] = []
+            said: list[TokenLogprobs] = []
             records: list[StepRecord] = []
             wrong: tuple[str, object] | None = None
             for index in np.flatnonzero(output.num_accepted[:, slot] >= 0).tolist():
@@ -482,6 +528,8 @@ class Engine:
                     break
                 records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted]))
                 token_ids += emitted
+                if output.log_probs is not None:
+                    said += _logprobs(output.log_probs.at(index, slot), emitted, handle.request.logprobs)
                 handle.length += accepted + 1
                 if verified and cost is not None:
                     handle.lost += loss(accepted, cost)
@@ -489,7 +537,7 @@ class Engine:
                 found.append((handle, self._not_finite(handle, *wrong, tuple(token_ids), tuple(records))))
             elif records:
                 handle.paused = handle.paused or handle.lost > allowance(handle.request.max_new_tokens)
-                found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records))))
+                found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records), said)))
         return found
 
     def _not_finite(
@@ -516,7 +564,12 @@ class Engine:
         return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
 
     def _chunk(
-        self, handle: Handle, token_ids: tuple[int, ...], now: float, records: tuple[StepRecord, ...]
+        self,
+        handle: Handle,
+        token_ids: tuple[int, ...],
+        now: float,
+        records: tuple[StepRecord, ...],
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> TokenChunk:
         """The chunk of these tokens; the request ends if they end it."""
         handle.known += token_ids
@@ -529,7 +582,7 @@ class Engine:
             handle.finished = reason
             self._alive.discard(handle)
             self._scheduler.remove(handle)
-        return TokenChunk(handle.request, token_ids, now, records, reason)
+        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs))
 
     def _end(self, handle: Handle, reason: FinishReason) -> None:
         """End a request from outside; its slot is frozen before the next dispatch."""
@@ -544,11 +597,35 @@ class Engine:
         """Learn what chunks and steps take, from when the device was done with the dispatch before."""
         begun_s = max(sent.sent_s, self._last_read_s or 0.0)
         self._last_read_s = now
+        self.times.busy_s += now - begun_s
         if isinstance(sent.action, Chunk):
             self._costs = Costs(now - begun_s, self._costs.step_s)
         elif isinstance(sent.action, Steps):
             self._costs = Costs(self._costs.chunk_s, (now - begun_s) / sent.action.count)
 
+    def _see_gap(self, now: float) -> None:
+        """Count the time in which the device may have waited for the dispatch that is sent now."""
+        self.times.dispatches += 1
+        last = self._in_flight[-1] if self._in_flight else None
+        if last is not None and not last.result.is_ready():  # type: ignore[attr-defined]
+            return
+        seen = [self._last_read_s] if self._last_read_s is not None else []
+        seen += [last.sent_s] if last is not None else []
+        if seen:
+            self.times.gaps += 1
+            self.times.gap_s += now - max(seen)
+
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise EngineError(f"the engine has failed: {' '.join(str(self._failure).split())}") from self._failure
+
+
+def _logprobs(found: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
+    """What a request that wants so many of the likeliest is told of its tokens; nothing where it wants none."""
+    if num_best is None:
+        return []
+    chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (found.chosen, found.best, found.best_ids))
+    return [
+        TokenLogprobs(token, chosen[place], tuple(zip(ids[place], best[place], strict=True))[:num_best])
+        for place, token in enumerate(token_ids)
+    ]

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.engine import prefill
-from peagle.engine.sampling import TARGET, choose, uniforms
+from peagle.engine.adjust import adjust
+from peagle.engine.sampling import TARGET, LogProbs, choose, log_probs, uniforms
 from peagle.engine.state import DecodeState, Prefix, SlotParams, init_state, insert
-from peagle.engine.step import StepKind, absorb, steps
+from peagle.engine.step import StepKind, Verified, absorb, accept_and_commit, propose_and_verify, steps
 from peagle.ops import native
 from peagle.protocols import Drafter, Target
 
@@ -70,7 +71,8 @@ class Programs:
     def admit(
         self, state: DecodeState, lane: Prefix, logits: jax.Array, slot: int, params: SlotParams
     ) -> tuple[DecodeState, jax.Array]:
-        """(the state with the lane's prompt in a slot, its first token [1], on its way to the host)."""
+        """(the state with the lane's prompt in a slot, its first token and the log-probabilities there, packed and on
+        their way to the host)."""
         leaves, tree = jax.tree.flatten(state)
         lane_leaves, lane_tree = jax.tree.flatten(lane)
         asked, asked_tree = jax.tree.flatten(params)
@@ -102,6 +104,24 @@ class Programs:
             state = dataclasses.replace(state, drafter_state=None)
         leaves, tree = jax.tree.flatten(state)
         return _steps(model_tree, tree, kind, self.most_steps), [models, leaves, widths, np.int32(count)], tree
+
+    def propose_and_verify(
+        self, state: DecodeState, widths: np.ndarray, kind: StepKind
+    ) -> tuple[DecodeState, Verified]:
+        """(the state, and what was proposed and verified): the first half of a step, for rows that the host masks."""
+        leaves, tree = jax.tree.flatten(state)
+        after, verified = _first_half(self._tree, tree, kind)(self._models, leaves, widths)
+        verified.draft_token_ids.copy_to_host_async()
+        return jax.tree.unflatten(tree, after), verified
+
+    def accept_and_commit(
+        self, state: DecodeState, verified: Verified, masks: np.ndarray, kind: StepKind
+    ) -> tuple[DecodeState, jax.Array]:
+        """(the state one step on, its packed output [1, B, W]): the second half. masks: uint32 [B, K+1, W]."""
+        leaves, tree = jax.tree.flatten(state)
+        after, outputs = _second_half(tree, kind)(leaves, verified, masks)
+        outputs.copy_to_host_async()
+        return jax.tree.unflatten(tree, after), outputs
 
     def absorb(self, state: DecodeState) -> DecodeState:
         """The state whose drafter has seen all but one row of each slot."""
@@ -139,10 +159,22 @@ def _admit(state: Any, lane: Any, asked: Any) -> Any:
         _traces["insert"] += 1
         prefix: Prefix = jax.tree.unflatten(lane, lane_leaves)
         params: SlotParams = jax.tree.unflatten(asked, asked_leaves)
-        random = uniforms(params.sampling, prefix.length[:, None])
-        token = choose(logits, params.sampling, random[..., TARGET])[:, 0]
-        after = insert(jax.tree.unflatten(state, leaves), prefix, token, slot, params)
-        return jax.tree.leaves(after), _counted_as_long(token, prefix.length[0])  # the token may be NO_TOKEN
+        random = uniforms(params.sampling, prefix.length[:, None])[..., TARGET]
+        no_drafts = jnp.zeros((1, 0), jnp.int32)
+
+        def plainly() -> tuple[jax.Array, jax.Array]:
+            width = LogProbs.packed_width(logits.shape[-1])
+            return choose(logits, params.sampling, random), jnp.zeros((1, 1, width), jnp.int32)
+
+        def fully() -> tuple[jax.Array, jax.Array]:
+            adjusted = adjust(logits, no_drafts, params.adjustments, jnp.asarray(params.stop_token_ids))
+            token = choose(adjusted, params.sampling, random)
+            return token, log_probs(logits, token).pack()
+
+        token, packed = jax.lax.cond(params.full[0], fully, plainly)
+        after = insert(jax.tree.unflatten(state, leaves), prefix, token[:, 0], slot, params)
+        said = jnp.concatenate([token[0], packed[0, 0]])
+        return jax.tree.leaves(after), _counted_as_long(said, prefix.length[0])  # the token may be NO_TOKEN
 
     return jax.jit(_insert, donate_argnums=0)
 
@@ -159,8 +191,33 @@ def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
         return jax.tree.leaves(after), _counted_as_long(outputs, outputs[0, 0, 0])
 
     # what the profiler calls it
-    _run.__name__ = f"_steps_{kind.num_drafts}" + ("_sampled" if kind.sampled else "")
+    _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full else "_sampled" if kind.sampled else "")
     return jax.jit(_run, donate_argnums=1)
+
+
+@functools.cache
+def _first_half(models: Any, state: Any, kind: StepKind) -> Any:
+    def _propose_and_verify(
+        model_leaves: list[jax.Array], leaves: list[jax.Array], widths: jax.Array
+    ) -> tuple[list[jax.Array], Verified]:
+        _traces["propose and verify"] += 1
+        target, drafter = jax.tree.unflatten(models, model_leaves)
+        after, verified = propose_and_verify(target, drafter, jax.tree.unflatten(state, leaves), widths, kind)
+        return jax.tree.leaves(after), verified
+
+    return jax.jit(_propose_and_verify, donate_argnums=1)
+
+
+@functools.cache
+def _second_half(state: Any, kind: StepKind) -> Any:
+    def _accept_and_commit(
+        leaves: list[jax.Array], verified: Verified, masks: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        _traces["accept and commit"] += 1
+        after, output = accept_and_commit(jax.tree.unflatten(state, leaves), verified, kind, masks)
+        return jax.tree.leaves(after), output.pack()[None]
+
+    return jax.jit(_accept_and_commit, donate_argnums=0)
 
 
 @functools.cache

@@ -7,9 +7,13 @@ from typing import Literal
 from peagle.ops.errors import InputError
 
 MOST_STOP_TOKENS = 16  # places for stop tokens in each slot
+MOST_BIASES = 300  # places for biased tokens in each slot, as many as OpenAI's interface takes
+MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens, as many as OpenAI's interface gives
 LARGEST_SEED = 2**31 - 1
 GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
 HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
+LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's interface
+LARGEST_BIAS = 1e9
 DRAFTS_ARE_GREEDY = (
     f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
     "--temperature or leave it out"
@@ -39,11 +43,12 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's logits become tokens. A temperature below GREEDY_BELOW is greedy; top_k 0, top_p 1 and min_p 0
-    are off.
+    """How one request's logits become tokens. A temperature below GREEDY_BELOW is greedy; top_k 0, top_p 1, min_p 0,
+    penalties 0 (repetition_penalty 1) and min_tokens 0 are off.
 
-    Order: temperature, top-k, top-p, min-p, on the target's side, before anything is compared with a draft. Random
-    numbers are a function of (seed, the request's index, position) alone: never of neighbours, slot or time.
+    Order: min_tokens, biases and penalties (peagle.engine.adjust), then temperature, top-k, top-p, min-p, on the
+    target's side, before anything is compared with a draft. Random numbers are a function of (seed, the request's
+    index, position) alone: never of neighbours, slot or time. min_tokens: stop tokens may not come before so many.
     """
 
     temperature: float = 0.0
@@ -51,6 +56,11 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= HOTTEST:
@@ -65,6 +75,38 @@ class SamplingParams:
             raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1")
         if not 0 <= self.seed <= LARGEST_SEED:
             raise InputError(f"seed is {self.seed}; expected an integer in 0..{LARGEST_SEED}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -LARGEST_PENALTY <= value <= LARGEST_PENALTY:
+                said = name.replace("_", " ")
+                raise InputError(
+                    f"{said} is {value}; expected a number from {-LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}"
+                )
+        if not 0 < self.repetition_penalty <= HOTTEST:
+            raise InputError(f"repetition penalty is {self.repetition_penalty}; expected a number above 0 (1 is off)")
+        if len(self.logit_bias) > MOST_BIASES:
+            raise InputError(f"{len(self.logit_bias)} logit biases are given; expected at most {MOST_BIASES}")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InputError("logit bias names a token twice; expected one value for each")
+        for token, value in self.logit_bias:
+            if token < 0 or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
+                raise InputError(
+                    f"logit bias of token {token} is {value}; expected a token id of 0 or more and a number from "
+                    f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
+                )
+        if not 0 <= self.min_tokens < 2**31:
+            raise InputError(f"min tokens are {self.min_tokens}; expected 0 (off) or more")
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the target's logits are changed before anything else."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+            or bool(self.logit_bias)
+            or self.min_tokens > 0
+        )
 
     @property
     def greedy(self) -> bool:
@@ -75,8 +117,10 @@ class SamplingParams:
 class Request:
     """A prompt to go on with.
 
-    stop_token_ids None: those of the engine. `index` tells apart requests that share a seed, as the prompts of a file
-    or several answers to one; it is no key of the engine's. `name` is how messages call the prompt.
+    stop_token_ids None: those of the engine. logprobs: how many of the likeliest tokens to name beside each emitted
+    one, with their log-probabilities; None: no log-probabilities at all. `index` tells apart requests that share a
+    seed, as the prompts of a file or several answers to one; it is no key of the engine's. `name` is how messages call
+    the prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -85,6 +129,7 @@ class Request:
     stop_token_ids: tuple[int, ...] | None = None
     index: int = 0
     name: str = "the prompt"
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -95,6 +140,13 @@ class Request:
             raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_SEED}")
         if self.stop_token_ids is not None and len(self.stop_token_ids) > MOST_STOP_TOKENS:
             raise InputError(f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise InputError(f"{self.logprobs} log-probabilities are asked for; expected 0..{MOST_LOGPROBS}")
+
+    @property
+    def full(self) -> bool:
+        """Whether steps adjust this request's logits or say log-probabilities: what `StepKind.full` is for."""
+        return self.sampling.adjusts or self.logprobs is not None
 
 
 @dataclass(frozen=True)
@@ -109,11 +161,22 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """One emitted token: the log of its probability (log-softmax of the target's logits, before adjustments,
+    temperature and truncation), and the likeliest tokens there with theirs, best first."""
+
+    token_id: int
+    logprob: float
+    best: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class TokenChunk:
     """What one dispatch gave one request, as soon as the host knows it.
 
-    `steps` is empty in the chunk of the first token, which prefill gives. The last chunk of a request has a
-    finish_reason. `time_s` is a reading of time.perf_counter().
+    `steps` is empty in the chunk of the first token, which prefill gives. `logprobs` has an entry for each token if the
+    request asks for them. The last chunk of a request has a finish_reason. `time_s` is a reading of
+    time.perf_counter().
     """
 
     request: Request
@@ -121,3 +184,4 @@ class TokenChunk:
     time_s: float
     steps: tuple[StepRecord, ...] = ()
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -3,9 +3,10 @@
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from peagle.engine.request import GREEDY_BELOW
+from peagle.engine.request import GREEDY_BELOW, MOST_LOGPROBS
 from peagle.ops.likeliest import NO_TOKEN, argmax
 
 
@@ -134,6 +135,44 @@ def choose(
     if uniform is None:
         return argmax(logits)
     return jnp.where(sampling.greedy[:, None], argmax(logits), draw(probabilities(logits, sampling), uniform))
+
+
+@flax.struct.dataclass
+class LogProbs:
+    """Log-probabilities of tokens, and the likeliest beside them, best first; N = MOST_LOGPROBS or the vocabulary."""
+
+    chosen: jax.Array  # [B, T] float32
+    best: jax.Array  # [B, T, N] float32
+    best_ids: jax.Array  # [B, T, N] int32
+
+    def at(self, *index: int) -> "LogProbs":
+        """Those of one place of the leading axes."""
+        return LogProbs(self.chosen[index], self.best[index], self.best_ids[index])
+
+    @staticmethod
+    def packed_width(vocab_size: int) -> int:
+        """Integers that `pack` makes of each token: 1 + 2 N."""
+        return 1 + 2 * min(MOST_LOGPROBS, vocab_size)
+
+    def pack(self) -> Int[Array, "B T W"]:
+        """Put all of it into one array of integers; the floats keep their bits."""
+        reals = jnp.concatenate([self.chosen[..., None], self.best], axis=-1)
+        return jnp.concatenate([jax.lax.bitcast_convert_type(reals, jnp.int32), self.best_ids], axis=-1)
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray) -> "LogProbs":
+        """Take apart what was packed."""
+        num = (packed.shape[-1] - 1) // 2
+        reals = np.ascontiguousarray(packed[..., : num + 1]).view(np.float32)
+        return cls(reals[..., 0], reals[..., 1:], packed[..., num + 1 :])  # type: ignore[arg-type]  # NumPy's, too
+
+
+def log_probs(logits: Float[Array, "B T V"], token_ids: Int[Array, "B T"]) -> LogProbs:
+    """Compute the log-probabilities of these tokens and of the likeliest, by the logits alone."""
+    all_of = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    chosen = jnp.take_along_axis(all_of, jnp.maximum(token_ids, 0)[..., None], axis=-1)[..., 0]
+    best, best_ids = jax.lax.top_k(all_of, min(MOST_LOGPROBS, logits.shape[-1]))
+    return LogProbs(chosen, best, best_ids)
 
 
 # The purposes a position needs random numbers for, as the last axis of `uniforms`.

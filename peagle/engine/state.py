@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from peagle.engine.adjust import Adjustments
 from peagle.engine.request import MOST_STOP_TOKENS, Request
 from peagle.engine.sampling import RowSampling
 from peagle.ops.kv_cache import KVCache, copy_positions
@@ -38,6 +39,7 @@ class DecodeState:
     remaining: jax.Array  # [B] int32
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in free places
     sampling: RowSampling
+    adjustments: Adjustments  # its counts are kept by full steps alone (peagle.engine.step.StepKind)
 
     @property
     def slots(self) -> int:
@@ -65,9 +67,11 @@ class SlotParams:
     remaining: jax.Array | np.ndarray
     stop_token_ids: jax.Array | np.ndarray
     sampling: RowSampling
+    adjustments: Adjustments
+    full: jax.Array | np.ndarray  # [1] bool: Request.full
 
     @classmethod
-    def of(cls, request: Request, stop_token_ids: tuple[int, ...]) -> "SlotParams":
+    def of(cls, request: Request, stop_token_ids: tuple[int, ...], vocab_size: int) -> "SlotParams":
         """The rows of a request; stop_token_ids are those it ends with."""
         wanted = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
@@ -77,7 +81,8 @@ class SlotParams:
         reals = np.asarray([[temperature], [wanted.top_p], [wanted.min_p]], np.float32)
         whole = np.asarray([[wanted.top_k], [wanted.seed], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
-        return cls(np.asarray([request.max_new_tokens], np.int32), stops, row)
+        budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
+        return cls(budget, stops, row, Adjustments.of(request, vocab_size), full)
 
 
 def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int) -> DecodeState:
@@ -102,6 +107,7 @@ def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: in
         remaining=zero,
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
+        adjustments=Adjustments.none(slots, target.vocab_size),
     )
 
 
@@ -136,6 +142,7 @@ def insert(
             put(drafter_input.first_position, prefix.length - 1),
         )
     stops = jnp.any(first_token[:, None] == params.stop_token_ids, axis=1)
+    emits = jnp.ones((1, 1), bool)
     return DecodeState(
         length=put(state.length, prefix.length),
         pending_token=put(state.pending_token, first_token),
@@ -146,6 +153,7 @@ def insert(
         remaining=put(state.remaining, jnp.asarray(params.remaining) - 1),
         stop_token_ids=put(state.stop_token_ids, jnp.asarray(params.stop_token_ids)),
         sampling=jax.tree.map(put, state.sampling, params.sampling),
+        adjustments=jax.tree.map(put, state.adjustments, params.adjustments.emitted(first_token[:, None], emits)),
     )
 
 

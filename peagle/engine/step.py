@@ -15,10 +15,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from peagle.engine.accept import Acceptance, accept, accept_by_rate
-from peagle.engine.sampling import DRAFT, draw, probabilities, uniforms
+from peagle.engine.adjust import adjust
+from peagle.engine.sampling import DRAFT, LogProbs, draw, log_probs, probabilities, uniforms
 from peagle.engine.state import DecodeState, is_stop
 from peagle.ops.messages import Fresh
 from peagle.protocols import Drafter, Target
@@ -28,7 +29,8 @@ DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # 
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a program of steps is compiled for. num_drafts 0: plain steps. sampled: some row is not greedy.
+    """What a program of steps is compiled for. num_drafts 0: plain steps. sampled: some row is not greedy. full: some
+    row has its logits adjusted or wants log-probabilities (peagle.engine.request.Request.full).
 
     draft_sampling: sampled rows draw their drafts from the drafter's distribution at their own temperature, not
     truncated; else drafts are its most likely tokens. synthetic_acceptance: see `accept_by_rate`.
@@ -36,6 +38,7 @@ class StepKind:
 
     num_drafts: int
     sampled: bool = False
+    full: bool = False
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
 
@@ -50,25 +53,53 @@ class StepOutput:
     done: jax.Array | np.ndarray  # [B]
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, next_token or NO_TOKEN behind them, then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; from num_verified on leftovers
+    log_probs: LogProbs | None = None  # of token_ids, in full steps
 
     def pack(self) -> Int[Array, "B W"]:
         """Put all of it into one array: one copy to the host instead of six."""
         numbers = (self.count, self.num_accepted, self.num_verified, self.done)
         columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
-        return jnp.concatenate([*columns, self.token_ids, self.draft_token_ids], axis=1)
+        columns += [jnp.asarray(self.token_ids), jnp.asarray(self.draft_token_ids)]
+        if self.log_probs is not None:
+            packed = self.log_probs.pack()
+            columns.append(packed.reshape(packed.shape[0], -1))
+        return jnp.concatenate(columns, axis=1)
 
     @classmethod
     def unpack(cls, packed: np.ndarray, num_drafts: int) -> "StepOutput":
         """Take apart what was packed; leading axes stay."""
-        *numbers, tokens, drafts = np.split(packed, np.cumsum([1, 1, 1, 1, num_drafts + 1]), axis=-1)
+        parts = np.cumsum([1, 1, 1, 1, num_drafts + 1, num_drafts])
+        *numbers, tokens, drafts, rest = np.split(packed, parts, axis=-1)
         count, num_accepted, num_verified, done = (number[..., 0] for number in numbers)
-        return cls(count, num_accepted, num_verified, done != 0, tokens, drafts)
+        log_probs = None
+        if rest.shape[-1]:
+            log_probs = LogProbs.unpack(rest.reshape(*rest.shape[:-1], num_drafts + 1, -1))
+        return cls(count, num_accepted, num_verified, done != 0, tokens, drafts, log_probs)
+
+
+@flax.struct.dataclass
+class Verified:
+    """A step half done: drafts were proposed and verified, none is accepted yet."""
+
+    widths: jax.Array  # [B]: verified drafts; 0 in a slot that is done
+    draft_token_ids: jax.Array  # [B, K]
+    draft_probs: jax.Array | None  # [B, K, V]; None: one-hot drafts
+    logits: jax.Array  # [B, K+1, V]: the target's
+    aux_hidden: jax.Array  # [B, K+1, A]
+    uniforms: jax.Array | None  # [B, K+1, 3]; None: all rows are greedy
 
 
 def step(
     target: Target, drafter: Drafter | None, state: DecodeState, widths: Int[Array, " B"], kind: StepKind
 ) -> tuple[DecodeState, StepOutput]:
-    """The state one step on: every active slot has emitted between 1 and widths[b] + 1 tokens."""
+    """Run one step: every active slot emits between 1 and widths[b] + 1 tokens."""
+    return accept_and_commit(*propose_and_verify(target, drafter, state, widths, kind), kind)
+
+
+def propose_and_verify(
+    target: Target, drafter: Drafter | None, state: DecodeState, widths: Int[Array, " B"], kind: StepKind
+) -> tuple[DecodeState, Verified]:
+    """Run the first half of a step. Its drafts tell the host what to mask before `accept_and_commit`."""
     active = ~state.done
     widths = jnp.where(active, jnp.minimum(widths, kind.num_drafts), 0)
     random = None
@@ -85,15 +116,26 @@ def step(
         positions = jnp.where(active[:, None] & (place <= widths[:, None]), state.length[:, None] + place, -1)
         output, target_cache = target.extend(rows, positions, state.target_cache)
         state = dataclasses.replace(state, target_cache=target_cache)
+    return state, Verified(widths, drafts, draft_probs, output.logits, output.aux_hidden, random)
+
+
+def accept_and_commit(
+    state: DecodeState, verified: Verified, kind: StepKind, masks: UInt32[Array, "B T W"] | None = None
+) -> tuple[DecodeState, StepOutput]:
+    """Run the second half of a step. masks: which tokens may come in each row (peagle.engine.adjust); full steps
+    only."""
+    drafts, logits, random = verified.draft_token_ids, verified.logits, verified.uniforms
     with jax.named_scope(ACCEPT_PART):
+        if kind.full:
+            logits = adjust(logits, drafts, state.adjustments, state.stop_token_ids, masks)
         if kind.synthetic_acceptance is not None:
             assert random is not None
             acceptance = accept_by_rate(
-                kind.synthetic_acceptance, drafts, output.logits, widths, state.sampling, random, kind.sampled
+                kind.synthetic_acceptance, drafts, logits, verified.widths, state.sampling, random, kind.sampled
             )
         else:
-            acceptance = accept(drafts, draft_probs, output.logits, widths, state.sampling, random)
-        return _commit(state, widths, drafts, acceptance, output.aux_hidden)
+            acceptance = accept(drafts, verified.draft_probs, logits, verified.widths, state.sampling, random)
+        return _commit(state, verified, acceptance, kind.full)
 
 
 def _propose(
@@ -123,13 +165,14 @@ def _propose(
 
 
 def _commit(
-    state: DecodeState, widths: jax.Array, drafts: jax.Array, acceptance: Acceptance, aux_hidden: jax.Array
+    state: DecodeState, verified: Verified, acceptance: Acceptance, full: bool
 ) -> tuple[DecodeState, StepOutput]:
     """The state with num_accepted drafts and next_token emitted, and what the host will read of it.
 
     Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
     there. NO_TOKEN is said in the output, for the host to stop; on the device the row goes on with token 0.
     """
+    drafts = verified.draft_token_ids
     active, num_drafts = ~state.done, drafts.shape[1]
     place = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
     accepted = acceptance.num_accepted[:, None]
@@ -149,17 +192,22 @@ def _commit(
         state,
         length=jnp.where(active, state.length + num_new, state.length),
         pending_token=jnp.where(active, next_token, state.pending_token),
-        drafter_input=_input_after(state, run, aux_hidden, num_new),
+        drafter_input=_input_after(state, run, verified.aux_hidden, num_new),
         done=done,
         remaining=remaining,
     )
+    token_ids, found = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
+    if full:
+        after = dataclasses.replace(after, adjustments=state.adjustments.emitted(run, kept))
+        found = log_probs(verified.logits, token_ids)
     output = StepOutput(
         count=count,
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
-        num_verified=widths,
+        num_verified=verified.widths,
         done=done,
-        token_ids=jnp.where(place == accepted, acceptance.next_token[:, None], run),
+        token_ids=token_ids,
         draft_token_ids=drafts,
+        log_probs=found,
     )
     return after, output
 
@@ -225,11 +273,13 @@ def steps(
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
     """The state `limit` <= most steps on, and the packed outputs of all places; it stops where every slot is done.
     Places without a step look like steps of slots that were done before."""
-    slots, width = state.slots, 2 * kind.num_drafts + 5
-    empty = jnp.zeros((most, slots, width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
     if most == 1:
         state, output = step(target, drafter, state, widths, kind)
         return state, output.pack()[None]
+    width = 2 * kind.num_drafts + 5
+    if kind.full:
+        width += (kind.num_drafts + 1) * LogProbs.packed_width(target.vocab_size)
+    empty = jnp.zeros((most, state.slots, width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
 
     def go_on(run: tuple[DecodeState, jax.Array, jax.Array]) -> jax.Array:
         return (run[2] < limit) & ~jnp.all(run[0].done)

@@ -1,0 +1,113 @@
+"""What requests change about the target's logits before drafts are judged: masks, min_tokens, biases, penalties.
+
+Row i of a step follows the drafts before it, so its counts include them:
+
+    row          pending   d0          d1
+    its counts   counts    counts+d0   counts+d0+d1
+
+The order is that of vLLM's sampler: masks and min_tokens, biases, then the repetition, frequency and presence
+penalties. Repetition counts the prompt's tokens, too; the others count emitted ones alone. A row that asks for nothing
+keeps its logits bit for bit.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from peagle.engine.request import MOST_BIASES, Request
+
+NO_BIAS = np.iinfo(np.int32).max  # in the places for biases that a request does not use: outside every vocabulary
+MASK_BITS = 32
+
+
+@flax.struct.dataclass
+class Adjustments:
+    """What each row's request asks for (peagle.engine.request.SamplingParams), as arrays led by the row."""
+
+    presence: jax.Array  # [B] float32; 0: off
+    frequency: jax.Array  # [B] float32; 0: off
+    repetition: jax.Array  # [B] float32; 1: off
+    bias_ids: jax.Array  # [B, MOST_BIASES] int32, NO_BIAS in free places
+    bias: jax.Array  # [B, MOST_BIASES] float32
+    must_emit: jax.Array  # [B] int32: tokens still to be emitted before a stop token may be
+    counts: jax.Array  # [B, V] int32: how often each token was emitted, if the request asks for a penalty
+    in_prompt: jax.Array  # [B, V] bool
+
+    @classmethod
+    def none(cls, rows: int, vocab_size: int) -> "Adjustments":
+        """Adjustments of rows that ask for none."""
+        real = jnp.zeros((rows,), jnp.float32)
+        return cls(
+            presence=real,
+            frequency=real,
+            repetition=real + 1,
+            bias_ids=jnp.full((rows, MOST_BIASES), NO_BIAS, jnp.int32),
+            bias=jnp.zeros((rows, MOST_BIASES), jnp.float32),
+            must_emit=jnp.zeros((rows,), jnp.int32),
+            counts=jnp.zeros((rows, vocab_size), jnp.int32),
+            in_prompt=jnp.zeros((rows, vocab_size), bool),
+        )
+
+    @classmethod
+    def of(cls, request: Request, vocab_size: int) -> "Adjustments":
+        """The row of a request that has emitted nothing, in NumPy."""
+        wanted = request.sampling
+        ids, bias = np.full((1, MOST_BIASES), NO_BIAS, np.int32), np.zeros((1, MOST_BIASES), np.float32)
+        for place, (token, value) in enumerate(wanted.logit_bias):
+            ids[0, place], bias[0, place] = token, value
+        in_prompt = np.zeros((1, vocab_size), bool)
+        if wanted.repetition_penalty != 1:
+            in_prompt[0, list(request.prompt_ids)] = True
+        reals = np.asarray(
+            [[wanted.presence_penalty], [wanted.frequency_penalty], [wanted.repetition_penalty]], np.float32
+        )
+        must_emit = np.asarray([wanted.min_tokens], np.int32)
+        leaves: list[Any] = [*reals, ids, bias, must_emit, np.zeros((1, vocab_size), np.int32), in_prompt]
+        return cls(*leaves)
+
+    def emitted(self, token_ids: Int[Array, "B T"], kept: Bool[Array, "B T"]) -> "Adjustments":
+        """The adjustments after the kept tokens were emitted."""
+        rows = jnp.arange(token_ids.shape[0])[:, None]
+        counts = self.counts.at[rows, token_ids].add(kept.astype(jnp.int32), mode="drop")
+        must_emit = self.must_emit - jnp.sum(kept, axis=1, dtype=jnp.int32)
+        return dataclasses.replace(self, counts=counts, must_emit=jnp.maximum(must_emit, 0))
+
+
+def adjust(
+    logits: Float[Array, "B T V"],
+    draft_token_ids: Int[Array, "B K"],
+    wanted: Adjustments,
+    stop_token_ids: Int[Array, "B S"],
+    masks: UInt32[Array, "B T W"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Adjust the logits of the T = K + 1 rows of a step. masks: a bit for each token that may come, lowest bit first,
+    W = ceil(V / 32) words; negative draft ids count as no token."""
+    logits = logits.astype(jnp.float32)
+    batch, width, vocab_size = logits.shape
+
+    def of(values: jax.Array) -> jax.Array:
+        return values[:, None, None]
+
+    if masks is not None:
+        bits = (masks[..., None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)) & 1
+        logits = jnp.where(bits.reshape(batch, width, -1)[..., :vocab_size] > 0, logits, -jnp.inf)
+    early = jnp.arange(width, dtype=jnp.int32)[None, :] < wanted.must_emit[:, None]
+    token = jnp.arange(vocab_size, dtype=jnp.int32)
+    stops = jnp.any(token[None, None, :] == stop_token_ids[:, :, None], axis=1)
+    logits = jnp.where(early[..., None] & stops[:, None, :], -jnp.inf, logits)
+    rows = jnp.arange(batch)[:, None]
+    bias = jnp.zeros((batch, vocab_size), jnp.float32).at[rows, wanted.bias_ids].add(wanted.bias, mode="drop")
+    logits = jnp.where(bias[:, None, :] != 0, logits + bias[:, None, :], logits)
+
+    before = jax.nn.one_hot(draft_token_ids, vocab_size, dtype=jnp.int32)
+    counts = wanted.counts[:, None, :] + jnp.pad(jnp.cumsum(before, axis=1), ((0, 0), (1, 0), (0, 0)))
+    seen = (counts > 0) | wanted.in_prompt[:, None, :]
+    penalised = jnp.where(logits > 0, logits / of(wanted.repetition), logits * of(wanted.repetition))
+    logits = jnp.where(seen & (of(wanted.repetition) != 1), penalised, logits)
+    loss = of(wanted.frequency) * counts.astype(jnp.float32) + of(wanted.presence) * (counts > 0).astype(jnp.float32)
+    return jnp.where(loss != 0, logits - loss, logits)
