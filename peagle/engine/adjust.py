@@ -94,7 +94,8 @@ def adjust(
         return values[:, None, None]
 
     if masks is not None:
-        bits = (masks[..., None] >> jnp.arange(MASK_BITS, dtype=jnp.uint32)) & 1
+        place = jnp.arange(MASK_BITS, dtype=jnp.uint32).reshape(1, 1, 1, MASK_BITS)
+        bits = (masks[..., None] >> place) & 1
         logits = jnp.where(bits.reshape(batch, width, -1)[..., :vocab_size] > 0, logits, -jnp.inf)
     early = jnp.arange(width, dtype=jnp.int32)[None, :] < wanted.must_emit[:, None]
     token = jnp.arange(vocab_size, dtype=jnp.int32)

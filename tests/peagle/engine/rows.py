@@ -13,7 +13,7 @@ from peagle.engine.state import SlotParams
 
 def rows_of(asked: Sequence[SamplingParams]) -> RowSampling:
     """A row for each, of requests 0, 1, 2, ..."""
-    rows = [SlotParams.of(Request((0,), 1, each, index=place), ()).sampling for place, each in enumerate(asked)]
+    rows = [SlotParams.of(Request((0,), 1, each, index=place), (), 1).sampling for place, each in enumerate(asked)]
     stacked: RowSampling = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *rows)
     return stacked
 

@@ -193,10 +193,12 @@ def test_nothing_that_a_request_asks_for_compiles_anything(target, requests) -> 
     engine = Engine(target, NGram(longest=2), config(5, slots=2))
     engine.warm_up()
     engine.warm_up(sampled=True)
+    engine.warm_up(full=True)
     assert engine.compile_s > 0
     before = trace_counts()
     run(engine, requests)
-    for sampling in (SamplingParams(0.5), SamplingParams(2.0, 3, 0.5, 0.1, seed=5)):
+    adjusted = SamplingParams(2.0, 3, 0.5, 0.1, seed=5, presence_penalty=1.0, logit_bias=((3, 1.0),), min_tokens=2)
+    for sampling in (SamplingParams(0.5), SamplingParams(2.0, 3, 0.5, 0.1, seed=5), adjusted):
         run(engine, [Request(PROMPTS[0][::-1], 9, sampling, (3, 4, 5)), Request(PROMPTS[1], 3)])
     assert trace_counts() == before
 
@@ -211,7 +213,9 @@ def test_a_mixed_workload_takes_few_programs(target) -> None:
         Request(
             tuple(rng.integers(0, CONFIG.vocab_size, rng.integers(1, 40)).tolist()),
             int(rng.integers(1, 30)),
-            SamplingParams(float(rng.integers(0, 2)), int(rng.integers(0, 9)), seed=number),
+            SamplingParams(float(rng.integers(0, 2)), int(rng.integers(0, 9)), seed=number, min_tokens=number % 3),
+            (int(rng.integers(CONFIG.vocab_size)),),
+            logprobs=None if number % 2 else 3,
         )
         for number in range(50)
     ]

@@ -20,7 +20,11 @@ CAPACITY, LONGEST = 96, 40
 PROMPTS = [
     tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in enumerate((1, 5, 8, 20, 37))
 ]
-SAMPLINGS = [SamplingParams(), SamplingParams(1.0, seed=3), SamplingParams(0.7, top_k=9, top_p=0.9, min_p=0.01)]
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(1.0, seed=3),
+    SamplingParams(0.7, top_k=9, top_p=0.9, min_p=0.01, frequency_penalty=0.5, repetition_penalty=1.2),
+]
 
 
 @pytest.fixture(scope="module")

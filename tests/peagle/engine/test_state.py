@@ -271,7 +271,7 @@ def inserted(
 ) -> tuple[DecodeState, DecodeState]:
     """(before, after)."""
     before = noisy(init_state(target, drafter, SLOTS, CAPACITY, NUM_DRAFTS))
-    params = SlotParams.of(asked, asked.stop_token_ids or ())
+    params = SlotParams.of(asked, asked.stop_token_ids or (), target.vocab_size)
     after = run_insert(before, prefix, jnp.asarray([first], jnp.int32), jnp.int32(slot), params)
     return before, after
 

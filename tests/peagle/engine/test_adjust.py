@@ -1,0 +1,244 @@
+"""Biases, penalties, min_tokens, masks, and log-probabilities: the same with speculation and without."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from peagle.drafters.ngram import NGram
+from peagle.engine.adjust import MASK_BITS, Adjustments, adjust
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.programs import Programs
+from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
+from peagle.engine.state import DecodeState, SlotParams, check_integrity
+from peagle.engine.step import StepKind, StepOutput
+from peagle.measure.logprobs import score
+from peagle.ops.errors import InputError
+from target.model import forward
+from tests.peagle.toys import CONFIG, tiny_target
+
+V, CAPACITY, NEW, K = CONFIG.vocab_size, 96, 40, 3
+PROMPTS = [tuple(np.random.default_rng(s).integers(0, V, n).tolist()) for s, n in enumerate((5, 19, 9))]
+HARD = SamplingParams(
+    presence_penalty=0.7,
+    frequency_penalty=0.4,
+    repetition_penalty=1.3,
+    logit_bias=((3, 2.5), (9, -50.0)),
+    min_tokens=12,
+)
+STOPS = (1, 4)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target()
+
+
+def engine_of(target: Any, k: int, slots: int = 1, **options: Any) -> Engine:
+    return Engine(target, NGram() if k else None, EngineConfig(k, slots, CAPACITY, chunk=8, **options))
+
+
+def decode(engine: Engine, asked: list[Request]) -> tuple[list[list[int]], list[list[TokenLogprobs]]]:
+    """(tokens, their log-probabilities) of each request."""
+    tokens: list[list[int]] = [[] for _ in asked]
+    said: list[list[TokenLogprobs]] = [[] for _ in asked]
+    for place, chunk in engine.generate(asked):
+        tokens[place] += chunk.token_ids
+        said[place] += chunk.logprobs
+    assert engine._state is not None
+    check_integrity(engine._state, CAPACITY)
+    return tokens, said
+
+
+def by_definition(
+    logits: np.ndarray, prompt: tuple[int, ...], emitted: list[int], wanted: SamplingParams, stops: tuple[int, ...]
+) -> np.ndarray:
+    """The adjusted logits [V] of one row: transformers' processors where it has one, else OpenAI's formula."""
+    row = torch.from_numpy(logits.astype(np.float32))[None]
+    least = MinNewTokensLengthLogitsProcessor(len(prompt), wanted.min_tokens, list(stops), device="cpu")
+    row = least(torch.tensor([[*prompt, *emitted]]), row).clone()
+    for token, bias in wanted.logit_bias:
+        row[0, token] += bias
+    row = RepetitionPenaltyLogitsProcessor(wanted.repetition_penalty)(torch.tensor([[*prompt, *emitted]]), row)
+    found = row[0].numpy().copy()
+    for token in set(emitted):
+        found[token] -= wanted.frequency_penalty * emitted.count(token) + wanted.presence_penalty
+    return found
+
+
+def test_each_row_follows_its_drafts() -> None:
+    rng = np.random.default_rng(0)
+    prompt, emitted, drafts = (5, 7, 7), [7, 2, 30], [2, 2, 11]
+    logits = rng.normal(0, 3, (1, 4, V)).astype(np.float32)
+    row = Adjustments.of(Request(prompt, 50, HARD), V)
+    row = jax.tree.map(jnp.asarray, row).emitted(jnp.asarray([[*emitted, 0]]), jnp.asarray([[True] * 3 + [False]]))
+    stops = jnp.asarray([[*STOPS, -2]])
+    found = adjust(jnp.asarray(logits), jnp.asarray([drafts]), row, stops)
+    for place in range(4):
+        expected = by_definition(logits[0, place], prompt, emitted + drafts[:place], HARD, STOPS)
+        np.testing.assert_allclose(found[0, place], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_asks_for_nothing_keeps_its_bits() -> None:
+    logits = np.random.default_rng(0).normal(0, 3, (2, 4, V)).astype(np.float32)
+    logits[1, 2, 5], logits[0, 1, 4] = np.nan, -np.inf
+    rows = Adjustments.none(2, V).emitted(jnp.asarray([[3, 4], [5, 6]]), jnp.ones((2, 2), bool))
+    found = adjust(jnp.asarray(logits), jnp.asarray([[1, 2, 3]] * 2), rows, jnp.asarray([[1], [2]]))
+    np.testing.assert_array_equal(np.asarray(found).view(np.int32), logits.view(np.int32))
+
+
+def test_what_is_masked_never_comes_and_the_rest_keeps_its_bits() -> None:
+    rng = np.random.default_rng(0)
+    logits, may = rng.normal(0, 3, (2, 4, V)).astype(np.float32), rng.random((2, 4, V)) < 0.5
+    none = Adjustments.none(2, V)
+    found = adjust(jnp.asarray(logits), jnp.zeros((2, 3), jnp.int32), none, jnp.full((2, 1), -2), packed(may))
+    np.testing.assert_array_equal(found, np.where(may, logits, -np.inf))
+
+
+def packed(may: np.ndarray) -> jax.Array:
+    """Bits, lowest first, of [..., V] booleans."""
+    bits = np.packbits(np.pad(may, [*((0, 0),) * (may.ndim - 1), (0, -V % MASK_BITS)]), axis=-1, bitorder="little")
+    return jnp.asarray(bits.view("<u4"))
+
+
+def test_greedy_decoding_is_that_of_the_definition(target: Any) -> None:
+    (tokens,), _ = decode(engine_of(target, 0), [Request(PROMPTS[0], NEW, HARD, STOPS)])
+    whole = jnp.asarray([[*PROMPTS[0], *tokens]])
+    logits = np.asarray(forward(target.params, CONFIG, whole, jnp.arange(whole.shape[1])[None])[0][0])
+    for place, token in enumerate(tokens):
+        row = logits[len(PROMPTS[0]) - 1 + place]
+        expected = by_definition(row, PROMPTS[0], tokens[:place], HARD, STOPS)
+        assert expected[token] == pytest.approx(expected.max(), abs=1e-4)
+    assert not set(tokens[: HARD.min_tokens - 1]) & set(STOPS)
+    plainly = decode(engine_of(target, 0), [Request(PROMPTS[0], NEW, stop_token_ids=STOPS)])[0][0]
+    assert tokens != plainly
+
+
+@pytest.mark.parametrize(
+    "one", ["presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"]
+)
+def test_no_adjustment_is_ignored(target: Any, one: str) -> None:
+    """Each by itself changes the answer, and the same answer with speculation."""
+    sampling = SamplingParams(**{one: getattr(HARD, one)})
+    stops = STOPS if one == "min_tokens" else ()
+    asked = [Request(PROMPTS[1], NEW, sampling, stops)]
+    found = decode(engine_of(target, 0), asked)[0]
+    assert found != decode(engine_of(target, 0), [Request(PROMPTS[1], NEW, stop_token_ids=stops)])[0]
+    assert decode(engine_of(target, K), asked)[0] == found
+
+
+@pytest.mark.parametrize("together", [1, 5])
+def test_speculation_and_neighbours_change_nothing(target: Any, together: int) -> None:
+    hot = dataclasses.replace(HARD, temperature=0.9, top_p=0.9, seed=4)
+    asked = [
+        Request(PROMPTS[0], NEW, HARD, STOPS, logprobs=2),
+        Request(PROMPTS[1], NEW),
+        Request(PROMPTS[2], NEW, hot, STOPS, index=2, logprobs=0),
+        Request(PROMPTS[1], NEW, SamplingParams(1.0), index=3),
+        Request(PROMPTS[2], 7, stop_token_ids=(), logprobs=MOST_LOGPROBS),
+    ]
+    alone = [decode(engine_of(target, 0), [each]) for each in asked]
+    for k in (0, K):
+        tokens, said = decode(engine_of(target, k, 3, steps_per_dispatch=together), asked)
+        assert tokens == [each[0][0] for each in alone]
+        for request, mine, theirs in zip(asked, said, alone, strict=True):
+            if request.logprobs is None:
+                assert not mine
+                continue
+            assert [each.token_id for each in mine] == tokens[asked.index(request)]
+            assert [[token for token, _ in each.best] for each in mine] == [
+                [token for token, _ in each.best] for each in theirs[1][0]
+            ]
+            np.testing.assert_allclose(
+                [each.logprob for each in mine], [each.logprob for each in theirs[1][0]], atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_log_probabilities_are_those_of_the_finished_answer(target: Any, k: int) -> None:
+    """By teacher forcing: the targets' own, whatever the request does to its logits."""
+    sampling = dataclasses.replace(HARD, temperature=1.1, seed=7)
+    (tokens,), (said,) = decode(engine_of(target, k), [Request(PROMPTS[1], NEW, sampling, logprobs=4)])
+    expected = score(target, PROMPTS[1], tokens, 4)
+    assert [each.token_id for each in said] == tokens == [each.token_id for each in expected]
+    for mine, theirs in zip(said, expected, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        np.testing.assert_allclose([p for _, p in mine.best], [p for _, p in theirs.best], atol=1e-4)
+
+
+def started(programs: Programs, sampling: SamplingParams) -> DecodeState:
+    state, lane = programs.init()
+    for slot, prompt in enumerate(PROMPTS[:2]):
+        for begin in range(0, len(prompt), 8):
+            lane, logits = programs.extend(lane, begin, prompt[begin : begin + 8])
+        params = SlotParams.of(Request(prompt, NEW, sampling, index=slot), (), V)
+        state, _ = programs.admit(state, lane, logits, slot, params)
+    return state
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), HARD, dataclasses.replace(HARD, temperature=0.8)])
+def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) -> None:
+    programs = Programs(target, NGram(), 3, CAPACITY, K, 8, 1)
+    kind, widths = StepKind(K, sampled=True, full=True), np.asarray([K, 2, 0], np.int32)
+    all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
+    whole, cut = started(programs, sampling), started(programs, sampling)
+    for _ in range(4):
+        whole, expected = programs.steps(whole, widths, 1, kind)
+        cut, verified = programs.propose_and_verify(cut, widths, kind)
+        cut, found = programs.accept_and_commit(cut, verified, all_may, kind)
+        np.testing.assert_array_equal(found, expected)
+    for mine, theirs in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
+    """A rule of tokens by position: token i of an answer is even if i is even, and so is each draft judged."""
+
+    def answer(k: int) -> list[int]:
+        programs = Programs(target, NGram(), 3, CAPACITY, K, 8, 1)
+        state, kind = started(programs, SamplingParams()), StepKind(k, sampled=True, full=True)
+        tokens: list[int] = []
+        while len(tokens) < 20:
+            state, verified = programs.propose_and_verify(state, np.full((3,), k, np.int32), kind)
+            first = np.arange(k + 1) + len(tokens)
+            may = (np.arange(V)[None, :] % 2 == first[:, None] % 2) & np.ones((3, 1, 1), bool)
+            state, packed_output = programs.accept_and_commit(state, verified, np.asarray(packed(may)), kind)
+            output = StepOutput.unpack(np.asarray(packed_output)[0], k)
+            tokens += output.token_ids[0, : int(output.count[0])].tolist()
+        return tokens[:20]
+
+    plain = answer(0)
+    assert [token % 2 for token in plain] == [place % 2 for place in range(20)]
+    assert answer(K) == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"presence_penalty": 2.1}, "presence penalty is 2.1; expected a number from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency penalty is nan"),
+        ({"repetition_penalty": 0.0}, "repetition penalty is 0.0; expected a number above 0"),
+        ({"logit_bias": ((1, 2.0), (1, 3.0))}, "names a token twice"),
+        ({"logit_bias": ((-1, 2.0),)}, "token -1 is 2.0; expected a token id of 0 or more"),
+        (
+            {"logit_bias": tuple((token, 1.0) for token in range(301))},
+            "301 logit biases are given; expected at most 300",
+        ),
+        ({"min_tokens": -1}, "min tokens are -1; expected 0"),
+    ],
+)
+def test_adjustments_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SamplingParams(**options)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused(target: Any) -> None:
+    with pytest.raises(InputError, match=r"logit bias names token id 37, outside the vocabulary; expected 0..36"):
+        engine_of(target, 0).add(Request((1,), 3, SamplingParams(logit_bias=((V, 1.0),))))
+    with pytest.raises(InputError, match=r"21 log-probabilities are asked for; expected 0..20"):
+        Request((1,), 3, logprobs=21)
