@@ -53,6 +53,7 @@ class Pair:
     draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
     widths: WidthTable = DEFAULT_WIDTHS  # what auto drafts, by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
+    programs_by_width: bool = True  # peagle.engine.engine.EngineConfig; False: passes skip rows that are not active
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -136,6 +137,7 @@ class Pair:
             steps_per_dispatch=self.steps_per_dispatch,
             widths=self.widths if adaptive else None,
             adaptive=adaptive,
+            programs_by_width=self.programs_by_width,
             draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
         )

@@ -111,6 +111,7 @@ def load(
         experts=loaded.experts,
         kernels=kernels_in_words() if kernels != "xla" else "XLA",
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
+        programs_by_width=not native,
     )
     return with_drafter(pair, target, drafter, draft_vocab=draft_vocab, aux_layer_ids=aux_layer_ids)
 

@@ -297,6 +297,24 @@ def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target
     assert all(record == by_length[record.length] for record in resumed)
 
 
+def test_programs_by_width_run_no_wider_than_the_table(target, plain) -> None:
+    """Where rows that are not active take their time, a step that drafts less is another program."""
+    table = WidthTable({1: 5, 2: 1, 3: 0})
+    engine = Engine(target, NGram(), config(5, slots=3, widths=table, programs_by_width=True))
+    engine.warm_up()
+    before, kinds, steps = trace_counts(), [], engine._programs.steps
+
+    def spy(state, widths, count, kind):
+        kinds.append((int((widths > 0).sum()), kind.num_drafts))
+        return steps(state, widths, count, kind)
+
+    engine._programs.steps = spy
+    asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 33, 60))]
+    assert run(engine, asked) == [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
+    assert set(kinds) == {(1, 5), (2, 1), (0, 0)}
+    assert trace_counts() == before
+
+
 def test_aborts_hit_rows_in_flight_and_free_their_slots(target, plain) -> None:
     engine = Engine(target, NGram(), config(3, slots=1))
     first, second = engine.add(Request(PROMPTS[0], 60)), engine.add(Request(PROMPTS[1], 20))
