@@ -22,7 +22,7 @@ from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
-from peagle.ops.memory import refuse_too_large
+from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.protocols import Drafter, Target
 from peagle.result import Recorder, Result
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
@@ -209,9 +209,7 @@ class Pair:
             target = self.target if k else self.plain_target
             drafter = self._drafter(config.draft_sampling) if k else None
             engine = Engine(target, drafter, config, self.stop_token_ids)
-            slots = f" in {config.slots} slots" if config.slots > 1 else ""
-            what = f"the caches of {config.capacity} positions{slots}, each slot with its full context"
-            refuse_too_large({what: engine.cache_bytes()}, lambda: "lower --context, -n or --slots")
+            _refuse_too_large(engine)
             self._engines[config] = engine
         return self._engines[config]
 
@@ -226,6 +224,25 @@ class Pair:
             )
         stochastic: Drafter = self.drafter.replace(deterministic=False)  # type: ignore[attr-defined]
         return stochastic
+
+
+def _refuse_too_large(engine: Engine) -> None:
+    """Raise InputError, before anything is allocated, for an engine that takes more memory than there is."""
+    slots, capacity = engine.config.slots, engine.config.capacity
+    state, lane, logits = engine.memory_bytes()
+
+    def hint() -> str:
+        each = (state + logits) // slots
+        if slots == 1:
+            return "lower --context or -n"
+        fit = max(0, available_memory_bytes() - lane) // each
+        found = f"{fit} slots fit" if fit > 1 else "1 slot fits" if fit else "not even one fits"
+        return (
+            f"each slot reserves its full context, {size_in_words(each)}, and {found}: lower --context, -n or --slots"
+        )
+
+    what = f"the caches of {capacity} positions" + (f" in {slots} slots" if slots > 1 else "")
+    refuse_too_large({what: state, "the prefill lane": lane, "a step's logits": logits}, hint)
 
 
 class Stream(Iterator[str]):

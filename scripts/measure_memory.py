@@ -67,7 +67,7 @@ def measure(directory: str, kernels: str) -> dict[str, int | float]:
     capacity = pair.capacity([Request(PROMPT, NEW_TOKENS)])
     return {
         "weights": sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.params)),
-        "caches": pair.engine(pair.engine_config(0, capacity=capacity)).cache_bytes(),
+        "caches": sum(pair.engine(pair.engine_config(0, capacity=capacity)).memory_bytes()[:2]),
         "loading": loading.bytes - before,
         "decoding": decoding.bytes - before,
         "loading_s": round(loaded - started, 2),

@@ -390,9 +390,14 @@ class Engine:
         ]
         return [program.lower(*operands).compile() for program, operands, _ in prepared]
 
-    def cache_bytes(self) -> int:
-        """Bytes that the slots' caches and the prefill lane take."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._programs.shapes()))
+    def memory_bytes(self) -> tuple[int, int, int]:
+        """(bytes of the slots with their caches, of the prefill lane, of a step's logits), before any is taken."""
+        state, lane = (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in self._programs.shapes()
+        )
+        config = self.config
+        logits = config.slots * (config.num_speculative_tokens + 1) * self.target.vocab_size * 4
+        return state, lane, logits
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,8 @@ def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
     """Raise InputError, with what to do about it, if these bytes together exceed the memory that is available now."""
     total, available = sum(needed.values()), available_memory_bytes()
     if total > available:
-        parts = " and ".join(f"{size_in_words(size)} for {name}" for name, size in needed.items())
+        *first, last = (f"{size_in_words(size)} for {name}" for name, size in needed.items())
+        parts = f"{', '.join(first)} and {last}" if first else last
         whole = f", {size_in_words(total)} together," if len(needed) > 1 else ""
         todo = hint()
         if jax.default_backend() == "gpu":

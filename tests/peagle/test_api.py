@@ -165,9 +165,16 @@ def test_slots_that_cannot_be_are_refused(pair: Pair, monkeypatch: pytest.Monkey
         pair.engine_config(0, slots=0, capacity=64)
     with pytest.raises(InputError, match="context is 1 positions; expected room"):
         pair.engine_config(0, capacity=1)
-    monkeypatch.setattr("peagle.ops.memory.available_memory_bytes", lambda: 1000)
-    with pytest.raises(InputError, match=r"64 positions in 2 slots, each slot with its full context.*lower --context"):
-        pair.engine(pair.engine_config(0, slots=2, capacity=64))
+    one = sum(pair.engine(pair.engine_config(0, capacity=128)).memory_bytes())
+    for module in ("peagle.ops.memory", "peagle.api"):
+        monkeypatch.setattr(f"{module}.available_memory_bytes", lambda: 3 * one)
+    said = r"128 positions in 64 slots, .* for the prefill lane and .* for a step's logits, .* together, do not fit"
+    with pytest.raises(InputError, match=said + r".*each slot reserves its full context.* slots fit: lower") as refused:
+        pair.engine(pair.engine_config(0, slots=64, capacity=128))
+    fit = int(re.findall(r"(\d+) slots fit", str(refused.value))[0])
+    assert pair.engine(pair.engine_config(0, slots=fit, capacity=128))
+    with pytest.raises(InputError, match="do not fit"):
+        pair.engine(pair.engine_config(0, slots=fit + 1, capacity=128))
 
 
 def test_a_k_beyond_the_positions_is_refused(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
