@@ -121,16 +121,6 @@ def insert(
     def put(rows: jax.Array, value: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, jnp.asarray(value, rows.dtype), slot, axis=0)
 
-    def move(into: PyTree, source: PyTree, length: jax.Array) -> PyTree:
-        def one(cache: KVCache | jax.Array, given: KVCache | jax.Array) -> KVCache | jax.Array:
-            if isinstance(cache, KVCache):
-                assert isinstance(given, KVCache)
-                return copy_positions(cache, given, slot, length)
-            assert not isinstance(given, KVCache)
-            return put(cache, given)
-
-        return jax.tree.map(one, into, source, is_leaf=lambda node: isinstance(node, KVCache))
-
     length = prefix.length[0]
     drafter_input = state.drafter_input
     if drafter_input is not None:
@@ -147,14 +137,50 @@ def insert(
         length=put(state.length, prefix.length),
         pending_token=put(state.pending_token, first_token),
         drafter_input=drafter_input,
-        target_cache=move(state.target_cache, prefix.target_cache, length),
-        drafter_state=move(state.drafter_state, prefix.drafter_state, length - 1),
+        target_cache=_move(state.target_cache, prefix.target_cache, slot, length),
+        drafter_state=_move(state.drafter_state, prefix.drafter_state, slot, length - 1),
         done=put(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
         remaining=put(state.remaining, jnp.asarray(params.remaining) - 1),
         stop_token_ids=put(state.stop_token_ids, jnp.asarray(params.stop_token_ids)),
         sampling=jax.tree.map(put, state.sampling, params.sampling),
         adjustments=jax.tree.map(put, state.adjustments, params.adjustments.emitted(first_token[:, None], emits)),
     )
+
+
+def extract(state: DecodeState, empty: Prefix, slot: Int[Array, ""]) -> Prefix:
+    """Take the Prefix of a slot's tokens but the pending one; `empty` has the shape that it is to have.
+
+    The drafter must have absorbed its input (peagle.engine.step.absorb), so that no row is missing, however long the
+    slot paused. With the pending token as first token, `insert` puts the row into any slot, where it goes on as here.
+    """
+
+    def row(leaf: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
+
+    length, zero = row(state.length), jnp.zeros_like(slot)
+    target_cache, drafter_state = jax.tree.map(row, (state.target_cache, state.drafter_state))
+    aux_hidden = empty.aux_hidden
+    if state.drafter_input is not None:
+        aux_hidden = row(state.drafter_input.aux_hidden)[:, 0].astype(aux_hidden.dtype)
+    return Prefix(
+        target_cache=_move(empty.target_cache, target_cache, zero, length[0]),
+        drafter_state=_move(empty.drafter_state, drafter_state, zero, length[0] - 1),
+        aux_hidden=aux_hidden,
+        length=length,
+    )
+
+
+def _move(into: PyTree, source: PyTree, row: jax.Array, length: jax.Array) -> PyTree:
+    """Put the one row of `source` into a row of `into`: of caches its first positions, of other leaves all."""
+
+    def one(cache: KVCache | jax.Array, given: KVCache | jax.Array) -> KVCache | jax.Array:
+        if isinstance(cache, KVCache):
+            assert isinstance(given, KVCache)
+            return copy_positions(cache, given, row, length)
+        assert not isinstance(given, KVCache)
+        return jax.lax.dynamic_update_slice_in_dim(cache, given.astype(cache.dtype), row, axis=0)
+
+    return jax.tree.map(one, into, source, is_leaf=lambda node: isinstance(node, KVCache))
 
 
 def put_column(rows: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:

@@ -16,8 +16,10 @@ from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle
 from peagle.drafters.ngram import NGram
 from peagle.engine.prefill import empty_prefix, extend
+from peagle.engine.programs import Programs
 from peagle.engine.request import Request, SamplingParams
-from peagle.engine.state import NO_STOP, DecodeState, Prefix, SlotParams, check_integrity, init_state, insert
+from peagle.engine.state import NO_STOP, DecodeState, Prefix, SlotParams, check_integrity, extract, init_state, insert
+from peagle.engine.step import StepKind, StepOutput
 from peagle.ops import native
 from peagle.ops.attention import cached
 from peagle.ops.kv_cache import KVCache, copy_positions, slot_positions
@@ -345,3 +347,52 @@ def test_states_that_are_no_caches_go_whole_and_there_may_be_none() -> None:
         else:
             assert after.drafter_state.token_ids[2, 1:9].tolist() == list(PROMPT[1:9])
             assert int(after.drafter_state.num[2]) == 9
+
+
+# extract
+
+
+@pytest.mark.skipif(not native.available(), reason=native.status()[1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prefix_of_a_row_that_paused_is_that_of_its_tokens_and_drafts_on(
+    dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Bit for bit; in another slot the row then drafts, accepts and emits what it does in its own."""
+    given = models(f"native {dtype}", tmp_path_factory.getbasetemp())
+    programs = Programs(given.target, given.drafter, SLOTS, CAPACITY, NUM_DRAFTS, 16, 1)
+    state, lane = programs.init()
+    params = SlotParams.of(Request(PROMPT[:9], 50), (), TARGET.vocab_size)
+    lane, logits = programs.extend(lane, 0, PROMPT[:9])
+    state, first = programs.admit(state, lane, logits, 2, params)
+    tokens = [*PROMPT[:9], int(first[0])]
+
+    def run(state: DecodeState, slot: int, drafts: int) -> tuple[DecodeState, StepOutput]:
+        widths = np.where(np.arange(SLOTS) == slot, drafts, 0).astype(np.int32)
+        state, packed = programs.steps(state, widths, 1, StepKind(drafts))
+        output = StepOutput.unpack(np.asarray(packed)[0], drafts)
+        return state, jax.tree.map(lambda leaf: leaf[slot], output)
+
+    for drafts in (NUM_DRAFTS, NUM_DRAFTS, *[0] * 7, NUM_DRAFTS, *[0] * 5):
+        if drafts and state.drafter_input is not None and int(state.drafter_input.num[2]) > 1:
+            state = programs.absorb(state)
+        state, output = run(state, 2, drafts)
+        tokens += output.token_ids[: int(output.count)].tolist()
+    assert len(tokens) > 2 * WINDOW
+    state = programs.absorb(state)
+    taken = jax.jit(extract)(state, empty(given.target, given.drafter, CAPACITY, 16), jnp.int32(2))
+    held = len(tokens) - 1
+    assert int(taken.length[0]) == held
+    for begin in range(0, held, 16):
+        lane, logits = programs.extend(lane, begin, tokens[begin : min(begin + 16, held)])
+    whole = everything(lane, np.asarray(logits))
+    for name, part in everything(taken, np.asarray(logits)).items():
+        np.testing.assert_array_equal(part, whole[name], name)
+
+    moved, _ = programs.init()
+    left = SlotParams.of(Request(PROMPT[:9], int(state.remaining[2]) + 1), (), TARGET.vocab_size)
+    moved = run_insert(moved, taken, jnp.asarray(tokens[-1:], jnp.int32), jnp.int32(0), left)
+    for _ in range(5):
+        state, here = run(state, 2, NUM_DRAFTS)
+        moved, there = run(moved, 0, NUM_DRAFTS)
+        for mine, theirs in zip(jax.tree.leaves(there), jax.tree.leaves(here), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
