@@ -24,7 +24,7 @@ from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.ops.memory import refuse_too_large
 from peagle.protocols import Drafter, Target
-from peagle.result import Recorder, Result
+from peagle.result import Assembler, Result, ask, follow, refuse_stop_strings_without
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import DEFAULT_DATE, Tokenizer
 
@@ -77,20 +77,27 @@ class Pair:
         special_tokens: bool = False,
         date: str = DEFAULT_DATE,
         ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
     ) -> "Stream":
         """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
 
         A text is put into the chat template, unless `raw`; special tokens spelled in it are characters, unless it is
         raw and they are asked for by `special_tokens`. Token ids are taken as they are. num_speculative_tokens is
         K, 0 for plain decoding, or "auto": by the pair's table, and plainly where drafting does not pay. None
-        is the pair's default (plain decoding where it has no drafter). Raises InputError at once for what cannot be
-        run.
+        is the pair's default (plain decoding where it has no drafter). The answer ends before the first of the strings
+        in `stop`. Raises InputError at once for what cannot be run.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
         sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
         request = self.request(
-            conversation, (), rendering, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos
+            conversation,
+            (),
+            rendering,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            ignore_eos=ignore_eos,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )
         k, adaptive = self.num_drafts(num_speculative_tokens)
         config = self.engine_config(
@@ -149,12 +156,14 @@ class Pair:
         max_new_tokens: int,
         sampling: SamplingParams = DEFAULT_SAMPLING,
         ignore_eos: bool = False,
+        stop: tuple[str, ...] = (),
         index: int = 0,
         context: int | None = None,
     ) -> Request:
         """The request for the turn that follows these answers; its budget is cut to the positions left.
 
-        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions.
+        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, and for
+        stop strings without a tokenizer.
         """
         if max_new_tokens < 1:
             raise InputError(f"{max_new_tokens} new tokens are asked for; expected 1 or more")
@@ -173,9 +182,10 @@ class Pair:
                 f"{room - 1}, which leaves room for an answer: shorten it"
                 + ("" if context is None or room == self.max_positions else " or raise --context")
             )
+        refuse_stop_strings_without(self.tokenizer, stop)
         stops = () if ignore_eos else self.stop_token_ids
         budget = min(max_new_tokens, room - len(prompt_ids))
-        return Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name)
+        return Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name, stop)
 
     def room(self, context: int | None) -> int:
         """Positions a prompt and its output may take: the context asked for, or all the model has."""
@@ -234,7 +244,7 @@ class Stream(Iterator[str]):
 
     def __init__(self, pair: Pair, engine: Engine, request: Request) -> None:
         self._pair, self._engine = pair, engine
-        self._recorder = self._new_recorder(request)
+        self._assembler = Assembler(request, engine.config.num_speculative_tokens, pair.tokenizer, time.perf_counter())
         self._pieces = self._run(request)
 
     def __next__(self) -> str:
@@ -242,26 +252,16 @@ class Stream(Iterator[str]):
 
     @property
     def result(self) -> Result:
-        return self._recorder.result()
-
-    def _new_recorder(self, request: Request) -> Recorder:
-        config = self._engine.config
-        return Recorder(
-            request,
-            config.num_speculative_tokens,
-            self._pair.tokenizer,
-            time.perf_counter(),
-        )
+        return self._assembler.result()
 
     def _run(self, request: Request) -> Iterator[str]:
         self._engine.warm_up(sampled=not request.sampling.greedy)
-        self._recorder = self._new_recorder(request)
-        for chunk in self._engine.follow(self._engine.add(request)):
-            piece = self._recorder.add(chunk)
-            if self._pair.tokenizer is None:
-                piece = show_ids(chunk.token_ids)
-            if piece:
-                yield piece
+        asked = ask(self._engine, [request], self._pair.tokenizer)
+        (self._assembler,) = asked.values()
+        for _, piece in follow(self._engine, asked):
+            shown = show_ids(piece.token_ids) if self._pair.tokenizer is None else piece.text
+            if shown:
+                yield shown
 
 
 def show_ids(token_ids: Sequence[int]) -> str:

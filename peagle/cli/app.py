@@ -270,6 +270,15 @@ Batch = Annotated[int | None, typer.Option("--batch", hidden=True)]  # the old n
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", rich_help_panel=RUNNING, help="Go on behind stop tokens, up to -n.")
 ]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        rich_help_panel=RUNNING,
+        help="End the answer before this text; may be given several times.",
+    ),
+]
 Temperature = Annotated[
     float,
     typer.Option(
@@ -378,6 +387,7 @@ def speculate(
     slots: Slots = None,
     batch: Batch = None,
     ignore_eos: IgnoreEos = False,
+    stop: Stop = None,
     json: Json = None,
     trace: Trace = None,
     profile: Profile = None,
@@ -412,6 +422,7 @@ def speculate(
         max_new_tokens=max_new_tokens,
         slots=chosen_slots(slots, batch, 1),
         ignore_eos=ignore_eos,
+        stop=tuple(stop or ()),
         logprobs=None,
         json=json,
         trace=trace,
@@ -446,6 +457,7 @@ def generate(
     slots: Slots = None,
     batch: Batch = None,
     ignore_eos: IgnoreEos = False,
+    stop: Stop = None,
     logprobs: Logprobs = None,
     json: Json = None,
     trace: Trace = None,
@@ -481,6 +493,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         slots=chosen_slots(slots, batch, 1),
         ignore_eos=ignore_eos,
+        stop=tuple(stop or ()),
         logprobs=logprobs,
         json=json,
         trace=trace,

@@ -112,6 +112,7 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         slots=settings.slots,
         context=settings.context,
         ignore_eos=settings.ignore_eos,
+        stop=settings.stop,
         baseline=settings.baseline,
         logprobs=settings.logprobs,
         profile=None if settings.profile is None else Path(settings.profile),

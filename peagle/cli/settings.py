@@ -39,6 +39,7 @@ class Settings:
     max_new_tokens: int
     slots: int
     ignore_eos: bool
+    stop: tuple[str, ...]
     logprobs: int | None
     json: str | None
     trace: str | None

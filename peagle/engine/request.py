@@ -7,6 +7,7 @@ from typing import Literal
 from peagle.ops.errors import InputError
 
 MOST_STOP_TOKENS = 16  # places for stop tokens in each slot
+MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
 LARGEST_SEED = 2**31 - 1
 GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
 HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
@@ -35,6 +36,24 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling
         raise InputError(
             f"synthetic acceptance has {len(rates)} rates for K = {num_drafts}; expected one for each draft"
         )
+
+
+def check_stop_strings(stop: tuple[str, ...]) -> None:
+    """Raise InputError for stop strings that are empty, not Unicode text, too long or too many."""
+    if len(stop) > MOST_STOP_STRINGS:
+        raise InputError(f"{len(stop)} stop strings are given; expected at most {MOST_STOP_STRINGS}: leave some out")
+    for number, text in enumerate(stop, 1):
+        which = f"stop string {number} of {len(stop)}"
+        if not text:
+            raise InputError(f"{which} is empty, which every text holds; expected a character or more: leave it out")
+        if len(text) > LONGEST_STOP_STRING:
+            raise InputError(
+                f"{which} has {len(text)} characters; expected at most {LONGEST_STOP_STRING}: its beginning will do"
+            )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError(f"{which} is not valid Unicode text, so no answer holds it; expected UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,9 @@ class Request:
     """A prompt to go on with.
 
     stop_token_ids None: those of the engine. `index` tells apart requests that share a seed, as the prompts of a file
-    or several answers to one; it is no key of the engine's. `name` is how messages call the prompt.
+    or several answers to one; it is no key of the engine's. `name` is how messages call the prompt. `stop` are strings
+    before which the answer's text ends. They are applied above the engine, which works on tokens only
+    (peagle.result.Assembler).
     """
 
     prompt_ids: tuple[int, ...]
@@ -85,6 +106,7 @@ class Request:
     stop_token_ids: tuple[int, ...] | None = None
     index: int = 0
     name: str = "the prompt"
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -95,6 +117,7 @@ class Request:
             raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_SEED}")
         if self.stop_token_ids is not None and len(self.stop_token_ids) > MOST_STOP_TOKENS:
             raise InputError(f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}")
+        check_stop_strings(self.stop)
 
 
 @dataclass(frozen=True)
