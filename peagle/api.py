@@ -11,14 +11,17 @@
 The first stream of a shape compiles; whatever is measured leaves that out.
 """
 
+import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 
-from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig
+from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig, Handle
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
@@ -54,6 +57,7 @@ class Pair:
     widths: WidthTable = DEFAULT_WIDTHS  # what auto drafts, by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
+    _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
 
     @property
     def max_positions(self) -> int:
@@ -78,6 +82,8 @@ class Pair:
         date: str = DEFAULT_DATE,
         ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
+        slots: int = 1,
+        context: int | None = None,
     ) -> "Stream":
         """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
 
@@ -86,6 +92,10 @@ class Pair:
         K, 0 for plain decoding, or "auto": by the pair's table, and plainly where drafting does not pay. None
         is the pair's default (plain decoding where it has no drafter). The answer ends before the first of the strings
         in `stop`. Raises InputError at once for what cannot be run.
+
+        Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
+        shape is K, `slots`, draft_sampling, and the positions: `context`, or as many as prompt and max_new_tokens need,
+        which may differ from stream to stream. Iterate over each stream in a thread of its own, or over `astream`.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
@@ -98,12 +108,16 @@ class Pair:
             sampling=sampling,
             ignore_eos=ignore_eos,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            context=context,
         )
         k, adaptive = self.num_drafts(num_speculative_tokens)
-        config = self.engine_config(
-            k, capacity=self.capacity([request]), adaptive=adaptive, draft_sampling=draft_sampling
-        )
+        capacity = self.capacity([request]) if context is None else context
+        config = self.engine_config(k, slots=slots, capacity=capacity, adaptive=adaptive, draft_sampling=draft_sampling)
         return Stream(self, self.engine(config), request)
+
+    def astream(self, prompt: str | Sequence[int], **options: Any) -> "AsyncStream":
+        """The same for `async for`, which does not block the event loop; options are those of `stream`."""
+        return AsyncStream(self.stream(prompt, **options))
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """The whole answer at once; options are those of `stream`."""
@@ -213,15 +227,16 @@ class Pair:
                 f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step reaches K + 1 positions "
                 f"behind the prompt and the target has {self.max_positions}"
             )
-        if config not in self._engines:
-            target = self.target if k else self.plain_target
-            drafter = self._drafter(config.draft_sampling) if k else None
-            engine = Engine(target, drafter, config, self.stop_token_ids)
-            slots = f" in {config.slots} slots" if config.slots > 1 else ""
-            what = f"the caches of {config.capacity} positions{slots}, each slot with its full context"
-            refuse_too_large({what: engine.cache_bytes()}, lambda: "lower --context, -n or --slots")
-            self._engines[config] = engine
-        return self._engines[config]
+        with self._making:
+            if config not in self._engines:
+                target = self.target if k else self.plain_target
+                drafter = self._drafter(config.draft_sampling) if k else None
+                engine = Engine(target, drafter, config, self.stop_token_ids)
+                slots = f" in {config.slots} slots" if config.slots > 1 else ""
+                what = f"the caches of {config.capacity} positions{slots}, each slot with its full context"
+                refuse_too_large({what: engine.cache_bytes()}, lambda: "lower --context, -n or --slots")
+                self._engines[config] = engine
+            return self._engines[config]
 
     def _drafter(self, sampled: bool) -> Drafter:
         if self.drafter is None:
@@ -239,29 +254,81 @@ class Pair:
 class Stream(Iterator[str]):
     """Pieces of text, none of which ends inside a character. Without a tokenizer, token ids with spaces between.
 
-    `result` is what became of the request: whole when the stream has ended, what there is so far before.
+    `result` is what became of the request: whole when the stream has ended, what there is so far before. A stream that
+    is closed, or that nobody refers to any more, ends its request and frees the slot.
     """
 
     def __init__(self, pair: Pair, engine: Engine, request: Request) -> None:
         self._pair, self._engine = pair, engine
         self._assembler = Assembler(request, engine.config.num_speculative_tokens, pair.tokenizer, time.perf_counter())
+        self._handle: Handle | None = None
+        self._closed = False
         self._pieces = self._run(request)
 
     def __next__(self) -> str:
         return next(self._pieces)
 
+    def close(self) -> None:
+        """End the request. Never waits; any thread may call it, also while another one waits for the next piece."""
+        self._closed = True  # before the handle is looked at: `_run` does both the other way round
+        if self._handle is not None:
+            self._engine.abort(self._handle)
+        with contextlib.suppress(ValueError):  # another thread is in it, and leaves by itself
+            self._pieces.close()
+
     @property
     def result(self) -> Result:
         return self._assembler.result()
 
-    def _run(self, request: Request) -> Iterator[str]:
+    def _run(self, request: Request) -> Generator[str]:
         self._engine.warm_up(sampled=not request.sampling.greedy)
         asked = ask(self._engine, [request], self._pair.tokenizer)
-        (self._assembler,) = asked.values()
-        for _, piece in follow(self._engine, asked):
-            shown = show_ids(piece.token_ids) if self._pair.tokenizer is None else piece.text
-            if shown:
-                yield shown
+        ((self._handle, self._assembler),) = asked.items()
+        if self._closed:
+            self._engine.abort(self._handle)
+        try:
+            with contextlib.closing(follow(self._engine, asked)) as pieces:
+                for _, piece in pieces:
+                    shown = show_ids(piece.token_ids) if self._pair.tokenizer is None else piece.text
+                    if shown:
+                        yield shown
+        finally:
+            self._assembler.close()
+
+
+class AsyncStream(AsyncIterator[str]):
+    """The pieces of a stream for `async for`. A thread waits for the next one, so the event loop goes on.
+
+    If the iteration is cancelled, or left by `async with`, the request ends and its slot is free.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    async def __anext__(self) -> str:
+        try:
+            piece = await asyncio.to_thread(next, self._stream, None)
+        except asyncio.CancelledError:
+            self._stream.close()
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        """End the request, if it has not ended."""
+        self._stream.close()
+
+    async def __aenter__(self) -> "AsyncStream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def result(self) -> Result:
+        """What became of the request, as `Stream.result`."""
+        return self._stream.result
 
 
 def show_ids(token_ids: Sequence[int]) -> str:

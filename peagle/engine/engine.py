@@ -261,13 +261,14 @@ class Engine:
                 with self._turn:
                     while not any(handle.inbox or handle.finished for handle in left):
                         self._advance()
-                for handle in list(left):
+                    # their last chunks are here; of those that end while others drive the loop, they may not be yet
+                    ended = {handle for handle in left if handle.finished is not None}
+                for handle in left:
                     while handle.inbox:
                         yield handle, handle.inbox.popleft()
-                    if handle.error is not None and handle.wanted:
+                    if handle in ended and handle.error is not None and handle.wanted:
                         raise handle.error
-                    if handle.finished is not None and not handle.inbox:
-                        left.remove(handle)
+                left = [handle for handle in left if handle not in ended]
         finally:
             for handle in handles:
                 self.abort(handle)
