@@ -30,6 +30,7 @@ what comes out is, token for token, what the target alone would have said.
   a built-in example        [cyan]peagle speculate[/cyan]
   your own prompt           [cyan]peagle speculate 'def mean(values):'[/cyan]
   your own checkpoints      [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
+  several turns             [cyan]peagle chat --target DIR --drafter DIR[/cyan]
   what a checkpoint is      [cyan]peagle info DIR[/cyan]
 """
 SPECULATE_HELP = """
