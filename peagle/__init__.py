@@ -15,7 +15,7 @@ from peagle.ops.jax_cure import apply as _apply_jax_cure
 _apply_jax_cure()
 
 if TYPE_CHECKING:
-    from peagle.api import Pair, Stream
+    from peagle.api import AsyncStream, Pair, Stream
     from peagle.engine.engine import Engine, EngineConfig, EngineError
     from peagle.engine.request import Request, SamplingParams, TokenChunk
     from peagle.loading import load
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # name -> module that defines it; imported on first use, so that `import peagle` costs milliseconds (PEP 562)
 _EXPORTS = {
+    "AsyncStream": "peagle.api",
     "Engine": "peagle.engine.engine",
     "EngineConfig": "peagle.engine.engine",
     "EngineError": "peagle.engine.engine",
@@ -39,6 +40,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "AsyncStream",
     "Engine",
     "EngineConfig",
     "EngineError",

@@ -11,20 +11,23 @@
 The first stream of a shape compiles; whatever is measured leaves that out.
 """
 
+import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 
-from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig
+from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig, Handle
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.protocols import Drafter, Target
-from peagle.result import Recorder, Result
+from peagle.result import Assembler, Result, ask, follow, refuse_stop_strings_without
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import DEFAULT_DATE, Tokenizer
 
@@ -55,6 +58,7 @@ class Pair:
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     programs_by_width: bool = True  # peagle.engine.engine.EngineConfig; False: passes skip rows that are not active
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
+    _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
 
     @property
     def max_positions(self) -> int:
@@ -78,26 +82,43 @@ class Pair:
         special_tokens: bool = False,
         date: str = DEFAULT_DATE,
         ignore_eos: bool = False,
+        stop: str | Sequence[str] = (),
+        slots: int = 1,
+        context: int | None = None,
     ) -> "Stream":
         """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
 
         A text is put into the chat template, unless `raw`; special tokens spelled in it are characters, unless it is
         raw and they are asked for by `special_tokens`. Token ids are taken as they are. num_speculative_tokens is
         K, 0 for plain decoding, or "auto": by the pair's table, and plainly where drafting does not pay. None
-        is the pair's default (plain decoding where it has no drafter). Raises InputError at once for what cannot be
-        run.
+        is the pair's default (plain decoding where it has no drafter). The answer ends before the first of the strings
+        in `stop`. Raises InputError at once for what cannot be run.
+
+        Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
+        shape is K, `slots`, draft_sampling, and the positions: `context`, or as many as prompt and max_new_tokens need,
+        which may differ from stream to stream. Iterate over each stream in a thread of its own, or over `astream`.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
         sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
         request = self.request(
-            conversation, (), rendering, max_new_tokens=max_new_tokens, sampling=sampling, ignore_eos=ignore_eos
+            conversation,
+            (),
+            rendering,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            ignore_eos=ignore_eos,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            context=context,
         )
         k, adaptive = self.num_drafts(num_speculative_tokens)
-        config = self.engine_config(
-            k, capacity=self.capacity([request]), adaptive=adaptive, draft_sampling=draft_sampling
-        )
+        capacity = self.capacity([request]) if context is None else context
+        config = self.engine_config(k, slots=slots, capacity=capacity, adaptive=adaptive, draft_sampling=draft_sampling)
         return Stream(self, self.engine(config), request)
+
+    def astream(self, prompt: str | Sequence[int], **options: Any) -> "AsyncStream":
+        """The same for `async for`, which does not block the event loop; options are those of `stream`."""
+        return AsyncStream(self.stream(prompt, **options))
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
         """The whole answer at once; options are those of `stream`."""
@@ -151,12 +172,14 @@ class Pair:
         max_new_tokens: int,
         sampling: SamplingParams = DEFAULT_SAMPLING,
         ignore_eos: bool = False,
+        stop: tuple[str, ...] = (),
         index: int = 0,
         context: int | None = None,
     ) -> Request:
         """The request for the turn that follows these answers; its budget is cut to the positions left.
 
-        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions.
+        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, and for
+        stop strings without a tokenizer.
         """
         if max_new_tokens < 1:
             raise InputError(f"{max_new_tokens} new tokens are asked for; expected 1 or more")
@@ -175,9 +198,10 @@ class Pair:
                 f"{room - 1}, which leaves room for an answer: shorten it"
                 + ("" if context is None or room == self.max_positions else " or raise --context")
             )
+        refuse_stop_strings_without(self.tokenizer, stop)
         stops = () if ignore_eos else self.stop_token_ids
         budget = min(max_new_tokens, room - len(prompt_ids))
-        return Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name)
+        return Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name, stop=stop)
 
     def room(self, context: int | None) -> int:
         """Positions a prompt and its output may take: the context asked for, or all the model has."""
@@ -205,13 +229,14 @@ class Pair:
                 f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step reaches K + 1 positions "
                 f"behind the prompt and the target has {self.max_positions}"
             )
-        if config not in self._engines:
-            target = self.target if k else self.plain_target
-            drafter = self._drafter(config.draft_sampling) if k else None
-            engine = Engine(target, drafter, config, self.stop_token_ids)
-            _refuse_too_large(engine)
-            self._engines[config] = engine
-        return self._engines[config]
+        with self._making:
+            if config not in self._engines:
+                target = self.target if k else self.plain_target
+                drafter = self._drafter(config.draft_sampling) if k else None
+                engine = Engine(target, drafter, config, self.stop_token_ids)
+                _refuse_too_large(engine)
+                self._engines[config] = engine
+            return self._engines[config]
 
     def _drafter(self, sampled: bool) -> Drafter:
         if self.drafter is None:
@@ -248,39 +273,81 @@ def _refuse_too_large(engine: Engine) -> None:
 class Stream(Iterator[str]):
     """Pieces of text, none of which ends inside a character. Without a tokenizer, token ids with spaces between.
 
-    `result` is what became of the request: whole when the stream has ended, what there is so far before.
+    `result` is what became of the request: whole when the stream has ended, what there is so far before. A stream that
+    is closed, or that nobody refers to any more, ends its request and frees the slot.
     """
 
     def __init__(self, pair: Pair, engine: Engine, request: Request) -> None:
         self._pair, self._engine = pair, engine
-        self._recorder = self._new_recorder(request)
+        self._assembler = Assembler(request, engine.config.num_speculative_tokens, pair.tokenizer, time.perf_counter())
+        self._handle: Handle | None = None
+        self._closed = False
         self._pieces = self._run(request)
 
     def __next__(self) -> str:
         return next(self._pieces)
 
+    def close(self) -> None:
+        """End the request. Never waits; any thread may call it, also while another one waits for the next piece."""
+        self._closed = True  # before the handle is looked at: `_run` does both the other way round
+        if self._handle is not None:
+            self._engine.abort(self._handle)
+        with contextlib.suppress(ValueError):  # another thread is in it, and leaves by itself
+            self._pieces.close()
+
     @property
     def result(self) -> Result:
-        return self._recorder.result()
+        return self._assembler.result()
 
-    def _new_recorder(self, request: Request) -> Recorder:
-        config = self._engine.config
-        return Recorder(
-            request,
-            config.num_speculative_tokens,
-            self._pair.tokenizer,
-            time.perf_counter(),
-        )
-
-    def _run(self, request: Request) -> Iterator[str]:
+    def _run(self, request: Request) -> Generator[str]:
         self._engine.warm_up(sampled=not request.sampling.greedy)
-        self._recorder = self._new_recorder(request)
-        for chunk in self._engine.follow(self._engine.add(request)):
-            piece = self._recorder.add(chunk)
-            if self._pair.tokenizer is None:
-                piece = show_ids(chunk.token_ids)
-            if piece:
-                yield piece
+        asked = ask(self._engine, [request], self._pair.tokenizer)
+        ((self._handle, self._assembler),) = asked.items()
+        if self._closed:
+            self._engine.abort(self._handle)
+        try:
+            with contextlib.closing(follow(self._engine, asked)) as pieces:
+                for _, piece in pieces:
+                    shown = show_ids(piece.token_ids) if self._pair.tokenizer is None else piece.text
+                    if shown:
+                        yield shown
+        finally:
+            self._assembler.close()
+
+
+class AsyncStream(AsyncIterator[str]):
+    """The pieces of a stream for `async for`. A thread waits for the next one, so the event loop goes on.
+
+    If the iteration is cancelled, or left by `async with`, the request ends and its slot is free.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    async def __anext__(self) -> str:
+        try:
+            piece = await asyncio.to_thread(next, self._stream, None)
+        except asyncio.CancelledError:
+            self._stream.close()
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        """End the request, if it has not ended."""
+        self._stream.close()
+
+    async def __aenter__(self) -> "AsyncStream":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def result(self) -> Result:
+        """What became of the request, as `Stream.result`."""
+        return self._stream.result
 
 
 def show_ids(token_ids: Sequence[int]) -> str:

@@ -4,13 +4,17 @@ What cannot be said (a rate over no steps, a speed from one token) is None, neve
 Times are readings of time.perf_counter() in seconds; compilation is in none of them (the engine is warm before).
 """
 
+import collections
+import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from peagle.engine.engine import Engine
+from peagle.engine.engine import Engine, Handle
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
+from peagle.ops.errors import InputError
+from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 LOOPING_ABOVE = 0.3  # an output whose loop share is higher loops
@@ -105,8 +109,8 @@ class Result:
 
     request: Request
     num_speculative_tokens: int
-    output_ids: tuple[int, ...]  # with the stop token
-    text: str | None  # without it; None where there is no tokenizer
+    output_ids: tuple[int, ...]  # with the stop token, or the token that completed a stop string
+    text: str | None  # without either; None where there is no tokenizer
     finish_reason: FinishReason | None  # None: it goes on, or was interrupted
     started_s: float
     first_s: float | None  # time of the first token
@@ -125,7 +129,7 @@ class Result:
 
     @property
     def num_truncated(self) -> int:
-        """Tokens decided and not emitted, behind a stop token or the budget:
+        """Tokens decided and not emitted, behind a stop token, a stop string or the budget:
         emitted = 1 + sum(num_accepted + 1) - truncated, the 1 being the token prefill gives."""
         decided = sum(step.num_accepted + 1 for step in self.steps)
         return 1 + decided - len(self.output_ids) if self.output_ids else 0
@@ -167,16 +171,34 @@ class Result:
         return (self.loop_share or 0.0) > LOOPING_ABOVE
 
 
-class Recorder:
-    """Collects one request's chunks. `add` gives the text to show; `result` what became of it so far."""
+@dataclass(frozen=True)
+class Piece:
+    """What a chunk adds to an answer: its tokens, and the text that is certain with them."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+class Assembler:
+    """Makes one request's answer from its chunks, and ends it before the first stop string. `add` gives what to show;
+    `result` what became of it so far.
+
+    Each token is looked at by itself, so the answer does not depend on how tokens were cut into chunks: it ends with
+    the token that completes a stop string, its text before the string that begins first. Text that may be the beginning
+    of a stop string is held back until that is decided, or until the request ends otherwise. Bytes at the end that are
+    no character, and the stop token, complete nothing.
+    """
 
     def __init__(
         self, request: Request, num_speculative_tokens: int, tokenizer: Tokenizer | None, started_s: float
     ) -> None:
+        """Raises InputError for stop strings without a tokenizer."""
+        refuse_stop_strings_without(tokenizer, request.stop)
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._num_speculative_tokens = num_speculative_tokens
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._stop = StopStrings(request.stop) if request.stop else None
         self._started_s = started_s
         self._first_s: float | None = None
         self._last_s: float | None = None
@@ -185,21 +207,32 @@ class Recorder:
         self._steps: list[StepRecord] = []
         self._times: list[float] = []
 
-    def add(self, chunk: TokenChunk) -> str:
-        """The new text of these tokens, empty without a tokenizer; with the last ones, what was held back, too."""
-        if chunk.token_ids:
+    def add(self, chunk: TokenChunk) -> Piece:
+        """Take a chunk; with the last one, what was held back comes, too. Chunks after the end are dropped."""
+        if self.finish_reason is not None:
+            return Piece((), "")
+        at_stop_token = chunk.finish_reason == "stop"
+        token_ids, text = self._read(chunk.token_ids[:-1] if at_stop_token else chunk.token_ids)
+        if self._stop is not None and self._stop.complete:
+            self.finish_reason = "stop"
+        else:
+            self.finish_reason = chunk.finish_reason
+            token_ids += chunk.token_ids[-1:] if at_stop_token else ()
+            text += "" if chunk.finish_reason is None else self._flush()
+        self._ids += token_ids
+        self._steps += [step for step in chunk.steps if self._began(step)]
+        if token_ids:
             self._first_s = chunk.time_s if self._first_s is None else self._first_s
             self._last_s = chunk.time_s
             self._times.append(chunk.time_s)
-        self._steps += chunk.steps
-        self._ids += chunk.token_ids
-        self.finish_reason = chunk.finish_reason
-        shown = chunk.token_ids[:-1] if chunk.finish_reason == "stop" else chunk.token_ids
-        return self._show(shown, chunk.finish_reason is not None)
+        self._pieces.append(text)
+        return Piece(token_ids, text)
 
     def close(self) -> str:
         """The text that was held back, for a request that ends here although it has not finished."""
-        return self._show((), last=True)
+        text = self._flush() if self.finish_reason is None else ""
+        self._pieces.append(text)
+        return text
 
     def result(self) -> Result:
         return Result(
@@ -215,12 +248,38 @@ class Recorder:
             times_s=tuple(self._times),
         )
 
-    def _show(self, token_ids: Sequence[int], last: bool) -> str:
+    def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
+        """(the tokens up to the one that completes a stop string, the text that is certain with them)."""
+        if self._detokenizer is None:
+            return token_ids, ""
+        if self._stop is None:
+            return token_ids, self._detokenizer.add(token_ids)
+        text = ""
+        for place, token_id in enumerate(token_ids):
+            text += self._stop.add(self._detokenizer.add((token_id,)))
+            if self._stop.complete:
+                return token_ids[: place + 1], text
+        return token_ids, text
+
+    def _began(self, step: StepRecord) -> bool:
+        """Whether a step began before the token that completed a stop string; later ones are dropped with theirs."""
+        cut = self._stop is not None and self._stop.complete
+        return not cut or step.length < len(self.request.prompt_ids) + len(self._ids) - 1
+
+    def _flush(self) -> str:
+        """What was held back."""
         if self._detokenizer is None:
             return ""
-        piece = self._detokenizer.add(token_ids) + (self._detokenizer.flush() if last else "")
-        self._pieces.append(piece)
-        return piece
+        held = "" if self._stop is None else self._stop.flush()
+        return held + self._detokenizer.flush()
+
+
+def refuse_stop_strings_without(tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
+    """Raise InputError for stop strings where there is no text to look for them in."""
+    if stop and tokenizer is None:
+        raise InputError(
+            "stop strings are text, but the target's directory has no tokenizer.json; leave them out, or add the file"
+        )
 
 
 def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
@@ -229,18 +288,38 @@ def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
     return len(set(grams)), len(grams)
 
 
-def recorders(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Recorder]:
-    """One for each request; they are asked now."""
+def ask(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> dict[Handle, Assembler]:
+    """Put the requests in the engine's queue, each with what makes its answer; if one cannot be run, none."""
     now, k = time.perf_counter(), engine.config.num_speculative_tokens
-    return [Recorder(request, k, tokenizer, now) for request in requests]
+    assemblers = [Assembler(request, k, tokenizer, now) for request in requests]
+    return dict(zip(engine.add_all(requests), assemblers, strict=True))
+
+
+def follow(engine: Engine, asked: Mapping[Handle, Assembler]) -> Generator[tuple[Assembler, Piece]]:
+    """Yield what each chunk adds to which answer, as it comes, until all have ended.
+
+    A request whose stop string is complete ends in the engine, too. A reader that stops early aborts what is left.
+    Raises InputError as `Engine.follow` does.
+    """
+    with contextlib.closing(engine.run(list(asked))) as chunks:
+        for handle, chunk in chunks:
+            assembler = asked[handle]
+            if assembler.finish_reason is not None:  # came after its end
+                continue
+            piece = assembler.add(chunk)
+            if assembler.finish_reason != chunk.finish_reason:
+                engine.abort(handle)
+            yield assembler, piece
 
 
 def decode(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
     """What becomes of the requests, decoded from start to end."""
-    recording = recorders(engine, requests, tokenizer)
-    for place, chunk in engine.generate(requests):
-        recording[place].add(chunk)
-    return [recorder.result() for recorder in recording]
+    asked = ask(engine, requests, tokenizer)
+    try:
+        collections.deque(follow(engine, asked), maxlen=0)
+    finally:
+        engine.settle()
+    return [assembler.result() for assembler in asked.values()]
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float | None:

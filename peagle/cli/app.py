@@ -11,7 +11,8 @@ from typing import Annotated, TextIO
 
 import typer
 
-from peagle.cli.settings import BenchSettings, Settings, parse_layers
+from peagle.cli.output import say
+from peagle.cli.settings import BenchSettings, ChatSettings, Settings, parse_layers
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.jax_cure import MiscompilingJaxError
@@ -29,6 +30,7 @@ what comes out is, token for token, what the target alone would have said.
   a built-in example        [cyan]peagle speculate[/cyan]
   your own prompt           [cyan]peagle speculate 'def mean(values):'[/cyan]
   your own checkpoints      [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
+  several turns             [cyan]peagle chat --target DIR --drafter DIR[/cyan]
   what a checkpoint is      [cyan]peagle info DIR[/cyan]
 """
 SPECULATE_HELP = """
@@ -48,6 +50,16 @@ Stream an answer with plain decoding, one token a step: what speculation is meas
 
   as it is           [cyan]peagle generate 'def mean(values):'[/cyan]
   with the 5 best    [cyan]peagle generate 'def mean(values):' --logprobs 5 --json -[/cyan]
+"""
+CHAT_HELP = """
+Chat: answer one line after another, each with what was said before; streaming, with speculative decoding.
+
+/reset forgets the conversation, /exit or the end of input ends it. Ctrl-C stops an answer, at the prompt the chat.
+
+[bold]Examples[/bold]
+
+  your own checkpoints   [cyan]peagle chat --target DIR --drafter DIR[/cyan]
+  from a pipe            [cyan]printf 'Hi\\nAnd you?\\n' | peagle chat --target DIR --drafter ngram[/cyan]
 """
 INFO_HELP = """
 Say what a checkpoint is: geometry, bytes, memory it will need, taps; with two, whether target and drafter fit.
@@ -270,6 +282,15 @@ Batch = Annotated[int | None, typer.Option("--batch", hidden=True)]  # the old n
 IgnoreEos = Annotated[
     bool, typer.Option("--ignore-eos", rich_help_panel=RUNNING, help="Go on behind stop tokens, up to -n.")
 ]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        rich_help_panel=RUNNING,
+        help="End the answer before this text; may be given several times.",
+    ),
+]
 Temperature = Annotated[
     float,
     typer.Option(
@@ -378,6 +399,7 @@ def speculate(
     slots: Slots = None,
     batch: Batch = None,
     ignore_eos: IgnoreEos = False,
+    stop: Stop = None,
     json: Json = None,
     trace: Trace = None,
     profile: Profile = None,
@@ -412,6 +434,7 @@ def speculate(
         max_new_tokens=max_new_tokens,
         slots=chosen_slots(slots, batch, 1),
         ignore_eos=ignore_eos,
+        stop=tuple(stop or ()),
         logprobs=None,
         json=json,
         trace=trace,
@@ -446,6 +469,7 @@ def generate(
     slots: Slots = None,
     batch: Batch = None,
     ignore_eos: IgnoreEos = False,
+    stop: Stop = None,
     logprobs: Logprobs = None,
     json: Json = None,
     trace: Trace = None,
@@ -481,6 +505,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         slots=chosen_slots(slots, batch, 1),
         ignore_eos=ignore_eos,
+        stop=tuple(stop or ()),
         logprobs=logprobs,
         json=json,
         trace=trace,
@@ -488,6 +513,73 @@ def generate(
         quiet=quiet,
     )
     return _run(settings)
+
+
+@app.command(help=CHAT_HELP)
+def chat(
+    system: System = None,
+    reasoning_effort: ReasoningEffort = None,
+    date: Date = None,
+    target: Target = None,
+    drafter: Drafter = None,
+    aux_layer_ids: AuxLayerIds = None,
+    dtype: DtypeOption = None,
+    experts: ExpertsOption = Experts.auto,
+    kernels: KernelsOption = Kernels.auto,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            metavar="N",
+            rich_help_panel=MODEL,
+            help="Positions for the whole conversation. Default: 4096, or all that the model has.",
+        ),
+    ] = None,
+    num_speculative_tokens: NumSpeculative = None,
+    draft_vocab: DraftVocab = None,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline", rich_help_panel=SPECULATION, help="Decode each answer plainly, too, and say the speed-up."
+        ),
+    ] = False,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    max_new_tokens: MaxNewTokens = 1024,
+    stop: Stop = None,
+    quiet: Quiet = False,
+) -> int:
+    settings = ChatSettings(
+        system=system,
+        reasoning_effort=reasoning_effort and reasoning_effort.value,
+        date=date,
+        target=target,
+        drafter=drafter,
+        dtype=dtype and dtype.value,
+        experts=experts.value,
+        kernels=kernels.value,
+        context=context,
+        num_speculative_tokens=num_speculative_tokens,
+        draft_vocab=draft_vocab,
+        baseline=baseline,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        stop=tuple(stop or ()),
+        quiet=quiet,
+        aux_layer_ids=aux_layer_ids,
+    )
+
+    def run() -> int:
+        from peagle.cli.chat import chat_command
+
+        return chat_command(settings)
+
+    return guarded(run)
 
 
 @app.command(help=INFO_HELP)
@@ -592,7 +684,7 @@ def chosen_slots(slots: int | None, batch: int | None, default: int) -> int:
         return default if slots is None else slots
     if slots is not None:
         raise InputError("--slots and --batch, its old name, are both given; expected --slots alone")
-    _say("warning", "--batch is now called --slots")
+    say("warning", "--batch is now called --slots")
     return batch
 
 
@@ -659,17 +751,12 @@ def _warnings_in_one_line() -> Iterator[None]:
                 as_ever(message, category, filename, lineno, file, line)
             elif str(message) not in told:
                 told.add(str(message))
-                _say("warning", str(message))
+                say("warning", str(message))
 
         warnings.showwarning = show
         yield
 
 
 def _complain(message: str) -> int:
-    _say("error", message)
+    say("error", message)
     return BAD_INPUT
-
-
-def _say(what: str, message: str) -> None:
-    line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
-    print(f"peagle: {what}: {line}", file=sys.stderr, flush=True)

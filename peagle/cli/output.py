@@ -12,6 +12,12 @@ from peagle.ops.files import encoded, umask
 STANDARD_OUTPUT = "-"
 
 
+def say(what: str, message: str) -> None:
+    """Print one line on standard error, whatever the message holds."""
+    line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
+    print(f"peagle: {what}: {line}", file=sys.stderr, flush=True)
+
+
 class OutputFile:
     """A file to be written at the end. That it can be is found out now, and nothing is left there until `write`.
 

@@ -143,6 +143,7 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "prompt_ids": list(result.request.prompt_ids),
         "output_ids": list(result.output_ids),
         "text": result.text,
+        "stop": list(result.request.stop),
         "finish_reason": result.finish_reason or "interrupted",
         "num_truncated_tokens": result.num_truncated,
         "ttft_s": result.ttft_s,

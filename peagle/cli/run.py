@@ -9,7 +9,7 @@ from peagle.api import AUTO, Pair
 from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import dumps, logprob_lines, report, summary_lines, trace_lines
-from peagle.cli.settings import DataSettings, Settings, parse_layers
+from peagle.cli.settings import ChatSettings, DataSettings, Settings, parse_layers
 from peagle.engine.request import SamplingParams
 from peagle.loading import DEMO, NGRAM, drafter_path, load, resolve
 from peagle.measure.profile import writable
@@ -33,7 +33,7 @@ def run_command(settings: Settings) -> int:
     drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
     directory = resolve(target, "target")
     drafter_path(target, drafter)
-    aux_layer_ids = parse_layers(settings.aux_layer_ids)
+    parse_layers(settings.aux_layer_ids)  # before anything slow
     rendering = rendering_of(settings)
     config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
     with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
@@ -51,19 +51,7 @@ def run_command(settings: Settings) -> int:
         display.note(f"left out: {left_out_line(left_out)}")
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
-    with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
-        pair = load(
-            target,
-            drafter,
-            dtype=cast(Any, settings.dtype),
-            experts=cast(Any, settings.experts),
-            kernels=cast(Any, settings.kernels),
-            draft_vocab=settings.draft_vocab,
-            aux_layer_ids=aux_layer_ids,
-            progress=progress,
-        )
-    if pair.aux_layers is not None:
-        display.note(f"the drafter reads the target's {pair.aux_layers}")
+    pair = load_pair(settings, target, drafter, display)
     display.has_tokenizer = pair.tokenizer is not None
     config = _config(settings, rendering, pair)
     try:
@@ -83,6 +71,25 @@ def run_command(settings: Settings) -> int:
     if outcome.profile_failed is not None:
         raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
     return interrupt.EXIT_CODE if outcome.interrupted else 0
+
+
+def load_pair(settings: Settings | ChatSettings, target: str, drafter: str | None, display: Display) -> Pair:
+    """Load the target and the drafter as they were asked for, which is shown."""
+    aux_layer_ids = parse_layers(settings.aux_layer_ids)
+    with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
+        pair = load(
+            target,
+            drafter,
+            dtype=cast(Any, settings.dtype),
+            experts=cast(Any, settings.experts),
+            kernels=cast(Any, settings.kernels),
+            draft_vocab=settings.draft_vocab,
+            aux_layer_ids=aux_layer_ids,
+            progress=progress,
+        )
+    if pair.aux_layers is not None:
+        display.note(f"the drafter reads the target's {pair.aux_layers}")
+    return pair
 
 
 def rendering_of(settings: Settings | DataSettings) -> Rendering:
@@ -112,6 +119,7 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         slots=settings.slots,
         context=settings.context,
         ignore_eos=settings.ignore_eos,
+        stop=settings.stop,
         baseline=settings.baseline,
         logprobs=settings.logprobs,
         profile=None if settings.profile is None else Path(settings.profile),
@@ -131,16 +139,19 @@ def _synthetic(settings: Settings, num_drafts: int) -> tuple[float, ...] | None:
     return tuple(rates[0] ** (i + 1) for i in range(num_drafts)) if len(rates) == 1 else rates
 
 
-def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
+def parse_num_drafts(typed: str | None) -> int | Literal["auto"] | None:
     """K as it was asked for."""
-    given = settings.num_speculative_tokens
-    if given is None or given == AUTO:
-        return given
+    if typed is None or typed == AUTO:
+        return typed
     try:
-        k = int(given)
+        return int(typed)
     except ValueError:
-        raise InputError(f"K is {given!r}; expected a number of drafted tokens, or auto") from None
-    if settings.command == "speculate" and k < 1:
+        raise InputError(f"K is {typed!r}; expected a number of drafted tokens, or auto") from None
+
+
+def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
+    k = parse_num_drafts(settings.num_speculative_tokens)
+    if settings.command == "speculate" and isinstance(k, int) and k < 1:
         raise InputError(f"K is {k}; expected 1 or more drafted tokens (peagle generate decodes plainly)")
     return k
 

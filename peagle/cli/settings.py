@@ -39,10 +39,37 @@ class Settings:
     max_new_tokens: int
     slots: int
     ignore_eos: bool
+    stop: tuple[str, ...]
     logprobs: int | None
     json: str | None
     trace: str | None
     profile: str | None
+    quiet: bool
+    aux_layer_ids: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """The arguments of `chat`; None: the default, which the run chooses."""
+
+    system: str | None
+    reasoning_effort: str | None
+    date: str | None
+    target: str | None
+    drafter: str | None
+    dtype: str | None
+    experts: str
+    kernels: str
+    context: int | None
+    num_speculative_tokens: str | None  # a number, or auto
+    draft_vocab: str | None
+    baseline: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
     quiet: bool
     aux_layer_ids: str | None = None
 

@@ -6,8 +6,8 @@ carries its own map of slots to requests, as it was when it was sent. What was c
     device | chunk | insert | steps 0            | steps 1             | steps 2 ...
     host   | dispatch ...   | read first, send 1 | read 0, dispatch 2  | read 1 ...
 
-Between dispatches, and only there, requests enter and leave slots. `add`, `abort` and `follow` may be called from any
-thread; whoever needs tokens and finds none drives the loop for everybody.
+Between dispatches, and only there, requests enter and leave slots. `add`, `abort`, `run`, `follow` and `warm_up` may be
+called from any thread; whoever needs tokens and finds none drives the loop for everybody.
 """
 
 import collections
@@ -16,7 +16,7 @@ import dataclasses
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -108,6 +108,7 @@ class Handle:
     lost: float = 0.0  # plain steps that drafting lost it
     paused: bool = False
     error: InputError | None = None  # why it ended, where finished is "error"
+    wanted: bool = True  # until its reader aborts it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
 
@@ -173,7 +174,9 @@ class Engine:
         self._lane: Prefix | None = None
         self._lane_logits: jax.Array | None = None
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self._lock, self._turn = threading.Lock(), threading.Lock()
+        # _lock: the state and the bookkeeping; _turn: who drives the loop; _entry: no request enters during a warm-up
+        self._lock, self._turn, self._entry = threading.Lock(), threading.Lock(), threading.RLock()
+        self._to_abort: collections.deque[Handle] = collections.deque()
         self._to_freeze: set[int] = set()  # slots whose requests were ended from outside
         self._alive: set[Handle] = set()
         self._costs = Costs()
@@ -212,18 +215,34 @@ class Engine:
         stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
         deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
         handle = Handle(request, stops, deadline_s, length=len(request.prompt_ids))
-        with self._lock:
+        with self._entry, self._lock:
             self._raise_failure()
             self._scheduler.add(handle, len(request.prompt_ids))
             self._alive.add(handle)
         return handle
 
+    def add_all(self, requests: Sequence[Request]) -> list[Handle]:
+        """Put the requests in the queue; if one of them cannot be run, none."""
+        for request in requests:
+            self.check(request)
+        return [self.add(request) for request in requests]
+
     def abort(self, handle: Handle) -> None:
         """End a request; what was computed for it and not read is dropped. Aborting twice, or after the end, does
-        nothing."""
-        with self._lock:
-            if handle in self._alive:
-                self._end(handle, "aborted")
+        nothing.
+
+        Never waits, so an event loop or a finaliser may call it: if a step is under way, the request ends before the
+        next one.
+        """
+        handle.wanted = False
+        if handle.finished is not None:
+            return
+        self._to_abort.append(handle)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end_aborted()
+            finally:
+                self._lock.release()
 
     def step(self) -> list[tuple[Handle, TokenChunk]]:
         """Send the next dispatch and read the one before it. For one driver; `follow` and `generate` call it.
@@ -243,46 +262,49 @@ class Engine:
         """The chunks of a request as they come, to its end. A reader that stops early aborts it.
 
         Raises InputError where a model's outputs are not finite, which only such a model can cause."""
-        try:
-            while True:
-                with self._turn:
-                    while not handle.inbox and handle.finished is None:
-                        self._advance()
-                if not handle.inbox:
-                    break
-                yield handle.inbox.popleft()
-            if handle.error is not None:
-                raise handle.error
-        finally:
-            self.abort(handle)
+        for _, chunk in self.run([handle]):
+            yield chunk
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenChunk]]:
         """Decode all of the requests; yields (place in the list, chunk) as soon as the host knows it. A reader that
         stops early aborts what is left. Raises InputError as `follow` does."""
-        for request in requests:
-            self.check(request)
-        handles = [self.add(request) for request in requests]
-        left = dict(enumerate(handles))
+        handles = self.add_all(requests)
+        places = {handle: place for place, handle in enumerate(handles)}
+        try:
+            with contextlib.closing(self.run(handles)) as chunks:
+                for handle, chunk in chunks:
+                    yield places[handle], chunk
+        finally:
+            self.settle()
+
+    def run(self, handles: Sequence[Handle]) -> Generator[tuple[Handle, TokenChunk]]:
+        """Yield (handle, chunk) as soon as the host knows it, until all of the requests have ended.
+
+        The reader may abort some of them on the way. One that stops early aborts what is left. Raises InputError as
+        `follow` does, but not for a request that its reader has aborted.
+        """
+        left = list(handles)
         try:
             while left:
                 with self._turn:
-                    while not any(handle.inbox or handle.finished for handle in left.values()):
+                    while not any(handle.inbox or handle.finished for handle in left):
                         self._advance()
-                for place, handle in list(left.items()):
+                    # their last chunks are here; of those that end while others drive the loop, they may not be yet
+                    ended = {handle for handle in left if handle.finished is not None}
+                for handle in left:
                     while handle.inbox:
-                        yield place, handle.inbox.popleft()
-                    if handle.error is not None:
+                        yield handle, handle.inbox.popleft()
+                    if handle in ended and handle.error is not None and handle.wanted:
                         raise handle.error
-                    if handle.finished is not None:
-                        del left[place]
+                left = [handle for handle in left if handle not in ended]
         finally:
             for handle in handles:
                 self.abort(handle)
-            self.settle()
 
     def settle(self) -> None:
         """Wait for what was sent in vain, so that it does not run into what is measured next."""
         with self._lock:
+            self._end_aborted()
             if not self._alive and self._state is not None:
                 self._in_flight.clear()
                 jax.block_until_ready((self._state.done, self._lane))
@@ -293,9 +315,17 @@ class Engine:
         """Compile, and run once, every program that requests need, so that no time measured later holds a compilation.
 
         sampled: some request is not greedy. full: some request is (`Request.full`). An adaptive engine then measures
-        what drafting costs, once; `measuring` is called before, since that takes a moment. No request may be in the
-        engine.
+        what drafting costs, once; `measuring` is called before, since that takes a moment. If a request is in the
+        engine, nothing is run: what is missing is then compiled at its first dispatch.
         """
+        with self._entry:
+            with self._lock:
+                self._end_aborted()
+                if self._alive:
+                    return
+            self._warm_up(sampled, full, measuring)
+
+    def _warm_up(self, sampled: bool, full: bool, measuring: Callable[[], object]) -> None:
         started = time.perf_counter()
         measures = self.config.adaptive and self._table.costs is None  # by greedy steps
         variants = {(sampled, full), (False, False)} if measures else {(sampled, full)}
@@ -307,18 +337,20 @@ class Engine:
             with contextlib.suppress(InputError):
                 for _ in self.generate([Request((0,), 1, sampling)]):
                     pass
-            assert self._state is not None
-            for kind in missing:
-                widths = np.zeros((self.config.slots,), np.int32)
-                self._state, _ = self._programs.steps(self._state, widths, 1, kind)
-            if len(self._possible_drafts()) > 1:  # plain steps between drafted ones
-                self._state = self._programs.absorb(self._state)
-            jax.block_until_ready(self._state)
+            with self._lock:
+                assert self._state is not None
+                for kind in missing:
+                    widths = np.zeros((self.config.slots,), np.int32)
+                    self._state, _ = self._programs.steps(self._state, widths, 1, kind)
+                if len(self._possible_drafts()) > 1:  # plain steps between drafted ones
+                    self._state = self._programs.absorb(self._state)
+                jax.block_until_ready(self._state)
             self._warm.update(missing)
             self.compile_s += time.perf_counter() - started
         if measures:
             measuring()
-            self._table = self._table.paying(self._measure_costs())
+            with self._lock:
+                self._table = self._table.paying(self._measure_costs())
 
     @property
     def widths(self) -> WidthTable:
@@ -418,6 +450,7 @@ class Engine:
     def _step(self) -> list[tuple[Handle, TokenChunk]]:
         if self._state is None or self._lane is None:
             self._state, self._lane = self._programs.init()
+        self._end_aborted()
         now = time.perf_counter()
         for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
             self._end(handle, "timeout")
@@ -434,6 +467,13 @@ class Engine:
         while len(self._in_flight) > (0 if action is None or alone else 1):
             chunks += self._read(self._in_flight.popleft())
         return chunks
+
+    def _end_aborted(self) -> None:
+        """End the requests whose readers want no more."""
+        while self._to_abort:
+            handle = self._to_abort.popleft()
+            if handle in self._alive:
+                self._end(handle, "aborted")
 
     def _evict(self) -> None:
         """Freeze the slots of requests that were ended from outside."""
@@ -595,8 +635,8 @@ class Engine:
         slot = self._scheduler.remove(handle)
         if slot is not None:
             self._to_freeze.add(slot)
-        handle.finished = reason
         handle.inbox.append(TokenChunk(handle.request, (), time.perf_counter(), (), reason))
+        handle.finished = reason  # behind the chunk: a reader that sees it finds the chunk
 
     def _see(self, sent: _InFlight, now: float) -> None:
         """Learn what chunks and steps take, from when the device was done with the dispatch before."""

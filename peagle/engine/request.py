@@ -9,6 +9,7 @@ from peagle.ops.errors import InputError
 MOST_STOP_TOKENS = 16  # places for stop tokens in each slot
 MOST_BIASES = 300  # places for biased tokens in each slot, as many as OpenAI's interface takes
 MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens, as many as OpenAI's interface gives
+MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
 LARGEST_SEED = 2**31 - 1
 GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
 HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
@@ -39,6 +40,24 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling
         raise InputError(
             f"synthetic acceptance has {len(rates)} rates for K = {num_drafts}; expected one for each draft"
         )
+
+
+def check_stop_strings(stop: tuple[str, ...]) -> None:
+    """Raise InputError for stop strings that are empty, not Unicode text, too long or too many."""
+    if len(stop) > MOST_STOP_STRINGS:
+        raise InputError(f"{len(stop)} stop strings are given; expected at most {MOST_STOP_STRINGS}: leave some out")
+    for number, text in enumerate(stop, 1):
+        which = f"stop string {number} of {len(stop)}"
+        if not text:
+            raise InputError(f"{which} is empty, which every text holds; expected a character or more: leave it out")
+        if len(text) > LONGEST_STOP_STRING:
+            raise InputError(
+                f"{which} has {len(text)} characters; expected at most {LONGEST_STOP_STRING}: its beginning will do"
+            )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise InputError(f"{which} is not valid Unicode text, so no answer holds it; expected UTF-8") from None
 
 
 @dataclass(frozen=True)
@@ -120,7 +139,8 @@ class Request:
     stop_token_ids None: those of the engine. logprobs: how many of the likeliest tokens to name beside each emitted
     one, with their log-probabilities; None: no log-probabilities at all. `index` tells apart requests that share a
     seed, as the prompts of a file or several answers to one; it is no key of the engine's. `name` is how messages call
-    the prompt.
+    the prompt. `stop` are strings before which the answer's text ends. They are applied above the engine, which works
+    on tokens only (peagle.result.Assembler).
     """
 
     prompt_ids: tuple[int, ...]
@@ -130,6 +150,7 @@ class Request:
     index: int = 0
     name: str = "the prompt"
     logprobs: int | None = None
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -142,6 +163,7 @@ class Request:
             raise InputError(f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError(f"{self.logprobs} log-probabilities are asked for; expected 0..{MOST_LOGPROBS}")
+        check_stop_strings(self.stop)
 
     @property
     def full(self) -> bool:

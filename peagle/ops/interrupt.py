@@ -22,6 +22,7 @@ SHOW_CURSOR = b"\x1b[?25h"  # progress on a terminal hides it
 
 _asked = False
 _waiting = False
+_answered = 0  # how many were followed by `forget`
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def handled() -> Iterator[None]:
     a handler in Python waits for the library that the main thread is in. Nothing changes outside of the main thread,
     and where Ctrl-C is ignored, as in what a shell script runs in the background.
     """
-    global _asked
+    global _asked, _answered
     ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
     if ignored or threading.current_thread() is not threading.main_thread():
         yield
@@ -51,7 +52,7 @@ def handled() -> Iterator[None]:
         os.close(writing)
         thread.join()
         os.close(reading)
-        _asked = False
+        _asked, _answered = False, 0
 
 
 @contextmanager
@@ -77,6 +78,14 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
+def forget() -> None:
+    """Go on after a Ctrl-C: what it was to end has ended, and the next one is the first again."""
+    global _asked, _answered
+    if _asked:
+        _answered += 1  # before the flag: each is answered once
+        _asked = False
+
+
 def _note(*_: Any) -> None:
     global _asked
     _asked = True
@@ -85,11 +94,12 @@ def _note(*_: Any) -> None:
 
 
 def _end_at_the_second(reading: int) -> None:
-    """Read the numbers of the signals that come, until the pipe is closed; end the process at the second SIGINT."""
+    """Read the numbers of the signals that come, until the pipe is closed; end the process at the second SIGINT after
+    the last `forget`."""
     pressed = 0
     while numbers := os.read(reading, 64):
         pressed += numbers.count(signal.SIGINT)
-        if pressed > 1:
+        if pressed > 1 + _answered:
             if sys.stderr.isatty():
                 os.write(sys.stderr.fileno(), SHOW_CURSOR)
             os._exit(EXIT_CODE)

@@ -5,19 +5,20 @@ conversation, decoded by continuous batching. Such a round is decoded with specu
 of the two comes first alternates, so that neither has the warmer machine.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
 from peagle.engine.engine import DRAFTS_ARE_GREEDY, Engine, EngineConfig
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request, SamplingParams, check_stop_strings
 from peagle.measure.logprobs import TokenScore, score, top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.result import Result, decode, recorders
+from peagle.result import Result, ask, decode, follow
 from peagle.text.prompts import Conversation, Rendering
 
 
@@ -35,6 +36,7 @@ class RunConfig:
     slots: int = 1
     context: int | None = None
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()  # strings before which an answer ends
     baseline: bool = True
     logprobs: int | None = None  # how many of the best tokens to score beside each emitted one
     profile: Path | None = None  # where to write a trace of some of the steps (peagle.measure.profile)
@@ -47,6 +49,7 @@ class RunConfig:
             draft_sampling=self.draft_sampling,
             synthetic_acceptance=self.synthetic_acceptance,
         )
+        check_stop_strings(self.stop)
         if self.draft_sampling and self.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
         if self.max_new_tokens < 1:
@@ -239,6 +242,7 @@ class _Session:
             max_new_tokens=config.max_new_tokens,
             sampling=config.sampling,
             ignore_eos=config.ignore_eos,
+            stop=config.stop,
             index=index,
             context=config.context,
         )
@@ -289,21 +293,21 @@ class _Session:
 
     def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> None:
         """The round's outcomes are there afterwards; if it was interrupted, those of requests that have a token."""
-        requests = [request for request, _ in together]
-        recording = recorders(engine, requests, self.pair.tokenizer)
         for request, turn in together:
             self.observer.started(request, turn)
+        asked = ask(engine, [request for request, _ in together], self.pair.tokenizer)
         try:
-            for place, chunk in engine.generate(requests):
-                recorder = recording[place]
-                self.observer.emitted(requests[place], chunk.token_ids, recorder.add(chunk))
-                if recorder.finish_reason is not None:
-                    self.observer.finished(recorder.result())
+            with contextlib.closing(follow(engine, asked)) as pieces:
+                for assembler, piece in pieces:
+                    self.observer.emitted(assembler.request, piece.token_ids, piece.text)
+                    if assembler.finish_reason is not None:
+                        self.observer.finished(assembler.result())
         finally:
-            for (request, turn), recorder in zip(together, recording, strict=True):
-                if rest := recorder.close():
+            engine.settle()
+            for (request, turn), assembler in zip(together, asked.values(), strict=True):
+                if rest := assembler.close():
                     self.observer.emitted(request, (), rest)
-                result = recorder.result()
+                result = assembler.result()
                 if result.output_ids:
                     self.outcomes[request.index] = Outcome(result, turn)
 

@@ -111,6 +111,45 @@ def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyP
     assert re.search(r"speed-up \d+\.\d\d, which is noise: by the same program \|", err)
 
 
+def test_stop_strings_end_every_answer_and_the_json_says_which(cli: Run, toy: Pair, tmp_path: Path) -> None:
+    """A prompt file, speculation beside plain decoding, and plain decoding with scores: the same text ends them all."""
+    whole = toy.generate("Hi", max_new_tokens=40, num_speculative_tokens=0).text
+    assert whole is not None
+    stop, prompts, out = whole[9:12], tmp_path / "prompts.txt", tmp_path / "out.json"
+    prompts.write_text("Hi\nHi\n")
+    options = ("--stop", stop, "--stop", "never said", "-n", "40", "--json", str(out))
+    cut = whole[: whole.index(stop)]
+    code, said, err = cli("speculate", "--drafter", "ngram", "-k", "3", "--prompt-file", str(prompts), *options)
+    assert (code, said) == (0, f"{cut}\n{cut}\n")
+    assert "2 requests (2 stop)" in err
+    assert "the same tokens" in err
+    for request in json.loads(out.read_text())["requests"]:
+        assert (request["stop"], request["text"], request["finish_reason"]) == ([stop, "never said"], cut, "stop")
+        assert request["baseline"]["output_ids"] == request["output_ids"]
+    code, said, _ = cli("generate", "--logprobs", "1", *options, "Hi")
+    assert (code, said) == (0, f"{cut}\n")
+    (plain,) = json.loads(out.read_text())["requests"]
+    assert plain["output_ids"] == request["output_ids"]
+    assert [token["id"] for token in plain["logprobs"]] == plain["output_ids"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--stop", ""), "stop string 1 of 1 is empty"),
+        (("--stop", "x" * 2000), "has 2000 characters; expected at most 1024"),
+    ],
+)
+def test_stop_strings_that_cannot_be_are_refused_before_anything_is_loaded(
+    cli: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(peagle.cli.run, "resolve", lambda *_: Path())
+    code, out, err = cli(*SPECULATE, *options, "Hi")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
 def test_generate_is_plain_and_says_the_same(cli: Run) -> None:
     _, speculated, _ = cli(*SPECULATE, "Hi")
     code, out, err = cli("generate", "-n", "12", "Hi")

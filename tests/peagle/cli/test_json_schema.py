@@ -27,7 +27,7 @@ CONFIG = {
     "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
 }  # fmt: skip
 REQUEST = {
-    "request", "turn", "prompt_ids", "output_ids", "text", "finish_reason", "num_truncated_tokens", "ttft_s",
+    "request", "turn", "prompt_ids", "output_ids", "text", "stop", "finish_reason", "num_truncated_tokens", "ttft_s",
     "tok_per_s", "tpot_s", "loop_share", "speculative_decoding", "baseline", "logprobs",
 }  # fmt: skip
 SPECULATIVE = {

@@ -357,6 +357,80 @@ def test_two_threads_stream_from_one_engine(target, plain) -> None:
     assert found == {number: plain[number][:40] for number in range(3)}
 
 
+def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target, plain) -> None:
+    """The request has ended, and its chunk is not in its inbox yet: another thread is between the two."""
+    engine = Engine(target, None, config(0, slots=2))
+    short, long = engine.add_all([Request(PROMPTS[0], 2), Request(PROMPTS[1], 40)])
+    chunks = engine.run([short])
+    got = list(next(chunks)[1].token_ids)
+    ended, looked = threading.Event(), threading.Event()
+    step, turn = engine._guarded_step, engine._turn
+
+    class Turn:
+        def __enter__(self) -> None:
+            if ended.is_set():
+                looked.set()  # the reader asks for its turn, instead of taking nothing for the end
+            turn.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            turn.release()
+
+    def slow() -> object:
+        found = step()
+        if short.finished is not None and not ended.is_set():
+            ended.set()
+            assert looked.wait(600)
+        return found
+
+    engine._guarded_step, engine._turn = slow, Turn()
+    driver = threading.Thread(target=lambda: list(engine.run([long])))
+    driver.start()
+    assert ended.wait(600)
+    got += [token for _, chunk in chunks for token in chunk.token_ids]
+    looked.set()
+    driver.join()
+    assert got == plain[0][:2]
+
+
+def test_an_abort_never_waits_and_takes_effect_before_the_next_step(target, plain) -> None:
+    engine = Engine(target, None, config(0))
+    handle, other = engine.add_all([Request(PROMPTS[0], 40), Request(PROMPTS[1], 5)])
+    chunks = engine.run([handle])
+    next(chunks)
+    with engine._lock:  # a step is under way
+        engine.abort(handle)
+        assert handle.finished is None
+    tokens = [token for _, chunk in engine.run([other]) for token in chunk.token_ids]
+    assert handle.finished == "aborted"
+    assert tokens == plain[1][:5]
+    assert [chunk.finish_reason for _, chunk in chunks] == ["aborted"]
+
+
+def test_the_reader_of_several_requests_may_abort_some(target, plain) -> None:
+    engine = Engine(target, None, config(0, slots=2))
+    handles = engine.add_all([Request(prompt, 20) for prompt in PROMPTS[:3]])
+    got: dict[object, list[int]] = {handle: [] for handle in handles}
+    for handle, chunk in engine.run(handles):
+        got[handle] += chunk.token_ids
+        if handle is handles[1] and len(got[handle]) == 5:
+            engine.abort(handle)
+    assert got[handles[0]] == plain[0][:20]
+    assert got[handles[1]] == plain[1][:5]
+    assert got[handles[2]] == plain[2][:20]
+    assert [handle.finished for handle in handles] == ["length", "aborted", "length"]
+    assert not engine.busy
+
+
+def test_a_warm_up_leaves_requests_alone(target, plain) -> None:
+    engine = Engine(target, drafter_of("oracle", plain, 0), config(3))
+    engine.warm_up()
+    handle = engine.add(Request(PROMPTS[0], 30))
+    chunks = engine.follow(handle)
+    got = list(next(chunks).token_ids)
+    engine.warm_up(sampled=True)
+    assert got + [token for chunk in chunks for token in chunk.token_ids] == plain[0][:30]
+
+
 def test_an_engine_that_failed_says_so_to_everybody(target) -> None:
     engine = Engine(target, None, config(0, slots=2))
     handles = [engine.add(Request(prompt, 9)) for prompt in PROMPTS]

@@ -18,7 +18,7 @@ from peagle.measure.metrics import (
     speculative_decoding_block,
     summarize,
 )
-from peagle.result import Counters, Recorder, Result, loop_grams
+from peagle.result import Assembler, Counters, Result, loop_grams
 from peagle.workflows.run import Outcome, Run, RunConfig
 from tests.peagle.conftest import ByteTokenizer
 
@@ -132,10 +132,10 @@ def chunks(decided: list[tuple[list[int], int]], budget: int, stop: int) -> tupl
 )
 def test_emitted_is_what_was_decided_less_what_was_truncated(decided: list[tuple[list[int], int]], budget: int) -> None:
     out, request = chunks(decided, budget, stop=4)
-    recorder = Recorder(request, 3, None, 9.0)
+    assembler = Assembler(request, 3, None, 9.0)
     for chunk in out:
-        recorder.add(chunk)
-    made = recorder.result()
+        assembler.add(chunk)
+    made = assembler.result()
     assert len(made.output_ids) == sum(len(chunk.token_ids) for chunk in out)
     accepted = [record.num_accepted for chunk in out for record in chunk.steps]
     assert len(made.output_ids) == 1 + sum(a + 1 for a in accepted) - made.num_truncated
@@ -156,10 +156,10 @@ def test_times_by_hand() -> None:
 
 
 def test_waits_are_between_arrivals_and_those_of_a_dispatch_are_one() -> None:
-    recorder = Recorder(REQUEST, 0, None, started_s=1.0)
+    assembler = Assembler(REQUEST, 0, None, started_s=1.0)
     for time_s, ids in ((2.0, (5,)), (2.5, (6, 7, 8)), (3.5, ()), (4.0, (9,))):
-        recorder.add(TokenChunk(REQUEST, ids, time_s))
-    found = recorder.result()
+        assembler.add(TokenChunk(REQUEST, ids, time_s))
+    found = assembler.result()
     assert found.times_s == (2.0, 2.5, 4.0)
     assert found.itl_s == (0.5, 1.5)
     assert found.tpot_s == pytest.approx(2.0 / 4)
@@ -236,10 +236,10 @@ def test_plain_decoding_has_no_acceptance() -> None:
 
 
 def test_text_leaves_out_the_stop_token_and_flushes_at_the_end() -> None:
-    recorder = Recorder(REQUEST, 3, ByteTokenizer(), 0.0)
-    assert recorder.add(TokenChunk(REQUEST, (97,), 1.0)) == "a"
-    assert recorder.add(TokenChunk(REQUEST, (98, 0xC3), 2.0, (step(1),))) == "b"
-    assert recorder.add(TokenChunk(REQUEST, (26,), 3.0, (step(3),), "stop")) == "�"
-    made = recorder.result()
+    assembler = Assembler(REQUEST, 3, ByteTokenizer(), 0.0)
+    assert assembler.add(TokenChunk(REQUEST, (97,), 1.0)).text == "a"
+    assert assembler.add(TokenChunk(REQUEST, (98, 0xC3), 2.0, (step(1),))).text == "b"
+    assert assembler.add(TokenChunk(REQUEST, (26,), 3.0, (step(3),), "stop")).text == "�"
+    made = assembler.result()
     assert (made.text, made.output_ids, made.finish_reason) == ("ab�", (97, 98, 0xC3, 26), "stop")
-    assert recorder.close() == ""
+    assert assembler.close() == ""

@@ -1,0 +1,152 @@
+"""`peagle chat`: a conversation in a terminal, or a message a line from a pipe. Each turn is one run behind the turns
+before it, so what holds for `peagle speculate` holds for each of them."""
+
+import dataclasses
+import sys
+
+from peagle.api import Pair
+from peagle.cli.display import Display
+from peagle.cli.output import say
+from peagle.cli.report import summary_block
+from peagle.cli.run import load_pair, parse_num_drafts
+from peagle.cli.settings import ChatSettings
+from peagle.engine.request import SamplingParams
+from peagle.loading import DEMO, drafter_path, resolve
+from peagle.measure.metrics import figure_text
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.text.prompts import Conversation, Rendering, from_text
+from peagle.text.tokenizer import DEFAULT_DATE, Message, chat_messages
+from peagle.workflows.run import Run, RunConfig, run
+
+DEFAULT_CONTEXT = 4096  # positions; all that the model has, if it has fewer
+PROMPT = "> "
+RESET, EXIT = "/reset", "/exit"
+WELCOME = f"{RESET} forgets the conversation, {EXIT} ends it, Ctrl-C stops an answer"
+
+
+def chat_command(settings: ChatSettings) -> int:
+    """Answers are on standard output, all else is on standard error. Returns the exit code.
+
+    Raises InputError for what no message could be answered with, before anything is read, and KeyboardInterrupt for
+    Ctrl-C while a message is awaited.
+    """
+    target = DEMO if settings.target is None else settings.target
+    asked = parse_num_drafts(settings.num_speculative_tokens)
+    drafter = None if asked == 0 else DEMO if settings.drafter is None else settings.drafter
+    resolve(target, "target")
+    drafter_path(target, drafter)
+    config = RunConfig(  # refuses, before anything slow, what no pair could do
+        num_speculative_tokens=asked if isinstance(asked, int) else 1,
+        max_new_tokens=settings.max_new_tokens,
+        sampling=SamplingParams(settings.temperature, settings.top_k, settings.top_p, seed=settings.seed),
+        stop=settings.stop,
+        baseline=settings.baseline,
+        rendering=Rendering(
+            system=settings.system,
+            reasoning_effort=settings.reasoning_effort,
+            date=DEFAULT_DATE if settings.date is None else settings.date,
+        ),
+    )
+    display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
+    pair = load_pair(settings, target, drafter, display)
+    _refuse_without_template(pair, config.rendering, target)
+    k, adaptive = pair.num_drafts(asked)
+    context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
+    config = dataclasses.replace(config, num_speculative_tokens=k, adaptive=adaptive, context=context)
+    if sys.stdin.isatty():
+        display.note(WELCOME)
+    Chat(pair, config, display).run()
+    return 0
+
+
+class Chat:
+    """The turns so far, and what they are answered with."""
+
+    def __init__(self, pair: Pair, config: RunConfig, display: Display) -> None:
+        self._pair, self._config, self._display = pair, config, display
+        self._turns: list[str] = []
+        self._answers: list[str] = []
+
+    def run(self) -> None:
+        """Answer each line of standard input, to its end or to /exit. A line that cannot be answered costs one line on
+        standard error, and the conversation goes on without it."""
+        while True:
+            try:
+                message = _read_message()
+                if message is None or message.strip() == EXIT:
+                    return
+                if message.strip() == RESET:
+                    self._turns, self._answers = [], []
+                    self._display.note("the conversation is forgotten")
+                elif message.strip():
+                    self._answer(message)
+            except InputError as error:
+                say("error", str(error))
+
+    def _answer(self, message: str) -> None:
+        """Stream the answer to a message, and keep both. After Ctrl-C the answer is kept as far as it came."""
+        conversation = Conversation("the conversation", turns=(message,), history=self._history())
+        self._refuse_too_long(conversation)
+        try:
+            done = run(self._pair, [conversation], self._config, self._display)
+        finally:
+            self._display.end_all()
+        interrupt.forget()
+        if not done.outcomes:
+            self._display.note("interrupted before the first token; the message is forgotten")
+            return
+        self._turns.append(message)
+        self._answers.append(done.outcomes[0].result.text or "")
+        self._display.note(summary_line(done, self._config))
+
+    def _history(self) -> tuple[Message, ...]:
+        return tuple(chat_messages([*self._turns, ""], self._answers, None)[:-1])
+
+    def _refuse_too_long(self, conversation: Conversation) -> None:
+        room = self._pair.room(self._config.context)
+        count = len(conversation.encode((), self._pair.tokenizer, self._config.rendering))
+        if count < room:
+            return
+        seen = f"has {count} tokens, but the context holds {room} positions"
+        if self._turns:
+            raise InputError(f"the conversation with this message {seen}; {RESET} forgets what was said before")
+        raise InputError(f"the message {seen}; shorten it, or start again with a larger --context")
+
+
+def summary_line(done: Run, config: RunConfig) -> str:
+    """What a person reads under an answer."""
+    summary, result = summary_block(done, None), done.outcomes[0].result
+    parts = [f"{len(result.output_ids)} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
+    if config.num_speculative_tokens:
+        parts.append(f"acceptance length {figure_text(summary['acceptance_length'], '.2f')}")
+    if config.compares:
+        parts.append(f"speed-up {figure_text(summary['speedup'], '.2f')}")
+    return " | ".join([*parts, f"finish: {result.finish_reason or 'interrupted'}"])
+
+
+def _refuse_without_template(pair: Pair, rendering: Rendering, target: str) -> None:
+    if pair.tokenizer is None:
+        raise InputError(f"{target} has no tokenizer.json, so it cannot chat; add the file")
+    try:
+        from_text("Hi").encode((), pair.tokenizer, rendering)
+    except InputError as error:  # which names an option of peagle speculate
+        raise InputError(f"{error} to peagle speculate: without a template {target} cannot chat") from None
+
+
+def _read_message() -> str | None:
+    """The next line of standard input; None at its end."""
+    if sys.stdin.isatty():
+        sys.stderr.write(PROMPT)
+        sys.stderr.flush()
+    with interrupt.waiting():
+        line = sys.stdin.buffer.readline()
+    if not line:
+        if sys.stdin.isatty():  # the shell's prompt begins a line
+            sys.stderr.write("\n")
+        return None
+    try:
+        message = line.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise InputError("the message is not UTF-8 text; expected UTF-8") from None
+    return message

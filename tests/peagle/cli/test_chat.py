@@ -1,0 +1,195 @@
+"""`peagle chat`: what each turn is asked with, what ends it, and what a message can do to it."""
+
+import dataclasses
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import peagle.cli.run
+from peagle.api import Pair
+from peagle.cli import main
+from peagle.cli.display import Display
+from peagle.ops import interrupt
+from peagle.text.prompts import Conversation, Rendering
+from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.peagle.cli.test_cli import TOY_PROCESS
+from tests.peagle.cli.test_interrupt import CTRL_C, IN_A_CALLBACK, Terminal
+from tests.peagle.conftest import MAX_POSITIONS, press_ctrl_c_at, toy_pair
+
+Chat = Callable[..., tuple[int, str, str]]
+OPTIONS = ("--target", "toy", "--drafter", "ngram", "-k", "3", "-n", "12")
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy: Pair) -> Chat:
+    """Pipes lines into the command, which runs in this process on the toy pair: (exit code, standard output, error)."""
+
+    def run(lines: bytes, *options: str, pair: Pair = toy) -> tuple[int, str, str]:
+        monkeypatch.setattr(peagle.cli.run, "load", lambda *_, **__: pair)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        code = main(["chat", *OPTIONS, *options])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def answers(pair: Pair, *turns: str, system: str | None = None, **options: Any) -> list[str]:
+    """What the pair says to each turn, decoded plainly, each with what was said before."""
+    said: list[str] = []
+    conversation = Conversation("chat", turns=turns)
+    for _ in turns:
+        prompt = conversation.encode(said, pair.tokenizer, Rendering(system=system))
+        text = pair.generate(prompt, **{"max_new_tokens": 12, "num_speculative_tokens": 0, **options}).text
+        assert text is not None
+        said.append(text)
+    return said
+
+
+@pytest.fixture
+def real_pair(pair: Pair) -> Pair:
+    """The pair with weights, whose answer depends on the whole conversation, without a token that ends it."""
+    return dataclasses.replace(pair, stop_token_ids=(), _engines={})
+
+
+def test_the_second_turn_sees_the_first(chat: Chat, real_pair: Pair) -> None:
+    code, out, err = chat(b"hello\nand you?\n", pair=real_pair)
+    first, second = answers(real_pair, "hello", "and you?")
+    assert code == 0
+    assert out == "".join(text if text.endswith("\n") else f"{text}\n" for text in (first, second))
+    assert second != answers(real_pair, "and you?")[0]  # or this would say nothing
+    lines = [line for line in err.splitlines() if "tok/s" in line]
+    assert len(lines) == 2
+    assert all("tokens |" in line and "acceptance length" in line and "finish: " in line for line in lines)
+    assert "speed-up" not in err
+
+
+def test_reset_forgets_and_exit_ends_it(chat: Chat, real_pair: Pair) -> None:
+    code, out, err = chat(b"hello\n/reset\n  \nand you?\r\n/exit\nnever\n", pair=real_pair)
+    texts = [*answers(real_pair, "hello"), *answers(real_pair, "and you?")]
+    assert (code, out) == (0, "".join(text if text.endswith("\n") else f"{text}\n" for text in texts))
+    assert "the conversation is forgotten" in err
+
+
+def test_options_are_those_of_speculate(chat: Chat, toy: Pair) -> None:
+    (whole,) = answers(toy, "Hi", system="Be brief.", temperature=1.0, seed=4)
+    options = ("--system", "Be brief.", "--temperature", "1", "--seed", "4")
+    code, out, err = chat(b"Hi\n", *options, "--stop", whole[4:6], "--baseline")
+    assert (code, out) == (0, f"{whole[: whole.index(whole[4:6])]}\n")
+    assert "finish: stop" in err
+    assert "speed-up" in err
+    assert chat(b"Hi\n", *options, "--quiet", "-k", "0") == (0, f"{whole}\n", "")
+
+
+def test_a_conversation_that_does_not_fit_says_so_and_goes_on(chat: Chat) -> None:
+    long = b"a " * 40
+    lines = [long, long, b"/reset", long, 9 * long, b"Hi"]
+    code, out, err = chat(b"\n".join(lines), "--context", "200")
+    assert (code, len(out.splitlines())) == (0, 3)
+    complaints = [line for line in err.splitlines() if line.startswith("peagle: error: ")]
+    assert len(complaints) == 2
+    for line in complaints:
+        assert "the conversation with this message has" in line
+        assert "the context holds 200 positions; /reset forgets what was said before" in line
+    code, out, err = chat(b"b" * 1000 + b"\nHi\n", "--context", str(MAX_POSITIONS))
+    assert (code, len(out.splitlines())) == (0, 1)
+    assert f"the context holds {MAX_POSITIONS} positions; shorten it, or start again with a larger --context" in err
+
+
+def test_no_message_shows_a_traceback(chat: Chat, toy: Pair) -> None:
+    control = "\x1b[31mred\x07 \x00 <|return|> \u202e"
+    code, out, err = chat(control.encode() + b"\n\xff\xfe\n" + b"/unknown\n", pair=toy)
+    first, third = answers(toy, control, "/unknown")
+    assert (code, out) == (0, f"{first}\n{third}\n")
+    assert "peagle: error: the message is not UTF-8 text; expected UTF-8\n" in err
+    assert "\x1b" not in err
+
+
+def test_an_end_of_input_at_once_is_an_end(chat: Chat) -> None:
+    assert chat(b"", "--quiet") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-k", "many"), "K is 'many'; expected a number of drafted tokens, or auto"),
+        (("-n", "0"), "0 new tokens are asked for"),
+        (("--context", "100000"), "context is 100000; expected 2.."),
+        (("--stop", ""), "stop string 1 of 1 is empty"),
+        (("--date", "today"), "date is 'today'"),
+        (("--temperature", "-1"), "temperature is -1"),
+    ],
+)
+def test_what_no_message_could_be_answered_with_is_refused(chat: Chat, options: tuple[str, ...], message: str) -> None:
+    code, out, err = chat(b"Hi\n", *options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_a_tokenizer_or_a_template_there_is_no_chat(
+    chat: Chat, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = chat(b"Hi\n", pair=toy_pair(None))
+    assert code == 2
+    assert "toy has no tokenizer.json, so it cannot chat" in err
+    monkeypatch.setattr(tokenizer._inner, "chat_template", None)
+    code, _, err = chat(b"Hi\n", pair=toy_pair(tokenizer))
+    assert code == 2
+    assert "has no chat template" in err
+    assert "cannot chat" in err
+
+
+def test_ctrl_c_keeps_the_answer_as_far_as_it_came(chat: Chat, toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each Ctrl-C stops its own answer: the second one does not end the process."""
+    prompts: list[Conversation] = []
+    encode = Conversation.encode
+
+    def noting(self: Conversation, *given: Any) -> tuple[int, ...]:
+        prompts.append(self)
+        return encode(self, *given)
+
+    monkeypatch.setattr(Conversation, "encode", noting)
+    press_ctrl_c_at(monkeypatch, Display, "emitted", 3)
+    code, out, err = chat(b"Hi\nGo on\n", "-n", "200", pair=toy)
+    whole = answers(toy, "Hi", max_new_tokens=200)[0]
+    first = out.splitlines()[0]
+    assert code == 0
+    assert 0 < len(first) < len(whole)
+    assert whole.startswith(first)
+    assert "finish: interrupted" in err
+    assert "finish: length" in err
+    second = next(each for each in prompts if each.turns == ("Go on",))
+    assert [dict(message) for message in second.history] == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": first},
+    ]
+    assert not interrupt.asked()
+
+
+def test_ctrl_c_before_the_first_token_forgets_the_message(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    press_ctrl_c_at(monkeypatch, Display, "compiling")
+    code, out, err = chat(b"Hi\nGo on\n")
+    assert (code, len(out.splitlines())) == (0, 1)
+    assert "interrupted before the first token; the message is forgotten" in err
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_at_the_prompt_the_chat() -> None:
+    process = TOY_PROCESS.replace("import toy_pair", "import ByteTokenizer, toy_pair").replace(
+        "toy_pair(None)", "toy_pair(ByteTokenizer())"
+    )
+    with Terminal(IN_A_CALLBACK.format(then="") + process, "chat", *OPTIONS, "-n", "150") as terminal:
+        terminal.wait_for(b"> ")
+        terminal.press(b"Hi\n")
+        terminal.wait_for(b"press")
+        terminal.press(CTRL_C)
+        terminal.wait_for(b"finish: interrupted")
+        terminal.press(b"Go on\n")
+        terminal.wait_for(b"finish: length")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    assert b"Traceback" not in terminal.shown
+    assert b"/reset forgets the conversation" in terminal.shown
