@@ -56,7 +56,9 @@ class BenchSettings:
     new_tokens: str
     widths: str
     context: int
-    slots: int
+    slots: str
+    num_speculative_tokens: str | None
+    drafter: str | None
     repeats: int
     dtype: str | None
     experts: str
