@@ -41,6 +41,7 @@ The folder holds the plan, every decoded request, and at the end figures with in
   the demo pair           [cyan]peagle sweep --out RUN[/cyan]
   your own                [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompts mt.jsonl[/cyan]
   two drafters            [cyan]peagle sweep --out RUN -k 1-7,auto --drafter DIR,ngram --repeats 5[/cyan]
+  many at once            [cyan]peagle sweep --out RUN --concurrency 1,2,4,8,16[/cyan]
   cut off? go on          [cyan]peagle sweep --out RUN --resume[/cyan]
   only say what it does   [cyan]peagle sweep --out RUN -k 0-8 --render both --temperature 0,1 --dry-run[/cyan]
 """
@@ -190,6 +191,15 @@ def sweep(
             "answers of milliseconds 1 is like requests that come alone, 12 like a stream of them.",
         ),
     ] = 1,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            "--concurrency",
+            metavar="N,N",
+            rich_help_panel=RUNNING,
+            help="Also decode all requests with so many at once, plainly and by each K: tokens a second in all.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
     ] = 256,
@@ -231,6 +241,7 @@ def sweep(
         buckets=buckets,
         repeats=repeats,
         in_a_row=in_a_row,
+        concurrency=concurrency,
         max_new_tokens=max_new_tokens,
         seed=seed,
         dtype=dtype and dtype.value,

@@ -190,6 +190,7 @@ class SweepSettings:
     kernels: str
     quiet: bool
     aux_layer_ids: str | None = None
+    concurrency: str | None = None
 
 
 @dataclass(frozen=True)
