@@ -191,6 +191,7 @@ class SweepSettings:
     quiet: bool
     aux_layer_ids: str | None = None
     concurrency: str | None = None
+    write_widths: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ from rich.console import Console
 from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.settings import SweepSettings, parse_layers
+from peagle.engine.widths import WidthTable, widths_file, write_widths
 from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import charts, concurrency, page
 from peagle.measure.sweep.compare import differences
+from peagle.measure.sweep.concurrency import RULE, best_drafts, ratios
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import RAW, Folder, begin, open_run
 from peagle.measure.sweep.measure import Loaded, Pairs, Sitting, ask, loaded, turns_asked
-from peagle.measure.sweep.plan import FULL, Plan, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep.plan import AUTO, FULL, Plan, Source, numbers, parse_ks, short_names
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
@@ -47,6 +49,7 @@ def sweep_command(settings: SweepSettings) -> int:
         sets = _read_again(plan) if folder.asked() is None else {}
         _same_files(plan)
     _expect_enough(plan, sets)
+    widths = None if settings.write_widths is None else _widths_file(plan, settings.write_widths)
     _check_models(plan)
     for found in sets.values():
         if found.left_out:
@@ -87,6 +90,9 @@ def sweep_command(settings: SweepSettings) -> int:
     finally:
         display.clear()
     _finish(folder, display)
+    if widths is not None:
+        _write_widths(folder, widths)
+        display.note(f"{widths}: {WidthTable(best_drafts(ratios(folder.record['by_concurrency']))).in_words()}")
     for (setting, arm), why in sitting.failed.items():
         display.note(f"failed: {setting.label}, K = {plan.label(arm)}: {why}")
     return 1 if sitting.failed else 0
@@ -127,6 +133,43 @@ def _finish(folder: Folder, display: Display) -> None:
         page.write(folder.path, blocks)
     _show(blocks, folder.path, quiet=not display.talks)
     _tell_of_pictures(display, folder.path)
+
+
+def _widths_file(plan: Plan, path: Path) -> Path:
+    """Where the table of drafts goes. Raises InputError where the plan gives none, or the place cannot be written."""
+    if 1 not in plan.concurrencies:
+        raise InputError(
+            "--write-widths needs figures of one request, too; give --concurrency 1 and others, as 1,2,4,8"
+        )
+    if all(k == AUTO for k in plan.ks):
+        raise InputError(
+            "--write-widths chooses among numbers of drafts, and -k names auto alone; give some, as -k 1-4"
+        )
+    if len(plan.drafters) > 1 or len(plan.draft_vocabs) > 1:
+        raise InputError("--write-widths is for one drafter with one vocabulary; sweep each in a run of its own")
+    return widths_file(path)
+
+
+def _write_widths(folder: Folder, file: Path) -> None:
+    """Write the table of drafts, with its ratios and where it was measured. Raises InputError where there is none."""
+    plan, sittings = folder.plan, folder.record["sittings"]
+    found = ratios(folder.record["by_concurrency"])
+    if 1 not in found:
+        raise InputError(f"{folder.path} holds no speed of one request by any K; resume it first")
+    write_widths(
+        file,
+        best_drafts(found),
+        rule=RULE,
+        ratios=found,
+        measured={
+            "command": " ".join(sittings[0]["command"]),
+            "time": sittings[0]["time"],
+            "machine": "; ".join(dict.fromkeys(page.place_text(sitting) for sitting in sittings)),
+            "target": plan.target,
+            "repeats": plan.repeats,
+            "requests": sum(row["num_requests"] for row in folder.record["rows"] if row["k"] == 0),
+        },
+    )
 
 
 def _tell_of_pictures(display: Display, where: Path) -> None:

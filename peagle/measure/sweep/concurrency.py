@@ -33,7 +33,12 @@ from peagle.measure.sweep.figures import (
     ratio_of_ratios,
 )
 from peagle.measure.sweep.folder import ITL_QUANTILES, Folder, Sample
-from peagle.measure.sweep.plan import PLAIN, Arm, Plan, Setting
+from peagle.measure.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
+
+RULE = (
+    "at each number of active requests the K whose tokens a second in all are greatest, by the median over settings "
+    "and repetitions of their ratio to plain decoding's with as many at once; 0 where that median is not above 1"
+)
 
 Row = Mapping[str, Any]  # the figures of one arm with so many slots in one setting, as JSON
 Load = Sequence[Sample]  # every request of a setting, in order
@@ -65,6 +70,30 @@ def rows(folder: Folder) -> list[dict[str, Any]]:
     return made
 
 
+def ratios(loads: Sequence[Row]) -> dict[int, dict[int, float]]:
+    """The median ratio to plain decoding of each fixed K at each number of slots, over settings and repetitions.
+
+    A K that some setting has not, since it failed there, has none.
+    """
+    found: dict[int, dict[int, float]] = {}
+    for slots in dict.fromkeys(row["concurrency"] for row in loads):
+        mine = [row for row in loads if row["concurrency"] == slots and row["speedup_repeats"]]
+        num_settings = sum(row["k"] == 0 for row in mine)
+        of = {k: [row for row in mine if row["k"] == k] for k in dict.fromkeys(row["k"] for row in mine)}
+        found[slots] = {
+            k: float(np.median([each for row in some for each in row["speedup_repeats"]]))
+            for k, some in of.items()
+            if k not in (0, AUTO) and len(some) == num_settings
+        }
+    return {slots: some for slots, some in found.items() if some}
+
+
+def best_drafts(found: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
+    """The drafts to make at each number of slots, from `ratios`, by RULE."""
+    best = {slots: max(some, key=lambda k: some[k]) for slots, some in found.items()}
+    return {slots: k if found[slots][k] > 1 else 0 for slots, k in best.items()}
+
+
 def _row(
     plan: Plan, setting: Setting, arm: Arm, both: Sequence[tuple[Load, Load]], conversations: Sequence[int]
 ) -> dict[str, Any]:
@@ -72,7 +101,7 @@ def _row(
     fast = [load for load, _ in both]
     sums = np.array([(*_tokens_and_seconds(load), *_tokens_and_seconds(plain)) for load, plain in both], np.float64)
     timed = sums[(sums > 0).all(axis=1)]
-    rates, ratios = ratio(timed).tolist(), ratio_of_ratios(timed).tolist()
+    rates, speedups = ratio(timed).tolist(), ratio_of_ratios(timed).tolist()
     equal = [f.output_sha256 == p.output_sha256 for load, plain in both for f, p in zip(load, plain, strict=True)]
     return json_ready(
         {
@@ -84,8 +113,8 @@ def _row(
             "tok_per_s": estimate(timed[:, :2], ratio),
             "tok_per_s_repeats": rates,
             "speedup": estimate(timed, ratio_of_ratios),
-            "speedup_median": estimate_median(ratios, range(len(ratios))),
-            "speedup_repeats": ratios,
+            "speedup_median": estimate_median(speedups, range(len(speedups))),
+            "speedup_repeats": speedups,
             "ttft_s": _of_loads(fast, lambda sample: sample.ttft_s),
             "itl_s": [_of_loads(fast, _wait(place)) for place in range(len(ITL_QUANTILES))],
             "acceptance_length": _acceptance_length(fast, conversations),

@@ -270,7 +270,7 @@ def _origin(folder: Folder) -> Iterator[Block]:
         f"{plan.kernels}; chat template {plan.template[:12] or 'none'}"
         + ("." if folder.finished else "; **not finished: figures are of the requests whose repeats are all there.**")
     )
-    places = list(dict.fromkeys(_where(sitting) for sitting in sittings))
+    places = list(dict.fromkeys(place_text(sitting) for sitting in sittings))
     warning = " **Sittings differ: their times are mixed.**" if len(places) > 1 else ""
     yield Text(f"{len(sittings)} sitting(s), the first {sittings[0]['time']}: {'; '.join(places)}.{warning}")
     known = folder.asked()
@@ -288,7 +288,7 @@ def _origin(folder: Folder) -> Iterator[Block]:
         )
 
 
-def _where(sitting: Mapping[str, Any]) -> str:
+def place_text(sitting: Mapping[str, Any]) -> str:
     """Machine, library and commit of a sitting."""
     device, git = sitting["device"], sitting["git"] or {}
     where = f"{sitting['cpu']}, {sitting['num_threads']} threads" if device["platform"] == "cpu" else device["kind"]

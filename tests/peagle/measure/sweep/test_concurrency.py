@@ -16,10 +16,11 @@ from peagle.api import Pair
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
+from peagle.engine.widths import read_widths
 from peagle.measure.metrics import busy_s
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.concurrency import rows
+from peagle.measure.sweep.concurrency import best_drafts, ratios, rows
 from peagle.measure.sweep.folder import RAW, RUN, Folder, key, open_run
 from peagle.measure.sweep.plan import Plan
 from peagle.result import Result, decode
@@ -235,6 +236,67 @@ def test_a_plan_comes_back_from_json(finished: Folder) -> None:
     assert Plan.from_json(older) == dataclasses.replace(plan, concurrencies=())
 
 
+# the table of drafts
+
+
+def load(k: int | str, slots: int, *speedups: float) -> dict[str, Any]:
+    return {"k": k, "concurrency": slots, "speedup_repeats": list(speedups)}
+
+
+def test_the_best_k_is_that_of_the_greatest_median_and_none_where_plain_decoding_is() -> None:
+    """Over settings and repetitions; auto is no K, and one that failed in a setting cannot be chosen."""
+    plain = [load(0, slots, 1.0, 1.0) for slots in (1, 4, 8, 16) for _ in range(2)]
+    some = [
+        *(load(1, 1, 1.1, 1.2), load(1, 1, 1.3, 9.0), load(3, 1, 1.4, 1.5), load(3, 1, 1.2, 1.0)),
+        *(load("auto", 1, 3.0, 3.0), load("auto", 1, 3.0, 3.0), load(5, 1, 5.0, 5.0)),
+        *(load(1, 4, 0.9, 1.1), load(1, 4, 1.0, 1.0), load(3, 4, 0.5, 0.5), load(3, 4, 0.5, 2.5)),
+        *(load(1, 8, 1.01, 1.02), load(1, 8, 0.9, 1.03)),
+    ]
+    found = ratios([*plain, *some])
+    assert {slots: dict(each) for slots, each in found.items()} == {
+        1: {1: pytest.approx(1.25), 3: pytest.approx(1.3)},
+        4: {1: 1.0, 3: 0.5},
+        8: {1: pytest.approx(1.015)},
+    }
+    assert best_drafts(found) == {1: 3, 4: 0, 8: 1}
+
+
+def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Folder, tmp_path: Path) -> None:
+    """Resumed: nothing is decoded again."""
+
+    def change(line: dict[str, Any]) -> None:
+        line["decode_s"] = {0: 2.0, 1: 1.5, 3: 1.0}[line["k"]] * (
+            3 if line["k"] and line.get("concurrency") == 3 else 1
+        )
+
+    rewrite(finished, change)
+    lines = (finished.path / RAW).read_text()
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        assert sweep(patch, "--out", finished.path, "--resume", "--write-widths", drafter) == 0
+    assert (finished.path / RAW).read_text() == lines
+    table = read_widths(drafter)
+    assert table is not None
+    assert dict(table.drafts) == {1: 3, 3: 0}
+    record = json.loads((drafter / "speculation.json").read_text())
+    assert record["ratios"] == {
+        "1": pytest.approx({"1": 4 / 3, "3": 2.0}),
+        "3": pytest.approx({"1": 4 / 9, "3": 2 / 3}),
+    }
+    assert set(record) == {"drafts", "rule", "ratios", "measured"}
+    assert record["measured"]["command"] == " ".join(finished.record["sittings"][0]["command"])
+    assert record["measured"]["time"] == finished.record["sittings"][0]["time"]
+    assert (record["measured"]["repeats"], record["measured"]["requests"]) == (2, 8)
+
+
+def test_a_run_writes_its_table_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    swept(monkeypatch, tmp_path / "run", "--concurrency", "1", "-k", "2", "--write-widths", tmp_path / "table.json")
+    drafts = json.loads((tmp_path / "table.json").read_text())["drafts"]
+    assert list(drafts) == ["1"]
+    assert drafts["1"] in (0, 2), "which one, the machine decides"
+
+
 # cut off, failed, refused
 
 
@@ -297,6 +359,13 @@ def test_an_arm_that_fails_at_many_at_once_need_not_cost_the_others(
         (["--concurrency", ""], "--concurrency is ''"),
         (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
         (["--concurrency", "2,10"], "--concurrency is 10, but prompts has 9 requests"),
+        (["--write-widths", "table.json"], "give --concurrency 1 and others"),
+        (["--write-widths", "table.json", "--concurrency", "2,4"], "give --concurrency 1 and others"),
+        (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
+        (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
+        (["--write-widths", "table.json", "--concurrency", "1", "-k", "auto"], "-k names auto alone"),
+        (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
+        (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(
