@@ -92,11 +92,12 @@ FORMULAS = (
 
 LOADS = (
     "Many requests at once: all requests of a repetition are added together and wait for one of so many slots; one "
-    "that ends is replaced at the next dispatch. tok/s in all: tokens behind each request's first / the time in which "
-    "at least one was decoding. Over plain decoding: with as many at once, in the same repetitions, in which the arms "
-    "take turns; least..greatest: of single repetitions. ttft counts from when the requests were added, so it holds "
-    "the wait for a slot. Requests that are decoded together share the time, so intervals of times are by bootstrap "
-    f"over repetitions here, and fewer than {FEWEST} have none; those of acceptance length are over conversations."
+    "that ends is replaced at the next dispatch, and towards the end fewer are left than slots. tok/s in all: tokens "
+    "behind each request's first / the time in which at least one was decoding. Over plain decoding: with as many at "
+    "once, in the same repetitions, in which the arms take turns; least..greatest: of single repetitions. ttft counts "
+    "from when the requests were added, so it holds the wait for a slot. Requests that are decoded together share the "
+    f"time, so intervals of times are by bootstrap over repetitions here, and fewer than {FEWEST} have none; those of "
+    "acceptance length are over conversations."
 )
 
 
