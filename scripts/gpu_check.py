@@ -244,8 +244,6 @@ def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]
     if cuda.available():
         cases.insert(1, (1, 512, dataclasses.replace(params, xla=True)))
     for batch, context, weights in cases:
-        if context + NEW_TOKENS >= config.max_positions:
-            continue
         pair = pair_of(weights, config, None)
         first = batch == 1 and context == 512 and weights is params
         options = BenchOptions(
@@ -253,9 +251,13 @@ def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]
             new_tokens=(NEW_TOKENS,),
             widths=(1, 2, 4, 8, 16) if batch == 1 else (1, 4) if batch < 32 else (),
             context=context,
-            batch=batch,
+            slots=(batch,),
             repeats=REPEATS,
         )
+        try:
+            options.check(config.max_positions, pair.steps_per_dispatch)
+        except InputError:  # a tiny target, which has too few positions for it
+            continue
         found = bench(pair, options)
         for each in found.measurements:
             yield {

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peagle.measure.sweep import charts, page
+from peagle.measure.sweep import charts, concurrency, page
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import IN_SHORT, KIND, RUN, open_run
 from peagle.ops import strict_json
@@ -69,10 +69,12 @@ def _sweep(run: Path) -> dict[str, bytes]:
     if not charts.can_draw():
         raise InputError("no pictures can be drawn without matplotlib; pip install matplotlib")
     found = rounded(rows(folder))  # first, so that page and tables agree to the last digit
-    blocks = page.short_blocks(folder, found)
+    loads = rounded(concurrency.rows(folder))
+    blocks = page.short_blocks(folder, found, loads)
     largest = at_largest_k(found)
     kept = [_headline(row, parts=row in largest) for row in found]
     record = {name: value for name, value in folder.record.items() if name != "shares"}
+    record |= {"by_concurrency": loads} if loads else {}
     texts = {"README.md": page.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
     return {name: text.encode() for name, text in (texts | page.pictures(blocks)).items()}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, TextIO, TypeVar
 
 import typer
 
@@ -81,6 +81,8 @@ speculation pays where a step gives more tokens than that. Without TARGET: the d
 
   a checkpoint          [cyan]peagle bench DIR[/cyan]
   decoding alone        [cyan]peagle bench DIR -p 0 -t 1 -n 64,256 --context 1024[/cyan]
+  many requests         [cyan]peagle bench DIR -p 0 -t 1 --slots 1,2,4,8,16,32[/cyan]
+  what drafting costs   [cyan]peagle bench DIR --drafter DIR -p 0 -t 1 --slots 1,4,16 -k 1,3[/cyan]
   for a report          [cyan]peagle bench DIR --markdown - --json OUT[/cyan]
 """
 
@@ -615,8 +617,31 @@ def bench(
     context: Annotated[
         int, typer.Option("--context", metavar="N", help="Tokens in the caches when decoding and verifying start.")
     ] = 128,
-    slots: Slots = None,
+    slots: Annotated[
+        str | None,
+        typer.Option(
+            "--slots",
+            metavar="N,N",
+            help="Requests decoded at once. Several: decoding at each, and at 1; all else at 1. Default: 1.",
+        ),
+    ] = None,
     batch: Batch = None,
+    num_speculative_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "-k",
+            "--num-speculative-tokens",
+            metavar="K,K",
+            rich_help_panel=SPECULATION,
+            help="Decoding also with K drafts a step, all refused: what such a step costs over a plain one.",
+        ),
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            "--drafter", metavar="DIR|ngram", rich_help_panel=MODEL, help="Its checkpoint, for -k. Default: the demo's."
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option("--repeats", metavar="R", help="Measurements of each test.")] = 5,
     dtype: DtypeOption = None,
     experts: ExpertsOption = Experts.auto,
@@ -633,7 +658,9 @@ def bench(
         new_tokens=new_tokens,
         widths=widths,
         context=context,
-        slots=chosen_slots(slots, batch, 1),
+        slots=chosen_slots(slots, None if batch is None else str(batch), "1"),
+        num_speculative_tokens=num_speculative_tokens,
+        drafter=drafter,
         repeats=repeats,
         dtype=dtype and dtype.value,
         experts=experts.value,
@@ -675,7 +702,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else OK
 
 
-def chosen_slots(slots: int | None, batch: int | None, default: int) -> int:
+Given = TypeVar("Given", int, str)
+
+
+def chosen_slots(slots: Given | None, batch: Given | None, default: Given) -> Given:
     """Take the number of slots from --slots, or from --batch, its old name; say so if the old one was typed.
 
     Raises InputError where both were.

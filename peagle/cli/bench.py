@@ -15,8 +15,8 @@ from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import BenchSettings
-from peagle.loading import DEMO, load, resolve
-from peagle.measure.bench import Bench, BenchOptions, Measurement, Spread, WeightBytes, bench
+from peagle.loading import DEMO, check_fit, drafter_path, load, resolve
+from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -25,10 +25,19 @@ from target.load import inspect_target
 from target.model import GptOss
 
 COLUMNS = ("test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s")
+OVER_ONE_SLOT, COST = "over 1 slot", "c(K)"  # columns more, of several numbers of slots, and of drafts
 LEGEND = (
     "Medians (lowest..highest). tg and verify: behind @ tokens of context. v(T): time of a pass over T rows by that "
     "over one; floor: the same if reading the weights were all, each row selecting its experts evenly. GB/s: weights "
     "read while decoding."
+)
+LEGEND_OVER_ONE_SLOT = (
+    " tok/s: of all slots together, while all are at work; over 1 slot: by those of one slot. 1 of N slots: one "
+    "request in an engine of N, whose other slots should cost nothing."
+)
+LEGEND_COST = (
+    " K: each row drafts K tokens and verifies K + 1 rows; all drafts are refused, so that positions are those of "
+    "plain steps. c(K): such a step's time by a plain one's in as many slots."
 )
 
 
@@ -41,13 +50,18 @@ def bench_command(settings: BenchSettings) -> int:
     if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
         raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
     name = DEMO if settings.target is None else settings.target
+    drafter = None if settings.num_speculative_tokens is None else settings.drafter or DEMO
+    if settings.drafter is not None and drafter is None:
+        raise InputError("--drafter is given without -k, the drafts of a step to measure; give both, or neither")
+    if (directory := drafter_path(name, drafter)) is not None:
+        check_fit(resolve(name, "target"), directory)
     options.check(inspect_target(resolve(name, "target")).config.max_positions)
 
     display = Display(text=False, quiet=False, total=1, streaming=False)
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
         pair = load(
             name,
-            None,
+            drafter,
             dtype=cast(Any, settings.dtype),
             experts=cast(Any, settings.experts),
             kernels=cast(Any, settings.kernels),
@@ -58,7 +72,7 @@ def bench_command(settings: BenchSettings) -> int:
         measured = bench(pair, options, progress)
 
     weights = weight_bytes(pair)
-    report = bench_report(measured, pair, weights, name, provenance(), peak_memory_bytes())
+    report = bench_report(measured, pair, weights, (name, drafter), provenance(), peak_memory_bytes())
     if json_file is not None:
         json_file.write(dumps(report))
     if markdown_file is not None:
@@ -83,15 +97,21 @@ def weight_bytes(pair: Pair) -> WeightBytes:
 
 
 def bench_report(
-    measured: Bench, pair: Pair, weights: WeightBytes, name: str, provenance: dict[str, Any], peak: int | None
+    measured: Bench,
+    pair: Pair,
+    weights: WeightBytes,
+    names: tuple[str, str | None],
+    provenance: dict[str, Any],
+    peak: int | None,
 ) -> dict[str, Any]:
-    """The object that --json writes. What is absent is null."""
+    """The object that --json writes. What is absent is null. `names`: of the target and the drafter."""
     return {
         "schema": SCHEMA,
         "provenance": provenance,
         "config": {
             "command": "bench",
-            "target": name,
+            "target": names[0],
+            "drafter": names[1],
             **dataclasses.asdict(measured.options),
             "dtype": pair.dtype,
             "experts": pair.experts,
@@ -108,10 +128,11 @@ def bench_report(
 def markdown(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> str:
     """The table with what was measured where, in Markdown."""
     lines = [part for line in _heading(measured, weights, report) for part in (line, "")]
-    lines += [f"| {' | '.join(COLUMNS)} |", f"|---|{'---:|' * (len(COLUMNS) - 1)}"]
+    columns = _columns(measured.options)
+    lines += [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
     lines += [f"| {' | '.join(row)} |" for row in _rows(measured, weights)]
     command = " ".join(report["provenance"]["command"])
-    return "\n".join([*lines, "", LEGEND, "", f"`{command}`", ""])
+    return "\n".join([*lines, "", _legend(measured.options), "", f"`{command}`", ""])
 
 
 def _options(settings: BenchSettings) -> BenchOptions:
@@ -120,7 +141,8 @@ def _options(settings: BenchSettings) -> BenchOptions:
         new_tokens=_numbers("-n", settings.new_tokens, may_be_none=True),
         widths=_numbers("-t", settings.widths),
         context=settings.context,
-        batch=settings.slots,
+        slots=_numbers("--slots", settings.slots),
+        drafts=_numbers("-k", settings.num_speculative_tokens) if settings.num_speculative_tokens is not None else (),
         repeats=settings.repeats,
     )
 
@@ -140,40 +162,66 @@ def _bytes(tree: Any) -> int:
 
 def _weight_rate(measurement: Measurement, weights: WeightBytes) -> float | None:
     """Gigabytes of weights a second that decoding reads."""
-    if measurement.case.kind != "tg":
+    if measurement.case.kind != "tg" or measurement.case.num_drafts:
         return None
-    return weights.read(measurement.batch) / measurement.ms_per_pass.median / 1e6
+    return weights.read(measurement.case.active) / measurement.ms_per_pass.median / 1e6
 
 
 def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes) -> dict[str, Any]:
     case, verify = measurement.case, measurement.case.kind == "verify"
+    counts_tokens = not verify and not case.num_drafts  # of a drafted step, how many depends on the text
     return {
         "kind": case.kind,
         "size": case.size,
         "context": 0 if case.kind == "pp" else measured.options.context,
-        "batch": measurement.batch,
+        "slots": case.slots,
+        "active": case.active,
+        "num_speculative_tokens": case.num_drafts,
         "num_passes": measurement.passes,
         "num_tokens": measurement.num_tokens,
         "seconds": list(measurement.seconds),
-        "tok_per_s": None if verify else dataclasses.asdict(measurement.tok_per_s),
+        "tok_per_s": dataclasses.asdict(measurement.tok_per_s) if counts_tokens else None,
         "ms_per_pass": dataclasses.asdict(measurement.ms_per_pass),
         "v": measured.v(measurement),
-        "v_floor": weights.floor(case.size, measurement.batch) if verify else None,
+        "v_floor": weights.floor(case.size, case.slots) if verify else None,
         "weight_gb_per_s": _weight_rate(measurement, weights),
+        "over_one_slot": measured.over_one_slot(measurement),
+        "cost": measured.cost(measurement),
     }
 
 
+def _columns(options: BenchOptions) -> tuple[str, ...]:
+    return (*COLUMNS, *([OVER_ONE_SLOT] if _several(options) else []), *([COST] if options.drafts else []))
+
+
+def _legend(options: BenchOptions) -> str:
+    return LEGEND + LEGEND_OVER_ONE_SLOT * _several(options) + LEGEND_COST * bool(options.drafts)
+
+
+def _several(options: BenchOptions) -> bool:
+    return len(set(options.slots)) > 1
+
+
+def _name(case: Case, options: BenchOptions) -> str:
+    """Name a test in the table, by what tells it from the others."""
+    name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
+    if case.kind == "tg" and _several(options):
+        name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
+    return name + (f", K = {case.num_drafts}" if case.num_drafts else "")
+
+
 def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
-    rows = []
+    options, rows = measured.options, []
+    figures = ["v", "v_floor", "weight_gb_per_s"]
+    figures += ["over_one_slot"] * _several(options) + ["cost"] * bool(options.drafts)
     for each in measured.measurements:
         block = _test_block(each, measured, weights)
-        behind = f" @ {block['context']}" if block["context"] else ""
         rows.append(
             (
-                f"{each.case.kind} {each.case.size}{behind}",
+                _name(each.case, options),
                 "-" if block["tok_per_s"] is None else _spread(each.tok_per_s),
                 _spread(each.ms_per_pass),
-                *(_number(block[name]) for name in ("v", "v_floor", "weight_gb_per_s")),
+                *(_number(block[name]) for name in figures),
             )
         )
     return rows
@@ -184,12 +232,14 @@ def _heading(measured: Bench, weights: WeightBytes, report: dict[str, Any]) -> l
     packages = ", ".join(f"{name} {origin['packages'][name]}" for name in ("peagle", "jax"))
     device = origin["device"]
     where = origin["cpu"] or "CPU" if device["platform"] == "cpu" else device["kind"]
+    drafter = "" if config["drafter"] is None else f" with the drafter {config['drafter']}"
     repeats = f"{options.repeats} repeats" + (", interrupted" if measured.interrupted else "")
     return [
-        f"{config['target']}: {config['dtype']} arithmetic, {config['experts']} experts, kernels {config['kernels']}; "
+        f"{config['target']}{drafter}: {config['dtype']} arithmetic, {config['experts']} experts, kernels "
+        f"{config['kernels']}; "
         f"{(weights.dense + weights.experts) / 1e6:,.1f} MB of weights without the embedding, "
         f"{weights.read(1) / 1e6:,.1f} MB read for a token",
-        f"{where}, {origin['num_threads']} threads; {packages}; slots {options.batch}, {repeats}",
+        f"{where}, {origin['num_threads']} threads; {packages}; slots {', '.join(map(str, options.slots))}, {repeats}",
     ]
 
 
@@ -201,14 +251,14 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
     for line in _heading(measured, weights, report):
         console.print(line, markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, name in enumerate(COLUMNS):
+    for index, name in enumerate(_columns(measured.options)):
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in _rows(measured, weights):
         table.add_row(*row)
     # whole numbers wherever it goes: a reader of a file has no width, and a narrow terminal breaks lines by itself
     console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
     console.print(table)
-    console.print(LEGEND, style="dim")
+    console.print(_legend(measured.options), style="dim")
 
 
 def _spread(spread: Spread) -> str:

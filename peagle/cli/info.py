@@ -12,7 +12,8 @@ from drafter.config import DrafterConfig
 from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
-from peagle.api import DEFAULT_NUM_SPECULATIVE_TOKENS
+from peagle.api import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
+from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (
     DEMO,
     NO_STOP_TOKEN,
@@ -138,12 +139,21 @@ def drafter_rows(
         ("proposes", proposes if c.draft_vocab_size < c.vocab_size else f"all of the target's {c.vocab_size:,} tokens"),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
         ("aux layers", f"{c.num_taps}: {aux_layers_in_words(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
+        ("drafts by auto", _drafts(path)),
         ("parameters", f"{parameters:,}"),
         ("on disk", _bytes(_disk_bytes(path))),
         ("in memory", f"{_bytes(parameters * 4)} float32, {_bytes(parameters * 2)} bfloat16"),
         (f"KV cache per {POSITIONS:,} positions", f"{_bytes(cells * 4)} float32, {_bytes(cells * 2)} bfloat16"),
         ("kernels", kernels_in_words()),
     ]
+
+
+def _drafts(path: Path) -> str:
+    """How many tokens auto drafts, and what says so."""
+    table = read_widths(path)
+    if table is None:
+        return f"{DEFAULT_WIDTHS.in_words()}, by default: there is no {SPECULATION_FILE}"
+    return f"{table.in_words()}, by {SPECULATION_FILE}"
 
 
 def _stop_tokens(files: TargetFiles) -> str:

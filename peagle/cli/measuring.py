@@ -41,6 +41,8 @@ The folder holds the plan, every decoded request, and at the end figures with in
   the demo pair           [cyan]peagle sweep --out RUN[/cyan]
   your own                [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompts mt.jsonl[/cyan]
   two drafters            [cyan]peagle sweep --out RUN -k 1-7,auto --drafter DIR,ngram --repeats 5[/cyan]
+  many at once            [cyan]peagle sweep --out RUN --concurrency 1,2,4,8,16[/cyan]
+  and its table for auto  [cyan]peagle sweep --out RUN --resume --write-widths DRAFTER[/cyan]
   cut off? go on          [cyan]peagle sweep --out RUN --resume[/cyan]
   only say what it does   [cyan]peagle sweep --out RUN -k 0-8 --render both --temperature 0,1 --dry-run[/cyan]
 """
@@ -70,7 +72,7 @@ what to change is said as the file names it. Exit code 1 where anything is.
 """
 
 # what may be given beside --resume: it does not change what is measured
-FREE = ("out", "resume", "dry_run", "continue_on_error", "quiet")
+FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
 
 class Render(StrEnum):
@@ -190,6 +192,15 @@ def sweep(
             "answers of milliseconds 1 is like requests that come alone, 12 like a stream of them.",
         ),
     ] = 1,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            "--concurrency",
+            metavar="N,N",
+            rich_help_panel=RUNNING,
+            help="Also decode all requests with so many at once, plainly and by each K: tokens a second in all.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
     ] = 256,
@@ -204,6 +215,16 @@ def sweep(
         bool,
         typer.Option("--continue-on-error", rich_help_panel=RUNNING, help="Go on without a K or drafter that fails."),
     ] = False,
+    write_widths: Annotated[
+        Path | None,
+        typer.Option(
+            "--write-widths",
+            metavar="DIR|FILE",
+            rich_help_panel=OUTPUT,
+            help="Write the best K by number of active requests, which auto reads beside a drafter: into its directory "
+            "as speculation.json, or as a file. Needs --concurrency 1,...",
+        ),
+    ] = None,
     dtype: DtypeOption = None,
     experts: ExpertsOption = Experts.auto,
     kernels: KernelsOption = Kernels.auto,
@@ -231,6 +252,8 @@ def sweep(
         buckets=buckets,
         repeats=repeats,
         in_a_row=in_a_row,
+        concurrency=concurrency,
+        write_widths=write_widths,
         max_new_tokens=max_new_tokens,
         seed=seed,
         dtype=dtype and dtype.value,

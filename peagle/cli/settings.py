@@ -83,7 +83,9 @@ class BenchSettings:
     new_tokens: str
     widths: str
     context: int
-    slots: int
+    slots: str
+    num_speculative_tokens: str | None
+    drafter: str | None
     repeats: int
     dtype: str | None
     experts: str
@@ -215,6 +217,8 @@ class SweepSettings:
     kernels: str
     quiet: bool
     aux_layer_ids: str | None = None
+    concurrency: str | None = None
+    write_widths: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`peagle sweep` and `peagle report`: everything is checked, the plan is written, then all runs, then the pages."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ from rich.console import Console
 from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.settings import SweepSettings, parse_layers
+from peagle.engine.widths import WidthTable, widths_file, write_widths
 from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.measure.provenance import provenance
-from peagle.measure.sweep import charts, page
+from peagle.measure.sweep import charts, concurrency, page
 from peagle.measure.sweep.compare import differences
+from peagle.measure.sweep.concurrency import RULE, best_drafts, ratios
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import RAW, Folder, begin, open_run
 from peagle.measure.sweep.measure import Loaded, Pairs, Sitting, ask, loaded, turns_asked
-from peagle.measure.sweep.plan import FULL, Plan, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep.plan import AUTO, FULL, Plan, Source, numbers, parse_ks, short_names
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
@@ -45,6 +48,8 @@ def sweep_command(settings: SweepSettings) -> int:
         plan = folder.plan
         sets = _read_again(plan) if folder.asked() is None else {}
         _same_files(plan)
+    _expect_enough(plan, sets)
+    widths = None if settings.write_widths is None else _widths_file(plan, settings.write_widths)
     _check_models(plan)
     for found in sets.values():
         if found.left_out:
@@ -85,6 +90,9 @@ def sweep_command(settings: SweepSettings) -> int:
     finally:
         display.clear()
     _finish(folder, display)
+    if widths is not None:
+        _write_widths(folder, widths)
+        display.note(f"{widths}: {WidthTable(best_drafts(ratios(folder.record['by_concurrency']))).in_words()}")
     for (setting, arm), why in sitting.failed.items():
         display.note(f"failed: {setting.label}, K = {plan.label(arm)}: {why}")
     return 1 if sitting.failed else 0
@@ -101,10 +109,11 @@ def report_command(runs: Sequence[Path], out: Path | None, quiet: bool) -> int:
     display = Display(text=False, quiet=quiet, total=1, streaming=False)
     with display.stage("figures"):
         found = {folder: rows(folder) for folder in folders}  # of what is there, finished or not
+        loads = concurrency.rows(folders[0])
         if empty := [folder.path for folder, some in found.items() if not some]:
             raise InputError(f"{empty[0]} holds no request whose repeats are all there; resume it first")
         if len(folders) == 1:
-            blocks = page.run_blocks(folders[0], found[folders[0]])
+            blocks = page.run_blocks(folders[0], found[folders[0]], loads)
         else:
             blocks = page.comparison_blocks(found, [differences(folders[0], each) for each in folders[1:]])
         where = out or folders[0].path
@@ -117,12 +126,50 @@ def report_command(runs: Sequence[Path], out: Path | None, quiet: bool) -> int:
 def _finish(folder: Folder, display: Display) -> None:
     """The figures are in run.json, the pages beside it."""
     with display.stage("figures"):
-        folder.save(rows=rows(folder))
+        loads = concurrency.rows(folder)
+        folder.save(rows=rows(folder), **({"by_concurrency": loads} if folder.plan.loads else {}))
     with display.stage("drawing"):
-        blocks = page.run_blocks(folder, folder.record["rows"])
+        blocks = page.run_blocks(folder, folder.record["rows"], loads)
         page.write(folder.path, blocks)
     _show(blocks, folder.path, quiet=not display.talks)
     _tell_of_pictures(display, folder.path)
+
+
+def _widths_file(plan: Plan, path: Path) -> Path:
+    """Where the table of drafts goes. Raises InputError where the plan gives none, or the place cannot be written."""
+    if 1 not in plan.concurrencies:
+        raise InputError(
+            "--write-widths needs figures of one request, too; give --concurrency 1 and others, as 1,2,4,8"
+        )
+    if all(k == AUTO for k in plan.ks):
+        raise InputError(
+            "--write-widths chooses among numbers of drafts, and -k names auto alone; give some, as -k 1-4"
+        )
+    if len(plan.drafters) > 1 or len(plan.draft_vocabs) > 1:
+        raise InputError("--write-widths is for one drafter with one vocabulary; sweep each in a run of its own")
+    return widths_file(path)
+
+
+def _write_widths(folder: Folder, file: Path) -> None:
+    """Write the table of drafts, with its ratios and where it was measured. Raises InputError where there is none."""
+    plan, sittings = folder.plan, folder.record["sittings"]
+    found = ratios(folder.record["by_concurrency"])
+    if 1 not in found:
+        raise InputError(f"{folder.path} holds no speed of one request by any K; resume it first")
+    write_widths(
+        file,
+        best_drafts(found),
+        rule=RULE,
+        ratios=found,
+        measured={
+            "command": " ".join(sittings[0]["command"]),
+            "time": sittings[0]["time"],
+            "machine": "; ".join(dict.fromkeys(page.place_text(sitting) for sitting in sittings)),
+            "target": plan.target,
+            "repeats": plan.repeats,
+            "requests": sum(row["num_requests"] for row in folder.record["rows"] if row["k"] == 0),
+        },
+    )
 
 
 def _tell_of_pictures(display: Display, where: Path) -> None:
@@ -176,8 +223,25 @@ def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
         template=template_fingerprint(resolve(target, "target")),
         fingerprints=_fingerprints(target, drafters),
         aux_layer_ids=parse_layers(settings.aux_layer_ids),
+        concurrencies=() if settings.concurrency is None else numbers("--concurrency", settings.concurrency, int),
     )
     return plan, {found.name: found for found in files.values()}
+
+
+def _expect_enough(plan: Plan, sets: Mapping[str, PromptSet]) -> None:
+    """Raises InputError where there are fewer requests than are to be decoded at once; `sets` may lack what was read
+    before."""
+    most = max(plan.concurrencies, default=0)
+    for source, raw in itertools.product(plan.sources, plan.raw):
+        if source.name in sets and (there := _num_turns(source, raw, sets)) < most:
+            raise InputError(
+                f"--concurrency is {most}, but {source.name} has {there} requests; expected at least as many: raise "
+                "--num-prompts, or lower --concurrency"
+            )
+
+
+def _num_turns(source: Source, raw: bool, sets: Mapping[str, PromptSet]) -> int:
+    return sum(turns_asked(source, raw, each) for each in sets[source.name].conversations[: source.num_used])
 
 
 def _read(path: Path, target: str, raw: Sequence[bool], strict: bool) -> PromptSet:
@@ -281,15 +345,16 @@ def _say(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> No
     def turns(source: Source, raw: bool) -> int:
         if known is not None:
             return sum((one.prompts, one.raw) == (source.name, raw) for one in known[0])
-        return sum(turns_asked(source, raw, each) for each in sets[source.name].conversations[: source.num_used])
+        return _num_turns(source, raw, sets)
 
     requests = {(source.name, raw): turns(source, raw) for source in plan.sources for raw in plan.raw}
     each = sum(requests[setting.prompts, setting.raw] for setting in plan.settings)
-    decodes = plan.repeats * len(plan.arms) * each
+    decodes = plan.repeats * (len(plan.arms) + len(plan.loads)) * each
     lines = [
         f"target       {plan.target}; drafters {', '.join(plan.drafters)}",
         f"settings     {'; '.join(setting.label for setting in plan.settings)}",
         f"arms         K = {'; '.join(plan.label(arm) for arm in plan.arms)}",
+        *([f"at once      {', '.join(map(str, sorted(plan.concurrencies)))}"] if plan.loads else []),
         *(
             f"prompts      {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
             f"{f', {source.num_skipped} cannot be asked' if source.num_skipped else ''}, "

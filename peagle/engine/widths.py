@@ -9,8 +9,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peagle.ops.errors import InputError
+from peagle.ops.files import write_text_whole
+from peagle.ops.strict_json import dumps
 
 SPECULATION_FILE = "speculation.json"  # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}}
 
@@ -46,6 +49,13 @@ class WidthTable:
         known = WidthTable(drafts, costs)
         return WidthTable({each: k if k + 1 > (known.cost(each) or 0) else 0 for each, k in drafts.items()}, costs)
 
+    def in_words(self) -> str:
+        """Say how many tokens are drafted from which load on. Example: 3 from 1 active request on, 1 from 4, none from
+        16."""
+        changes = [(rows, k) for rows, k in sorted(self.drafts.items()) if rows == 1 or k != self.at(rows - 1)]
+        said = [f"{k or 'none'} from {rows}" for rows, k in changes]
+        return ", ".join([f"{said[0]} active request on", *said[1:]])
+
     @property
     def most(self) -> int:
         """The most tokens a row ever drafts."""
@@ -75,6 +85,32 @@ def read_widths(directory: Path) -> WidthTable | None:
             f'{path} holds no table of drafts; expected {{"drafts": {{"1": 4, "4": 2}}}}, drafts by number of active '
             "requests, from 1 on: mend it, or remove it"
         ) from None
+
+
+def widths_file(path: Path) -> Path:
+    """Name the file of the table that belongs to a drafter's directory, or the file itself.
+
+    Raises InputError where it is there already, and where its folder is not.
+    """
+    file = path / SPECULATION_FILE if path.is_dir() else path
+    if file.exists():
+        raise InputError(f"{file} exists; expected a new file: remove it first, if it is to be replaced")
+    if not file.parent.is_dir():
+        raise InputError(f"{file.parent} does not exist; expected a drafter's directory, or a file in a folder")
+    return file
+
+
+def write_widths(file: Path, drafts: Mapping[int, int], **origin: Any) -> None:
+    """Write a table that `read_widths` reads. `origin`: where it comes from, under keys that readers pass over.
+
+    Raises InputError where the file cannot be written.
+    """
+    WidthTable(drafts)  # refuses what is no table
+    value = {"drafts": {str(rows): k for rows, k in sorted(drafts.items())}, **origin}
+    try:
+        write_text_whole(file, dumps(value, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def _entry(table: Mapping[int, object], active_rows: int) -> int:

@@ -2,19 +2,26 @@
 can gain.
 
     pp N        prefill: N tokens a row into empty caches, in the engine's chunks
-    tg N        decoding: N steps of the engine's own loop, as `peagle generate` runs them, behind `context` tokens
+    tg N        decoding: N steps of the engine's own loop, as `peagle generate` runs them, behind `context` tokens,
+                with a request in every slot; at several numbers of slots, and of one request alone among the most
+                slots, since an idle slot must cost nothing. With K > 0: steps that draft K tokens and accept none
     verify T    one pass over T rows a sequence, `context` tokens in the caches: what a step with K = T - 1 drafts
                 costs beside drafting. v(T) = time(T) / time(1): speculation pays where it gives more tokens than that
 
 Prompts and verified rows are random token ids, so that routing is spread over the experts. Programs are compiled, and
 run once, before anything is timed. Tests take turns, forwards and backwards, so that a machine that warms up or is
 busy for a while disfavours none.
+
+A step of decoding is timed while all slots are at work. The slots are filled one after the other, so the requests that
+came first have decoded a few tokens more by then.
 """
 
+import contextlib
+import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.engine import DEFAULT_CHUNK
-from peagle.engine.request import Request
+from peagle.engine.engine import DEFAULT_CHUNK, EngineConfig
+from peagle.engine.request import Request, TokenChunk
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import cache_bytes
@@ -46,7 +53,8 @@ class BenchOptions:
     new_tokens: tuple[int, ...] = (64,)
     widths: tuple[int, ...] = (1, 2, 4, 8)  # 1 is measured in any case, to compare with
     context: int = 128
-    batch: int = 1
+    slots: tuple[int, ...] = (1,)  # of decoding; pp and verify run at the one number, or at 1 where there are several
+    drafts: tuple[int, ...] = ()  # K of the decoding tests beside the plain ones
     repeats: int = 5
     seed: int = 0
 
@@ -56,30 +64,44 @@ class BenchOptions:
             ("number of new tokens", self.new_tokens),
             ("width", self.widths),
             ("context", (self.context,)),
-            ("number of slots", (self.batch,)),
+            ("number of slots", self.slots),
+            ("K", self.drafts),
             ("number of repeats", (self.repeats,)),
         ):
             if wrong := [value for value in values if value < 1]:
                 raise InputError(f"{name} is {wrong[0]}; expected 1 or more")
+        if not self.new_tokens and (self.drafts or len(set(self.slots)) > 1):
+            what = "-k is" if self.drafts else "several --slots are"
+            raise InputError(f"{what} given, but no decoding test, which alone depends on it; give -n 1 or more")
+        for k in self.drafts:
+            EngineConfig(k)  # refuses what no engine takes
+
+    @property
+    def batch(self) -> int:
+        """The sequences of prefill and of verify passes."""
+        return self.slots[0] if len(set(self.slots)) == 1 else 1
 
     @property
     def cases(self) -> tuple["Case", ...]:
         """Every test once, in the order of the report."""
         widths = sorted({1, *self.widths}) if self.widths else ()
-        named: tuple[tuple[Kind, tuple[int, ...]], ...] = (
-            ("pp", self.prompt_lengths),
-            ("tg", self.new_tokens),
-            ("verify", tuple(widths)),
-        )
-        return tuple(Case(kind, size) for kind, sizes in named for size in dict.fromkeys(sizes))
+        slots = sorted({1, *self.slots}) if len(set(self.slots)) > 1 else self.slots[:1]
+        found = [Case("pp", size, self.batch) for size in self.prompt_lengths]
+        for size in self.new_tokens:
+            found += [Case("tg", size, n, num_drafts=k) for n in slots for k in (0, *self.drafts)]
+            if len(slots) > 1:
+                found.append(Case("tg", size, slots[-1], idle=slots[-1] - 1))
+        found += [Case("verify", size, self.batch) for size in widths]
+        return tuple(dict.fromkeys(found))
 
-    def check(self, max_positions: int) -> None:
+    def check(self, max_positions: int, steps_per_dispatch: int = 1) -> None:
         """Raises InputError where the target has fewer positions than a test takes."""
         for case in self.cases:
-            # decoding gives one token more: the first, which prefill decides and no step is timed for
-            needed = {"pp": case.size, "tg": self.context + case.size + 1, "verify": self.context + case.size}[
-                case.kind
-            ]
+            needed = {
+                "pp": case.size,
+                "tg": self.context + self.budget(case, steps_per_dispatch),
+                "verify": self.context + case.size,
+            }[case.kind]
             if needed > max_positions:
                 behind = "" if case.kind == "pp" else f" behind a context of {self.context}"
                 raise InputError(
@@ -87,11 +109,32 @@ class BenchOptions:
                     "ask for less" + ("" if case.kind == "pp" else " or lower --context")
                 )
 
+    def budget(self, case: "Case", steps_per_dispatch: int) -> int:
+        """The tokens that each request of a decoding test may take: it must not end before the test does.
+
+        That is the first token, which prefill decides; the steps between the chunks of the prompts that follow, at most
+        a dispatch a chunk; and the steps that are timed, in whole dispatches. Example: 3 tokens in 2 slots, prompts of
+        one chunk, one step a dispatch: 1 + 1 + 3.
+        """
+        chunks = -(-self.context // DEFAULT_CHUNK)
+        timed = -(-case.size // steps_per_dispatch) * steps_per_dispatch
+        return 1 + (case.active - 1) * chunks * steps_per_dispatch + timed
+
 
 @dataclass(frozen=True)
 class Case:
+    """One test. `idle`: how many of the slots hold no request. num_drafts 0: plain decoding."""
+
     kind: Kind
     size: int  # tokens a row: of the prompt, new ones, or of a pass
+    slots: int = 1
+    idle: int = 0
+    num_drafts: int = 0
+
+    @property
+    def active(self) -> int:
+        """Rows at work."""
+        return self.slots - self.idle
 
 
 @dataclass(frozen=True)
@@ -110,14 +153,13 @@ class Measurement:
     """One test: what each repetition took, of `passes` passes through the target."""
 
     case: Case
-    batch: int
     passes: int
     seconds: tuple[float, ...]  # at least one
 
     @property
     def num_tokens(self) -> int:
         """Of one repetition, over all rows."""
-        return self.batch * self.case.size * (self.passes if self.case.kind == "verify" else 1)
+        return self.case.active * self.case.size * (self.passes if self.case.kind == "verify" else 1)
 
     @property
     def tok_per_s(self) -> Spread:
@@ -162,19 +204,38 @@ class Bench:
 
     def v(self, measurement: Measurement) -> float | None:
         """time(T) / time(1) of a verify test, medians; None for other tests and without time(1)."""
-        base = [other for other in self.measurements if other.case == Case("verify", 1)]
-        if measurement.case.kind != "verify" or not base:
+        if measurement.case.kind != "verify":
             return None
-        return measurement.ms_per_pass.median / base[0].ms_per_pass.median
+        return self._over(measurement, dataclasses.replace(measurement.case, size=1))
+
+    def cost(self, measurement: Measurement) -> float | None:
+        """c(K): a drafted step in plain ones of as many slots, medians; None for tests that draft nothing."""
+        if not measurement.case.num_drafts:
+            return None
+        return self._over(measurement, dataclasses.replace(measurement.case, num_drafts=0))
+
+    def over_one_slot(self, measurement: Measurement) -> float | None:
+        """Tokens a second in all, over those of one slot, medians; None for other tests than plain decoding."""
+        case = measurement.case
+        if case.kind != "tg" or case.num_drafts:
+            return None
+        ratio = self._over(measurement, dataclasses.replace(case, slots=1, idle=0))
+        return None if ratio is None else case.active / ratio
+
+    def _over(self, measurement: Measurement, other: Case) -> float | None:
+        """A pass's time over that of another test, medians; None where that one was not measured."""
+        base = [each for each in self.measurements if each.case == other]
+        return measurement.ms_per_pass.median / base[0].ms_per_pass.median if base else None
 
 
 def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -> Bench:
-    """Measures the pair's target. Ctrl-C ends it early: what there is by then comes back, `interrupted`.
+    """Measure the pair's target, and what its drafter adds to a step.
 
+    Ctrl-C ends it early: what there is by then comes back, `interrupted`.
     progress is told (programs compiled and repetitions done, all of them). Raises InputError, before anything is
     measured, where the target's positions or the memory do not suffice.
     """
-    options.check(pair.max_positions)
+    options.check(pair.max_positions, pair.steps_per_dispatch)
     rng = np.random.default_rng(options.seed)
     cases = options.cases
     runs: dict[Case, _Run] = {}
@@ -198,9 +259,7 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
                 tell()
     except KeyboardInterrupt:
         interrupted = True
-    measured = [
-        Measurement(case, options.batch, runs[case].passes, tuple(seconds[case])) for case in cases if seconds[case]
-    ]
+    measured = [Measurement(case, runs[case].passes, tuple(seconds[case])) for case in cases if seconds[case]]
     return Bench(options, tuple(measured), interrupted)
 
 
@@ -216,7 +275,7 @@ def _prepare(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Gener
     if case.kind == "verify":
         return verify.prepare(case.size)
     if case.kind == "tg":
-        return _prepare_decoding(case.size, pair, options, rng)
+        return _prepare_decoding(case, pair, options, rng)
     return _prepare_prefill(case.size, pair, options, rng)
 
 
@@ -237,26 +296,54 @@ def _prepare_prefill(size: int, pair: Pair, options: BenchOptions, rng: np.rando
     return _Run(1, time_once)
 
 
-def _prepare_decoding(size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
-    """The engine of plain decoding, while all its slots are at work: the seconds of `size` tokens of each."""
-    prompts = _random_ids(rng, pair.plain_target, options.batch, options.context)
-    requests = [Request(tuple(map(int, prompt)), size + 1, stop_token_ids=()) for prompt in prompts]
-    engine = pair.engine(pair.engine_config(0, slots=options.batch, capacity=pair.capacity(requests)))
+def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
+    """The engine's own loop while all requests are at work: the seconds of `size` steps.
+
+    Drafts are refused one and all, so that drafted and plain steps are of the same positions.
+    """
+    budget = options.budget(case, pair.steps_per_dispatch)
+    prompts = _random_ids(rng, pair.plain_target, case.active, options.context)
+    requests = [Request(tuple(map(int, prompt)), budget, stop_token_ids=()) for prompt in prompts]
+    k = case.num_drafts
+    config = pair.engine_config(
+        k,
+        slots=case.slots,
+        capacity=pair.capacity(requests),
+        synthetic_acceptance=(0.0,) * k if k else None,
+    )
+    engine = pair.engine(config)
 
     def time_once() -> float:
-        chunks = [chunk for _, chunk in engine.generate(requests)]
-        assert sum(len(chunk.token_ids) for chunk in chunks) == options.batch * (size + 1)
-        # from when all have their first token to when the first one ends, as far as there is such a time
-        begun = max(chunk.time_s for chunk in chunks if not chunk.steps)
-        ended = min(chunk.time_s for chunk in chunks if chunk.finish_reason is not None)
-        if ended <= begun:
-            begun, ended = chunks[0].time_s, chunks[-1].time_s
-        tokens = sum(len(chunk.token_ids) for chunk in chunks if begun < chunk.time_s <= ended)
-        return (ended - begun) * options.batch * size / tokens
+        chunks = engine.generate(requests)
+        assert isinstance(chunks, Generator)
+        return time_steps(chunks, len(requests), case.size)
 
     engine.warm_up()
     time_once()
-    return _Run(size, time_once)
+    return _Run(case.size, time_once)
+
+
+def time_steps(chunks: Generator[tuple[int, TokenChunk], None, None], num_requests: int, count: int) -> float:
+    """Time so many steps of an engine while all of the requests whose chunks it gives are at work, in seconds.
+
+    The time begins with the last request's first token. Steps are those of the first request: each step is one of all.
+    Then the chunks are closed. Raises RuntimeError where the first request ends before.
+    """
+    begun, late = 0.0, set(range(num_requests))
+    arrived: list[TokenChunk] = []
+    with contextlib.closing(chunks):
+        for place, chunk in chunks:
+            if place in late:
+                late.remove(place)
+                begun = max(begun, chunk.time_s)
+            elif place == 0:
+                arrived.append(chunk)
+            if late:
+                continue
+            timed = [each for each in arrived if each.time_s > begun]
+            if (steps := sum(len(each.steps) for each in timed)) >= count:
+                return (timed[-1].time_s - begun) * count / steps
+    raise RuntimeError(f"the first request ended before all {num_requests} had decoded {count} steps together")
 
 
 class _Verify:

@@ -22,12 +22,17 @@ def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
     """Tokens over seconds: sum of (emitted - 1) over the time in which at least one request was between its first and
     its last token. One after the other, that is the sum of their times; what a batch shares is counted once."""
     tokens = sum(len(result.output_ids) - 1 for result in results if result.output_ids)
-    spans = sorted((r.first_s, r.last_s) for r in results if r.first_s is not None and r.last_s is not None)
+    spans = [(r.first_s, r.last_s) for r in results if r.first_s is not None and r.last_s is not None]
+    return ratio(tokens, busy_s(spans)) if tokens else None
+
+
+def busy_s(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that at least one of the spans (begin, end) covers. Example: (0, 2), (1, 3), (5, 6) cover 4."""
     seconds, covered = 0.0, float("-inf")
-    for first, last in spans:
-        seconds += max(0.0, last - max(first, covered))
-        covered = max(covered, last)
-    return ratio(tokens, seconds) if tokens else None
+    for begin, end in sorted(spans):
+        seconds += max(0.0, end - max(begin, covered))
+        covered = max(covered, end)
+    return seconds
 
 
 def pooled_loop_share(results: Sequence[Result]) -> float | None:

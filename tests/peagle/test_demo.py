@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import pytest
 
 import peagle.loading
 from drafter.propose import Eagle3, PEagle
-from peagle.api import Pair
+from peagle.api import DEFAULT_WIDTHS, Pair
+from peagle.engine.widths import read_widths
 from peagle.loading import DEMO, DEMO_DIRECTORY, DEMO_EAGLE3, MOST_STEPS_PER_DISPATCH, with_drafter
 from peagle.ops import native
 from peagle.text.prompt_files import read_prompt_file
@@ -44,6 +47,19 @@ def test_held_out_prompts_are_many_and_of_whole_modules() -> None:
     assert len(records) >= 100
     card = (DEMO_DIRECTORY / "README.md").read_text(encoding="utf-8")
     assert all(record["module"] in card for record in records)
+
+
+def test_it_drafts_by_the_table_that_it_ships_if_any(
+    demo: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert demo.widths == (read_widths(DEMO_DIRECTORY / "drafter") or DEFAULT_WIDTHS)
+    shutil.copytree(DEMO_DIRECTORY / "drafter", tmp_path / "drafter")
+    (tmp_path / "target").symlink_to(DEMO_DIRECTORY / "target")
+    (tmp_path / "drafter" / "speculation.json").write_text('{"drafts": {"1": 6, "3": 0}}')
+    monkeypatch.setattr(peagle.loading, "DEMO_DIRECTORY", tmp_path)
+    with_table = with_drafter(demo, DEMO, DEMO)
+    assert dict(with_table.widths.drafts) == {1: 6, 3: 0}
+    assert with_table.num_drafts("auto") == (6, True)
 
 
 def test_it_accepts_what_it_did(demo: Pair) -> None:

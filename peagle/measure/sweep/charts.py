@@ -106,6 +106,27 @@ def requests(row: Row, looping_above: float) -> str | None:
     return _svg(draw)
 
 
+def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
+    """Tokens a second in all over the number of requests at once, a line an arm. None where none has a speed."""
+    known = {name: some for name, rows in series.items() if (some := [r for r in rows if r["tok_per_s"] is not None])}
+    if not known:
+        return None
+    numbers = sorted({row["concurrency"] for rows in known.values() for row in rows})
+
+    def draw(axis: Any) -> None:
+        for (name, rows), (color, marker) in zip(known.items(), _looks(), strict=False):
+            places, rates = [row["concurrency"] for row in rows], [row["tok_per_s"] for row in rows]
+            _bars(axis, places, rates, label=name, color=color, fmt=f"{marker}-")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(numbers, list(map(str, numbers)))
+        axis.minorticks_off()
+        highest = max(row["tok_per_s"]["high"] or row["tok_per_s"]["value"] for some in known.values() for row in some)
+        axis.set(xlabel="requests at once", ylabel="tokens a second in all", ylim=(0, 1.08 * highest))
+        _legend(axis, len(known))
+
+    return _svg(draw, len(known))
+
+
 def _over_k(
     series: Mapping[str, Sequence[Row]],
     key: str,

@@ -1,4 +1,5 @@
-"""The folder of a run, written so that a run that is killed at any moment loses at most the request it was in.
+"""The folder of a run, written so that a run that is killed at any moment loses at most the request it was in, or all
+that were decoded together with it.
 
     run.json        schema, plan, where it ran (one entry per sitting); at the end where the time of a step goes, and
                     the figures
@@ -20,7 +21,7 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
-from peagle.measure.sweep.plan import Arm, K, Plan, Setting
+from peagle.measure.sweep.plan import PLAIN, Arm, K, Plan, Setting
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, write_text_whole
 from peagle.ops.strict_json import dumps
@@ -96,6 +97,7 @@ class Sample:
     num_plain_steps: int
     output_sha256: str  # of the ids, shortened: tells whether two outputs are equal
     output_ids: tuple[int, ...] | None = None  # of plain decoding's first repeat
+    concurrency: int | None = None
 
     @property
     def setting(self) -> Setting:
@@ -103,7 +105,7 @@ class Sample:
 
     @property
     def arm(self) -> Arm:
-        return Arm(self.k, self.drafter, self.draft_vocab)
+        return Arm(self.k, self.drafter, self.draft_vocab, self.concurrency)
 
     @property
     def counters(self) -> Counters:
@@ -221,17 +223,23 @@ class Appender:
         self._file = file
 
     def posed(self, posed: Posed) -> None:
-        self._line(dataclasses.asdict(posed))
+        self._lines([dataclasses.asdict(posed)])
 
-    def sample(self, sample: Sample) -> None:
-        self._line({name: value for name, value in dataclasses.asdict(sample).items() if value is not None})
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Append lines that belong together: they are written together."""
+        self._lines(
+            [
+                {name: value for name, value in dataclasses.asdict(sample).items() if value is not None}
+                for sample in samples
+            ]
+        )
 
     def error(self, setting: Setting, arm: Arm, message: str) -> None:
-        self._line({**dataclasses.asdict(setting), **dataclasses.asdict(arm), "error": message})
+        self._lines([{**dataclasses.asdict(setting), **dataclasses.asdict(arm), "error": message}])
 
-    def _line(self, value: Mapping[str, Any]) -> None:
+    def _lines(self, values: Sequence[Mapping[str, Any]]) -> None:
         try:
-            self._file.write((dumps(value) + "\n").encode())
+            self._file.write("".join(dumps(value) + "\n" for value in values).encode())
             self._file.flush()
         except OSError as error:
             raise InputError(
@@ -296,7 +304,7 @@ def sample_of(setting: Setting, arm: Arm, repeat: int, result: Result) -> Sample
         tried=counters.tried,
         num_plain_steps=counters.num_plain_steps,
         output_sha256=hashlib.sha256(dumps(result.output_ids).encode()).hexdigest()[:16],
-        output_ids=result.output_ids if repeat == 0 and not arm.speculates else None,
+        output_ids=result.output_ids if repeat == 0 and arm == PLAIN else None,
     )
 
 
@@ -317,7 +325,7 @@ def _made(kind: type[Made], line: Json, path: Path, number: int) -> Made:
 def where(line: Json) -> tuple[Setting, Arm]:
     """The setting and the arm that a line, or a share, is of."""
     setting = Setting(*(line[field.name] for field in dataclasses.fields(Setting)))
-    return setting, Arm(line["k"], line.get("drafter"), line.get("draft_vocab"))
+    return setting, Arm(line["k"], line.get("drafter"), line.get("draft_vocab"), line.get("concurrency"))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:

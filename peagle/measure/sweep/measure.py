@@ -5,6 +5,9 @@ and repeat to repeat, so that a drift of the machine falls on all alike. Compila
 are outside of every time. With a temperature each repeat has a seed of its own. At the end each arm decodes some
 requests once more under the profiler, which says into what parts a step's time goes.
 
+Many requests at once (`Plan.loads`): every arm decodes all requests of a setting together, once a repeat. Arms with as
+many slots follow one another, in an order that rotates, and numbers of slots go up and down in turns.
+
 Later turns of a conversation are asked with plain decoding's greedy answers to those before, so that all arms are asked
 the same.
 """
@@ -138,7 +141,7 @@ class Sitting:
         """
         left = [
             (setting, arm)
-            for setting, arm in itertools.product(self.settings, self.plan.arms)
+            for setting, arm in itertools.product(self.settings, (*self.plan.arms, *self.plan.loads))
             if any(
                 (setting, arm, repeat, each.request) not in self.done
                 for repeat in range(self.plan.repeats)
@@ -164,7 +167,8 @@ class Sitting:
         done = self.done
         arms = self.plan.arms
         sizes = {setting: len(self._asked(setting)) for setting in self.settings}
-        total, before = self.plan.repeats * sum(sizes.values()) * len(arms), len(done)
+        ways = len(arms) + len(self.plan.loads)
+        total, before = self.plan.repeats * sum(sizes.values()) * ways, len(done)
         for repeat in range(self.plan.repeats):
             for setting in self.settings:
                 asked, row = self._asked(setting), self.plan.in_a_row
@@ -172,18 +176,31 @@ class Sitting:
                     turn = (repeat + number) % len(arms)
                     for arm, each in itertools.product(arms[turn:] + arms[:turn], asked[start : start + row]):
                         if (setting, arm, repeat, each.request) not in done:
-                            self._decode(out, setting, arm, repeat, each)
+                            self._decode(out, setting, arm, repeat, [each])
                             done.add((setting, arm, repeat, each.request))
                     progress(len(done) - before, total - before)
+                for arm in self._loads(repeat):
+                    if any((setting, arm, repeat, each.request) not in done for each in asked):
+                        self._decode(out, setting, arm, repeat, asked)
+                        done.update((setting, arm, repeat, each.request) for each in asked)
+                    progress(len(done) - before, total - before)
 
-    def _decode(self, out: Appender, setting: Setting, arm: Arm, repeat: int, each: Asked) -> None:
+    def _loads(self, repeat: int) -> Iterator[Arm]:
+        """The arms of many requests at once, as they follow one another in this repeat."""
+        by_slots = [list(some) for _, some in itertools.groupby(self.plan.loads, key=lambda arm: arm.concurrency)]
+        for number, arms in enumerate(by_slots if repeat % 2 == 0 else reversed(by_slots)):
+            turn = (repeat + number) % len(arms)
+            yield from arms[turn:] + arms[:turn]
+
+    def _decode(self, out: Appender, setting: Setting, arm: Arm, repeat: int, asked: Sequence[Asked]) -> None:
+        """These requests are decoded together, and written down together."""
         if (setting, arm) in self.failed:
             return
         with self._failing(out, setting, arm):
             seed = self.plan.seed + (repeat if setting.temperature else 0)
-            request = self._request(each, SamplingParams(setting.temperature, seed=seed))
-            result = decode(self._engine(arm), [request], self.pair.tokenizer)[0]
-            out.sample(sample_of(setting, arm, repeat, result))
+            requests = [self._request(each, SamplingParams(setting.temperature, seed=seed)) for each in asked]
+            results = decode(self._engine(arm), requests, self.pair.tokenizer)
+            out.samples([sample_of(setting, arm, repeat, result) for result in results])
 
     @contextlib.contextmanager
     def _failing(self, out: Appender, setting: Setting, arm: Arm) -> Iterator[None]:
@@ -212,7 +229,8 @@ class Sitting:
         if isinstance(pair, InputError):
             raise pair
         k, adaptive = pair.num_drafts(arm.k)
-        return pair.engine(pair.engine_config(k, capacity=self.capacity, adaptive=adaptive))
+        slots = arm.concurrency or 1
+        return pair.engine(pair.engine_config(k, capacity=self.capacity, adaptive=adaptive, slots=slots))
 
     def profile(self, progress: Progress) -> None:
         """Where a step's time goes, of every setting and arm in LOOKED_AT conversations: run.json holds what it did

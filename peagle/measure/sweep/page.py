@@ -11,7 +11,7 @@ from typing import Any
 
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import Difference
-from peagle.measure.sweep.figures import SLOWER, best, sure
+from peagle.measure.sweep.figures import FEWEST, SLOWER, best, sure
 from peagle.measure.sweep.folder import Folder
 from peagle.measure.sweep.plan import AUTO, LOOKED_AT, Plan, Setting, short_names
 from peagle.ops.errors import InputError
@@ -90,8 +90,19 @@ FORMULAS = (
 )
 
 
-def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
-    """The page of one run: figures and pictures of every setting."""
+LOADS = (
+    "Many requests at once: all requests of a repetition are added together and wait for one of so many slots; one "
+    "that ends is replaced at the next dispatch, and towards the end fewer are left than slots. tok/s in all: tokens "
+    "behind each request's first / the time in which at least one was decoding. Over plain decoding: with as many at "
+    "once, in the same repetitions, in which the arms take turns; least..greatest: of single repetitions. ttft counts "
+    "from when the requests were added, so it holds the wait for a slot. Requests that are decoded together share the "
+    f"time, so intervals of times are by bootstrap over repetitions here, and fewer than {FEWEST} have none; those of "
+    "acceptance length are over conversations."
+)
+
+
+def run_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -> list[Block]:
+    """The page of one run: figures and pictures of every setting. `loads`: the figures of many requests at once."""
     plan = folder.plan
     return [
         Heading(TITLE, 1),
@@ -100,22 +111,28 @@ def run_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
         *_summary(plan, rows),
         *_overview(plan, rows),
         *(block for setting in plan.settings for block in _setting(plan, setting, _of(rows, setting))),
+        *(block for setting in plan.settings for block in _loads(setting, _of(loads, setting))),
         Heading("How to read this"),
         Text(FORMULAS),
+        *_about_loads(loads),
     ]
 
 
-def short_blocks(folder: Folder, rows: Sequence[Row]) -> list[Block]:
+def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -> list[Block]:
     """Lay out the page of one run in short: a table for every setting, and two pictures of the first."""
     plan = folder.plan
+    shown = ("_speedup", "_concurrency" if loads else "_cycle")
     blocks: list[Block] = [Heading(TITLE, 1), *_origin(folder), *_failures(folder), *_summary(plan, rows)]
     for setting in plan.settings:
         if some := _of(rows, setting):
             blocks += [*_about(setting, some), _headline(setting, some)]
             if setting == plan.settings[0]:
                 drawn = (block for block in _setting(plan, setting, some) if isinstance(block, Picture))
-                blocks += [each for each in drawn if each.name.endswith(("_speedup", "_cycle"))]
-    return [*blocks, Heading("How to read this"), Text(FORMULAS)]
+                blocks += [each for each in drawn if each.name.endswith(shown)]
+        for block in _loads(setting, _of(loads, setting)):
+            if not isinstance(block, Picture) or setting == plan.settings[0]:
+                blocks.append(block)
+    return [*blocks, Heading("How to read this"), Text(FORMULAS), *_about_loads(loads)]
 
 
 def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequence[Difference]]) -> list[Block]:
@@ -254,7 +271,7 @@ def _origin(folder: Folder) -> Iterator[Block]:
         f"{plan.kernels}; chat template {plan.template[:12] or 'none'}"
         + ("." if folder.finished else "; **not finished: figures are of the requests whose repeats are all there.**")
     )
-    places = list(dict.fromkeys(_where(sitting) for sitting in sittings))
+    places = list(dict.fromkeys(place_text(sitting) for sitting in sittings))
     warning = " **Sittings differ: their times are mixed.**" if len(places) > 1 else ""
     yield Text(f"{len(sittings)} sitting(s), the first {sittings[0]['time']}: {'; '.join(places)}.{warning}")
     known = folder.asked()
@@ -272,7 +289,7 @@ def _origin(folder: Folder) -> Iterator[Block]:
         )
 
 
-def _where(sitting: Mapping[str, Any]) -> str:
+def place_text(sitting: Mapping[str, Any]) -> str:
     """Machine, library and commit of a sitting."""
     device, git = sitting["device"], sitting["git"] or {}
     where = f"{sitting['cpu']}, {sitting['num_threads']} threads" if device["platform"] == "cpu" else device["kind"]
@@ -386,6 +403,40 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
             )
 
 
+def _loads(setting: Setting, loads: Sequence[Row]) -> Iterator[Block]:
+    """The figures of many requests at once, in one setting."""
+    if not loads:
+        return
+    yield Heading(f"{setting.label[:1].upper()}{setting.label[1:]}: many requests at once")
+    by_label: dict[str, list[Row]] = {}
+    for row in loads:
+        by_label.setdefault("plain decoding" if row["k"] == 0 else f"K = {row['label']}", []).append(row)
+    header = ("at once", "K", "tok/s in all", "over plain decoding", "least..greatest", "acceptance length")
+    yield Table(
+        (*header, "ttft ms", "itl ms: .5", ".99", "outputs equal to plain"),
+        tuple(
+            (
+                str(row["concurrency"]),
+                row["label"],
+                _rounded_with_interval(row["tok_per_s"]),
+                estimate_text(row["speedup"]),
+                _span(row["speedup_repeats"]),
+                acceptance_text(row),
+                *map(_ms, (row["ttft_s"], row["itl_s"][0], row["itl_s"][-1])),
+                f"{row['equal_to_plain_frac']:.1%}" if setting.temperature == 0 else "-",
+            )
+            for row in loads
+        ),
+    )
+    caption = "Tokens a second in all, over the requests decoded at once."
+    yield from _drawn(f"{_slug(setting.label)}_concurrency", charts.concurrency(by_label), caption)
+
+
+def _about_loads(loads: Sequence[Row]) -> Iterator[Block]:
+    if loads:
+        yield Text(LOADS)
+
+
 def _about(setting: Setting, rows: Sequence[Row]) -> Iterator[Block]:
     """Head a setting's section, and say what plain decoding, the first row, did there."""
     plain = rows[0]
@@ -477,6 +528,16 @@ def acceptance_text(row: Row) -> str:
 
 def _rounded(figure: Mapping[str, float] | None) -> str:
     return "-" if figure is None else f"{figure['value']:.0f}"
+
+
+def _rounded_with_interval(figure: Mapping[str, float] | None) -> str:
+    interval = "" if figure is None or figure["low"] is None else f" ({figure['low']:.0f}..{figure['high']:.0f})"
+    return _rounded(figure) + interval
+
+
+def _span(values: Sequence[float]) -> str:
+    """The least and the greatest."""
+    return f"{min(values):.2f}..{max(values):.2f}" if values else "-"
 
 
 def _ms(figure: Mapping[str, float] | None) -> str:

@@ -25,6 +25,7 @@ class Arm:
     k: K
     drafter: str | None = None
     draft_vocab: str | None = None  # None: full
+    concurrency: int | None = None  # slots that all requests share; None: one request at a time, in turns with others
 
     @property
     def speculates(self) -> bool:
@@ -87,6 +88,7 @@ class Plan:
     in_a_row: int = 1  # requests of an arm before the next has its turn
     special_tokens: bool = False  # those spelled in raw text are control tokens
     aux_layer_ids: tuple[int, ...] | None = None  # of every drafter with weights; None: as its config.json says
+    concurrencies: tuple[int, ...] = ()  # numbers of slots in which every arm decodes all requests, too
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.max_new_tokens < 2:
@@ -99,6 +101,8 @@ class Plan:
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
             raise InputError("--buckets must be numbers of tokens that rise, such as 128,512")
+        if wrong := [slots for slots in self.concurrencies if slots < 1]:
+            raise InputError(f"--concurrency is {wrong[0]}; expected 1 or more requests at once")
         for k in self.ks:
             EngineConfig(k if isinstance(k, int) else 1)  # refuses what no engine takes
         names = [source.name for source in self.sources]
@@ -110,6 +114,14 @@ class Plan:
         """Plain decoding first, then by K."""
         ks: list[K] = [*sorted(k for k in self.ks if isinstance(k, int)), *([AUTO] if AUTO in self.ks else [])]
         return (PLAIN, *(Arm(k, d, v) for k in ks for d, v in itertools.product(self.drafters, self.draft_vocabs)))
+
+    @property
+    def loads(self) -> tuple[Arm, ...]:
+        """The arms once more with each number of slots."""
+        return tuple(
+            dataclasses.replace(arm, concurrency=slots)
+            for slots, arm in itertools.product(sorted(self.concurrencies), self.arms)
+        )
 
     @property
     def settings(self) -> tuple[Setting, ...]:
@@ -125,6 +137,8 @@ class Plan:
             parts.append(short_names(self.drafters)[self.drafters.index(arm.drafter)])
         if arm.draft_vocab is not None:
             parts.append(f"{printable(Path(arm.draft_vocab).name)} tokens")
+        if arm.concurrency is not None:
+            parts.append(f"{arm.concurrency} at once")
         return ", ".join(parts)
 
     def bucket(self, prompt_tokens: int) -> str:
@@ -144,8 +158,9 @@ class Plan:
         }
         if any(k != AUTO and not isinstance(k, int) for k in lists["ks"]):
             raise TypeError(f"ks is {value['ks']}")
-        if value.get("aux_layer_ids") is not None:
-            lists["aux_layer_ids"] = tuple(value["aux_layer_ids"])
+        for name in ("aux_layer_ids", "concurrencies"):  # which runs before them do not have
+            if value.get(name) is not None:
+                lists[name] = tuple(value[name])
         return cls(**{**value, **lists, "sources": tuple(Source(**source) for source in value["sources"])})
 
 

@@ -597,6 +597,17 @@ def test_info_says_how_files_are_read_and_warns(real: Run, directories: Director
     assert "WARNING: no stop token" in real("info", str(target))[1]
 
 
+def test_info_says_what_auto_drafts(real: Run, directories: Directories, tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    shutil.copytree(directories.drafter, drafter)
+    assert "3 from 1 active request on, 2 from 2, 1 from 4, by default" in real("info", str(drafter))[1]
+    (drafter / "speculation.json").write_text('{"drafts": {"1": 5, "8": 0}, "rule": "the best"}')
+    line = next(line for line in real("info", str(drafter))[1].splitlines() if "drafts by auto" in line)
+    assert line.split("auto")[1].strip() == "5 from 1 active request on, none from 8, by speculation.json"
+    (drafter / "speculation.json").write_text("{}")
+    refused(real("info", str(drafter)), "speculation.json holds no table of drafts")
+
+
 def test_a_doubt_is_one_line_on_standard_error_even_if_quiet(
     real: Run, directories: Directories, tmp_path: Path
 ) -> None:

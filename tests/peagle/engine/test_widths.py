@@ -1,12 +1,13 @@
 """How many tokens a row drafts, and when it stops: pure functions."""
 
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.engine.widths import SPECULATION_FILE, WidthTable, allowance, loss, read_widths
+from peagle.engine.widths import SPECULATION_FILE, WidthTable, allowance, loss, read_widths, widths_file, write_widths
 from peagle.ops.errors import InputError
 
 
@@ -42,6 +43,31 @@ def test_a_table_is_read_from_beside_the_drafter(tmp_path: Path) -> None:
     found = read_widths(tmp_path)
     assert found is not None
     assert (dict(found.drafts), found.costs) == ({1: 5, 4: 2}, None)
+
+
+def test_a_table_that_is_written_is_read_with_whatever_stands_beside_it(tmp_path: Path) -> None:
+    file = widths_file(tmp_path)
+    write_widths(file, {4: 2, 1: 5, 16: 0}, rule="the best", measured={"time": "now", "nothing": float("nan")})
+    found = read_widths(tmp_path)
+    assert found is not None
+    assert list(found.drafts.items()) == [(1, 5), (4, 2), (16, 0)]
+    assert json.loads(file.read_text())["measured"] == {"time": "now", "nothing": None}
+    with pytest.raises(InputError, match=r"speculation\.json exists; expected a new file"):
+        widths_file(tmp_path)
+    with pytest.raises(InputError, match=r"absent does not exist"):
+        widths_file(tmp_path / "absent" / "table.json")
+    assert widths_file(tmp_path / "table.json") == tmp_path / "table.json"
+    with pytest.raises(InputError, match="cannot be written"):
+        write_widths(tmp_path / "absent" / "table.json", {1: 2})
+    with pytest.raises(ValueError, match="begins at 2 active rows"):
+        write_widths(tmp_path / "table.json", {2: 2})
+
+
+def test_a_table_in_words() -> None:
+    assert (
+        WidthTable({1: 3, 2: 3, 4: 1, 16: 0, 32: 0}).in_words() == "3 from 1 active request on, 1 from 4, none from 16"
+    )
+    assert WidthTable.constant(0).in_words() == "none from 1 active request on"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ import peagle.loading
 import peagle.measure.bench
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.engine.engine import EngineConfig
+from peagle.drafters.ngram import NGram
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.loading import load
-from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, WeightBytes, bench
+from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, WeightBytes, bench, time_steps
 from peagle.ops.errors import InputError
-from tests.peagle.conftest import MAX_POSITIONS, Directories
+from tests.peagle.conftest import MAX_POSITIONS, Directories, toy_pair
 from tests.peagle.toys import tiny_target
 
-OPTIONS = BenchOptions(prompt_lengths=(5,), new_tokens=(3,), widths=(2,), context=7, batch=2, repeats=3)
+OPTIONS = BenchOptions(prompt_lengths=(5,), new_tokens=(3,), widths=(2,), context=7, slots=(2,), repeats=3)
 KINDS = [("pp", 5), ("tg", 3), ("verify", 1), ("verify", 2)]
 
 
@@ -71,9 +73,9 @@ def test_where_all_experts_are_read_anyway_rows_are_free_of_bytes() -> None:
 
 
 def test_ratios_are_of_medians_and_spreads_of_all() -> None:
-    one = Measurement(Case("verify", 1), 1, 10, (0.1, 0.3, 0.2))
-    four = Measurement(Case("verify", 4), 1, 5, (0.3, 0.1, 0.15))
-    prompt = Measurement(Case("pp", 128), 2, 1, (0.5, 0.25))
+    one = Measurement(Case("verify", 1), 10, (0.1, 0.3, 0.2))
+    four = Measurement(Case("verify", 4), 5, (0.3, 0.1, 0.15))
+    prompt = Measurement(Case("pp", 128, 2), 1, (0.5, 0.25))
     done = Bench(BenchOptions(), (prompt, one, four))
     assert [done.v(each) for each in (prompt, one, four)] == [None, 1, pytest.approx(1.5)]
     assert Bench(BenchOptions(), (four,)).v(four) is None
@@ -82,7 +84,98 @@ def test_ratios_are_of_medians_and_spreads_of_all() -> None:
     assert (prompt.tok_per_s.lowest, prompt.tok_per_s.highest) == (512, 1024)
 
 
+def test_decoding_is_asked_for_at_each_number_of_slots_and_alone_among_the_most() -> None:
+    """One slot is there in any case; prompts and verify passes are of one sequence then; nothing is there twice."""
+    options = BenchOptions((5,), (3,), (2,), slots=(4, 2, 4), drafts=(2, 1))
+    assert [(each.kind, each.size, each.slots, each.active, each.num_drafts) for each in options.cases] == [
+        ("pp", 5, 1, 1, 0),
+        *(("tg", 3, slots, slots, k) for slots in (1, 2, 4) for k in (0, 2, 1)),
+        ("tg", 3, 4, 1, 0),
+        ("verify", 1, 1, 1, 0),
+        ("verify", 2, 1, 1, 0),
+    ]
+    assert {each.slots for each in BenchOptions((5,), (3,), (2,), slots=(4,)).cases} == {4}
+
+
+def test_ratios_of_slots_and_costs_of_drafts_are_of_medians() -> None:
+    """Three steps, in tenths of a second."""
+    seconds = {
+        Case("tg", 3): (0.3, 0.9, 0.3),
+        Case("tg", 3, 4): (0.6, 0.6, 0.1),
+        Case("tg", 3, 4, num_drafts=2): (1.5, 1.5, 9.0),
+        Case("tg", 3, 4, idle=3): (0.3, 0.3, 0.4),
+        Case("tg", 5, 4): (0.6, 0.6, 0.6),
+    }
+    done = Bench(BenchOptions(slots=(1, 4)), tuple(Measurement(case, 3, each) for case, each in seconds.items()))
+    one, four, drafted, alone, other = done.measurements
+    assert four.tok_per_s.median == pytest.approx(4 * 3 / 0.6)
+    assert alone.tok_per_s.median == pytest.approx(3 / 0.3)
+    assert [done.over_one_slot(each) for each in (one, four, alone)] == [1, pytest.approx(2), 1]
+    assert done.over_one_slot(other) is None, "nothing of five tokens in one slot was measured"
+    assert done.over_one_slot(drafted) is None
+    assert [done.cost(each) for each in (one, four, drafted)] == [None, None, pytest.approx(2.5)]
+    assert [done.v(each) for each in done.measurements] == [None] * 5
+
+
 # what is measured
+
+
+def scheduled(*chunks: tuple[int, float, int]) -> Generator[tuple[int, TokenChunk], None, None]:
+    """An engine's chunks: (place, time, steps in it)."""
+    for place, time_s, steps in chunks:
+        record = StepRecord(1, (), 0, 0)
+        yield place, TokenChunk(Request((1,), 99), (0,) * max(steps, 1), time_s, (record,) * steps)
+
+
+def test_steps_are_timed_while_all_requests_are_at_work() -> None:
+    """From the last one's first token: what the first one decoded before does not count, even if it is told late."""
+    ready = ((0, 1.0, 0), (0, 2.0, 5), (0, 11.0, 3), (1, 10.0, 0), (1, 11.0, 3))
+    for more in ((), ((0, 11.5, 1), (1, 11.5, 1))):
+        chunks = scheduled(*ready, *more, (0, 13.0, 3), (1, 13.0, 3), (0, 99.0, 3))
+        assert time_steps(chunks, 2, 6) == pytest.approx(3.0 * 6 / (7 if more else 6))
+        assert next(chunks, None) is None, "closed: an engine aborts what is left"
+    with pytest.raises(RuntimeError, match="ended before all 2 had decoded 9 steps together"):
+        time_steps(scheduled(*ready), 2, 9)
+
+
+@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch, steps_per_dispatch: int) -> None:
+    """However the engine cuts prompts and steps, with drafts and without, and in slots of which one is taken."""
+    begun: dict[int, list[int]] = {}
+    real = Engine._hand_out
+
+    def watched(self: Engine, output: Any, sent: Any, now: float) -> Any:
+        begun.setdefault(self.config.slots, []).append(sum(handle is not None for handle in sent.held))
+        return real(self, output, sent, now)
+
+    monkeypatch.setattr(Engine, "_hand_out", watched)
+    target = tiny_target()
+    pair = Pair(target, target, NGram(), None, steps_per_dispatch=steps_per_dispatch)
+    options = BenchOptions((), (5,), (), context=3, slots=(1, 3), drafts=(2,), repeats=1)
+    done = bench(pair, options)
+    assert [(each.case.slots, each.case.active, each.case.num_drafts) for each in done.measurements] == [
+        (1, 1, 0), (1, 1, 2), (3, 3, 0), (3, 3, 2), (3, 1, 0)
+    ]  # fmt: skip
+    assert all(each.passes == 5 and each.num_tokens == 5 * each.case.active for each in done.measurements)
+    assert set(begun[1]) == {1}
+    assert begun[3].count(3) >= 2 * 2 * -(-5 // steps_per_dispatch), "warm and timed, plain and drafted"
+
+
+def test_all_drafts_are_refused_so_that_a_drafted_step_is_at_a_plain_ones_position(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a target that counts in circles, which the n-gram drafter learns: else some would be accepted."""
+    found: list[tuple[int, int, int]] = []
+    real = Engine._chunk
+
+    def watched(self: Engine, handle: Any, token_ids: Any, now: float, records: Any) -> TokenChunk:
+        k = self.config.num_speculative_tokens
+        found.extend((k, len(each.draft_token_ids), each.num_accepted) for each in records)
+        return real(self, handle, token_ids, now, records)
+
+    monkeypatch.setattr(Engine, "_chunk", watched)
+    bench(toy_pair(None), BenchOptions((), (30,), (), context=20, drafts=(2,), repeats=1))
+    assert set(found) == {(0, 0, 0), (2, 2, 0)}
 
 
 def test_every_test_is_measured_and_its_tokens_counted(tiny: Pair) -> None:
@@ -91,7 +184,7 @@ def test_every_test_is_measured_and_its_tokens_counted(tiny: Pair) -> None:
     assert not done.interrupted
     assert [(each.case.kind, each.case.size) for each in done.measurements] == KINDS
     for each in done.measurements:
-        assert (each.batch, len(each.seconds)) == (2, 3)
+        assert (each.case.slots, each.case.active, len(each.seconds)) == (2, 2, 3)
         assert min(each.seconds) > 0
         kind, size = each.case.kind, each.case.size
         assert each.passes == {"pp": 1, "tg": size, "verify": each.passes}[kind]
@@ -171,6 +264,13 @@ def test_what_takes_more_positions_than_there_are_is_refused() -> None:
     options.check(16)
     with pytest.raises(InputError, match=r"pp 16 takes 16 positions, but the target has 15; ask for less$"):
         options.check(15)
+    several = BenchOptions(prompt_lengths=(), new_tokens=(5,), widths=(1,), context=9, slots=(3, 1))
+    several.check(9 + 1 + 2 + 5)  # two prompts of a chunk follow the first, with a step before each
+    with pytest.raises(InputError, match="tg 5 behind a context of 9 takes 17 positions"):
+        several.check(16)
+    several.check(9 + 1 + 2 * 4 + 8, steps_per_dispatch=4)
+    with pytest.raises(InputError, match="takes 26 positions"):
+        several.check(25, steps_per_dispatch=4)
     few = BenchOptions(prompt_lengths=(), new_tokens=(6,), widths=(1,), context=10)
     with pytest.raises(InputError, match=r"tg 6 behind a context of 10 takes 17 positions.*lower --context"):
         few.check(16)
@@ -190,12 +290,12 @@ def test_caches_that_do_not_fit_are_refused(tiny: Pair, monkeypatch: pytest.Monk
 ARGUMENTS = ("-p", "8", "-n", "3", "-t", "2,1,2", "--context", "6", "--repeats", "2")
 TOP = {"schema", "provenance", "config", "weight_bytes", "tests", "peak_memory_bytes"}
 CONFIG = {
-    "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "batch", "repeats", "seed", "dtype",
-    "experts", "kernels", "steps_per_dispatch", "interrupted",
+    "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "slots", "drafts", "repeats", "seed",
+    "drafter", "dtype", "experts", "kernels", "steps_per_dispatch", "interrupted",
 }  # fmt: skip
 TEST = {
-    "kind", "size", "context", "batch", "num_passes", "num_tokens", "seconds", "tok_per_s", "ms_per_pass", "v",
-    "v_floor", "weight_gb_per_s",
+    "kind", "size", "context", "slots", "active", "num_speculative_tokens", "num_passes", "num_tokens", "seconds",
+    "tok_per_s", "ms_per_pass", "v", "v_floor", "weight_gb_per_s", "over_one_slot", "cost",
 }  # fmt: skip
 SPREAD = {"median", "lowest", "highest"}
 Run = Callable[..., tuple[int, str, str]]
@@ -258,6 +358,29 @@ def test_the_table_is_on_standard_output_and_in_markdown(run: Run, tmp_path: Pat
     assert "peagle " in (tmp_path / "out.md").read_text()
 
 
+def test_slots_and_drafts_have_rows_and_columns_of_their_own(run: Run, tmp_path: Path) -> None:
+    given = ("-p", "0", "-t", "1", "--slots", "1,3", "-k", "2", "--drafter", "ngram", "--json", str(tmp_path / "out"))
+    code, out, _ = run(*ARGUMENTS, *given, "--markdown", str(tmp_path / "out.md"))
+    assert code == 0
+    rows = [line.strip("| ").split(" | ") for line in (tmp_path / "out.md").read_text().splitlines() if line[:1] == "|"]
+    assert rows[0] == ["test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s", "over 1 slot", "c(K)"]
+    assert [row[0] for row in rows[2:]] == [
+        "tg 3 @ 6, 1 slot", "tg 3 @ 6, 1 slot, K = 2", "tg 3 @ 6, 3 slots", "tg 3 @ 6, 3 slots, K = 2",
+        "tg 3 @ 6, 1 of 3 slots", "verify 1 @ 6",
+    ]  # fmt: skip
+    assert [row[0] in out for row in rows[2:]] == [True] * 6
+    assert [row[6:] == ["-", "-"] for row in rows[2:]] == [False] * 5 + [True]
+    assert [row[1] == "-" for row in rows[2:]] == [False, True, False, True, False, True]
+    value = json.loads((tmp_path / "out").read_text())
+    assert (value["config"]["slots"], value["config"]["drafts"], value["config"]["drafter"]) == ([1, 3], [2], "ngram")
+    assert [(test["slots"], test["active"], test["num_speculative_tokens"]) for test in value["tests"]] == [
+        (1, 1, 0), (1, 1, 2), (3, 3, 0), (3, 3, 2), (3, 1, 0), (1, 1, 0)
+    ]  # fmt: skip
+    assert [test["cost"] is not None for test in value["tests"]] == [False, True, False, True, False, False]
+    assert [test["over_one_slot"] is not None for test in value["tests"]] == [True, False, True, False, True, False]
+    assert value["tests"][0]["over_one_slot"] == 1
+
+
 def test_markdown_alone_goes_to_standard_output(run: Run) -> None:
     code, out, err = run("-p", "0", "-n", "0", "-t", "1", "--context", "6", "--repeats", "1", "--markdown", "-")
     assert code == 0
@@ -299,6 +422,18 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
         (["-n", "-4"], ["new tokens is -4"]),
         (["--context", "0"], ["context is 0"]),
         (["--slots", "0"], ["number of slots is 0"]),
+        (["--slots", "1,x"], ["--slots is '1,x'", "commas"]),
+        (["--slots", "1,-2"], ["number of slots is -2"]),
+        (["--slots", "1,2", "-n", "0"], ["several --slots are given, but no decoding test"]),
+        (["--slots", "1,400"], ["tg 3", f"the target has {MAX_POSITIONS}"]),
+        (["--slots", "2", "--batch", "2"], ["--slots and --batch"]),
+        (["-k", "0", "--drafter", "ngram"], ["K is 0", "1 or more"]),
+        (["-k", "2,many", "--drafter", "ngram"], ["-k is '2,many'"]),
+        (["-k", "200", "--drafter", "ngram"], ["K is 200", "128"]),
+        (["-k", "2", "-n", "0", "--drafter", "ngram"], ["-k is given, but no decoding test"]),
+        (["-k", "2"], ["needs a drafter of its own"]),
+        (["-k", "2", "--drafter", "absent"], ["absent does not exist"]),
+        (["--drafter", "ngram"], ["--drafter is given without -k"]),
         (["--repeats", "0"], ["repeats is 0"]),
         (["--context", "381"], ["tg 3", "takes 385 positions", f"the target has {MAX_POSITIONS}"]),
         (["-p", "385"], ["pp 385", f"has {MAX_POSITIONS}"]),

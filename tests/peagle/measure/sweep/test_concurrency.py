@@ -1,0 +1,393 @@
+"""Sweeps of many requests at once: what is decoded together, what follows from it, what a run that is cut off keeps."""
+
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import peagle.measure.sweep.measure
+from peagle.api import Pair
+from peagle.cli import main
+from peagle.engine.engine import Engine
+from peagle.engine.request import Request
+from peagle.engine.widths import read_widths
+from peagle.measure.metrics import busy_s
+from peagle.measure.sweep import charts
+from peagle.measure.sweep.compare import differences
+from peagle.measure.sweep.concurrency import best_drafts, ratios, rows
+from peagle.measure.sweep.folder import RAW, RUN, Folder, key, open_run
+from peagle.measure.sweep.plan import Plan
+from peagle.result import Result, decode
+from peagle.text.tokenizer import Tokenizer
+from scripts.publish import publish, rounded
+from tests.peagle.measure.sweep.runs import prompt_file, sweep, swept
+
+SLOTS = (1, 3)
+KS = (0, 1, 3)
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight prompts, plainly and by K = 1 and 3; two repeats; at one and at three at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peagle.measure.sweep.measure, "LOOKED_AT", 1)
+        return swept(patch, tmp_path_factory.mktemp("swept") / "run", "--concurrency", "3,1").path
+
+
+@pytest.fixture
+def finished(once: Path, tmp_path: Path) -> Folder:
+    return open_run(Path(shutil.copytree(once, tmp_path / "run")))
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peagle.measure.sweep.measure, "LOOKED_AT", 1)
+
+
+class Killed(BaseException):
+    """What no handler stops: as if the process had been killed."""
+
+
+def rewrite(folder: Folder, change: Callable[[dict[str, Any]], object], repeats: int = 2) -> Folder:
+    """Give every line made-up times, then `change` it; more repeats are copies of the first two."""
+    lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
+    lines = [{**line, "repeat": n} for n in range(repeats) for line in lines if line["repeat"] == n % 2]
+    for line in lines:
+        line |= {"ttft_s": 1.0, "decode_s": 2.0, "itl_s": [0.1, 0.2, 0.3]}
+        change(line)
+    (folder.path / RAW).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = json.loads((folder.path / RUN).read_text())
+    (folder.path / RUN).write_text(json.dumps(record | {"plan": record["plan"] | {"repeats": repeats}}))
+    return open_run(folder.path)
+
+
+def found_at(some: Sequence[dict[str, Any]], k: int, slots: int) -> dict[str, Any]:
+    (row,) = [row for row in some if (row["k"], row["concurrency"]) == (k, slots)]
+    return row
+
+
+# what is decoded
+
+
+def test_every_arm_decodes_all_requests_with_each_number_of_slots(finished: Folder) -> None:
+    keys = [key(sample) for sample in finished.samples()]
+    assert len(keys) == len(set(keys))
+    loads = [each for each in keys if each[1].concurrency is not None]
+    assert {(arm.k, arm.concurrency, repeat, request) for _, arm, repeat, request in loads} == set(
+        itertools.product(KS, SLOTS, range(2), range(8))
+    )
+    assert len(keys) - len(loads) == 3 * 2 * 8, "and one at a time, as without it"
+    plain = {(s.repeat, s.request): s.output_sha256 for s in finished.samples() if s.arm.k == 0 and not s.concurrency}
+    assert all(sample.output_sha256 == plain[sample.repeat, sample.request] for sample in finished.samples())
+
+
+def test_arms_with_as_many_slots_follow_one_another_and_take_turns(finished: Folder) -> None:
+    """So that plain decoding with as many at once is never far, and a drift falls on all alike."""
+    arms = [(s.repeat, s.concurrency, s.arm.k) for s in finished.samples() if s.concurrency is not None]
+    order = [each for each, _ in itertools.groupby(arms)]
+    assert len(order) == len(set(order)) == 2 * 2 * 3
+    assert [slots for _, slots, _ in order] == [1] * 3 + [3] * 6 + [1] * 3
+    first = [order[number][2] for number in range(0, 12, 3)]
+    assert first == [0, 1, 1, 3]
+
+
+def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[int, set[int]] = {}
+    real = Engine._hand_out
+
+    def watched(self: Engine, output: Any, sent: Any, now: float) -> Any:
+        active = sum(handle is not None for handle in sent.held)
+        seen.setdefault(self.config.slots, set()).add(active)
+        return real(self, output, sent, now)
+
+    monkeypatch.setattr(Engine, "_hand_out", watched)
+    swept(monkeypatch, tmp_path / "run", "--concurrency", "3,5", "-k", "2", "--repeats", "1")
+    assert {slots: max(active) for slots, active in seen.items()} == {1: 1, 3: 3, 5: 5}
+
+
+# what follows
+
+
+def test_figures_follow_from_raw_lines(finished: Folder) -> None:
+    raw = [json.loads(line) for line in (finished.path / RAW).read_text().splitlines()]
+    found = finished.record["by_concurrency"]
+    assert [(row["concurrency"], row["k"]) for row in found] == list(itertools.product(SLOTS, KS))
+    assert found == json.loads(json.dumps(rows(finished)))
+    for row in found:
+        rates = {}
+        for k, repeat in itertools.product((row["k"], 0), range(2)):
+            some = [e for e in raw if (e["k"], e.get("concurrency"), e["repeat"]) == (k, row["concurrency"], repeat)]
+            seconds = busy_s((each["ttft_s"], each["ttft_s"] + each["decode_s"]) for each in some)
+            rates[k, repeat] = sum(each["output_tokens"] - 1 for each in some) / seconds
+        mine = [rates[row["k"], repeat] for repeat in range(2)]
+        assert row["tok_per_s_repeats"] == pytest.approx(mine)
+        ratios = [rates[row["k"], repeat] / rates[0, repeat] for repeat in range(2)]
+        assert row["speedup_repeats"] == pytest.approx(ratios)
+        assert row["speedup_median"]["value"] == pytest.approx(np.median(ratios))
+        assert min(ratios) <= row["speedup"]["value"] * (1 + 1e-9)
+        assert row["speedup"]["value"] <= max(ratios) * (1 + 1e-9)
+        assert (row["num_requests"], row["num_repeats"], row["equal_to_plain_frac"]) == (8, 2, 1)
+        assert row["speedup"]["low"] is None, "of two repetitions no bootstrap says anything"
+        assert (row["acceptance_length"] is None) == (row["k"] == 0)
+        if row["k"]:
+            assert row["acceptance_length"]["low"] is not None, "of eight conversations one does"
+
+
+def test_what_requests_share_of_the_time_counts_once(finished: Folder) -> None:
+    """Three that overlap wholly, in twice the time of plain decoding's: as fast as its, one after another."""
+
+    def change(line: dict[str, Any]) -> None:
+        line["output_tokens"] = 5
+        if line.get("concurrency") == 3:
+            line["ttft_s"] = 1.0 if line["k"] else 1.0 + line["request"]
+            line["decode_s"] = 2.0 if line["k"] else 0.5
+
+    found = rows(rewrite(finished, change))
+    fast, plain = found_at(found, 3, 3), found_at(found, 0, 3)
+    assert plain["tok_per_s"]["value"] == pytest.approx(8 * 4 / (8 * 0.5))
+    assert fast["tok_per_s"]["value"] == pytest.approx(8 * 4 / 2.0)
+    assert fast["speedup"]["value"] == pytest.approx(2)
+    assert plain["ttft_s"]["value"] == pytest.approx(1 + 3.5), "the wait for a slot is in it"
+    assert [each["value"] for each in fast["itl_s"]] == [0.1, 0.2, 0.3]
+
+
+def test_times_are_resampled_by_repetitions_and_acceptance_by_conversations(finished: Folder) -> None:
+    """A machine that is slow in half of the repetitions slows both down: the ratio is sure, the speed is not."""
+
+    def change(line: dict[str, Any]) -> None:
+        line["decode_s"] = (2.0 if line["k"] else 3.0) * (1 + line["repeat"] % 2)
+
+    row = found_at(rows(rewrite(finished, change, repeats=8)), 3, 3)
+    assert row["tok_per_s"]["low"] < 0.9 * row["tok_per_s"]["value"] < 1.1 * row["tok_per_s"]["high"]
+    for name in ("low", "value", "high"):
+        assert row["speedup"][name] == pytest.approx(1.5)
+    assert row["ttft_s"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+
+
+def test_a_repetition_that_is_not_whole_counts_for_nothing(finished: Folder) -> None:
+    lines = (finished.path / RAW).read_text().splitlines(keepends=True)
+    last = json.loads(lines[-1])
+    (finished.path / RAW).write_text("".join(lines[:-1]))
+    found = rows(finished)
+    assert (last["concurrency"], last["repeat"]) == (1, 1)
+    assert {(row["k"], row["concurrency"]): row["num_repeats"] for row in found} == {
+        (k, slots): 1 if last["k"] in (0, k) and slots == 1 else 2 for slots, k in itertools.product(SLOTS, KS)
+    }
+
+
+def test_spans_that_overlap_count_once() -> None:
+    assert busy_s([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.0, 1.5)]) == 4
+    assert busy_s([]) == 0
+
+
+# what it shows
+
+
+def test_the_page_has_a_table_a_picture_and_says_what_is_resampled(finished: Folder) -> None:
+    text = (finished.path / "README.md").read_text()
+    table = text.split(": many requests at once\n")[1]
+    lines = [line.strip("| ").split(" | ")[:2] for line in table.splitlines() if line.startswith("|")]
+    assert lines[2:] == [[str(slots), str(k)] for slots, k in itertools.product(SLOTS, KS)]
+    assert "by bootstrap over repetitions" in text
+    (picture,) = finished.path.glob("*_concurrency.svg")
+    assert f"]({picture.name})" in text
+    drawn = picture.read_text()
+    assert all(name in drawn for name in ("plain decoding", "K = 1", "K = 3", "requests at once"))
+
+
+def test_a_run_in_short_keeps_it(finished: Folder, tmp_path: Path) -> None:
+    publish(finished.path, tmp_path / "short")
+    short = json.loads((tmp_path / "short" / RUN).read_text())
+    assert short["by_concurrency"] == rounded(finished.record["by_concurrency"])
+    assert len(list((tmp_path / "short").glob("*.svg"))) == 2
+    assert "many requests at once" in (tmp_path / "short" / "README.md").read_text()
+
+
+def test_without_a_speed_there_is_no_picture() -> None:
+    assert charts.concurrency({"plain decoding": [{"concurrency": 1, "tok_per_s": None}]}) is None
+
+
+def test_a_run_with_it_is_compared_with_one_without(
+    monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
+) -> None:
+    (tmp_path / "before").mkdir()
+    without = swept(monkeypatch, tmp_path / "before" / "run")
+    assert "by_concurrency" not in without.record
+    assert "at once" not in (without.path / "README.md").read_text()
+    for pair in ((without, finished), (finished, without)):
+        found = differences(*pair)
+        assert [each.label for each in found] == ["1", "1", "3", "3"]
+        assert all(each.equal for each in found if each.figure == "acceptance length")
+    assert main(["report", str(without.path), str(finished.path), "--out", str(tmp_path / "both"), "--quiet"]) == 0
+
+
+def test_a_plan_comes_back_from_json(finished: Folder) -> None:
+    plan = finished.plan
+    assert plan.concurrencies == (3, 1)
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    older = plan.to_json()
+    del older["concurrencies"]
+    assert Plan.from_json(older) == dataclasses.replace(plan, concurrencies=())
+
+
+# the table of drafts
+
+
+def load(k: int | str, slots: int, *speedups: float) -> dict[str, Any]:
+    return {"k": k, "concurrency": slots, "speedup_repeats": list(speedups)}
+
+
+def test_the_best_k_is_that_of_the_greatest_median_and_none_where_plain_decoding_is() -> None:
+    """Over settings and repetitions; auto is no K, and one that failed in a setting cannot be chosen."""
+    plain = [load(0, slots, 1.0, 1.0) for slots in (1, 4, 8, 16) for _ in range(2)]
+    some = [
+        *(load(1, 1, 1.1, 1.2), load(1, 1, 1.3, 9.0), load(3, 1, 1.4, 1.5), load(3, 1, 1.2, 1.0)),
+        *(load("auto", 1, 3.0, 3.0), load("auto", 1, 3.0, 3.0), load(5, 1, 5.0, 5.0)),
+        *(load(1, 4, 0.9, 1.1), load(1, 4, 1.0, 1.0), load(3, 4, 0.5, 0.5), load(3, 4, 0.5, 2.5)),
+        *(load(1, 8, 1.01, 1.02), load(1, 8, 0.9, 1.03)),
+    ]
+    found = ratios([*plain, *some])
+    assert {slots: dict(each) for slots, each in found.items()} == {
+        1: {1: pytest.approx(1.25), 3: pytest.approx(1.3)},
+        4: {1: 1.0, 3: 0.5},
+        8: {1: pytest.approx(1.015)},
+    }
+    assert best_drafts(found) == {1: 3, 4: 0, 8: 1}
+
+
+def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Folder, tmp_path: Path) -> None:
+    """Resumed: nothing is decoded again."""
+
+    def change(line: dict[str, Any]) -> None:
+        line["decode_s"] = {0: 2.0, 1: 1.5, 3: 1.0}[line["k"]] * (
+            3 if line["k"] and line.get("concurrency") == 3 else 1
+        )
+
+    rewrite(finished, change)
+    lines = (finished.path / RAW).read_text()
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        assert sweep(patch, "--out", finished.path, "--resume", "--write-widths", drafter) == 0
+    assert (finished.path / RAW).read_text() == lines
+    table = read_widths(drafter)
+    assert table is not None
+    assert dict(table.drafts) == {1: 3, 3: 0}
+    record = json.loads((drafter / "speculation.json").read_text())
+    assert record["ratios"] == {
+        "1": pytest.approx({"1": 4 / 3, "3": 2.0}),
+        "3": pytest.approx({"1": 4 / 9, "3": 2 / 3}),
+    }
+    assert set(record) == {"drafts", "rule", "ratios", "measured"}
+    assert record["measured"]["command"] == " ".join(finished.record["sittings"][0]["command"])
+    assert record["measured"]["time"] == finished.record["sittings"][0]["time"]
+    assert (record["measured"]["repeats"], record["measured"]["requests"]) == (2, 8)
+
+
+def test_a_run_writes_its_table_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    swept(monkeypatch, tmp_path / "run", "--concurrency", "1", "-k", "2", "--write-widths", tmp_path / "table.json")
+    drafts = json.loads((tmp_path / "table.json").read_text())["drafts"]
+    assert list(drafts) == ["1"]
+    assert drafts["1"] in (0, 2), "which one, the machine decides"
+
+
+# cut off, failed, refused
+
+
+def test_a_run_that_is_cut_off_goes_on_with_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
+) -> None:
+    """Killed between loads, and with a line of one that got lost: that one is decoded again, all of it, and once."""
+    calls = itertools.count(1)
+    decoded: list[tuple[int, int, int]] = []
+
+    def killing(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
+        if next(calls) == 3 * 8 + 5:  # in the first repeat, the load after four
+            raise Killed
+        decoded.append((engine.config.slots, engine.config.num_speculative_tokens, len(requests)))
+        return decode(engine, requests, tokenizer)
+
+    monkeypatch.setattr("peagle.measure.sweep.measure.decode", killing)
+    out = tmp_path / "cut" / "run"
+    out.parent.mkdir()
+    with pytest.raises(Killed):
+        swept(monkeypatch, out, "--concurrency", "3,1")
+    lines = (out / RAW).read_text().splitlines(keepends=True)
+    assert len(lines) == (3 + 4) * 8
+    (out / RAW).write_text("".join(lines[:-1]))
+    before = [key(sample) for sample in open_run(out).samples()]
+    decoded.clear()
+    assert sweep(monkeypatch, "--out", out, "--resume") == 0
+    assert decoded[:2] == [(3, 1, 8), (3, 3, 8)], "what lost a line, then what was next"
+    folder = open_run(out)
+    keys = [key(sample) for sample in folder.samples()]
+    assert set(keys) == {key(sample) for sample in finished.samples()}
+    assert [each for each in keys if keys.count(each) > 1] == 2 * before[-7:]
+    assert {row["num_repeats"] for row in folder.record["by_concurrency"]} == {2}
+
+
+def test_an_arm_that_fails_at_many_at_once_need_not_cost_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = Pair.engine
+
+    def engine(self: Pair, config: Any) -> Engine:
+        if (config.slots, config.num_speculative_tokens) == (3, 2):
+            raise MemoryError("no room")
+        return real(self, config)
+
+    monkeypatch.setattr(Pair, "engine", engine)
+    options = ["--prompts", prompt_file(tmp_path), "-k", "2", "--repeats", 1, "-n", 9, "--render", "raw"]
+    given = ["--out", tmp_path / "run", *options, "--concurrency", "3", "--continue-on-error"]
+    assert sweep(monkeypatch, *given) == 1
+    folder = open_run(tmp_path / "run")
+    assert [row["k"] for row in folder.record["rows"]] == [0, 2]
+    assert [row["k"] for row in folder.record["by_concurrency"]] == [0]
+    assert "K = 2, 3 at once: no room" in (tmp_path / "run" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--concurrency", "x"], "--concurrency is 'x'; expected numbers with commas"),
+        (["--concurrency", ""], "--concurrency is ''"),
+        (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
+        (["--concurrency", "2,10"], "--concurrency is 10, but prompts has 9 requests"),
+        (["--write-widths", "table.json"], "give --concurrency 1 and others"),
+        (["--write-widths", "table.json", "--concurrency", "2,4"], "give --concurrency 1 and others"),
+        (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
+        (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
+        (["--write-widths", "table.json", "--concurrency", "1", "-k", "auto"], "-k names auto alone"),
+        (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
+        (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    given = ["--out", tmp_path / "run", "--prompts", prompt_file(tmp_path), *arguments]
+    assert sweep(monkeypatch, *given) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_counts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--prompts", prompt_file(tmp_path), "-k", "2", "--concurrency", "4,2", "--repeats", 1, "--dry-run"]
+    assert sweep(monkeypatch, "--out", tmp_path / "run", *given) == 0
+    said = capsys.readouterr().out
+    assert "at once      2, 4" in said
+    assert f"{9 * (2 + 2 * 2)} requests" in said
