@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -74,8 +74,15 @@ class Pair:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
-        draft_sampling: bool = False,
+        min_p: float = 0.0,
         seed: int = 0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        repetition_penalty: float = 1.0,
+        logit_bias: Mapping[int, float] | None = None,
+        min_tokens: int = 0,
+        logprobs: int | None = None,
+        draft_sampling: bool = False,
         system: str | None = None,
         reasoning_effort: str | None = None,
         raw: bool = False,
@@ -85,22 +92,37 @@ class Pair:
         stop: str | Sequence[str] = (),
         slots: int = 1,
         context: int | None = None,
+        prefill_chunk: int = DEFAULT_CHUNK,
     ) -> "Stream":
         """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
 
         A text is put into the chat template, unless `raw`; special tokens spelled in it are characters, unless it is
         raw and they are asked for by `special_tokens`. Token ids are taken as they are. num_speculative_tokens is
         K, 0 for plain decoding, or "auto": by the pair's table, and plainly where drafting does not pay. None
-        is the pair's default (plain decoding where it has no drafter). The answer ends before the first of the strings
-        in `stop`. Raises InputError at once for what cannot be run.
+        is the pair's default (plain decoding where it has no drafter). Sampling, penalties, biases and min_tokens:
+        peagle.SamplingParams. logprobs: how many of the likeliest tokens `result.logprobs` names beside each emitted
+        one. The answer ends before the first of the strings in `stop`. Raises InputError at once for what cannot be
+        run.
 
         Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
-        shape is K, `slots`, draft_sampling, and the positions: `context`, or as many as prompt and max_new_tokens need,
-        which may differ from stream to stream. Iterate over each stream in a thread of its own, or over `astream`.
+        shape is K, `slots`, draft_sampling, prefill_chunk, and the positions: `context`, or as many as prompt and
+        max_new_tokens need, which may differ from stream to stream. Iterate over each stream in a thread of its own, or
+        over `astream`.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
-        sampling = SamplingParams(temperature, top_k, top_p, seed=seed)
+        sampling = SamplingParams(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            presence_penalty,
+            frequency_penalty,
+            repetition_penalty,
+            tuple((logit_bias or {}).items()),
+            min_tokens,
+        )
         request = self.request(
             conversation,
             (),
@@ -109,11 +131,19 @@ class Pair:
             sampling=sampling,
             ignore_eos=ignore_eos,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            logprobs=logprobs,
             context=context,
         )
         k, adaptive = self.num_drafts(num_speculative_tokens)
         capacity = self.capacity([request]) if context is None else context
-        config = self.engine_config(k, slots=slots, capacity=capacity, adaptive=adaptive, draft_sampling=draft_sampling)
+        config = self.engine_config(
+            k,
+            slots=slots,
+            capacity=capacity,
+            adaptive=adaptive,
+            draft_sampling=draft_sampling,
+            chunk=prefill_chunk,
+        )
         return Stream(self, self.engine(config), request)
 
     def astream(self, prompt: str | Sequence[int], **options: Any) -> "AsyncStream":
@@ -173,6 +203,7 @@ class Pair:
         sampling: SamplingParams = DEFAULT_SAMPLING,
         ignore_eos: bool = False,
         stop: tuple[str, ...] = (),
+        logprobs: int | None = None,
         index: int = 0,
         context: int | None = None,
     ) -> Request:
@@ -185,12 +216,6 @@ class Pair:
             raise InputError(f"{max_new_tokens} new tokens are asked for; expected 1 or more")
         room = self.room(context)
         prompt_ids = conversation.encode(answers, self.tokenizer, rendering)
-        vocab_size = self.target.vocab_size
-        if outside := [i for i in prompt_ids if not 0 <= i < vocab_size]:
-            raise InputError(
-                f"{conversation.name} holds token id {outside[0]}, outside the target's vocabulary; expected "
-                f"0..{vocab_size - 1}"
-            )
         if len(prompt_ids) >= room:
             whose = "the model has" if context is None else "the context holds"
             raise InputError(
@@ -201,7 +226,9 @@ class Pair:
         refuse_stop_strings_without(self.tokenizer, stop)
         stops = () if ignore_eos else self.stop_token_ids
         budget = min(max_new_tokens, room - len(prompt_ids))
-        return Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name, stop=stop)
+        request = Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name, logprobs, stop)
+        request.check_vocabulary(self.target.vocab_size)
+        return request
 
     def room(self, context: int | None) -> int:
         """Positions a prompt and its output may take: the context asked for, or all the model has."""
@@ -300,7 +327,7 @@ class Stream(Iterator[str]):
         return self._assembler.result()
 
     def _run(self, request: Request) -> Generator[str]:
-        self._engine.warm_up(sampled=not request.sampling.greedy)
+        self._engine.warm_up(sampled=not request.sampling.greedy, full=request.full)
         asked = ask(self._engine, [request], self._pair.tokenizer)
         ((self._handle, self._assembler),) = asked.items()
         if self._closed:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peagle.engine.engine import Engine, Handle
-from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk
+from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Detokenizer, Tokenizer
@@ -116,6 +116,7 @@ class Result:
     first_s: float | None  # time of the first token
     last_s: float | None
     steps: tuple[StepRecord, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if the request asks for them
     times_s: tuple[float, ...] = ()  # at which tokens came, each once: those of a dispatch come together
 
     @property
@@ -204,6 +205,7 @@ class Assembler:
         self._last_s: float | None = None
         self._ids: list[int] = []
         self._pieces: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._steps: list[StepRecord] = []
         self._times: list[float] = []
 
@@ -220,6 +222,7 @@ class Assembler:
             token_ids += chunk.token_ids[-1:] if at_stop_token else ()
             text += "" if chunk.finish_reason is None else self._flush()
         self._ids += token_ids
+        self._logprobs += chunk.logprobs[: len(token_ids)]
         self._steps += [step for step in chunk.steps if self._began(step)]
         if token_ids:
             self._first_s = chunk.time_s if self._first_s is None else self._first_s
@@ -245,6 +248,7 @@ class Assembler:
             first_s=self._first_s,
             last_s=self._last_s,
             steps=tuple(self._steps),
+            logprobs=tuple(self._logprobs),
             times_s=tuple(self._times),
         )
 

@@ -12,7 +12,7 @@ from typing import Annotated, TextIO, TypeVar
 import typer
 
 from peagle.cli.output import say
-from peagle.cli.settings import BenchSettings, ChatSettings, Settings, parse_layers
+from peagle.cli.settings import BenchSettings, ChatSettings, SamplingSettings, Settings, parse_layers
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.jax_cure import MiscompilingJaxError
@@ -309,13 +309,59 @@ TopP = Annotated[
 Seed = Annotated[
     int, typer.Option("--seed", metavar="S", rich_help_panel=SAMPLING, help="The same seed draws the same tokens.")
 ]
+MinP = Annotated[
+    float,
+    typer.Option("--min-p", metavar="P", rich_help_panel=SAMPLING, help="At least P times as likely as the likeliest."),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option(
+        "--presence-penalty", metavar="X", rich_help_panel=SAMPLING, help="Lower the logit of emitted tokens by X."
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(
+        "--frequency-penalty",
+        metavar="X",
+        rich_help_panel=SAMPLING,
+        help="The same by X for each time it was emitted.",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repetition-penalty",
+        metavar="X",
+        rich_help_panel=SAMPLING,
+        help="Divide positive logits of tokens of prompt and answer by X, multiply negative ones; 1: off.",
+    ),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logit-bias", metavar="ID=X", rich_help_panel=SAMPLING, help="Add X to a token's logit; repeatable."
+    ),
+]
+MinTokens = Annotated[
+    int, typer.Option("--min-tokens", metavar="N", rich_help_panel=SAMPLING, help="No stop token before N tokens.")
+]
+PrefillChunk = Annotated[
+    int,
+    typer.Option(
+        "--prefill-chunk",
+        metavar="N",
+        rich_help_panel=RUNNING,
+        help="Tokens of a prompt in one pass. More: prompts are read sooner; fewer: other requests wait less.",
+    ),
+]
 Logprobs = Annotated[
     int | None,
     typer.Option(
         "--logprobs",
         metavar="N",
         rich_help_panel=OUTPUT,
-        help="Per token its log-probability and the N most likely tokens with theirs; in --json, too.",
+        help="Per token its log-probability and the N (<= 20) likeliest with theirs; in --json, too. Costs time.",
     ),
 ]
 Json = Annotated[
@@ -388,6 +434,7 @@ def speculate(
     experts: ExpertsOption = Experts.auto,
     kernels: KernelsOption = Kernels.auto,
     context: Context = None,
+    prefill_chunk: PrefillChunk = 128,
     num_speculative_tokens: NumSpeculative = None,
     draft_sampling: DraftSampling = False,
     synthetic_acceptance: SyntheticAcceptance = None,
@@ -396,7 +443,13 @@ def speculate(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
     seed: Seed = 0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    logit_bias: LogitBias = None,
+    min_tokens: MinTokens = 0,
     max_new_tokens: MaxNewTokens = 256,
     slots: Slots = None,
     batch: Batch = None,
@@ -424,15 +477,24 @@ def speculate(
         experts=experts.value,
         kernels=kernels.value,
         context=context,
+        prefill_chunk=prefill_chunk,
         num_speculative_tokens=num_speculative_tokens,
         draft_sampling=draft_sampling,
         synthetic_acceptance=synthetic_acceptance,
         draft_vocab=draft_vocab,
         baseline=not no_baseline,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
+        sampling=SamplingSettings(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            presence_penalty,
+            frequency_penalty,
+            repetition_penalty,
+            tuple(logit_bias or ()),
+            min_tokens,
+        ),
         max_new_tokens=max_new_tokens,
         slots=chosen_slots(slots, batch, 1),
         ignore_eos=ignore_eos,
@@ -463,10 +525,17 @@ def generate(
     experts: ExpertsOption = Experts.auto,
     kernels: KernelsOption = Kernels.auto,
     context: Context = None,
+    prefill_chunk: PrefillChunk = 128,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
     seed: Seed = 0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    logit_bias: LogitBias = None,
+    min_tokens: MinTokens = 0,
     max_new_tokens: MaxNewTokens = 256,
     slots: Slots = None,
     batch: Batch = None,
@@ -495,15 +564,24 @@ def generate(
         experts=experts.value,
         kernels=kernels.value,
         context=context,
+        prefill_chunk=prefill_chunk,
         num_speculative_tokens="0",
         draft_sampling=False,
         synthetic_acceptance=None,
         draft_vocab=None,
         baseline=False,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
+        sampling=SamplingSettings(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            presence_penalty,
+            frequency_penalty,
+            repetition_penalty,
+            tuple(logit_bias or ()),
+            min_tokens,
+        ),
         max_new_tokens=max_new_tokens,
         slots=chosen_slots(slots, batch, 1),
         ignore_eos=ignore_eos,
@@ -548,7 +626,13 @@ def chat(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
     seed: Seed = 0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    logit_bias: LogitBias = None,
+    min_tokens: MinTokens = 0,
     max_new_tokens: MaxNewTokens = 1024,
     stop: Stop = None,
     quiet: Quiet = False,
@@ -566,10 +650,18 @@ def chat(
         num_speculative_tokens=num_speculative_tokens,
         draft_vocab=draft_vocab,
         baseline=baseline,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
+        sampling=SamplingSettings(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            presence_penalty,
+            frequency_penalty,
+            repetition_penalty,
+            tuple(logit_bias or ()),
+            min_tokens,
+        ),
         max_new_tokens=max_new_tokens,
         stop=tuple(stop or ()),
         quiet=quiet,

@@ -10,7 +10,6 @@ from peagle.cli.output import say
 from peagle.cli.report import summary_block
 from peagle.cli.run import load_pair, parse_num_drafts
 from peagle.cli.settings import ChatSettings
-from peagle.engine.request import SamplingParams
 from peagle.loading import DEMO, drafter_path, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
@@ -39,7 +38,7 @@ def chat_command(settings: ChatSettings) -> int:
     config = RunConfig(  # refuses, before anything slow, what no pair could do
         num_speculative_tokens=asked if isinstance(asked, int) else 1,
         max_new_tokens=settings.max_new_tokens,
-        sampling=SamplingParams(settings.temperature, settings.top_k, settings.top_p, seed=settings.seed),
+        sampling=settings.sampling.params(),
         stop=settings.stop,
         baseline=settings.baseline,
         rendering=Rendering(

@@ -38,9 +38,10 @@ def report(
 
 
 def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
-    """All requests together (peagle.result.summarize)."""
+    """All requests together (peagle.measure.metrics.summarize)."""
     results = [outcome.result for outcome in run.outcomes]
-    return summarize(results, [outcome.baseline for outcome in run.outcomes], run.compile_s, peak_memory_bytes)
+    baselines = [outcome.baseline for outcome in run.outcomes]
+    return summarize(results, baselines, run.compile_s, peak_memory_bytes, run.host_gap_frac)
 
 
 def trace_lines(run: Run) -> Iterator[str]:
@@ -93,12 +94,12 @@ def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
         return repr(pair.tokenizer.token_bytes(token_id).decode("utf-8", errors="replace"))
 
     for outcome in run.outcomes:
-        if outcome.logprobs is None:
+        if outcome.result.request.logprobs is None:
             continue
         if len(run.outcomes) > 1:
             yield f"request {outcome.result.request.index + 1}"
         yield "log-probability, token | the likeliest there"
-        for token in outcome.logprobs:
+        for token in outcome.result.logprobs:
             best = ", ".join(f"{shown(token_id)} {logprob:.2f}" for token_id, logprob in token.best)
             yield f"{token.logprob:8.2f}  {shown(token.token_id):<16} | {best}"
 
@@ -114,6 +115,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "synthetic_acceptance": config.synthetic_acceptance,
         "slots": config.slots,
         "context": config.context,
+        "prefill_chunk": config.prefill_chunk,
         "capacity": run.capacity,
         "dtype": pair.dtype,
         "experts": pair.experts,
@@ -153,10 +155,10 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "speculative_decoding": speculative_decoding_block(result.counters) if speculative else None,
         "baseline": _baseline_block(outcome),
         "logprobs": None
-        if outcome.logprobs is None
+        if outcome.result.request.logprobs is None
         else [
             {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
-            for token in outcome.logprobs
+            for token in outcome.result.logprobs
         ],
     }
 

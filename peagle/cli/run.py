@@ -10,7 +10,6 @@ from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.settings import ChatSettings, DataSettings, Settings, parse_layers
-from peagle.engine.request import SamplingParams
 from peagle.loading import DEMO, NGRAM, drafter_path, load, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
@@ -113,11 +112,12 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         num_speculative_tokens=k,
         adaptive=adaptive,
         max_new_tokens=settings.max_new_tokens,
-        sampling=SamplingParams(settings.temperature, settings.top_k, settings.top_p, seed=settings.seed),
+        sampling=settings.sampling.params(),
         draft_sampling=settings.draft_sampling,
         synthetic_acceptance=_synthetic(settings, k),
         slots=settings.slots,
         context=settings.context,
+        prefill_chunk=settings.prefill_chunk,
         ignore_eos=settings.ignore_eos,
         stop=settings.stop,
         baseline=settings.baseline,

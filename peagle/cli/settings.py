@@ -4,7 +4,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from peagle.engine.request import SamplingParams
 from peagle.ops.errors import InputError
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How logits are to become tokens, in all commands that decode for people."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[str, ...]  # "ID=VALUE"
+    min_tokens: int
+
+    def params(self) -> SamplingParams:
+        """What the engine is asked for. Raises InputError for what cannot be."""
+        biases = tuple(parse_bias(each) for each in self.logit_bias)
+        return SamplingParams(**{**vars(self), "logit_bias": biases})
+
+
+def parse_bias(typed: str) -> tuple[int, float]:
+    """(token id, what is added to its logit) of "ID=VALUE"."""
+    token, _, value = typed.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise InputError(f"--logit-bias is {typed!r}; expected ID=VALUE, a token id and a number: 13=-5") from None
 
 
 @dataclass(frozen=True)
@@ -27,15 +58,13 @@ class Settings:
     experts: str
     kernels: str
     context: int | None
+    prefill_chunk: int
     num_speculative_tokens: str | None  # a number, or auto
     draft_sampling: bool
     synthetic_acceptance: str | None
     draft_vocab: str | None
     baseline: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    sampling: SamplingSettings
     max_new_tokens: int
     slots: int
     ignore_eos: bool
@@ -64,10 +93,7 @@ class ChatSettings:
     num_speculative_tokens: str | None  # a number, or auto
     draft_vocab: str | None
     baseline: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    sampling: SamplingSettings
     max_new_tokens: int
     stop: tuple[str, ...]
     quiet: bool

@@ -189,19 +189,12 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise InputError, before any work, for a request that cannot be run."""
-        vocab_size, capacity = self.target.vocab_size, self.config.capacity
-        if outside := [i for i in request.prompt_ids if not 0 <= i < vocab_size]:
-            raise InputError(
-                f"{request.name} holds token id {outside[0]}, outside the vocabulary; expected 0..{vocab_size - 1}"
-            )
+        capacity = self.config.capacity
+        request.check_vocabulary(self.target.vocab_size)
         if len(request.prompt_ids) + request.max_new_tokens > capacity:
             raise InputError(
                 f"{request.name} has {len(request.prompt_ids)} tokens and {request.max_new_tokens} new ones are asked "
                 f"for, but the context holds {capacity}: shorten one of them or raise the context"
-            )
-        if outside := [token for token, _ in request.sampling.logit_bias if token >= vocab_size]:
-            raise InputError(
-                f"logit bias names token id {outside[0]}, outside the vocabulary; expected 0..{vocab_size - 1}"
             )
         if self.config.draft_sampling and request.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
@@ -351,6 +344,8 @@ class Engine:
             measuring()
             with self._lock:
                 self._table = self._table.paying(self._measure_costs())
+        if missing or measures:
+            self.times, self._last_read_s = LoopTimes(), None
 
     @property
     def widths(self) -> WidthTable:

@@ -165,6 +165,17 @@ class Request:
             raise InputError(f"{self.logprobs} log-probabilities are asked for; expected 0..{MOST_LOGPROBS}")
         check_stop_strings(self.stop)
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InputError for token ids that no vocabulary of so many has."""
+        for what, ids in (
+            (f"{self.name} holds", self.prompt_ids),
+            ("logit bias names", tuple(token for token, _ in self.sampling.logit_bias)),
+        ):
+            if outside := [each for each in ids if not 0 <= each < vocab_size]:
+                raise InputError(
+                    f"{what} token id {outside[0]}, outside the target's vocabulary; expected 0..{vocab_size - 1}"
+                )
+
     @property
     def full(self) -> bool:
         """Whether steps adjust this request's logits or say log-probabilities: what `StepKind.full` is for."""

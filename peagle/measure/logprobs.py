@@ -6,31 +6,21 @@ rounding, in bfloat16 with the differences that passes of different width have t
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from peagle.engine.request import TokenLogprobs
 from peagle.protocols import PyTree, Target
 
 CHUNK = 32  # output tokens scored in one pass
 
 
-@dataclass(frozen=True)
-class TokenScore:
-    """One emitted token: the log of its probability (log-softmax of the logits, before temperature and truncation), and
-    the most likely tokens there with theirs, best first."""
-
-    token_id: int
-    logprob: float
-    best: tuple[tuple[int, float], ...]
-
-
 def score(
     target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int | None = None
-) -> list[TokenScore]:
-    """One TokenScore per output token. `capacity` is the room for prompt and output, of which each value is one
+) -> list[TokenLogprobs]:
+    """One entry per output token. `capacity` is the room for prompt and output, of which each value is one
     program; by default the next power of two."""
     if not output_ids:
         return []
@@ -51,7 +41,7 @@ def score(
             parts.append([np.asarray(leaf)[max(first - start, 0) : count] for leaf in found])
     logprobs, best_logprobs, best_ids = (np.concatenate(column).tolist() for column in zip(*parts, strict=True))
     return [
-        TokenScore(token, logprobs[i], tuple(zip(best_ids[i], best_logprobs[i], strict=True))[:num_best])
+        TokenLogprobs(token, logprobs[i], tuple(zip(best_ids[i], best_logprobs[i], strict=True))[:num_best])
         for i, token in enumerate(output_ids)
     ]
 

@@ -78,10 +78,14 @@ def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
 
 
 def summarize(
-    results: Sequence[Result], baselines: Sequence[Result | None], compile_s: float, peak_memory_bytes: int | None
+    results: Sequence[Result],
+    baselines: Sequence[Result | None],
+    compile_s: float,
+    peak_memory_bytes: int | None,
+    host_gap_frac: float | None = None,
 ) -> dict[str, Any]:
     """All requests together: the counters, then the ratios from them. `baselines[i]` is plain decoding of results[i]'s
-    request, where it ran; the speed-up is over those requests only."""
+    request, where it ran; the speed-up is over those requests only. host_gap_frac: peagle.engine.engine.LoopTimes."""
     counters = pooled_counters(results)
     quiet = pooled_counters([result for result in results if not result.loops])
     both = [(fast, plain) for fast, plain in zip(results, baselines, strict=True) if plain is not None]
@@ -110,5 +114,6 @@ def summarize(
         "num_diverged_requests": sum(fast.output_ids != plain.output_ids for fast, plain in both) if both else None,
         "ttft_s": statistics.median(times) if (times := [r.ttft_s for r in results if r.ttft_s is not None]) else None,
         "compile_s": compile_s,
+        "host_gap_frac": host_gap_frac,
         "peak_memory_bytes": peak_memory_bytes,
     }

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
-from peagle.engine.engine import DRAFTS_ARE_GREEDY, Engine, EngineConfig
+from peagle.engine.engine import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Engine, EngineConfig
 from peagle.engine.request import Request, SamplingParams, check_stop_strings
-from peagle.measure.logprobs import TokenScore, score, top_2_margin
+from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
-from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.result import Result, ask, decode, follow
 from peagle.text.prompts import Conversation, Rendering
@@ -38,7 +37,8 @@ class RunConfig:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # strings before which an answer ends
     baseline: bool = True
-    logprobs: int | None = None  # how many of the best tokens to score beside each emitted one
+    logprobs: int | None = None  # how many of the likeliest tokens to name beside each emitted one
+    prefill_chunk: int = DEFAULT_CHUNK
     profile: Path | None = None  # where to write a trace of some of the steps (peagle.measure.profile)
     rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
@@ -46,6 +46,7 @@ class RunConfig:
         EngineConfig(  # refuses what no engine takes
             self.num_speculative_tokens,
             self.slots,
+            chunk=self.prefill_chunk,
             draft_sampling=self.draft_sampling,
             synthetic_acceptance=self.synthetic_acceptance,
         )
@@ -54,8 +55,7 @@ class RunConfig:
             raise InputError(DRAFTS_ARE_GREEDY)
         if self.max_new_tokens < 1:
             raise InputError(f"{self.max_new_tokens} new tokens are asked for; expected 1 or more")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise InputError(f"logprobs is {self.logprobs}; expected 0 or more")
+        Request((0,), 1, logprobs=self.logprobs)  # refuses what no request asks for
 
     @property
     def compares(self) -> bool:
@@ -79,7 +79,6 @@ class Outcome:
     turn: int | None  # from 0; None where the request is no turn of a conversation
     baseline: Result | None = None
     first_divergence: Divergence | None = None
-    logprobs: list[TokenScore] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +101,7 @@ class Run:
     outcomes: list[Outcome]
     capacity: int
     compile_s: float = 0.0
+    host_gap_frac: float | None = None  # of the time: the device had nothing to do (peagle.engine.engine.LoopTimes)
     costs: CostsUsed | None = None
     profile: Breakdown | None = None
     profile_failed: str | None = None  # why there is none, where one was wanted
@@ -179,6 +179,7 @@ class _Session:
             outcomes=[self.outcomes[index] for index in sorted(self.outcomes)],
             capacity=self.capacity,
             compile_s=self.compile_s,
+            host_gap_frac=self._engine(self.config.num_speculative_tokens).times.gap_frac,
             costs=self._costs(),
             profile=found,
             profile_failed=failed,
@@ -243,6 +244,7 @@ class _Session:
             sampling=config.sampling,
             ignore_eos=config.ignore_eos,
             stop=config.stop,
+            logprobs=config.logprobs,
             index=index,
             context=config.context,
         )
@@ -260,6 +262,7 @@ class _Session:
             capacity=self.capacity,
             draft_sampling=config.draft_sampling and k > 0,
             synthetic_acceptance=config.synthetic_acceptance if k else None,
+            chunk=config.prefill_chunk,
         )
         return self.pair.engine(shape)
 
@@ -271,7 +274,7 @@ class _Session:
         for engine in self._all_engines():
             self.observer.compiling()
             before = engine.compile_s
-            engine.warm_up(sampled=not self.config.sampling.greedy, measuring=self.observer.measuring)
+            engine.warm_up(not self.config.sampling.greedy, self.observer.measuring, full=requests[0].full)
             self.compile_s += engine.compile_s - before
         fast = self._engine(self.config.num_speculative_tokens)
         plain_results: list[Result] = []
@@ -284,11 +287,6 @@ class _Session:
             plain_results = self._decode_plainly(requests)
         for plain in plain_results:
             self._compare(self.outcomes[plain.request.index], plain)
-        if self.config.logprobs is not None:
-            for request in requests:
-                interrupt.check()
-                outcome = self.outcomes[request.index]
-                outcome.logprobs = self._score(outcome.result, self.config.logprobs)
         self.done += len(requests)
 
     def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> None:
@@ -323,13 +321,3 @@ class _Session:
             longer = max(result.output_ids, plain.output_ids, key=len)
             margin = top_2_margin(self.pair.plain_target, result.request.prompt_ids, longer[: index + 1], self.capacity)
             outcome.first_divergence = Divergence(index, margin)
-
-    def _score(self, result: Result, num_best: int) -> list[TokenScore]:
-        vocab_size = self.pair.target.vocab_size
-        return score(
-            self.pair.plain_target,
-            result.request.prompt_ids,
-            result.output_ids,
-            min(num_best, vocab_size),
-            self.capacity,
-        )

@@ -199,6 +199,27 @@ def test_a_link_is_followed_and_a_device_is_not_replaced(cli: Run, tmp_path: Pat
     assert not Path(os.devnull).is_file()
 
 
+def test_sampling_options_reach_the_engine(cli: Run) -> None:
+    """They stand in the document, and speculation answers as plain decoding does."""
+    asked = {
+        "min_p": 0.1, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5, "min_tokens": 3,
+    }  # fmt: skip
+    options = [part for name, value in asked.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    options += ["--logit-bias", "51=-100", "--logit-bias", "60=2", "--temperature", "1.5", "--seed", "3"]
+
+    def answer(command: str, *more: str) -> tuple[dict[str, Any], list[int]]:
+        code, out, err = cli(command, "-n", "40", "--json", "-", "--prompt-ids", "50", *more)
+        assert code == 0, err
+        return json.loads(out)["config"], json.loads(out)["requests"][0]["output_ids"]
+
+    config, plain = answer("generate", *options)
+    assert {name: config[name] for name in asked} == asked
+    assert config["logit_bias"] == [[51, -100], [60, 2]]
+    assert answer("generate")[1][0] == 51
+    assert 51 not in plain
+    assert answer("speculate", "--drafter", "ngram", "-k", "3", *options)[1] == plain
+
+
 def test_logprobs_are_in_the_json(cli: Run) -> None:
     code, out, _ = cli("generate", "-n", "4", "--logprobs", "2", "--json", "-", "--prompt-ids", "50")
     (request,) = json.loads(out)["requests"]
@@ -354,6 +375,15 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         (["--temperature", "nan", "Hi"], ["temperature is nan"]),
         (["--top-p", "0", "Hi"], ["top-p is 0"]),
         (["--top-k", "-1", "Hi"], ["top-k is -1"]),
+        (["--min-p", "2", "Hi"], ["min-p is 2"]),
+        (["--presence-penalty", "3", "Hi"], ["presence penalty is 3", "-2 to 2"]),
+        (["--frequency-penalty", "-3", "Hi"], ["frequency penalty is -3"]),
+        (["--repetition-penalty", "0", "Hi"], ["repetition penalty is 0"]),
+        (["--logit-bias", "x=1", "Hi"], ["--logit-bias is 'x=1'", "ID=VALUE"]),
+        (["--logit-bias", "5", "Hi"], ["--logit-bias is '5'", "ID=VALUE"]),
+        (["--logit-bias", "100000=1", "Hi"], ["token id 100000", "vocabulary"]),
+        (["--min-tokens", "-1", "Hi"], ["min tokens are -1"]),
+        (["--prefill-chunk", "0", "Hi"], ["prefill chunk is 0"]),
         (["--seed", "-1", "Hi"], ["seed is -1"]),
         (["--draft-sampling", "--temperature", "1", "Hi"], ["no probabilities"]),
         (["--date", "today", "Hi"], ["YYYY-MM-DD"]),
@@ -422,7 +452,7 @@ def test_a_bad_line_of_a_prompt_file_is_left_out_and_told_or_refused(cli: Run, t
 def test_flags_of_the_other_command_are_refused(cli: Run, real: Run) -> None:
     refused(cli("generate", "-k", "3", "Hi"), "-k")
     refused(cli("speculate", "--logprobs", "3", "Hi"), "--logprobs")
-    refused(cli("generate", "--logprobs", "-1", "Hi"), "logprobs is -1")
+    refused(cli("generate", "--logprobs", "-1", "Hi"), "-1 log-probabilities are asked for; expected 0..20")
     refused(real("nonsense"), "nonsense")
 
 

@@ -21,8 +21,9 @@ TOP = {"schema", "provenance", "config", "profile", "requests", "summary"}
 PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu", "num_threads", "device"}
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
-    "top_k", "top_p", "draft_sampling", "synthetic_acceptance",
-    "min_p", "seed", "slots", "context", "capacity", "dtype", "experts", "kernels", "aux_layers",
+    "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "min_tokens", "draft_sampling", "synthetic_acceptance", "prefill_chunk",
+    "seed", "slots", "context", "capacity", "dtype", "experts", "kernels", "aux_layers",
     "draft_vocab", "baseline", "ignore_eos", "logprobs", "raw_prompt", "special_tokens", "system", "reasoning_effort",
     "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
 }  # fmt: skip
@@ -42,7 +43,7 @@ SUMMARY = {
     "acceptance_length_without_loops",
     "acceptance_rate_per_position", "conditional_rate_per_position", "loop_share", "looping_requests_frac", "tok_per_s",
     "baseline_tok_per_s", "speedup",
-    "speedup_median", "num_diverged_requests", "ttft_s", "compile_s", "peak_memory_bytes",
+    "speedup_median", "num_diverged_requests", "ttft_s", "compile_s", "host_gap_frac", "peak_memory_bytes",
 }  # fmt: skip
 NAMES: dict[str, str | None] = {"command": "speculate", "target": "demo", "drafter": "ngram"}
 

@@ -240,7 +240,7 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     ("request_", "message"),
     [
         (lambda: Request((), 5), "is empty"),
-        (lambda: Request((1, 37), 5, name="prompt 3"), "prompt 3 holds token id 37, outside the vocabulary"),
+        (lambda: Request((1, 37), 5, name="prompt 3"), "prompt 3 holds token id 37, outside the target's vocabulary"),
         (lambda: Request((1, -1), 5), "token id -1"),
         (lambda: Request((1,) * 90, 7), "90 tokens and 7 new ones are asked for, but the context holds 96"),
         (lambda: Request((1,), 0), "0 new tokens asked for"),

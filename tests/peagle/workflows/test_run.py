@@ -260,7 +260,15 @@ def test_what_cannot_run_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_speculative_tokens": -1}, {"max_new_tokens": 0}, {"slots": 0}, {"logprobs": -1}]
+    "wrong",
+    [
+        {"num_speculative_tokens": -1},
+        {"max_new_tokens": 0},
+        {"slots": 0},
+        {"logprobs": -1},
+        {"logprobs": 21},
+        {"prefill_chunk": 0},
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InputError):
@@ -284,8 +292,7 @@ def test_logprobs_of_a_greedy_run_name_the_emitted_token_first(toy: Pair) -> Non
     config = dataclasses.replace(CONFIG, num_speculative_tokens=0, logprobs=2)
     outcome = run(toy, [from_ids([50])], config).outcomes[0]
     assert outcome.baseline is None
-    assert outcome.logprobs is not None
-    assert [token.best[0][0] for token in outcome.logprobs] == list(outcome.result.output_ids)
+    assert [token.best[0][0] for token in outcome.result.logprobs] == list(outcome.result.output_ids)
 
 
 def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
