@@ -302,10 +302,11 @@ def ask(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None
 def follow(engine: Engine, asked: Mapping[Handle, Assembler]) -> Generator[tuple[Assembler, Piece]]:
     """Yield what each chunk adds to which answer, as it comes, until all have ended.
 
-    A request whose stop string is complete ends in the engine, too. A reader that stops early aborts what is left.
+    A request whose stop string is complete ends in the engine, too. The reader may put further requests into `asked` on
+    the way. One that stops early aborts what is left.
     Raises InputError as `Engine.follow` does.
     """
-    with contextlib.closing(engine.run(list(asked))) as chunks:
+    with contextlib.closing(engine.run(asked)) as chunks:
         for handle, chunk in chunks:
             assembler = asked[handle]
             if assembler.finish_reason is not None:  # came after its end

@@ -16,7 +16,7 @@ import dataclasses
 import statistics
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -270,15 +270,15 @@ class Engine:
         finally:
             self.settle()
 
-    def run(self, handles: Sequence[Handle]) -> Generator[tuple[Handle, TokenChunk]]:
+    def run(self, handles: Collection[Handle]) -> Generator[tuple[Handle, TokenChunk]]:
         """Yield (handle, chunk) as soon as the host knows it, until all of the requests have ended.
 
-        The reader may abort some of them on the way. One that stops early aborts what is left. Raises InputError as
-        `follow` does, but not for a request that its reader has aborted.
+        The reader may abort some of them on the way, and put further ones into `handles`. One that stops early aborts
+        what is left. Raises InputError as `follow` does, but not for a request that its reader has aborted.
         """
-        left = list(handles)
+        gone: set[Handle] = set()
         try:
-            while left:
+            while left := [handle for handle in handles if handle not in gone]:
                 with self._turn:
                     while not any(handle.inbox or handle.finished for handle in left):
                         self._advance()
@@ -289,7 +289,7 @@ class Engine:
                         yield handle, handle.inbox.popleft()
                     if handle in ended and handle.error is not None and handle.wanted:
                         raise handle.error
-                left = [handle for handle in left if handle not in ended]
+                gone |= ended
         finally:
             for handle in handles:
                 self.abort(handle)

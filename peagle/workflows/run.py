@@ -1,23 +1,24 @@
 """A whole run: conversations in, results out, each beside plain decoding of the same prompt in the same process.
 
-Requests that do not depend on one another go together: with one slot, one; with several, the next turn of every
-conversation, decoded by continuous batching. Such a round is decoded with speculation and, if asked for, plainly; which
-of the two comes first alternates, so that neither has the warmer machine.
+With one slot, requests are decoded one by one, each with speculation and, if asked for, plainly; which of the two comes
+first alternates, so that neither has the warmer machine. With several, all conversations are in the engine's queue, and
+each goes on with its next turn when its answer is there; plain decoding of the same requests follows.
 """
 
+import bisect
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
-from peagle.engine.engine import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Engine, EngineConfig
+from peagle.engine.engine import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Engine, EngineConfig, Handle
 from peagle.engine.request import Request, SamplingParams, check_stop_strings
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
 from peagle.ops.errors import InputError
-from peagle.result import Result, ask, decode, follow
+from peagle.result import Assembler, Result, ask, decode, follow
 from peagle.text.prompts import Conversation, Rendering
 
 
@@ -158,6 +159,7 @@ class _Session:
         self.total = sum(counts)
         self.done = 0
         self.outcomes: dict[int, Outcome] = {}
+        self.waiting: list[tuple[Request, int | None]] = []
         self.cut_short: dict[int, str] = {}  # by the conversation's number
         self.compile_s = 0.0
         needed = pair.capacity([self._widest(number) for number in range(len(conversations))])
@@ -197,15 +199,30 @@ class _Session:
         return None if table.costs is None else CostsUsed(dict(table.drafts), dict(table.costs))
 
     def _rounds(self) -> Iterator[list[tuple[Request, int | None]]]:
-        """Requests with their turn numbers. The next round may be asked for when the outcomes of the last are there."""
+        """Requests that are decoded together, with their turn numbers. What is given before a round's end, and needs
+        more room than the engine has, begins the next."""
         numbers = range(len(self.conversations))
-        size = 1 if self.slots == 1 else len(numbers)
-        for start in range(0, len(numbers), size):
-            group = numbers[start : start + size]
-            for turn in range(max(self.conversations[number].num_requests for number in group)):
-                together = [found for number in group if (found := self._request(number, turn)) is not None]
-                if together:
-                    yield together
+        if self.slots == 1:
+            for number in numbers:
+                for turn in range(self.conversations[number].num_requests):
+                    if (found := self._request(number, turn)) is not None:
+                        yield [found]
+            return
+        self.waiting = [found for number in numbers if (found := self._request(number, 0)) is not None]
+        while self.waiting:
+            together, self.waiting = self.waiting, []
+            yield together
+
+    def _next(self, index: int) -> tuple[Request, int | None] | None:
+        """What follows the request of this index at once; with one slot, nothing: its baseline comes first."""
+        if self.slots == 1:
+            return None
+        number = bisect.bisect_right(self.first_index, index) - 1
+        found = self._request(number, index - self.first_index[number] + 1)
+        if found is not None and len(found[0].prompt_ids) + found[0].max_new_tokens > self.capacity:
+            self.waiting.append(found)
+            return None
+        return found
 
     def _request(self, number: int, turn: int) -> tuple[Request, int | None] | None:
         """None where the conversation has no such turn, or was cut short."""
@@ -278,36 +295,51 @@ class _Session:
             self.compile_s += engine.compile_s - before
         fast = self._engine(self.config.num_speculative_tokens)
         plain_results: list[Result] = []
-        plain_first = self.config.compares and number % 2 == 1
+        plain_first = self.config.compares and self.slots == 1 and number % 2 == 1
         if plain_first:
             plain_results = self._decode_plainly(requests)
         self.observer.decoding(self.done, self.total, plainly=False)
-        self._decode_shown(fast, together)
+        decoded = self._decode_shown(fast, together)
         if self.config.compares and not plain_first:
-            plain_results = self._decode_plainly(requests)
+            plain_results = self._decode_plainly(decoded)
         for plain in plain_results:
             self._compare(self.outcomes[plain.request.index], plain)
-        self.done += len(requests)
+        self.done += len(decoded)
 
-    def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> None:
-        """The round's outcomes are there afterwards; if it was interrupted, those of requests that have a token."""
-        for request, turn in together:
-            self.observer.started(request, turn)
-        asked = ask(engine, [request for request, _ in together], self.pair.tokenizer)
+    def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> list[Request]:
+        """The requests that were decoded: these, and those that follow them. Their outcomes are there afterwards; if it
+        was interrupted, those of requests that have a token."""
+        turns: dict[int, int | None] = {}
+        asked: dict[Handle, Assembler] = {}
+
+        def start(starting: list[tuple[Request, int | None]]) -> None:
+            for request, turn in starting:
+                self.observer.started(request, turn)
+                turns[request.index] = turn
+            asked.update(ask(engine, [request for request, _ in starting], self.pair.tokenizer))
+
+        def end(assembler: Assembler) -> None:
+            result = assembler.result()
+            if result.output_ids:
+                self.outcomes[result.request.index] = Outcome(result, turns[result.request.index])
+
+        start(together)
         try:
             with contextlib.closing(follow(engine, asked)) as pieces:
                 for assembler, piece in pieces:
                     self.observer.emitted(assembler.request, piece.token_ids, piece.text)
                     if assembler.finish_reason is not None:
-                        self.observer.finished(assembler.result())
+                        end(assembler)
+                        if (following := self._next(assembler.request.index)) is not None:
+                            start([following])
+                        self.observer.finished(assembler.result())  # who shows answers in order knows what comes next
         finally:
             engine.settle()
-            for (request, turn), assembler in zip(together, asked.values(), strict=True):
+            for assembler in asked.values():
                 if rest := assembler.close():
-                    self.observer.emitted(request, (), rest)
-                result = assembler.result()
-                if result.output_ids:
-                    self.outcomes[request.index] = Outcome(result, turn)
+                    self.observer.emitted(assembler.request, (), rest)
+                end(assembler)
+        return [assembler.request for assembler in asked.values()]
 
     def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
         self.observer.decoding(self.done, self.total, plainly=True)

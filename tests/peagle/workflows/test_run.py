@@ -187,6 +187,20 @@ def test_what_a_dispatch_gives_comes_at_once(tokenizer: Tokenizer) -> None:
     assert list(several.times_s) == sorted(set(several.times_s))
 
 
+def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> None:
+    """Three first turns for two slots: the third does not keep the other slot empty. The answers are those of one
+    slot."""
+    conversations = [CHAT, dataclasses.replace(CHAT, turns=("a", "b", "c")), from_ids([50])]
+    alone = run(toy, conversations, CONFIG)
+    together = run(toy, conversations, dataclasses.replace(CONFIG, slots=2))
+    assert ids(together) == ids(alone)
+    assert [outcome.turn for outcome in together.outcomes] == [0, 1, 2, 0, 1, 2, None]
+    assert all(outcome.baseline is not None for outcome in together.outcomes)
+    assert all(outcome.first_divergence is None for outcome in together.outcomes)
+    began, ended = ([getattr(each.result, name) or 0.0 for each in together.outcomes] for name in ("first_s", "last_s"))
+    assert min(began[1], began[4]) < ended[6]
+
+
 @pytest.mark.parametrize("slots", [1, 2])
 def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) -> None:
     """What is in flight then is dropped, and the engines are whole: the same run gives all of it afterwards."""

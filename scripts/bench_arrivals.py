@@ -1,0 +1,186 @@
+"""Requests that arrive at random, and a long prompt among them: what each of the others waits between two tokens.
+
+    python -m scripts.bench_arrivals --out RUN
+
+The pair's held-out prompts arrive as a Poisson process at a share of what the engine can decode, measured first as a
+closed batch. The same arrivals are played with one long prompt among them and without, in turns. Reported: the time
+between two arrivals of tokens (itl) of the others, the long prompt's time to first token (ttft), and the ttft it has
+alone in the engine. Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peagle.api import AUTO, Pair
+from peagle.engine.engine import Engine, Handle
+from peagle.engine.request import Request
+from peagle.loading import load
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
+from scripts.held_out import add_options, asked_for, check, described
+from scripts.results import in_one_line, origin, write_run
+
+LONG_BUDGET = 16  # tokens of the long prompt's answer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("-k", default=AUTO, help="drafts of a step, or auto (default %(default)s)")
+    parser.add_argument("--slots", type=int, default=8, help="requests decoded at once (default %(default)s)")
+    parser.add_argument("--long", type=int, default=4096, help="tokens of the long prompt (default %(default)s)")
+    parser.add_argument("--load", type=float, default=0.8, help="share of the capacity (default %(default)s)")
+    parser.add_argument("--chunk", type=int, default=128, help="tokens of a prefill chunk (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of both, in turns (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrivals (default %(default)s)")
+    given = sys.argv[1:] if arguments is None else arguments
+    return in_one_line("bench_arrivals", lambda: bench(parser.parse_args(given), given))
+
+
+def bench(asked: argparse.Namespace, given: list[str]) -> int:
+    """Everything is checked before anything runs."""
+    check(asked)
+    expect_new(asked.out)
+    if asked.rounds < 1 or asked.long < 1 or asked.load <= 0:
+        raise InputError("--rounds and --long must be 1 or more, --load above 0")
+    pair = load(asked.target, asked.drafter)
+    requests = asked_for(asked, pair)
+    long = long_request(pair, asked.long, len(requests))
+    k, adaptive = pair.num_drafts(AUTO if asked.k == AUTO else int(asked.k))
+    capacity = pair.capacity([*requests, long])
+    shape = pair.engine_config(k, slots=asked.slots, capacity=capacity, adaptive=adaptive, chunk=asked.chunk)
+    engine = pair.engine(shape)
+    engine.warm_up()
+    raw, rate = [], asked.load * requests_per_s(engine, requests)
+    for number in range(asked.rounds):
+        rng = np.random.default_rng([asked.seed, number])
+        due = np.cumsum(rng.exponential(1 / rate, len(requests))).tolist()
+        middle = due[len(due) // 3]
+        for with_long in (True, False) if number % 2 else (False, True):
+            extra = [(long, middle)] if with_long else []
+            played = play(engine, [*zip(requests, due, strict=True), *extra])
+            raw.append({"round": number, "long": with_long, **figures(played, long)})
+        raw.append({"round": number, "long": "alone", "ttft_s": play(engine, [(long, 0.0)])[0]["ttft_s"]})
+    found = summary(raw)
+    config = described(asked, len(requests)) | {
+        "k": asked.k, "slots": asked.slots, "long": asked.long, "load": asked.load, "chunk": asked.chunk,
+        "rounds": asked.rounds, "requests_per_s": rate,
+    }  # fmt: skip
+    record = {"schema": 1, "provenance": origin("scripts.bench_arrivals", given), "config": config, "figures": found}
+    write_run(asked.out, record, raw, page(record))
+    return 0
+
+
+def long_request(pair: Pair, length: int, index: int) -> Request:
+    """A prompt of so many random tokens."""
+    rng = np.random.default_rng(index)
+    ids = rng.integers(0, pair.target.vocab_size, length).tolist()
+    return Request(tuple(ids), LONG_BUDGET, stop_token_ids=(), index=index, name="the long prompt")
+
+
+def requests_per_s(engine: Engine, requests: Sequence[Request]) -> float:
+    """How many requests the engine finishes a second, if all are there at once."""
+    started = time.perf_counter()
+    for _ in engine.generate(requests):
+        pass
+    return len(requests) / (time.perf_counter() - started)
+
+
+def play(engine: Engine, arrivals: Sequence[tuple[Request, float]]) -> list[dict[str, Any]]:
+    """(ttft_s, times between arrivals of tokens) of each request, added when it is due."""
+    waiting = sorted(enumerate(arrivals), key=lambda entry: entry[1][1])
+    added: dict[Handle, tuple[int, float]] = {}
+    times: list[list[float]] = [[] for _ in arrivals]
+    started = time.perf_counter()
+    while waiting or engine.busy:
+        now = time.perf_counter() - started
+        while waiting and waiting[0][1][1] <= now:
+            place, (request, due) = waiting.pop(0)
+            added[engine.add(replace(request))] = place, started + due
+        if not engine.busy:
+            time.sleep(max(0.0, waiting[0][1][1] - (time.perf_counter() - started)))
+            continue
+        for handle, chunk in engine.step():
+            if chunk.token_ids:
+                times[added[handle][0]].append(chunk.time_s)
+    engine.settle()
+    since = dict(added.values())
+    return [{"ttft_s": found[0] - since[place], "itl_s": np.diff(found).tolist()} for place, found in enumerate(times)]
+
+
+def figures(played: list[dict[str, Any]], long: Request) -> dict[str, Any]:
+    """Of the long prompt its ttft, if it is there; of the others the itl's median and 99th percentile."""
+    others = played[: long.index]
+    itl = np.concatenate([np.asarray(each["itl_s"]) for each in others])
+    found = {"itl_p50_s": float(np.quantile(itl, 0.5)), "itl_p99_s": float(np.quantile(itl, 0.99))}
+    found["others_ttft_s"] = statistics.median(each["ttft_s"] for each in others)
+    return found | ({"ttft_s": played[long.index]["ttft_s"]} if len(played) > long.index else {})
+
+
+def summary(raw: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over rounds, and ratios of what one round has."""
+
+    def of(kind: object, name: str) -> list[float]:
+        return [line[name] for line in raw if line["long"] == kind]
+
+    def median(values: Sequence[float]) -> float:
+        return statistics.median(values)
+
+    return {
+        "itl_p50_without_s": median(of(False, "itl_p50_s")),
+        "itl_p99_without_s": median(of(False, "itl_p99_s")),
+        "itl_p99_with_s": median(of(True, "itl_p99_s")),
+        "p99_with_over_p50_without": median(
+            [a / b for a, b in zip(of(True, "itl_p99_s"), of(False, "itl_p50_s"), strict=True)]
+        ),
+        "ttft_s": median(of(True, "ttft_s")),
+        "ttft_alone_s": median(of("alone", "ttft_s")),
+        "ttft_over_alone": median([a / b for a, b in zip(of(True, "ttft_s"), of("alone", "ttft_s"), strict=True)]),
+    }
+
+
+def page(record: dict[str, Any]) -> str:
+    """The run, to read."""
+    config, found, made = record["config"], record["figures"], record["provenance"]
+    rows = [
+        ("itl of the others without it, median", f"{found['itl_p50_without_s'] * 1e3:.1f} ms"),
+        ("itl of the others without it, p99", f"{found['itl_p99_without_s'] * 1e3:.1f} ms"),
+        ("itl of the others with it, p99", f"{found['itl_p99_with_s'] * 1e3:.1f} ms"),
+        ("p99 with it over the median without it", f"{found['p99_with_over_p50_without']:.2f}"),
+        ("its ttft among the others", f"{found['ttft_s'] * 1e3:.0f} ms"),
+        ("its ttft alone", f"{found['ttft_alone_s'] * 1e3:.0f} ms"),
+        ("ratio", f"{found['ttft_over_alone']:.2f}"),
+    ]
+    table = [f"| {name} | {value} |" for name, value in rows]
+    engine = f"{config['slots']} slots, K = {config['k']}, chunks of {config['chunk']}"
+    return "\n".join(
+        [
+            "# A long prompt among requests that arrive at random",
+            "",
+            f"{config['num_prompts']} prompts arrive as a Poisson process at {config['load']:.0%} of what the engine",
+            f"decodes as a closed batch ({config['requests_per_s']:.1f} requests a second; {engine}); among them a",
+            f"prompt of {config['long']} tokens. Medians over {config['rounds']} rounds, in turns with the same",
+            "arrivals without it. itl is the time between two arrivals of tokens, however many come together.",
+            "",
+            "| | |",
+            "|---|---|",
+            *table,
+            "",
+            f"Made by `{made['command']}` on {made['cpu']} at {made['git']}, {made['time']}.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
