@@ -56,7 +56,7 @@ class Pair:
     draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
     widths: WidthTable = DEFAULT_WIDTHS  # what auto drafts, by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
-    programs_by_width: bool = True  # peagle.engine.engine.EngineConfig; False: passes skip rows that are not active
+    programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip rows not active
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
 

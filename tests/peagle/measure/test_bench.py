@@ -168,10 +168,10 @@ def test_all_drafts_are_refused_so_that_a_drafted_step_is_at_a_plain_ones_positi
     found: list[tuple[int, int, int]] = []
     real = Engine._chunk
 
-    def watched(self: Engine, handle: Any, token_ids: Any, now: float, records: Any) -> TokenChunk:
+    def watched(self: Engine, handle: Any, token_ids: Any, now: float, records: Any, *rest: Any) -> TokenChunk:
         k = self.config.num_speculative_tokens
         found.extend((k, len(each.draft_token_ids), each.num_accepted) for each in records)
-        return real(self, handle, token_ids, now, records)
+        return real(self, handle, token_ids, now, records, *rest)
 
     monkeypatch.setattr(Engine, "_chunk", watched)
     bench(toy_pair(None), BenchOptions((), (30,), (), context=20, drafts=(2,), repeats=1))
