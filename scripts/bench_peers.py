@@ -8,8 +8,9 @@ On a GPU all compute in bfloat16 there, and transformers decodes with the faster
 a static one, whose passes it compiles.
 
 Every engine is a process of its own; they take turns round by round, so that a drift of the machine falls on all.
-With --requests 1,4,8,16,32 so many requests are also decoded together: ours in an engine of as many slots, llama.cpp in
-batches of as many sequences.
+
+With --requests 1,4,8,16,32 so many requests are also decoded together: by ours in an engine of as many slots, by
+llama.cpp in batches of as many sequences.
 
 llama.cpp runs under a Python that has llama-cpp-python, best in an environment of its own (`pip install
 llama-cpp-python` compiles it); the checkpoint is written as GGUF for it, MXFP4 experts bit for bit. An engine whose

@@ -150,11 +150,12 @@ class Llama(StepwiseEngine):
         made = {
             unified: Context(self._model, self._room, self._num_threads, len(prompts), unified) for unified in CACHES
         }
-        seconds = {
-            unified: min(context.decode_many(prompts, num_tokens)["decode_s"] for _ in range(TRIALS))
+        runs = [
+            (context.decode_many(prompts, num_tokens)["decode_s"], unified)
+            for _ in range(TRIALS)
             for unified, context in made.items()
-        }
-        best = min(seconds, key=seconds.__getitem__)
+        ]
+        _, best = min(runs)
         made[not best].close()
         return best, made[best]
 
