@@ -12,7 +12,7 @@ import numpy as np
 
 from scripts.peers.stepwise import StepwiseEngine
 
-CACHES = {False: "a cache for each sequence", True: "one cache for all sequences (kv_unified)"}  # by kv_unified
+CACHES = {False: "one for each sequence", True: "one for all sequences, kv_unified"}  # by kv_unified
 TRIALS, TRIED_TOKENS = 2, 17
 
 

@@ -113,8 +113,8 @@ def _together(rows: list[Json]) -> list[str]:
         ways: dict[str, list[str]] = {}
         for number, found in row["together"].items():
             ways.setdefault(found.get("way", ""), []).append(number)
-        said = [f"{way}, at {', '.join(numbers)}" for way, numbers in ways.items() if way]
-        lines += ["", f"{row['engine']} has {'; '.join(said)}."] if said else []
+        said = [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]
+        lines += ["", f"The faster cache of {row['engine']}: {'; '.join(said)}."] if said else []
     return lines
 
 

@@ -348,7 +348,7 @@ def fake_lines_of_many() -> Iterator[dict[str, Any]]:
         for engine, factor in FACTORS.items():
             for requests in (1, 4):
                 line = {"engine": engine, "round": number, "others_frac": 0.01, "what": "decode_many"}
-                way = {} if engine == "peagle" else {"way": "a cache for each sequence"}
+                way = {} if engine == "peagle" else {"way": "one for each sequence"}
                 yield {**line, "requests": requests, "decode_s": 0.01 * factor * drift * requests**0.5, **way}
 
 
@@ -422,7 +422,7 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
     ours_row, peer_row = figures.rows("small", dataclasses.replace(measured, lines=lines), asked)
     assert ours_row["together"]["4"]["tok_per_s"] == pytest.approx({"median": 2000 / 1.5, "min": 2000 / 3, "max": 2000})
     assert peer_row["together"]["4"]["ours_over_peer"] == pytest.approx({"median": 2, "min": 2, "max": 2})
-    assert peer_row["together"]["1"]["way"] == "a cache for each sequence"
+    assert peer_row["together"]["1"]["way"] == "one for each sequence"
     assert "together" not in figures.rows("small", measured, settings())[0]
     slow = {key: value for key, value in peer_row.items() if key != "together"} | {"engine": "transformers-bf16"}
     checkpoint = {"name": "small", "parameters": 123e6, "v_by_bytes": {"1": 1.0, "4": 1.2}, "others_frac": None}
@@ -445,7 +445,7 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
         "\n\n| requests | ours tok/s | llama.cpp tok/s | ours / llama.cpp |\n|---|---|---|---|\n"
         "| 1 | 667 (333..1000) | 333 (167..500) | 2.00 (2.00..2.00) |\n"
         "| 4 | 1333 (667..2000) | 667 (333..1000) | 2.00 (2.00..2.00) |\n\n"
-        "llama.cpp has a cache for each sequence, at 1, 4.\n\n" in text
+        "The faster cache of llama.cpp: one for each sequence (requests: 1, 4).\n\n" in text
     )
     assert "10 steps of all" in text
     assert text.count("one request at a time here: transformers-bf16.") == 1
