@@ -8,6 +8,10 @@ On a GPU all compute in bfloat16 there, and transformers decodes with the faster
 a static one, whose passes it compiles.
 
 Every engine is a process of its own; they take turns round by round, so that a drift of the machine falls on all.
+
+With --requests 1,4,8,16,32 so many requests are also decoded together: by ours in an engine of as many slots, by
+llama.cpp in batches of as many sequences.
+
 llama.cpp runs under a Python that has llama-cpp-python, best in an environment of its own (`pip install
 llama-cpp-python` compiles it); the checkpoint is written as GGUF for it, MXFP4 experts bit for bit. An engine whose
 packages are missing is left out, and the page says so.
@@ -25,13 +29,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from peagle.loading import MOST_STEPS_PER_DISPATCH
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.strict_json import dumps
 from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
+from scripts.peers.ours import budget_of_many
 from scripts.peers.page import page
-from scripts.peers.roster import DEFAULT, NAMES, OURS, unavailable
+from scripts.peers.roster import DEFAULT, MOST_REQUESTS, NAMES, OURS, unavailable
 from scripts.results import in_one_line, origin
 from target.load import inspect_target
 
@@ -54,6 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--check-tokens", type=int, default=64, help="whose logits are compared (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all tokens (default %(default)s)")
+    parser.add_argument(
+        "--requests", metavar="N,...", help="also decode so many requests together, such as 1,4,8,16,32 (default: none)"
+    )
     given = sys.argv[1:] if arguments is None else arguments
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU's memory
     return in_one_line("bench_peers", lambda: bench(parser.parse_intermixed_args(arguments), given))
@@ -67,11 +76,12 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
         names,
         arguments.prompt_tokens,
         arguments.new_tokens,
-        widths(arguments.widths),
+        numbers("--widths", arguments.widths, 1),
         arguments.rounds,
         arguments.seconds,
         arguments.check_tokens,
         arguments.seed,
+        numbers("--requests", arguments.requests) if arguments.requests is not None else (),
     )
     check(settings, arguments.checkpoints)
     expect_new(arguments.out)
@@ -122,14 +132,14 @@ def engines(named: str, llama_python: str | None) -> tuple[tuple[str, ...], dict
     return tuple(name for name in wanted if name not in left_out), left_out
 
 
-def widths(typed: str) -> tuple[int, ...]:
-    """The widths, 1 among them."""
+def numbers(option: str, typed: str, *also: int) -> tuple[int, ...]:
+    """The numbers that were typed for an option, and those that are always among them, in order."""
     try:
-        found = sorted({int(width) for width in typed.split(",")} | {1})
+        found = sorted({int(number) for number in typed.split(",")} | {*also})
     except ValueError:
-        raise InputError(f"--widths is {typed!r}; expected numbers with commas between, such as 1,2,4,8") from None
+        raise InputError(f"{option} is {typed!r}; expected numbers with commas between, such as 1,2,4,8") from None
     if found[0] < 1:
-        raise InputError(f"--widths is {typed!r}; expected numbers of 1 or more")
+        raise InputError(f"{option} is {typed!r}; expected numbers of 1 or more")
     return tuple(found)
 
 
@@ -145,7 +155,13 @@ def check(settings: Settings, checkpoints: list[Path]) -> None:
         raise InputError(f"--seed is {settings.seed}; expected 0 or more")
     if len(set(settings.checkpoints)) < len(settings.checkpoints):
         raise InputError("two checkpoints have the same name; expected directories with names of their own")
+    most = max(settings.requests, default=1)
+    if most > MOST_REQUESTS:
+        raise InputError(f"--requests names {most}; expected at most {MOST_REQUESTS}, which llama.cpp decodes together")
     longest = settings.prompt_tokens + max(settings.new_tokens, settings.check_tokens) + max(settings.widths)
+    if settings.requests:
+        budget = budget_of_many(most, settings.prompt_tokens, settings.new_tokens, MOST_STEPS_PER_DISPATCH)
+        longest = max(longest, settings.prompt_tokens + budget)
     for checkpoint in checkpoints:
         room = inspect_target(checkpoint).config.max_positions
         if longest > room:

@@ -7,7 +7,7 @@ import numpy as np
 
 from scripts.peers.cost import stored_weights
 from scripts.peers.measure import Measured, Settings
-from scripts.peers.roster import OURS, Entry
+from scripts.peers.roster import OURS, Entry, batches
 
 Json = dict[str, Any]
 
@@ -32,13 +32,17 @@ def others(measured: Measured) -> Json | None:
 
 
 def by_round(lines: Sequence[Json], settings: Settings) -> dict[tuple[str, str], list[float]]:
-    """{(engine, what): seconds in each round}; what is prefill, decode (a token) or a width."""
+    """{(engine, what): seconds in each round}; what is prefill, decode (a token), a width, or "together N": a step of N
+    requests."""
     found: dict[tuple[str, str], list[float]] = {}
     for line in sorted(lines, key=lambda line: line["round"]):
         engine = line["engine"]
         if line["what"] == "decode":
             found.setdefault((engine, "prefill"), []).append(line["prefill_s"])
             found.setdefault((engine, "decode"), []).append(line["decode_s"] / (settings.new_tokens - 1))
+        elif line["what"] == "decode_many":
+            step_s = line["decode_s"] / (settings.new_tokens - 1)
+            found.setdefault((engine, f"together {line['requests']}"), []).append(step_s)
         else:
             found.setdefault((engine, str(line["rows"])), []).append(line["pass_s"])
     return found
@@ -60,6 +64,16 @@ def _row(
         """How many times faster ours is: its peer's seconds over its own, in the same round."""
         return spread(own(what), seconds[OURS, what])
 
+    def together(num_requests: int) -> Json:
+        """Tokens a second of so many requests in all."""
+        what = f"together {num_requests}"
+        ways = {line["way"] for line in measured.lines if _is_way(line, entry.name, num_requests)}
+        return {
+            "tok_per_s": spread(own(what), of=lambda s: num_requests / s),
+            "ours_over_peer": faster(what),
+            **({"way": ", ".join(sorted(ways))} if ways else {}),
+        }
+
     read = stored_weights(measured.files.config, entry.storage).read(1)
     return {
         "checkpoint": checkpoint,
@@ -75,8 +89,18 @@ def _row(
         "ours_over_peer_pass": {width: faster(width) for width in widths},
         "bytes_per_token": read,
         "gb_per_s": spread(own("1"), of=lambda s: read / s / 1e9),
+        **({"together": {str(n): together(n) for n in settings.requests}} if _decodes_many(entry, settings) else {}),
         **measured.checks[entry.name],
     }
+
+
+def _decodes_many(entry: Entry, settings: Settings) -> bool:
+    return bool(settings.requests) and batches(entry.name)
+
+
+def _is_way(line: Json, engine: str, num_requests: int) -> bool:
+    """Whether the line says how an engine decodes so many requests together."""
+    return line["engine"] == engine and line.get("requests") == num_requests and "way" in line
 
 
 def spread(

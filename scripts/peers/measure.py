@@ -17,7 +17,7 @@ from peagle.ops.errors import InputError
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Remote
-from scripts.peers.roster import LLAMA, Entry, Site, entry, reference
+from scripts.peers.roster import LLAMA, Entry, Site, batches, entry, reference
 from target.load import TargetFiles, inspect_target
 
 CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half goes token by token
@@ -39,6 +39,7 @@ class Settings:
     seconds: float  # about how long the passes of one width are repeated
     check_tokens: int
     seed: int
+    requests: tuple[int, ...] = ()  # decoded together, each number by itself
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,13 @@ class Tokens:
         flat = self._draw(2 + number, count * width)
         return [flat[i : i + width] for i in range(0, len(flat), width)]
 
-    def _draw(self, stream: int, count: int) -> list[int]:
-        ids: list[int] = np.random.default_rng([self._seed, stream]).integers(0, self._vocab_size, count).tolist()
+    def prompts(self, count: int) -> list[list[int]]:
+        """Prompts of as many requests, all of one length; the first is `prompt`."""
+        return [self.prompt, *(self._draw(0, len(self.prompt), i) for i in range(1, count))]
+
+    def _draw(self, stream: int, count: int, *substream: int) -> list[int]:
+        rng = np.random.default_rng([self._seed, stream, *substream])
+        ids: list[int] = rng.integers(0, self._vocab_size, count).tolist()
         return ids
 
 
@@ -147,6 +153,8 @@ def run_rounds(
             passes = tokens.passes(0, FEWEST_PASSES, width)
             pass_s = remote.call("verify", prompt_ids=tokens.prompt, passes=passes)["pass_s"]
             counts[engine, width] = min(max(math.ceil(settings.seconds / pass_s), FEWEST_PASSES), MOST_PASSES)
+        for num_requests in settings.requests if batches(engine) else ():
+            remote.call("decode_many", prompts=tokens.prompts(num_requests), num_tokens=settings.new_tokens)
     started, done, total = time.monotonic(), 0, settings.rounds * len(engines)
     for number in range(1, settings.rounds + 1):
         for engine in rotated(list(engines), number):
@@ -176,6 +184,12 @@ def measure_once(
             pass_s = remote.call("verify", prompt_ids=tokens.prompt, passes=passes)["pass_s"]
         measured = {"rows": width, "passes": len(passes), "pass_s": pass_s}
         yield {**line, "what": "verify", **measured, "others_frac": others.frac}
+    for num_requests in settings.requests if batches(engine) else ():
+        prompts = tokens.prompts(num_requests)
+        with Bystanders(remote.pid) as others:
+            found = remote.call("decode_many", prompts=prompts, num_tokens=settings.new_tokens)
+        measured = {"requests": num_requests, **{key: found[key] for key in ("decode_s", "way") if key in found}}
+        yield {**line, "what": "decode_many", **measured, "others_frac": others.frac}
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:

@@ -1,9 +1,11 @@
 """This project's engine in a comparison: the shipped loop for decoding, the shipped verify pass for v(T)."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import time
+from collections.abc import Generator
 from typing import Any, Literal
 
 import jax
@@ -13,7 +15,8 @@ import numpy as np
 import peagle
 from peagle.api import Pair
 from peagle.engine.engine import DEFAULT_CHUNK
-from peagle.engine.request import Request
+from peagle.engine.request import Request, TokenChunk
+from peagle.measure.bench import BenchOptions, time_steps
 from peagle.ops.kv_cache import KVCache, copy_positions
 from peagle.ops.rope import Yarn
 from target.model import GptOss
@@ -62,6 +65,26 @@ class Ours:
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         return {"prefill_s": first_s - started, "decode_s": ended_s - first_s, "token_ids": tokens}
 
+    def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+        """See worker.BatchingEngine. Prefill alternates with steps of the requests before, as ever in the engine."""
+        budget = budget_of_many(len(prompts), max(map(len, prompts)), num_tokens, self._pair.steps_per_dispatch)
+        requests = [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
+        config = self._pair.engine_config(0, slots=len(requests), capacity=self._pair.capacity(requests))
+        engine = self._pair.engine(config)
+        engine.warm_up()
+        token_ids: list[list[int]] = [[] for _ in requests]
+
+        def collected() -> Generator[tuple[int, TokenChunk], None, None]:
+            chunks = engine.generate(requests)
+            assert isinstance(chunks, Generator)
+            with contextlib.closing(chunks):
+                for place, chunk in chunks:
+                    token_ids[place] += chunk.token_ids
+                    yield place, chunk
+
+        decode_s = time_steps(collected(), len(requests), num_tokens - 1)
+        return {"decode_s": decode_s, "token_ids": token_ids}
+
     def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
         width = len(passes[0])
         token_ids = np.zeros((MOST_PASSES, 1, width), np.int32)
@@ -86,6 +109,13 @@ class Ours:
             length += len(token_ids)
         np.save(path, np.concatenate(rows))
         return {}
+
+
+def budget_of_many(num_requests: int, prompt_tokens: int, num_tokens: int, steps_per_dispatch: int) -> int:
+    """The tokens that each request of `decode_many` may take, so that the first does not end before the timed steps."""
+    options = BenchOptions((), (num_tokens - 1,), (), prompt_tokens, (num_requests,))
+    (case,) = options.cases
+    return options.budget(case, steps_per_dispatch)
 
 
 def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> tuple[int, tuple[KVCache, ...]]:

@@ -29,6 +29,8 @@ def page(run: Json) -> str:
     for checkpoint in run["checkpoints"]:
         own = [row for row in run["rows"] if row["checkpoint"] == checkpoint["name"]]
         lines += _section(checkpoint, own, [str(width) for width in config["widths"]])
+    if config.get("requests"):
+        lines += _about_many(run)
     lines += [
         "GB/s: weights read by a pass of one row (embedding and caches not counted) over its time. Passes have random "
         "tokens of their own; each ends when the greedy token of every row is known, and is rolled back. v(T) is the "
@@ -72,6 +74,7 @@ def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> list[str]
         if row["engine"] != OURS:
             ratios = [_spread(row["ours_over_peer_pass"][w]) for w in widths]
             lines.append("| " + " | ".join([row["engine"], *ratios]) + " |")
+    lines += _together(rows)
     lines += [
         "",
         "| engine | greatest difference | root mean square | same greedy token | computes |",
@@ -88,6 +91,49 @@ def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> list[str]
             f"(median; at least {100 * others['min']:.0f}, at most {100 * others['max']:.0f} %).",
         ]
     return [*lines, ""]
+
+
+def _together(rows: list[Json]) -> list[str]:
+    """The table of requests decoded together; nothing where none were."""
+    batching = [row for row in rows if "together" in row]
+    if not batching:
+        return []
+    ours = next(row for row in batching if row["engine"] == OURS)
+    peers = [row for row in batching if row is not ours]
+    heading = ["requests", "ours tok/s"]
+    for row in peers:
+        heading += [f"{row['engine']} tok/s", f"ours / {row['engine']}"]
+    lines = ["", "| " + " | ".join(heading) + " |", "|---" * len(heading) + "|"]
+    for number, own in ours["together"].items():
+        cells = [number, _spread(own["tok_per_s"])]
+        for row in peers:
+            cells += [_spread(row["together"][number][key]) for key in ("tok_per_s", "ours_over_peer")]
+        lines.append("| " + " | ".join(cells) + " |")
+    for row in peers:
+        ways: dict[str, list[str]] = {}
+        for number, found in row["together"].items():
+            ways.setdefault(found.get("way", ""), []).append(number)
+        said = [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]
+        lines += ["", f"The faster cache of {row['engine']}: {'; '.join(said)}."] if said else []
+    return lines
+
+
+def _about_many(run: Json) -> list[str]:
+    """What the rows of many requests mean."""
+    alone = list(dict.fromkeys(row["engine"] for row in run["rows"] if "together" not in row))
+    text = (
+        "Requests: so many are decoded together, plainly, each with a prompt of its own. The time is that of "
+        f"{run['config']['new_tokens'] - 1} steps of all, after the last prefill; tok/s are of all requests. Ours has "
+        "a slot for each. It decodes the first requests while it prefills the last: their contexts are longer by then."
+    )
+    if any(row["engine"] == LLAMA for row in run["rows"]):
+        text += (
+            " llama.cpp has a sequence for each and runs a batch a step, with the faster of its two caches. NumPy "
+            "finds the greatest logits, which counts in its time, as with one request."
+        )
+    if alone:
+        text += f" Not in these rows, since it decodes one request at a time here: {', '.join(alone)}."
+    return [text, ""]
 
 
 def _check(name: str, check: Json, computes: str) -> str:

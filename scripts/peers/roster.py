@@ -16,6 +16,7 @@ from scripts.peers.cost import MXFP4_BYTES, Storage
 OURS, LLAMA = "peagle", "llama.cpp"
 NAMES = (OURS, "peagle-xla", "transformers-bf16", "transformers-fp32", LLAMA)
 DEFAULT = tuple(name for name in NAMES if name != "peagle-xla")
+MOST_REQUESTS = 256  # sequences of a context of llama.cpp
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Site:
     num_threads: int
     llama_python: str
     gpu: bool = False  # engines compute there, in bfloat16
+
+
+def batches(name: str) -> bool:
+    """Whether the engine of this name decodes several requests together (worker.BatchingEngine)."""
+    return name.partition("-")[0] in (OURS, LLAMA)
 
 
 def unavailable(name: str, llama_python: str | None) -> str | None:

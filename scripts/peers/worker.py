@@ -50,6 +50,18 @@ class Engine(Protocol):
         ...
 
 
+class BatchingEngine(Engine, Protocol):
+    """An engine that decodes several requests together (roster.batches says whose)."""
+
+    def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
+        """Decode the prompts together, plainly and greedily, each token fed back.
+
+        {"decode_s": for the num_tokens - 1 steps, each of all requests, after the last prompt's prefill; "token_ids": a
+        list per request, as far as they were read by then}. An engine with several ways to do it says its "way", too.
+        """
+        ...
+
+
 def main() -> int:
     """Serves until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

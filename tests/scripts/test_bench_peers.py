@@ -3,21 +3,28 @@ shows them, bad input is one line."""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import importlib
 import json
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from peagle.loading import DEMO, resolve
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
 from scripts import bench_peers
 from scripts.make_random_checkpoint import SIZES, geometry, random_tensors
-from scripts.peers import bystanders, cost, figures, gguf_file, measure, page, remote, roster
+from scripts.peers import bystanders, cost, figures, gguf_file, measure, ours, page, remote, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
 from target.load import inspect_target, write_target
@@ -111,8 +118,6 @@ def test_the_file_holds_all_else_and_what_describes_it(checkpoint: Path, gguf_re
 
 
 def test_what_llama_cpp_cannot_be_told_is_refused(tmp_path: Path) -> None:
-    import dataclasses
-
     other = dataclasses.replace(GEOMETRY, swiglu_limit=5.0)
     write_target(tmp_path / "other", other, random_tensors(other, True, seed=1), mxfp4=True)
     with pytest.raises(InputError, match=r"swiglu_limit is 5\.0"):
@@ -192,6 +197,138 @@ def test_differences_are_in_standard_deviations() -> None:
     assert found == {"max_difference": 3.0, "rms_difference": 1.5, "top_1_agreement": 0.5}
 
 
+class Scripted:
+    """An engine that answers at once, and notes what it was asked."""
+
+    pid = os.getpid()
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        self.asked.append((do, arguments))
+        if do == "decode_many":
+            return {"decode_s": 0.02, "token_ids": [], "way": "its only one"}
+        return {"prefill_s": 0.1, "decode_s": 0.01, "pass_s": 0.01, "token_ids": []}
+
+
+def test_requests_are_decoded_together_by_engines_that_can() -> None:
+    """The same prompts for each of them, once to warm up, then once a round."""
+    names = ("peagle", "transformers-bf16", "llama.cpp")
+    asked = settings(engines=names, requests=(1, 3))
+    engines = {name: Scripted() for name in names}
+    tokens = measure.Tokens(89, asked)
+    lines = list(measure.run_rounds("small", engines, tokens, asked, lambda _: None))  # type: ignore[arg-type]
+    many = {name: [given for do, given in engines[name].asked if do == "decode_many"] for name in names}
+    assert many["transformers-bf16"] == []
+    assert many["peagle"] == many["llama.cpp"]
+    prompts = [given["prompts"] for given in many["peagle"]]
+    assert [len(each) for each in prompts] == [1, 3] * (1 + asked.rounds)
+    assert prompts[0] == [tokens.prompt] == prompts[1][:1]
+    assert {len(prompt) for prompt in prompts[1]} == {16}
+    assert len({tuple(prompt) for prompt in prompts[1]}) == 3
+    assert {given["num_tokens"] for given in many["peagle"]} == {11}
+    found = [line for line in lines if line["what"] == "decode_many"]
+    assert [(line["round"], line["engine"], line["requests"]) for line in found] == [
+        (number, name, count)
+        for number in (1, 2, 3)
+        for name in measure.rotated(names, number)
+        if name != "transformers-bf16"
+        for count in (1, 3)
+    ]
+    assert (found[0]["decode_s"], found[0]["way"]) == (0.02, "its only one")
+
+
+def test_without_requests_none_are_decoded_together() -> None:
+    engines = {name: Scripted() for name in ("peagle", "llama.cpp")}
+    asked = settings()
+    list(measure.run_rounds("small", engines, measure.Tokens(89, asked), asked, lambda _: None))  # type: ignore[arg-type]
+    assert {do for engine in engines.values() for do, _ in engine.asked} == {"decode", "verify"}
+
+
+def test_requests_decoded_together_get_the_tokens_that_each_gets_alone() -> None:
+    engine = ours.load(str(resolve(DEMO, "target")), "auto", "float32")
+    prompts, num_tokens = measure.Tokens(89, settings()).prompts(3), 60
+    together = engine.decode_many(prompts, num_tokens)
+    assert together["decode_s"] > 0
+    for prompt_ids, found in zip(prompts, together["token_ids"], strict=True):
+        assert len(found) > num_tokens // 2
+        assert found == engine.decode(prompt_ids, len(found))["token_ids"]
+    assert len({tuple(found[:9]) for found in together["token_ids"]}) == 3
+
+
+class FakeLlama:
+    """As much of llama_cpp as a context takes. The likeliest token of a row is (token + sequence) % 7; a way of caching
+    takes as long as `pauses` says."""
+
+    llama_batch_free = llama_free = llama_memory_clear = staticmethod(lambda *_: None)
+
+    def __init__(self, pauses: dict[bool, float]) -> None:
+        self.pauses, self.ran, self.contexts = pauses, [], []  # type: ignore[var-annotated]
+
+    def llama_context_default_params(self) -> SimpleNamespace:
+        return SimpleNamespace()
+
+    def llama_init_from_model(self, model: Any, params: SimpleNamespace) -> SimpleNamespace:
+        self.contexts.append(params)
+        return params
+
+    def llama_get_memory(self, context: SimpleNamespace) -> SimpleNamespace:
+        return context
+
+    def llama_model_get_vocab(self, model: Any) -> None:
+        return None
+
+    def llama_vocab_n_tokens(self, vocab: None) -> int:
+        return 7
+
+    def llama_batch_init(self, room: int, embedding: int, sequences: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            **{name: [0] * room for name in ("token", "pos", "n_seq_id", "logits")},
+            seq_id=[[0] * sequences for _ in range(room)],
+        )
+
+    def llama_decode(self, context: SimpleNamespace, batch: SimpleNamespace) -> int:
+        time.sleep(self.pauses[context.kv_unified])
+        rows = [(batch.seq_id[i][0], batch.pos[i], batch.token[i], batch.logits[i]) for i in range(batch.n_tokens)]
+        self.ran.append(rows)
+        context.outputs = np.zeros((sum(row[3] for row in rows), 7), np.float32)
+        for output, (sequence, _, token, _) in zip(context.outputs, [row for row in rows if row[3]], strict=True):
+            output[(token + sequence) % 7] = 1
+        return 0
+
+    def llama_get_logits(self, context: SimpleNamespace) -> Any:
+        return context.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_llama_cpp_decodes_a_sequence_for_each_request(unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeLlama({unified: 0.0, not unified: 0.01})
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)
+    monkeypatch.delitem(sys.modules, "scripts.peers.llama_engine", raising=False)
+    llama_engine = importlib.import_module("scripts.peers.llama_engine")
+    monkeypatch.delitem(sys.modules, "scripts.peers.llama_engine")  # no other test gets this one
+    engine = llama_engine.Llama("a model", room=8, num_threads=2)
+    alone, *tried = fake.contexts
+    assert (alone.n_ctx, alone.n_seq_max, alone.kv_unified) == (8, 1, False)
+    assert tried == []
+    found = engine.decode_many([[1, 2], [3, 4], [5, 6]], 3)
+    assert found["token_ids"] == [[2, 2, 2], [5, 6, 0], [1, 3, 5]]
+    assert found["way"] == llama_engine.CACHES[unified]
+    assert [(each.n_ctx, each.n_batch, each.n_seq_max) for each in fake.contexts[1:]] == [(24, 8, 3)] * 2
+    assert {each.kv_unified for each in fake.contexts[1:]} == {False, True}
+    fake.ran.clear()
+    assert engine.decode_many([[1, 2], [3, 4], [5, 6]], 3)["token_ids"] == found["token_ids"]
+    assert len(fake.contexts) == 3  # what is faster is found out once
+    assert fake.ran == [
+        [(0, 0, 1, False), (0, 1, 2, True)],
+        [(1, 0, 3, False), (1, 1, 4, True)],
+        [(2, 0, 5, False), (2, 1, 6, True)],
+        [(0, 2, 2, True), (1, 2, 5, True), (2, 2, 1, True)],
+        [(0, 3, 2, True), (1, 3, 6, True), (2, 3, 3, True)],
+    ]
+
+
 FACTORS = {"peagle": 1.0, "llama.cpp": 2.0}
 DRIFT = {1: 1.0, 2: 3.0, 3: 1.5}  # of the machine, by round: ratios within a round do not see it
 
@@ -204,6 +341,15 @@ def fake_lines() -> Iterator[dict[str, Any]]:
             yield {**line, "what": "decode", "prefill_s": 0.1 * seconds, "decode_s": 0.01 * seconds}
             yield {**line, "what": "verify", "rows": 1, "passes": 3, "pass_s": 0.001 * seconds}
             yield {**line, "what": "verify", "rows": 4, "passes": 3, "pass_s": 0.0015 * seconds}
+
+
+def fake_lines_of_many() -> Iterator[dict[str, Any]]:
+    for number, drift in DRIFT.items():
+        for engine, factor in FACTORS.items():
+            for requests in (1, 4):
+                line = {"engine": engine, "round": number, "others_frac": 0.01, "what": "decode_many"}
+                way = {} if engine == "peagle" else {"way": "one for each sequence"}
+                yield {**line, "requests": requests, "decode_s": 0.01 * factor * drift * requests**0.5, **way}
 
 
 @pytest.fixture
@@ -269,6 +415,42 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
     assert set(tables) == {8, 5, 4, 6}
 
 
+def test_the_page_shows_requests_decoded_together(measured: measure.Measured) -> None:
+    """Medians of tokens a second in all, ratios within a round, and who is not there."""
+    asked = settings(requests=(1, 4))
+    lines = [*measured.lines, *fake_lines_of_many()]
+    ours_row, peer_row = figures.rows("small", dataclasses.replace(measured, lines=lines), asked)
+    assert ours_row["together"]["4"]["tok_per_s"] == pytest.approx({"median": 2000 / 1.5, "min": 2000 / 3, "max": 2000})
+    assert peer_row["together"]["4"]["ours_over_peer"] == pytest.approx({"median": 2, "min": 2, "max": 2})
+    assert peer_row["together"]["1"]["way"] == "one for each sequence"
+    assert "together" not in figures.rows("small", measured, settings())[0]
+    slow = {key: value for key, value in peer_row.items() if key != "together"} | {"engine": "transformers-bf16"}
+    checkpoint = {"name": "small", "parameters": 123e6, "v_by_bytes": {"1": 1.0, "4": 1.2}, "others_frac": None}
+    run = {
+        "provenance": {
+            "command": "python -m scripts.bench_peers",
+            "cpu": "a processor",
+            "num_threads": 2,
+            "packages": {"jaxlib": "1"},
+            "time": "now",
+            "device": {"platform": "cpu", "kind": "cpu", "count": 1},
+        },
+        "config": dataclasses.asdict(asked),
+        "left_out": {},
+        "checkpoints": [checkpoint],
+        "rows": [ours_row, slow, peer_row],
+    }
+    text = page.page(json.loads(json.dumps(run)))
+    assert (
+        "\n\n| requests | ours tok/s | llama.cpp tok/s | ours / llama.cpp |\n|---|---|---|---|\n"
+        "| 1 | 667 (333..1000) | 333 (167..500) | 2.00 (2.00..2.00) |\n"
+        "| 4 | 1333 (667..2000) | 667 (333..1000) | 2.00 (2.00..2.00) |\n\n"
+        "The faster cache of llama.cpp: one for each sequence (requests: 1, 4).\n\n" in text
+    )
+    assert "10 steps of all" in text
+    assert text.count("one request at a time here: transformers-bf16.") == 1
+
+
 def test_on_a_gpu_all_compute_there_in_bfloat16_but_for_the_reference(checkpoint: Path) -> None:
     site = roster.Site(checkpoint, True, Path("model.gguf"), 64, 2, "python", gpu=True)
     entries = {name: roster.entry(name, site) for name in ("peagle", "peagle-xla", "transformers-bf16")}
@@ -313,6 +495,11 @@ def test_transformers_decodes_the_same_with_either_cache(checkpoint: Path) -> No
         (["--engines", "vllm"], "--engines names 'vllm'; expected names of peagle, "),
         (["--widths", "1,x"], "expected numbers with commas between"),
         (["--widths", "0,2"], "expected numbers of 1 or more"),
+        (["--requests", "1,x"], "--requests is '1,x'; expected numbers with commas between"),
+        (["--requests", "0,4"], "expected numbers of 1 or more"),
+        (["--requests", ""], "expected numbers with commas between"),
+        (["--requests", "1,257"], "--requests names 257; expected at most 256"),
+        (["--requests", "256", "--prompt-tokens", "100000"], "has 131072 positions"),
         (["--rounds", "0"], "must be 1 or more"),
         (["-n", "1"], "--new-tokens 2 or more"),
         (["--seconds", "nan"], "--seconds is nan"),
