@@ -176,7 +176,7 @@ def page(record: dict[str, Any]) -> str:
             "|---|---|",
             *table,
             "",
-            f"Made by `{made['command']}` on {made['cpu']} at {made['git']}, {made['time']}.",
+            f"Made by `{made['command']}` on {made['cpu']} at {made['git']['commit'][:7]}, {made['time']}.",
             "",
         ]
     )

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 # of the time that a prompt's chunks take, the others get this share beside it: their steps between two chunks
 STEPS_SHARE = 0.5
+LONGEST_DISPATCH_S = 0.012  # of steps: many active rows take fewer, or their readers would wait for all of them
 WAITING_SHARE = 4  # while somebody waits for a slot, a dispatch has this many times fewer steps
 
 Key = TypeVar("Key", bound=Hashable)
@@ -123,7 +124,9 @@ class Scheduler(Generic[Key]):
         return Steps(self._num_steps(lane is not None and not whole, costs))
 
     def _num_steps(self, prefilling: bool, costs: Costs) -> int:
+        most = float(self.steps_per_dispatch // (WAITING_SHARE if self.num_waiting and not prefilling else 1))
+        if costs.step_s:
+            most = min(most, LONGEST_DISPATCH_S / costs.step_s)
         if prefilling:
-            wanted = STEPS_SHARE * costs.chunk_s / costs.step_s if costs.step_s else 1.0
-            return max(1, round(min(wanted, self.steps_per_dispatch)))
-        return max(1, self.steps_per_dispatch // (WAITING_SHARE if self.num_waiting else 1))
+            most = min(most, STEPS_SHARE * costs.chunk_s / costs.step_s if costs.step_s else 1.0)
+        return max(1, round(most))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
+from peagle.engine.scheduler import LONGEST_DISPATCH_S, WAITING_SHARE, Admit, Chunk, Costs, Scheduler, Steps
 
 ARRIVALS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=12)  # prompt, steps needed
 COSTS = st.builds(Costs, st.floats(0, 10), st.floats(0, 10))
@@ -85,17 +85,29 @@ def test_steps_between_chunks_take_their_share_of_a_chunks_time() -> None:
     while simulation.admitted != [0]:
         simulation.turn(Costs())
     simulation.add(1, 40, 5)
-    for chunk_s, expected in ((8.0, 4), (0.1, 1), (1000.0, 16)):
-        while not isinstance(action := simulation.scheduler.next(Costs(chunk_s, 1.0)), Steps):
+    for chunk_ms, expected in ((0.8, 4), (0.01, 1), (1000.0, 16)):
+        while not isinstance(action := simulation.scheduler.next(Costs(chunk_ms / 1e3, 1e-4)), Steps):
             pass
         assert action.count == expected
+
+
+def test_a_dispatch_of_many_rows_takes_no_longer_than_one_of_few() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=1, chunk=8, steps_per_dispatch=24)
+    scheduler.add("a", 3)
+    assert isinstance(scheduler.next(Costs()), Chunk)
+    assert isinstance(scheduler.next(Costs()), Admit)
+    for step_s, expected in ((1e-4, 24), (LONGEST_DISPATCH_S / 7, 7), (1.0, 1)):
+        assert scheduler.next(Costs(1.0, step_s)) == Steps(expected)
+    scheduler.add("b", 3)
+    scheduler.next(Costs())
+    assert scheduler.next(Costs(1.0, LONGEST_DISPATCH_S / 7)) == Steps(24 // WAITING_SHARE)
 
 
 def test_a_whole_prompt_waits_in_the_lane_and_takes_the_first_free_slot() -> None:
     scheduler: Scheduler[str] = Scheduler(slots=1, chunk=8, steps_per_dispatch=8)
     scheduler.add("a", 3)
     scheduler.add("b", 3)
-    costs = Costs(1.0, 1.0)
+    costs = Costs(1e-4, 1e-4)
     assert scheduler.next(costs) == Chunk("a", 0, 3, True)
     assert scheduler.next(costs) == Admit("a", 0)
     assert scheduler.next(costs) == Steps(1)  # half of what a chunk takes, at least one
