@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import jax
 
-from peagle.engine.engine import DEFAULT_CHUNK, Engine, EngineConfig, Handle
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.engine import Engine, EngineConfig, Handle
+from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words

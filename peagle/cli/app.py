@@ -13,6 +13,7 @@ import typer
 
 from peagle.cli.output import say
 from peagle.cli.settings import BenchSettings, ChatSettings, SamplingSettings, Settings, parse_layers
+from peagle.engine.request import DEFAULT_CHUNK
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.jax_cure import MiscompilingJaxError
@@ -434,7 +435,7 @@ def speculate(
     experts: ExpertsOption = Experts.auto,
     kernels: KernelsOption = Kernels.auto,
     context: Context = None,
-    prefill_chunk: PrefillChunk = 128,
+    prefill_chunk: PrefillChunk = DEFAULT_CHUNK,
     num_speculative_tokens: NumSpeculative = None,
     draft_sampling: DraftSampling = False,
     synthetic_acceptance: SyntheticAcceptance = None,
@@ -525,7 +526,7 @@ def generate(
     experts: ExpertsOption = Experts.auto,
     kernels: KernelsOption = Kernels.auto,
     context: Context = None,
-    prefill_chunk: PrefillChunk = 128,
+    prefill_chunk: PrefillChunk = DEFAULT_CHUNK,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,

@@ -13,6 +13,7 @@ called from any thread; whoever needs tokens and finds none drives the loop for 
 import collections
 import contextlib
 import dataclasses
+import functools
 import statistics
 import threading
 import time
@@ -24,6 +25,7 @@ import numpy as np
 
 from peagle.engine.programs import Programs
 from peagle.engine.request import (
+    DEFAULT_CHUNK,
     DRAFTS_ARE_GREEDY,
     MAX_NUM_DRAFTS,
     FinishReason,
@@ -44,7 +46,6 @@ from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.protocols import Drafter, Explains, Target
 
-DEFAULT_CHUNK = 128
 MEASURED_ROUNDS = 5
 
 
@@ -119,8 +120,6 @@ class LoopTimes:
     gap_s is the most they can have taken: from when the dispatch before was last seen at work.
     """
 
-    dispatches: int = 0
-    gaps: int = 0
     gap_s: float = 0.0
     busy_s: float = 0.0  # from each dispatch to when it was read, what overlaps counted once
 
@@ -322,7 +321,7 @@ class Engine:
         started = time.perf_counter()
         measures = self.config.adaptive and self._table.costs is None  # by greedy steps
         variants = {(sampled, full), (False, False)} if measures else {(sampled, full)}
-        kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts()]
+        kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts]
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
             sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # of a kind it takes
@@ -335,7 +334,7 @@ class Engine:
                 for kind in missing:
                     widths = np.zeros((self.config.slots,), np.int32)
                     self._state, _ = self._programs.steps(self._state, widths, 1, kind)
-                if len(self._possible_drafts()) > 1:  # plain steps between drafted ones
+                if len(self._possible_drafts) > 1:  # plain steps between drafted ones
                     self._state = self._programs.absorb(self._state)
                 jax.block_until_ready(self._state)
             self._warm.update(missing)
@@ -352,6 +351,7 @@ class Engine:
         """What is drafted at which load; with what it costs, if that was measured."""
         return self._table
 
+    @functools.cached_property
     def _possible_drafts(self) -> tuple[int, ...]:
         """The drafts of the step programs that this engine may run, ascending."""
         k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
@@ -413,7 +413,7 @@ class Engine:
         widths = np.zeros((self.config.slots,), np.int32)
         prepared = [
             self._programs.prepared_steps(state, widths, 1, self._kind(drafts, sampled))
-            for drafts in self._possible_drafts()
+            for drafts in self._possible_drafts
         ]
         return [program.lower(*operands).compile() for program, operands, _ in prepared]
 
@@ -510,7 +510,7 @@ class Engine:
 
     def _program_for(self, most: int) -> int:
         """The drafts of the program that steps of at most so many drafts run."""
-        return min((each for each in self._possible_drafts() if each >= most), default=most) if most else 0
+        return min((each for each in self._possible_drafts if each >= most), default=most) if most else 0
 
     def _make_room(self, count: int, num_drafts: int) -> None:
         """Let the drafter see its input before it drafts from more than a step commits, or before it overflows."""
@@ -645,14 +645,12 @@ class Engine:
 
     def _see_gap(self, now: float) -> None:
         """Count the time in which the device may have waited for the dispatch that is sent now."""
-        self.times.dispatches += 1
         last = self._in_flight[-1] if self._in_flight else None
         if last is not None and not last.result.is_ready():  # type: ignore[attr-defined]
             return
         seen = [self._last_read_s] if self._last_read_s is not None else []
         seen += [last.sent_s] if last is not None else []
         if seen:
-            self.times.gaps += 1
             self.times.gap_s += now - max(seen)
 
     def _raise_failure(self) -> None:

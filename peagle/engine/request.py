@@ -20,6 +20,7 @@ DRAFTS_ARE_GREEDY = (
     "--temperature or leave it out"
 )
 
+DEFAULT_CHUNK = 128  # tokens of a prompt that go through the target together
 MAX_NUM_DRAFTS = 128  # a pass over more rows is a prefill: no acceptance pays for it
 
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]

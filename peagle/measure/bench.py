@@ -30,8 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.engine import DEFAULT_CHUNK, EngineConfig
-from peagle.engine.request import Request, TokenChunk
+from peagle.engine.engine import EngineConfig
+from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import cache_bytes

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
-from peagle.engine.engine import DEFAULT_CHUNK, DRAFTS_ARE_GREEDY, Engine, EngineConfig, Handle
-from peagle.engine.request import Request, SamplingParams, check_stop_strings
+from peagle.engine.engine import DRAFTS_ARE_GREEDY, Engine, EngineConfig, Handle
+from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams, check_stop_strings
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile

@@ -14,8 +14,7 @@ import numpy as np
 
 import peagle
 from peagle.api import Pair
-from peagle.engine.engine import DEFAULT_CHUNK
-from peagle.engine.request import Request, TokenChunk
+from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk
 from peagle.measure.bench import BenchOptions, time_steps
 from peagle.ops.kv_cache import KVCache, copy_positions
 from peagle.ops.rope import Yarn

@@ -374,17 +374,20 @@ def test_ratios_are_taken_within_a_round(measured: measure.Measured) -> None:
     assert ours["gb_per_s"]["max"] == pytest.approx(ours["bytes_per_token"] / 0.001 / 1e9)
 
 
+PROVENANCE = {
+    "command": "python -m scripts.bench_peers",
+    "cpu": "a processor",
+    "num_threads": 2,
+    "packages": {"jaxlib": "1"},
+    "time": "now",
+    "device": {"platform": "cpu", "kind": "cpu", "count": 1},
+}
+
+
 def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Measured) -> None:
     asked = settings()
     run = {
-        "provenance": {
-            "command": "python -m scripts.bench_peers",
-            "cpu": "a processor",
-            "num_threads": 2,
-            "packages": {"jaxlib": "1"},
-            "time": "now",
-            "device": {"platform": "cpu", "kind": "cpu", "count": 1},
-        },
+        "provenance": dict(PROVENANCE),
         "config": {"prompt_tokens": 16, "new_tokens": 11, "rounds": 3, "widths": [1, 4], "check_tokens": 8},
         "left_out": {"transformers-bf16": "torch is not installed"},
         "checkpoints": [
@@ -427,14 +430,7 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
     slow = {key: value for key, value in peer_row.items() if key != "together"} | {"engine": "transformers-bf16"}
     checkpoint = {"name": "small", "parameters": 123e6, "v_by_bytes": {"1": 1.0, "4": 1.2}, "others_frac": None}
     run = {
-        "provenance": {
-            "command": "python -m scripts.bench_peers",
-            "cpu": "a processor",
-            "num_threads": 2,
-            "packages": {"jaxlib": "1"},
-            "time": "now",
-            "device": {"platform": "cpu", "kind": "cpu", "count": 1},
-        },
+        "provenance": dict(PROVENANCE),
         "config": dataclasses.asdict(asked),
         "left_out": {},
         "checkpoints": [checkpoint],

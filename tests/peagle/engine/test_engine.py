@@ -315,6 +315,14 @@ def test_programs_by_width_run_no_wider_than_the_table(target, plain) -> None:
     assert trace_counts() == before
 
 
+def test_gaps_are_a_share_of_the_time(target, requests) -> None:
+    engine = Engine(target, None, config(0, slots=2))
+    assert engine.times.gap_frac is None
+    run(engine, requests)
+    assert engine.times.busy_s > 0
+    assert engine.times.gap_frac == pytest.approx(engine.times.gap_s / (engine.times.gap_s + engine.times.busy_s))
+
+
 def test_aborts_hit_rows_in_flight_and_free_their_slots(target, plain) -> None:
     engine = Engine(target, NGram(), config(3, slots=1))
     first, second = engine.add(Request(PROMPTS[0], 60)), engine.add(Request(PROMPTS[1], 20))
