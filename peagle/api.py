@@ -36,6 +36,7 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
 DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter that comes without a table
+NGRAM_WIDTHS = WidthTable({1: 2, 4: 1}, sampled=False)  # results/README.md: more, or with a temperature, does not pay
 CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.api import DEFAULT_WIDTHS, Pair
+from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
 from peagle.engine.widths import read_widths
 from peagle.ops import cuda
@@ -137,7 +137,7 @@ def with_drafter(
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     said = None
-    widths = DEFAULT_WIDTHS
+    widths = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
         dtype, native = jnp.dtype(pair.dtype), plain.params.native

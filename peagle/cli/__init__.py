@@ -11,8 +11,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: peagle.cli.app's, or 130 if Ctrl-C was pressed on the way."""
     with interrupt.handled():
         try:
-            import peagle.cli.measuring
-            import peagle.cli.training  # noqa: F401
             from peagle.cli import app
 
             code = app.main(arguments)

@@ -5,15 +5,25 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, TextIO, TypeVar
+from typing import Annotated, TextIO
 
 import typer
 
+from peagle.cli.options import Settings, command_of, given
 from peagle.cli.output import say
-from peagle.cli.settings import BenchSettings, ChatSettings, SamplingSettings, Settings, parse_layers
-from peagle.engine.request import DEFAULT_CHUNK
+from peagle.cli.settings import (
+    BenchSettings,
+    ChatSettings,
+    DataSettings,
+    ExportSettings,
+    GenerateSettings,
+    InfoSettings,
+    ParitySettings,
+    ReportSettings,
+    SpeculateSettings,
+    SweepSettings,
+    TrainSettings,
+)
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.jax_cure import MiscompilingJaxError
@@ -86,312 +96,80 @@ speculation pays where a step gives more tokens than that. Without TARGET: the d
   what drafting costs   [cyan]peagle bench DIR --drafter DIR -p 0 -t 1 --slots 1,4,16 -k 1,3[/cyan]
   for a report          [cyan]peagle bench DIR --markdown - --json OUT[/cyan]
 """
+SWEEP_HELP = """
+Measure acceptance and speed over K: every prompt decoded in every way, in turns, plain decoding among them.
 
-PROMPT, MODEL, SPECULATION, SAMPLING, RUNNING, OUTPUT = (
-    "Prompt",
-    "Model",
-    "Speculation",
-    "Sampling",
-    "Running",
-    "Output",
-)
+The folder holds the plan, every decoded request, and at the end figures with intervals, a page and pictures.
 
+[bold]Examples[/bold]
 
-class Effort(StrEnum):
-    low = "low"
-    medium = "medium"
-    high = "high"
+  the demo pair           [cyan]peagle sweep --out RUN[/cyan]
+  your own                [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompts mt.jsonl[/cyan]
+  two drafters            [cyan]peagle sweep --out RUN -k 1-7,auto --drafter DIR,ngram --repeats 5[/cyan]
+  many at once            [cyan]peagle sweep --out RUN --concurrency 1,2,4,8,16[/cyan]
+  and its table for auto  [cyan]peagle sweep --out RUN --resume --write-widths DRAFTER[/cyan]
+  cut off? go on          [cyan]peagle sweep --out RUN --resume[/cyan]
+  only say what it does   [cyan]peagle sweep --out RUN -k 0-8 --render both --temperature 0,1 --dry-run[/cyan]
+"""
+REPORT_HELP = """
+Render runs of peagle sweep: one HTML file that needs no network, and Markdown with pictures.
 
+Of several runs each is compared with the first, request by request: is the difference real?
 
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
+[bold]Examples[/bold]
 
+  a run once more      [cyan]peagle report RUN[/cyan]
+  before and after     [cyan]peagle report BEFORE AFTER --out DIR[/cyan]
+"""
+PARITY_HELP = """
+Say whether a pair does what it should, and why its acceptance is what it is.
 
-class Experts(StrEnum):
-    auto = "auto"
-    packed = "packed"
-    expanded = "expanded"
+The target is compared layer by layer with transformers (where torch is installed), the drafter with a reference in
+float64, the engine with both. Then the checkpoint is read in other ways (taps one layer off, another mask token,
+norm, vocabulary map, the target's embedding, raw prompts): one that is accepted more often is the likely cause, and
+what to change is said as the file names it. Exit code 1 where anything is.
 
+[bold]Examples[/bold]
 
-class Kernels(StrEnum):
-    auto = "auto"
-    native = "native"
-    xla = "xla"
+  the demo pair             [cyan]peagle parity[/cyan]
+  "my acceptance is 1.4"    [cyan]peagle parity --target DIR --drafter DIR --prompts FILE[/cyan]
+"""
+DATA_HELP = """
+Have a target answer prompts, and keep what it said as training data for its drafter.
 
+The folder is made of shards, each whole or absent: the same command goes on where it was cut off.
 
-PromptArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="PROMPT",
-        show_default=False,
-        help="What to answer; - reads standard input. Default: a built-in example.",
-    ),
-]
-PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--prompt-file",
-        metavar="FILE",
-        rich_help_panel=PROMPT,
-        help='JSON lines with {"prompt": TEXT}, {"turns": [TEXT, ...]} or {"prompt_ids": [ID, ...]}; MT-Bench, '
-        "HumanEval, GSM8K, ShareGPT, OpenAI messages; or .txt, a prompt a line. Any of them .gz.",
-    ),
-]
-Strict = Annotated[
-    bool,
-    typer.Option(
-        "--strict",
-        rich_help_panel=PROMPT,
-        help="Refuse a file with a row that cannot be asked, instead of leaving the row out and saying so.",
-    ),
-]
-PromptIds = Annotated[
-    str | None,
-    typer.Option("--prompt-ids", metavar="1,2,3", rich_help_panel=PROMPT, help="Token ids, taken as they are."),
-]
-RawPrompt = Annotated[
-    bool,
-    typer.Option("--raw-prompt", rich_help_panel=PROMPT, help="Go on with the text as it is: no chat template."),
-]
-SpecialTokens = Annotated[
-    bool,
-    typer.Option(
-        "--special-tokens",
-        rich_help_panel=PROMPT,
-        help="In a raw prompt: special tokens that the text spells are control tokens, not characters.",
-    ),
-]
-System = Annotated[
-    str | None, typer.Option("--system", metavar="TEXT", rich_help_panel=PROMPT, help="A system message before it.")
-]
-ReasoningEffort = Annotated[
-    Effort | None,
-    typer.Option("--reasoning-effort", rich_help_panel=PROMPT, help="How long to think, where the template knows it."),
-]
-Date = Annotated[
-    str | None,
-    typer.Option(
-        "--date",
-        metavar="YYYY-MM-DD",
-        rich_help_panel=PROMPT,
-        help="What a template is told that asks for today's date. Fixed by default, so that results do not drift.",
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option("--target", metavar="DIR", rich_help_panel=MODEL, help="GPT-OSS checkpoint. Default: the demo's."),
-]
-Drafter = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter",
-        metavar="DIR|ngram",
-        rich_help_panel=MODEL,
-        help="P-EAGLE or EAGLE-3 checkpoint, or ngram: looks back in the text, needs no weights. Default: the demo's; "
-        "demo-eagle3 is its autoregressive one.",
-    ),
-]
-AuxLayerIds = Annotated[
-    str | None,
-    typer.Option(
-        "--aux-layer-ids",
-        metavar="L,L,L",
-        rich_help_panel=MODEL,
-        help="Target's layers, from 0, whose outputs the drafter reads. Default: as its config.json says.",
-    ),
-]
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", rich_help_panel=MODEL, help="Of the arithmetic. Default: float32 on CPU, else bfloat16."),
-]
-ExpertsOption = Annotated[
-    Experts,
-    typer.Option(
-        "--experts",
-        rich_help_panel=MODEL,
-        help="packed keeps MXFP4 in memory, expanded dequantises at load, auto takes what is fastest and fits.",
-    ),
-]
-KernelsOption = Annotated[
-    Kernels,
-    typer.Option(
-        "--kernels",
-        rich_help_panel=MODEL,
-        help="native runs the compiled CPU kernels or refuses, xla does without; auto: native where they run.",
-    ),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        "--context",
-        metavar="N",
-        rich_help_panel=MODEL,
-        help="Positions for prompt and output. Default: what the prompt and -n need.",
-    ),
-]
-NumSpeculative = Annotated[
-    str | None,
-    typer.Option(
-        "-k",
-        "--num-speculative-tokens",
-        metavar="K|auto",
-        rich_help_panel=SPECULATION,
-        help="Tokens drafted per step; auto: by the drafter's table, none where they do not pay. Default on CPU: auto.",
-    ),
-]
-DraftSampling = Annotated[
-    bool,
-    typer.Option(
-        "--draft-sampling",
-        rich_help_panel=SPECULATION,
-        help="With a temperature: sample the drafts instead of taking the drafter's most likely tokens.",
-    ),
-]
-SyntheticAcceptance = Annotated[
-    str | None,
-    typer.Option(
-        "--synthetic-acceptance",
-        metavar="P|P,P",
-        rich_help_panel=SPECULATION,
-        help="To time random weights: keep draft i with this rate of all steps (one P: P to the power of i), whatever "
-        "the target says. The output means nothing, and says so.",
-    ),
-]
-DraftVocab = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-vocab",
-        metavar="N|FILE",
-        rich_help_panel=SPECULATION,
-        help="Draft only the N most frequent tokens, or the ids in a JSON list: a cheaper head, fewer hits.",
-    ),
-]
-NoBaseline = Annotated[
-    bool,
-    typer.Option(
-        "--no-baseline", rich_help_panel=SPECULATION, help="Leave out plain decoding: no comparison, no speed-up."
-    ),
-]
-MaxNewTokens = Annotated[
-    int, typer.Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to answer.")
-]
-SLOTS_HELP = "Requests decoded at once; one that ends is replaced at the next dispatch."
-Slots = Annotated[
-    int | None,
-    typer.Option("--slots", metavar="N", rich_help_panel=RUNNING, help=f"{SLOTS_HELP} Default: 1."),
-]
-Batch = Annotated[int | None, typer.Option("--batch", hidden=True)]  # the old name of --slots
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", rich_help_panel=RUNNING, help="Go on behind stop tokens, up to -n.")
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--stop",
-        metavar="TEXT",
-        rich_help_panel=RUNNING,
-        help="End the answer before this text; may be given several times.",
-    ),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temperature", metavar="T", rich_help_panel=SAMPLING, help="0, or below 1e-5: always the most likely token."
-    ),
-]
-TopK = Annotated[
-    int, typer.Option("--top-k", metavar="N", rich_help_panel=SAMPLING, help="Among the N likeliest; 0: all.")
-]
-TopP = Annotated[
-    float,
-    typer.Option("--top-p", metavar="P", rich_help_panel=SAMPLING, help="Among the likeliest of joint mass P; 1: all."),
-]
-Seed = Annotated[
-    int, typer.Option("--seed", metavar="S", rich_help_panel=SAMPLING, help="The same seed draws the same tokens.")
-]
-MinP = Annotated[
-    float,
-    typer.Option("--min-p", metavar="P", rich_help_panel=SAMPLING, help="At least P times as likely as the likeliest."),
-]
-PresencePenalty = Annotated[
-    float,
-    typer.Option(
-        "--presence-penalty", metavar="X", rich_help_panel=SAMPLING, help="Lower the logit of emitted tokens by X."
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option(
-        "--frequency-penalty",
-        metavar="X",
-        rich_help_panel=SAMPLING,
-        help="The same by X for each time it was emitted.",
-    ),
-]
-RepetitionPenalty = Annotated[
-    float,
-    typer.Option(
-        "--repetition-penalty",
-        metavar="X",
-        rich_help_panel=SAMPLING,
-        help="Divide positive logits of tokens of prompt and answer by X, multiply negative ones; 1: off.",
-    ),
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logit-bias", metavar="ID=X", rich_help_panel=SAMPLING, help="Add X to a token's logit; repeatable."
-    ),
-]
-MinTokens = Annotated[
-    int, typer.Option("--min-tokens", metavar="N", rich_help_panel=SAMPLING, help="No stop token before N tokens.")
-]
-PrefillChunk = Annotated[
-    int,
-    typer.Option(
-        "--prefill-chunk",
-        metavar="N",
-        rich_help_panel=RUNNING,
-        help="Tokens of a prompt in one pass. More: prompts are read sooner; fewer: other requests wait less.",
-    ),
-]
-Logprobs = Annotated[
-    int | None,
-    typer.Option(
-        "--logprobs",
-        metavar="N",
-        rich_help_panel=OUTPUT,
-        help="Per token its log-probability and the N (<= 20) likeliest with theirs; in --json, too. Costs time.",
-    ),
-]
-Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE|-",
-        rich_help_panel=OUTPUT,
-        help="All results as one JSON object; with - nothing else goes to standard output.",
-    ),
-]
-Trace = Annotated[
-    str | None,
-    typer.Option(
-        "--trace", metavar="FILE", rich_help_panel=OUTPUT, help="A JSON line per step: drafts and what became of them."
-    ),
-]
-Profile = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        metavar="DIR",
-        rich_help_panel=OUTPUT,
-        help="Trace some of the steps once more, into this directory, and say where their time goes.",
-    ),
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="The text only: no progress, no summary.")
-]
+[bold]Examples[/bold]
+
+  greedy answers         [cyan]peagle data --prompt-file IN.jsonl --out DIR[/cyan]
+  of your own target     [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DIR -n 512[/cyan]
+  with what it thought   [cyan]peagle data --prompt-file IN.jsonl --out DIR --hidden --top 32[/cyan]
+"""
+TRAIN_HELP = """
+Train a drafter for a target on data it wrote: P-EAGLE, or EAGLE-3.
+
+The folder holds recipe, log, checkpoints and the curve, and at the end the drafter;
+the same command goes on where it was cut off.
+
+[bold]Examples[/bold]
+
+  an hour             [cyan]peagle train --data DIR --out RUN --minutes 60[/cyan]
+  and 2000 more       [cyan]peagle train --data DIR --out RUN --steps 5000[/cyan]
+  your own target     [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
+  watch acceptance    [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
+  the baseline        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
+"""
+EXPORT_HELP = """
+Write a drafter in the layout of vLLM or of the speculators package, with a model card.
+
+[bold]Examples[/bold]
+
+  for speculators   [cyan]peagle export RUN/drafter --out DIR --dialect speculators --verifier openai/gpt-oss-20b[/cyan]
+  for vLLM          [cyan]peagle export DIR --out OTHER --verifier openai/gpt-oss-20b[/cyan]
+"""
+
+# may be given beside --resume, as they do not change what is measured
+FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
 app = typer.Typer(
     name="peagle",
@@ -417,363 +195,99 @@ def peagle(
         raise typer.Exit
 
 
-@app.command(help=SPECULATE_HELP)
-def speculate(
-    prompt: PromptArgument = None,
-    prompt_file: PromptFile = None,
-    strict: Strict = False,
-    prompt_ids: PromptIds = None,
-    raw_prompt: RawPrompt = False,
-    special_tokens: SpecialTokens = False,
-    system: System = None,
-    reasoning_effort: ReasoningEffort = None,
-    date: Date = None,
-    target: Target = None,
-    drafter: Drafter = None,
-    aux_layer_ids: AuxLayerIds = None,
-    dtype: DtypeOption = None,
-    experts: ExpertsOption = Experts.auto,
-    kernels: KernelsOption = Kernels.auto,
-    context: Context = None,
-    prefill_chunk: PrefillChunk = DEFAULT_CHUNK,
-    num_speculative_tokens: NumSpeculative = None,
-    draft_sampling: DraftSampling = False,
-    synthetic_acceptance: SyntheticAcceptance = None,
-    draft_vocab: DraftVocab = None,
-    no_baseline: NoBaseline = False,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    logit_bias: LogitBias = None,
-    min_tokens: MinTokens = 0,
-    max_new_tokens: MaxNewTokens = 256,
-    slots: Slots = None,
-    batch: Batch = None,
-    ignore_eos: IgnoreEos = False,
-    stop: Stop = None,
-    json: Json = None,
-    trace: Trace = None,
-    profile: Profile = None,
-    quiet: Quiet = False,
-) -> int:
-    settings = Settings(
-        command="speculate",
-        prompt=prompt,
-        prompt_file=prompt_file,
-        strict=strict,
-        prompt_ids=prompt_ids,
-        raw_prompt=raw_prompt,
-        special_tokens=special_tokens,
-        system=system,
-        reasoning_effort=reasoning_effort and reasoning_effort.value,
-        date=date,
-        target=target,
-        drafter=drafter,
-        dtype=dtype and dtype.value,
-        experts=experts.value,
-        kernels=kernels.value,
-        context=context,
-        prefill_chunk=prefill_chunk,
-        num_speculative_tokens=num_speculative_tokens,
-        draft_sampling=draft_sampling,
-        synthetic_acceptance=synthetic_acceptance,
-        draft_vocab=draft_vocab,
-        baseline=not no_baseline,
-        sampling=SamplingSettings(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            tuple(logit_bias or ()),
-            min_tokens,
-        ),
-        max_new_tokens=max_new_tokens,
-        slots=chosen_slots(slots, batch, 1),
-        ignore_eos=ignore_eos,
-        stop=tuple(stop or ()),
-        logprobs=None,
-        json=json,
-        trace=trace,
-        profile=profile,
-        quiet=quiet,
-        aux_layer_ids=aux_layer_ids,
-    )
-    return _run(settings)
+def command(help_text: str) -> Callable[[Callable[[Settings], int]], Callable[[Settings], int]]:
+    """Register a command of the function's name, with the options of its settings."""
+    return command_of(app, help_text, lambda run: guarded(run))
 
 
-@app.command(help=GENERATE_HELP)
-def generate(
-    prompt: PromptArgument = None,
-    prompt_file: PromptFile = None,
-    strict: Strict = False,
-    prompt_ids: PromptIds = None,
-    raw_prompt: RawPrompt = False,
-    special_tokens: SpecialTokens = False,
-    system: System = None,
-    reasoning_effort: ReasoningEffort = None,
-    date: Date = None,
-    target: Target = None,
-    dtype: DtypeOption = None,
-    experts: ExpertsOption = Experts.auto,
-    kernels: KernelsOption = Kernels.auto,
-    context: Context = None,
-    prefill_chunk: PrefillChunk = DEFAULT_CHUNK,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    logit_bias: LogitBias = None,
-    min_tokens: MinTokens = 0,
-    max_new_tokens: MaxNewTokens = 256,
-    slots: Slots = None,
-    batch: Batch = None,
-    ignore_eos: IgnoreEos = False,
-    stop: Stop = None,
-    logprobs: Logprobs = None,
-    json: Json = None,
-    trace: Trace = None,
-    profile: Profile = None,
-    quiet: Quiet = False,
-) -> int:
-    settings = Settings(
-        command="generate",
-        prompt=prompt,
-        prompt_file=prompt_file,
-        strict=strict,
-        prompt_ids=prompt_ids,
-        raw_prompt=raw_prompt,
-        special_tokens=special_tokens,
-        system=system,
-        reasoning_effort=reasoning_effort and reasoning_effort.value,
-        date=date,
-        target=target,
-        drafter=None,
-        dtype=dtype and dtype.value,
-        experts=experts.value,
-        kernels=kernels.value,
-        context=context,
-        prefill_chunk=prefill_chunk,
-        num_speculative_tokens="0",
-        draft_sampling=False,
-        synthetic_acceptance=None,
-        draft_vocab=None,
-        baseline=False,
-        sampling=SamplingSettings(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            tuple(logit_bias or ()),
-            min_tokens,
-        ),
-        max_new_tokens=max_new_tokens,
-        slots=chosen_slots(slots, batch, 1),
-        ignore_eos=ignore_eos,
-        stop=tuple(stop or ()),
-        logprobs=logprobs,
-        json=json,
-        trace=trace,
-        profile=profile,
-        quiet=quiet,
-    )
-    return _run(settings)
+@command(SPECULATE_HELP)
+def speculate(settings: SpeculateSettings) -> int:
+    from peagle.cli.speculate import decode_command
+
+    return decode_command(settings)
 
 
-@app.command(help=CHAT_HELP)
-def chat(
-    system: System = None,
-    reasoning_effort: ReasoningEffort = None,
-    date: Date = None,
-    target: Target = None,
-    drafter: Drafter = None,
-    aux_layer_ids: AuxLayerIds = None,
-    dtype: DtypeOption = None,
-    experts: ExpertsOption = Experts.auto,
-    kernels: KernelsOption = Kernels.auto,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--context",
-            metavar="N",
-            rich_help_panel=MODEL,
-            help="Positions for the whole conversation. Default: 4096, or all that the model has.",
-        ),
-    ] = None,
-    num_speculative_tokens: NumSpeculative = None,
-    draft_vocab: DraftVocab = None,
-    baseline: Annotated[
-        bool,
-        typer.Option(
-            "--baseline", rich_help_panel=SPECULATION, help="Decode each answer plainly, too, and say the speed-up."
-        ),
-    ] = False,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    seed: Seed = 0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    logit_bias: LogitBias = None,
-    min_tokens: MinTokens = 0,
-    max_new_tokens: MaxNewTokens = 1024,
-    stop: Stop = None,
-    quiet: Quiet = False,
-) -> int:
-    settings = ChatSettings(
-        system=system,
-        reasoning_effort=reasoning_effort and reasoning_effort.value,
-        date=date,
-        target=target,
-        drafter=drafter,
-        dtype=dtype and dtype.value,
-        experts=experts.value,
-        kernels=kernels.value,
-        context=context,
-        num_speculative_tokens=num_speculative_tokens,
-        draft_vocab=draft_vocab,
-        baseline=baseline,
-        sampling=SamplingSettings(
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            seed,
-            presence_penalty,
-            frequency_penalty,
-            repetition_penalty,
-            tuple(logit_bias or ()),
-            min_tokens,
-        ),
-        max_new_tokens=max_new_tokens,
-        stop=tuple(stop or ()),
-        quiet=quiet,
-        aux_layer_ids=aux_layer_ids,
-    )
+@command(GENERATE_HELP)
+def generate(settings: GenerateSettings) -> int:
+    from peagle.cli.speculate import decode_command
 
-    def run() -> int:
-        from peagle.cli.chat import chat_command
-
-        return chat_command(settings)
-
-    return guarded(run)
+    return decode_command(settings)
 
 
-@app.command(help=INFO_HELP)
-def info(
-    directories: Annotated[
-        list[str] | None, typer.Argument(metavar="DIR", show_default=False, help="Target, drafter, or both.")
-    ] = None,
-    aux_layer_ids: AuxLayerIds = None,
-) -> int:
-    def run() -> int:
-        from peagle.cli.info import show
+@command(CHAT_HELP)
+def chat(settings: ChatSettings) -> int:
+    from peagle.cli.chat import chat_command
 
-        return show(directories or [], parse_layers(aux_layer_ids))
-
-    return guarded(run)
+    return chat_command(settings)
 
 
-@app.command(help=BENCH_HELP)
-def bench(
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="TARGET", show_default=False, help="GPT-OSS checkpoint. Default: the demo's."),
-    ] = None,
-    prompt_lengths: Annotated[
-        str, typer.Option("-p", "--prompt-lengths", metavar="N,N", help="Tokens of the prompts (pp); 0: no such test.")
-    ] = "128,512",
-    new_tokens: Annotated[
-        str, typer.Option("-n", "--new-tokens", metavar="N,N", help="Tokens to decode (tg); 0: no such test.")
-    ] = "64",
-    widths: Annotated[
-        str, typer.Option("-t", "--widths", metavar="T,T", help="Rows of a verify pass; 1 is always measured, too.")
-    ] = "1,2,4,8",
-    context: Annotated[
-        int, typer.Option("--context", metavar="N", help="Tokens in the caches when decoding and verifying start.")
-    ] = 128,
-    slots: Annotated[
-        str | None,
-        typer.Option(
-            "--slots",
-            metavar="N,N",
-            help="Requests decoded at once. Several: decoding at each, and at 1; all else at 1. Default: 1.",
-        ),
-    ] = None,
-    batch: Batch = None,
-    num_speculative_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "-k",
-            "--num-speculative-tokens",
-            metavar="K,K",
-            rich_help_panel=SPECULATION,
-            help="Decoding also with K drafts a step, all refused: what such a step costs over a plain one.",
-        ),
-    ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            "--drafter", metavar="DIR|ngram", rich_help_panel=MODEL, help="Its checkpoint, for -k. Default: the demo's."
-        ),
-    ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", metavar="R", help="Measurements of each test.")] = 5,
-    dtype: DtypeOption = None,
-    experts: ExpertsOption = Experts.auto,
-    kernels: KernelsOption = Kernels.auto,
-    json: Json = None,
-    markdown: Annotated[
-        str | None,
-        typer.Option("--markdown", metavar="FILE|-", rich_help_panel=OUTPUT, help="The table, to be put into a text."),
-    ] = None,
-) -> int:
-    settings = BenchSettings(
-        target=target,
-        prompt_lengths=prompt_lengths,
-        new_tokens=new_tokens,
-        widths=widths,
-        context=context,
-        slots=chosen_slots(slots, None if batch is None else str(batch), "1"),
-        num_speculative_tokens=num_speculative_tokens,
-        drafter=drafter,
-        repeats=repeats,
-        dtype=dtype and dtype.value,
-        experts=experts.value,
-        kernels=kernels.value,
-        json=json,
-        markdown=markdown,
-    )
+@command(INFO_HELP)
+def info(settings: InfoSettings) -> int:
+    from peagle.cli.info import info_command
 
-    def run() -> int:
-        from peagle.cli.bench import bench_command
+    return info_command(settings)
 
-        return bench_command(settings)
 
-    return guarded(run)
+@command(BENCH_HELP)
+def bench(settings: BenchSettings) -> int:
+    from peagle.cli.bench import bench_command
+
+    return bench_command(settings)
+
+
+@command(DATA_HELP)
+def data(settings: DataSettings) -> int:
+    from peagle.cli.data import data_command
+
+    return data_command(settings)
+
+
+@command(TRAIN_HELP)
+def train(settings: TrainSettings) -> int:
+    try:
+        from peagle.cli.train import train_command
+    except ModuleNotFoundError as error:
+        raise InputError(f"training needs {error.name}, which is not installed; pip install 'peagle[train]'") from None
+    return train_command(settings)
+
+
+@command(EXPORT_HELP)
+def export(settings: ExportSettings) -> int:
+    from peagle.cli.export import export_command
+
+    return export_command(settings)
+
+
+@command(SWEEP_HELP)
+def sweep(settings: SweepSettings) -> int:
+    from peagle.cli.sweep import sweep_command
+
+    if settings.resume and (others := [name for name in given(settings) if name not in FREE]):
+        raise InputError(
+            f"--resume goes on by the plan in {settings.out}, and {others[0].replace('_', ' ')} is given, too; leave "
+            "it out, or begin another run with another --out"
+        )
+    return sweep_command(settings)
+
+
+@command(REPORT_HELP)
+def report(settings: ReportSettings) -> int:
+    from peagle.cli.report import report_command
+
+    return report_command(settings)
+
+
+@command(PARITY_HELP)
+def parity(settings: ParitySettings) -> int:
+    from peagle.cli.parity import parity_command
+
+    return parity_command(settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 0; 2 after one line on stderr about bad input or usage; 130
     after Ctrl-C; 141 where nobody reads the output any more."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
     # nothing is ever fetched: a library that would ask the network may not
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     for stream in (sys.stdout, sys.stderr):  # a name, say of a file, can be shown whatever it holds
@@ -781,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     command = typer.main.get_command(app)
     try:
-        code = command.main(args=given or ["--help"], prog_name="peagle", standalone_mode=False)
+        code = command.main(args=typed or ["--help"], prog_name="peagle", standalone_mode=False)
     except KeyboardInterrupt:
         return INTERRUPTED
     except InputError as error:
@@ -793,22 +307,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _complain(f"{error.format_message()} (peagle --help shows the usage)")
     return code if isinstance(code, int) else OK
-
-
-Given = TypeVar("Given", int, str)
-
-
-def chosen_slots(slots: Given | None, batch: Given | None, default: Given) -> Given:
-    """Take the number of slots from --slots, or from --batch, its old name; say so if the old one was typed.
-
-    Raises InputError where both were.
-    """
-    if batch is None:
-        return default if slots is None else slots
-    if slots is not None:
-        raise InputError("--slots and --batch, its old name, are both given; expected --slots alone")
-    say("warning", "--batch is now called --slots")
-    return batch
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -837,15 +335,6 @@ def guarded(run: Callable[[], int]) -> int:
                 "--slots, or keep the experts small with --experts packed or --dtype bfloat16"
             )
         raise
-
-
-def _run(settings: Settings) -> int:
-    def run() -> int:
-        from peagle.cli.run import run_command
-
-        return run_command(settings)
-
-    return guarded(run)
 
 
 def _out_of_memory(error: Exception) -> bool:

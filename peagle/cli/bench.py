@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from typing import Any, cast
+from typing import Any
 
 import jax
 from rich import box
@@ -12,10 +12,11 @@ from rich.table import Table
 
 from peagle.api import Pair
 from peagle.cli.display import Display
+from peagle.cli.document import SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
-from peagle.cli.report import SCHEMA, dumps
-from peagle.cli.settings import BenchSettings
-from peagle.loading import DEMO, check_fit, drafter_path, load, resolve
+from peagle.cli.settings import BenchSettings, DraftOptions, chosen_slots
+from peagle.cli.speculate import load_pair
+from peagle.loading import DEMO, check_fit, drafter_path, resolve
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
@@ -49,7 +50,7 @@ def bench_command(settings: BenchSettings) -> int:
     markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
     if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
         raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
-    name = DEMO if settings.target is None else settings.target
+    name = settings.target or DEMO
     drafter = None if settings.num_speculative_tokens is None else settings.drafter or DEMO
     if settings.drafter is not None and drafter is None:
         raise InputError("--drafter is given without -k, the drafts of a step to measure; give both, or neither")
@@ -58,15 +59,7 @@ def bench_command(settings: BenchSettings) -> int:
     options.check(inspect_target(resolve(name, "target")).config.max_positions)
 
     display = Display(text=False, quiet=False, total=1, streaming=False)
-    with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
-        pair = load(
-            name,
-            drafter,
-            dtype=cast(Any, settings.dtype),
-            experts=cast(Any, settings.experts),
-            kernels=cast(Any, settings.kernels),
-            progress=progress,
-        )
+    pair = load_pair(name, drafter, settings.loading, DraftOptions(), display)
     # not animated: a thread that redraws would be in the way of what is measured
     with display.stage("measuring", animated=False) as progress:
         measured = bench(pair, options, progress)
@@ -141,7 +134,7 @@ def _options(settings: BenchSettings) -> BenchOptions:
         new_tokens=_numbers("-n", settings.new_tokens, may_be_none=True),
         widths=_numbers("-t", settings.widths),
         context=settings.context,
-        slots=_numbers("--slots", settings.slots),
+        slots=_numbers("--slots", chosen_slots(settings.slots, settings.batch, "1")),
         drafts=_numbers("-k", settings.num_speculative_tokens) if settings.num_speculative_tokens is not None else (),
         repeats=settings.repeats,
     )

@@ -6,16 +6,16 @@ import sys
 
 from peagle.api import Pair
 from peagle.cli.display import Display
+from peagle.cli.document import summary_block
 from peagle.cli.output import say
-from peagle.cli.report import summary_block
-from peagle.cli.run import load_pair, parse_num_drafts
 from peagle.cli.settings import ChatSettings
+from peagle.cli.speculate import load_pair, parse_num_drafts
 from peagle.loading import DEMO, drafter_path, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.text.prompts import Conversation, Rendering, from_text
-from peagle.text.tokenizer import DEFAULT_DATE, Message, chat_messages
+from peagle.text.tokenizer import Message, chat_messages
 from peagle.workflows.run import Run, RunConfig, run
 
 DEFAULT_CONTEXT = 4096  # positions; all that the model has, if it has fewer
@@ -30,9 +30,9 @@ def chat_command(settings: ChatSettings) -> int:
     Raises InputError for what no message could be answered with, before anything is read, and KeyboardInterrupt for
     Ctrl-C while a message is awaited.
     """
-    target = DEMO if settings.target is None else settings.target
-    asked = parse_num_drafts(settings.num_speculative_tokens)
-    drafter = None if asked == 0 else DEMO if settings.drafter is None else settings.drafter
+    target = settings.model.target or DEMO
+    asked = parse_num_drafts(settings.drafting.num_speculative_tokens)
+    drafter = None if asked == 0 else settings.drafting.drafter or DEMO
     resolve(target, "target")
     drafter_path(target, drafter)
     config = RunConfig(  # refuses, before anything slow, what no pair could do
@@ -41,14 +41,10 @@ def chat_command(settings: ChatSettings) -> int:
         sampling=settings.sampling.params(),
         stop=settings.stop,
         baseline=settings.baseline,
-        rendering=Rendering(
-            system=settings.system,
-            reasoning_effort=settings.reasoning_effort,
-            date=DEFAULT_DATE if settings.date is None else settings.date,
-        ),
+        rendering=settings.template.rendering(),
     )
     display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
-    pair = load_pair(settings, target, drafter, display)
+    pair = load_pair(target, drafter, settings.model, settings.drafting, display)
     _refuse_without_template(pair, config.rendering, target)
     k, adaptive = pair.num_drafts(asked)
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)

@@ -13,6 +13,7 @@ from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
 from peagle.api import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
+from peagle.cli.settings import InfoSettings, parse_layers
 from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (
     DEMO,
@@ -40,12 +41,12 @@ FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
 Rows = list[tuple[str, str]]
 
 
-def show(names: Sequence[str], aux_layer_ids: Sequence[int] | None = None) -> int:
-    """Prints what the directories hold, and with a target and a drafter whether they fit. Returns the exit code.
-    aux_layer_ids: what the drafter is to read in place of what its config.json names.
+def info_command(settings: InfoSettings) -> int:
+    """Print what the directories hold, and whether a target and a drafter fit. Return the exit code.
 
     Raises InputError for more than two, for two of a kind, for what cannot be read, and for a pair that does not fit.
     """
+    names, aux_layer_ids = settings.directories, parse_layers(settings.aux_layer_ids)
     if len(names) > 2:
         raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
     paths = [(name, resolve(name, "target")) for name in names]

@@ -1,240 +1,59 @@
-"""A run as JSON (schema 1), as trace lines, and as the few lines a person reads. What is absent is null there."""
+"""`peagle report`: render runs of peagle sweep again, or compare several."""
 
-import dataclasses
-import statistics
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
-from peagle.api import Pair
-from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
-from peagle.measure.profile import Breakdown
-from peagle.ops import strict_json
-from peagle.result import Result
-from peagle.text.prompt_files import left_out_line
-from peagle.workflows.run import CostsUsed, Outcome, Run, RunConfig
+from rich.console import Console
 
-SCHEMA = 1
-
-
-def report(
-    run: Run,
-    pair: Pair,
-    config: RunConfig,
-    names: dict[str, str | None],
-    provenance: dict[str, Any],
-    peak: int | None,
-    left_out: Sequence[str] = (),
-) -> dict[str, Any]:
-    """The object that --json writes. `names` are the command, the target and the drafter as they were typed;
-    `left_out` says of each row of a prompt file that was not asked which it is, and why."""
-    return {
-        "schema": SCHEMA,
-        "provenance": provenance,
-        "config": {**names, **_config_block(run, pair, config), "left_out": list(left_out)},
-        "profile": None if run.profile is None else dataclasses.asdict(run.profile),
-        "requests": [_request_block(outcome) for outcome in run.outcomes],
-        "summary": summary_block(run, peak),
-    }
+from peagle.cli.display import Display
+from peagle.cli.settings import ReportSettings
+from peagle.measure.sweep import charts, concurrency, page
+from peagle.measure.sweep.compare import differences
+from peagle.measure.sweep.figures import rows
+from peagle.measure.sweep.folder import open_run
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
 
 
-def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
-    """All requests together (peagle.measure.metrics.summarize)."""
-    results = [outcome.result for outcome in run.outcomes]
-    baselines = [outcome.baseline for outcome in run.outcomes]
-    return summarize(results, baselines, run.compile_s, peak_memory_bytes, run.host_gap_frac)
+def report_command(settings: ReportSettings) -> int:
+    """Write the pages of one run into its folder, or those of one or several into a new one. Return the exit code.
+
+    Raises InputError for a folder that is no run, for runs that cannot be compared, and for several runs without --out.
+    """
+    out = settings.out
+    folders = [open_run(path) for path in dict.fromkeys(settings.runs)]
+    if len(folders) > 1 and out is None:
+        raise InputError("several runs are compared in a folder of their own; give --out DIR")
+    if out is not None:
+        expect_new(out)
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    with display.stage("figures"):
+        found = {folder: rows(folder) for folder in folders}  # of what is there, finished or not
+        loads = concurrency.rows(folders[0])
+        if empty := [folder.path for folder, some in found.items() if not some]:
+            raise InputError(f"{empty[0]} holds no request whose repeats are all there; resume it first")
+        if len(folders) == 1:
+            blocks = page.run_blocks(folders[0], found[folders[0]], loads)
+        else:
+            blocks = page.comparison_blocks(found, [differences(folders[0], each) for each in folders[1:]])
+        where = out or folders[0].path
+        page.write(where, blocks)
+    show(blocks, where, settings.quiet)
+    tell_of_pictures(display, where)
+    return 0
 
 
-def trace_lines(run: Run) -> Iterator[str]:
-    """One JSON object per step, by request, then by step."""
-    for outcome in run.outcomes:
-        for number, step in enumerate(outcome.result.steps):
-            line = {"request": outcome.result.request.index, "step": number, **dataclasses.asdict(step)}
-            yield strict_json.dumps(line) + "\n"
+def tell_of_pictures(display: Display, where: Path) -> None:
+    """Note, if pages are without pictures, how to get them."""
+    if not charts.can_draw():
+        display.note(f"without pictures, which need matplotlib: pip install matplotlib; then: peagle report {where}")
 
 
-def dumps(value: dict[str, Any]) -> str:
-    """JSON text, ASCII, so that it can be written whatever a path or a model holds."""
-    return strict_json.dumps(value, indent=1) + "\n"
-
-
-def summary_lines(
-    run: Run, config: RunConfig, peak_memory_bytes: int | None, left_out: Sequence[str] = ()
-) -> list[str]:
-    """What a person reads under the text."""
-    if not run.outcomes:
-        return ["interrupted before the first token"] if run.interrupted else []
-    summary = summary_block(run, peak_memory_bytes)
-    results = [outcome.result for outcome in run.outcomes]
-    speculative = config.num_speculative_tokens > 0
-    lines = [("speculation" if speculative else "plain", _speed(results, summary["tok_per_s"]))]
-    if speculative:
-        if config.synthetic_acceptance is not None:
-            lines.append(
-                ("SYNTHETIC", "acceptance was drawn, not judged: the text and it mean nothing, speeds are real")
-            )
-        lines.append(("acceptance", _acceptance(summary, config)))
-        if run.costs is not None and run.drafting_cannot_pay:
-            lines.append(("costs", _hopeless(run.costs, config.num_speculative_tokens)))
-        lines.append(("plain", _comparison(run, summary, config)))
-    lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
-    if run.profile is not None:
-        lines.append(("profile", _profile(run.profile)))
-    lines += [("cut short", line) for line in run.cut_short]
-    if left_out:
-        lines.append(("left out", left_out_line(left_out)))
-    return [f"{name:<12} {text}" for name, text in lines]
-
-
-def logprob_lines(run: Run, pair: Pair) -> Iterator[str]:
-    """What --logprobs asked for, a line per token: its log-probability, its text, and the likeliest with theirs."""
-
-    def shown(token_id: int) -> str:
-        if pair.tokenizer is None:
-            return str(token_id)
-        return repr(pair.tokenizer.token_bytes(token_id).decode("utf-8", errors="replace"))
-
-    for outcome in run.outcomes:
-        if outcome.result.request.logprobs is None:
-            continue
-        if len(run.outcomes) > 1:
-            yield f"request {outcome.result.request.index + 1}"
-        yield "log-probability, token | the likeliest there"
-        for token in outcome.result.logprobs:
-            best = ", ".join(f"{shown(token_id)} {logprob:.2f}" for token_id, logprob in token.best)
-            yield f"{token.logprob:8.2f}  {shown(token.token_id):<16} | {best}"
-
-
-def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
-    return {
-        "num_speculative_tokens": config.num_speculative_tokens,
-        "adaptive": config.adaptive,
-        "costs": None if run.costs is None else dataclasses.asdict(run.costs),
-        "max_new_tokens": config.max_new_tokens,
-        **dataclasses.asdict(config.sampling),
-        "draft_sampling": config.draft_sampling,
-        "synthetic_acceptance": config.synthetic_acceptance,
-        "slots": config.slots,
-        "context": config.context,
-        "prefill_chunk": config.prefill_chunk,
-        "capacity": run.capacity,
-        "dtype": pair.dtype,
-        "experts": pair.experts,
-        "kernels": pair.kernels,
-        "aux_layers": pair.aux_layers,
-        "draft_vocab": pair.draft_vocab,
-        "baseline": config.compares,
-        "ignore_eos": config.ignore_eos,
-        "logprobs": config.logprobs,
-        "raw_prompt": config.rendering.raw,
-        "special_tokens": config.rendering.special_tokens,
-        "system": config.rendering.system,
-        "reasoning_effort": config.rendering.reasoning_effort,
-        "date": config.rendering.date,
-        "stop_token_ids": list(pair.stop_token_ids),
-        "interrupted": run.interrupted,
-        "cut_short": list(run.cut_short),
-    }
-
-
-def _request_block(outcome: Outcome) -> dict[str, Any]:
-    result = outcome.result
-    speculative = result.num_speculative_tokens > 0
-    return {
-        "request": result.request.index,
-        "turn": outcome.turn,
-        "prompt_ids": list(result.request.prompt_ids),
-        "output_ids": list(result.output_ids),
-        "text": result.text,
-        "stop": list(result.request.stop),
-        "finish_reason": result.finish_reason or "interrupted",
-        "num_truncated_tokens": result.num_truncated,
-        "ttft_s": result.ttft_s,
-        "tok_per_s": result.tok_per_s,
-        "tpot_s": result.tpot_s,
-        "loop_share": result.loop_share,
-        "speculative_decoding": speculative_decoding_block(result.counters) if speculative else None,
-        "baseline": _baseline_block(outcome),
-        "logprobs": None
-        if outcome.result.request.logprobs is None
-        else [
-            {"id": token.token_id, "logprob": token.logprob, "top": [list(pair) for pair in token.best]}
-            for token in outcome.result.logprobs
-        ],
-    }
-
-
-def _baseline_block(outcome: Outcome) -> dict[str, Any] | None:
-    if outcome.baseline is None:
-        return None
-    divergence = outcome.first_divergence
-    return {
-        "output_ids": list(outcome.baseline.output_ids),
-        "ttft_s": outcome.baseline.ttft_s,
-        "tok_per_s": outcome.baseline.tok_per_s,
-        "first_divergence": None if divergence is None else dataclasses.asdict(divergence),
-    }
-
-
-def _speed(results: list[Result], tok_per_s: float | None) -> str:
-    tokens = sum(len(result.output_ids) for result in results)
-    ends = [result.finish_reason or "interrupted" for result in results]
-    parts = [f"{tokens} tokens", f"{figure_text(tok_per_s, '.1f')} tok/s"]
-    ttft = [result.ttft_s for result in results if result.ttft_s is not None]
-    parts.append(f"first token after {figure_text(statistics.median(ttft) if ttft else None, '.3f')} s")
-    if len(results) > 1:
-        counts = ", ".join(f"{ends.count(reason)} {reason}" for reason in dict.fromkeys(ends))
-        return " | ".join([f"{len(results)} requests ({counts})", *parts])
-    return " | ".join([*parts, f"finish: {ends[0]}"])
-
-
-def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
-    rates = " ".join(figure_text(rate, ".2f") for rate in summary["acceptance_rate_per_position"] or [])
-    steps = f"{summary['num_spec_steps']} steps of K = {config.num_speculative_tokens}"
-    if config.adaptive:
-        steps = f"{summary['num_spec_steps']} steps of K <= {config.num_speculative_tokens}, "
-        steps += f"{summary['num_plain_steps']} plain"
-    text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
-    if summary["looping_requests_frac"]:
-        text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"
-        if summary["acceptance_length_without_loops"] is not None:
-            text += f", length without them {summary['acceptance_length_without_loops']:.2f}"
-    return text
-
-
-def _hopeless(costs: CostsUsed, asked: int) -> str:
-    return (
-        f"here drafting cannot pay: a step takes the time of {costs.plain_steps[1]:.1f} plain steps and gives "
-        f"{asked + 1} tokens at most; decoded plainly"
-    )
-
-
-def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
-    compared = [outcome for outcome in run.outcomes if outcome.baseline is not None]
-    if not compared:
-        return "not measured" + ("" if config.compares else " (--no-baseline)")
-    text = f"{figure_text(summary['baseline_tok_per_s'], '.1f')} tok/s"
-    text += f" | speed-up {figure_text(summary['speedup'], '.2f')}"
-    if len(compared) > 1:
-        text += f" (median {figure_text(summary['speedup_median'], '.2f')})"
-    if run.drafting_cannot_pay:
-        text += ", which is noise: by the same program"
-    differing = [outcome for outcome in compared if outcome.first_divergence is not None]
-    if config.synthetic_acceptance is not None:
-        return text + " | other tokens (synthetic acceptance)"
-    if not differing:
-        return text + " | the same tokens"
-    if config.draft_sampling:
-        return text + " | other tokens of the same law (--draft-sampling)"
-    first = differing[0].first_divergence
-    assert first is not None
-    which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"
-    return text + f" | {which} at token {first.index}, where the two best logits are {first.margin:.2g} apart"
-
-
-def _profile(found: Breakdown) -> str:
-    parts = ", ".join(f"{name} {ms:.2f} ({ms / found.step_ms:.0%})" for name, ms in found.parts.items())
-    return f"{found.step_ms:.2f} ms a step while traced: {parts} | {found.num_steps} steps in {found.directory}"
-
-
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 1e6:,.0f} MB"
+def show(blocks: Sequence[page.Block], where: Path, quiet: bool) -> None:
+    """Print the first table (of a comparison, the first run's), and the path of the whole page."""
+    if quiet:
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    tables = [block for block in blocks if isinstance(block, page.Table)]
+    console.print(page.markdown(tables[:1]), markup=False)
+    console.print(f"{where / 'report.html'}", markup=False)

@@ -1,4 +1,4 @@
-"""`peagle sweep` and `peagle report`: everything is checked, the plan is written, then all runs, then the pages."""
+"""`peagle sweep`: check everything, write the plan, run, write the pages."""
 
 import dataclasses
 import itertools
@@ -10,13 +10,13 @@ from rich.console import Console
 
 from peagle.api import Pair
 from peagle.cli.display import Display
+from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.settings import SweepSettings, parse_layers
 from peagle.engine.widths import WidthTable, widths_file, write_widths
 from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.measure.provenance import provenance
-from peagle.measure.sweep import charts, concurrency, page
-from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.concurrency import RULE, best_drafts, ratios
+from peagle.measure.sweep import concurrency, page
+from peagle.measure.sweep.concurrency import RULE, best_table, ratios
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import RAW, Folder, begin, open_run
 from peagle.measure.sweep.measure import Loaded, Pairs, Sitting, ask, loaded, turns_asked
@@ -91,36 +91,10 @@ def sweep_command(settings: SweepSettings) -> int:
         display.clear()
     _finish(folder, display)
     if widths is not None:
-        _write_widths(folder, widths)
-        display.note(f"{widths}: {WidthTable(best_drafts(ratios(folder.record['by_concurrency']))).in_words()}")
+        display.note(f"{widths}: {_write_widths(folder, widths).in_words()}")
     for (setting, arm), why in sitting.failed.items():
         display.note(f"failed: {setting.label}, K = {plan.label(arm)}: {why}")
     return 1 if sitting.failed else 0
-
-
-def report_command(runs: Sequence[Path], out: Path | None, quiet: bool) -> int:
-    """The pages of one run in its folder, or those of one or several in a new one. Raises InputError for what is no
-    run, for runs that cannot be compared, and for several runs without a folder."""
-    folders = [open_run(path) for path in dict.fromkeys(runs)]
-    if len(folders) > 1 and out is None:
-        raise InputError("several runs are compared in a folder of their own; give --out DIR")
-    if out is not None:
-        expect_new(out)
-    display = Display(text=False, quiet=quiet, total=1, streaming=False)
-    with display.stage("figures"):
-        found = {folder: rows(folder) for folder in folders}  # of what is there, finished or not
-        loads = concurrency.rows(folders[0])
-        if empty := [folder.path for folder, some in found.items() if not some]:
-            raise InputError(f"{empty[0]} holds no request whose repeats are all there; resume it first")
-        if len(folders) == 1:
-            blocks = page.run_blocks(folders[0], found[folders[0]], loads)
-        else:
-            blocks = page.comparison_blocks(found, [differences(folders[0], each) for each in folders[1:]])
-        where = out or folders[0].path
-        page.write(where, blocks)
-    _show(blocks, where, quiet)
-    _tell_of_pictures(display, where)
-    return 0
 
 
 def _finish(folder: Folder, display: Display) -> None:
@@ -131,8 +105,8 @@ def _finish(folder: Folder, display: Display) -> None:
     with display.stage("drawing"):
         blocks = page.run_blocks(folder, folder.record["rows"], loads)
         page.write(folder.path, blocks)
-    _show(blocks, folder.path, quiet=not display.talks)
-    _tell_of_pictures(display, folder.path)
+    show(blocks, folder.path, quiet=not display.talks)
+    tell_of_pictures(display, folder.path)
 
 
 def _widths_file(plan: Plan, path: Path) -> Path:
@@ -150,17 +124,17 @@ def _widths_file(plan: Plan, path: Path) -> Path:
     return widths_file(path)
 
 
-def _write_widths(folder: Folder, file: Path) -> None:
-    """Write the table of drafts, with its ratios and where it was measured. Raises InputError where there is none."""
-    plan, sittings = folder.plan, folder.record["sittings"]
-    found = ratios(folder.record["by_concurrency"])
-    if 1 not in found:
+def _write_widths(folder: Folder, file: Path) -> WidthTable:
+    """Write the table of drafts, with its ratios and where it was measured. Raises InputError if there is none."""
+    plan, sittings, loads = folder.plan, folder.record["sittings"], folder.record["by_concurrency"]
+    table = best_table(loads)
+    if table is None:
         raise InputError(f"{folder.path} holds no speed of one request by any K; resume it first")
     write_widths(
         file,
-        best_drafts(found),
+        table,
         rule=RULE,
-        ratios=found,
+        ratios=ratios(loads),
         measured={
             "command": " ".join(sittings[0]["command"]),
             "time": sittings[0]["time"],
@@ -170,27 +144,13 @@ def _write_widths(folder: Folder, file: Path) -> None:
             "requests": sum(row["num_requests"] for row in folder.record["rows"] if row["k"] == 0),
         },
     )
-
-
-def _tell_of_pictures(display: Display, where: Path) -> None:
-    if not charts.can_draw():
-        display.note(f"without pictures, which need matplotlib: pip install matplotlib; then: peagle report {where}")
-
-
-def _show(blocks: Sequence[page.Block], where: Path, quiet: bool) -> None:
-    """The first table, or of a comparison the first run's, and where the rest is."""
-    if quiet:
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    tables = [block for block in blocks if isinstance(block, page.Table)]
-    console.print(page.markdown(tables[:1]), markup=False)
-    console.print(f"{where / 'report.html'}", markup=False)
+    return table
 
 
 def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
-    target = DEMO if settings.target is None else settings.target
-    drafters = tuple(dict.fromkeys((DEMO if settings.drafters is None else settings.drafters).split(",")))
-    paths = list(dict.fromkeys(settings.prompt_files))
+    target = settings.model.target or DEMO
+    drafters = tuple(dict.fromkeys((settings.drafter or DEMO).split(",")))
+    paths = list(dict.fromkeys(settings.prompts))
     names = short_names([without_suffix(path) for path in paths])
     raw = {"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render]
     files = {
@@ -217,9 +177,9 @@ def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
         buckets=numbers("--buckets", settings.buckets, int),
         seed=settings.seed,
         special_tokens=settings.special_tokens,
-        dtype=settings.dtype,
-        experts=settings.experts,
-        kernels=settings.kernels,
+        dtype=settings.model.dtype,
+        experts=settings.model.experts,
+        kernels=settings.model.kernels,
         template=template_fingerprint(resolve(target, "target")),
         fingerprints=_fingerprints(target, drafters),
         aux_layer_ids=parse_layers(settings.aux_layer_ids),

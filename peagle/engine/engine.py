@@ -40,7 +40,7 @@ from peagle.engine.sampling import LogProbs
 from peagle.engine.scheduler import Admit, Chunk, Costs, Scheduler, Steps
 from peagle.engine.state import DecodeState, Prefix, SlotParams
 from peagle.engine.step import StepKind, StepOutput
-from peagle.engine.widths import WidthTable, allowance, loss
+from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
@@ -106,8 +106,7 @@ class Handle:
     finished: FinishReason | None = None
     length: int = 0  # tokens known to the host: prompt and emitted, the pending one left out
     known: list[int] = field(default_factory=list, repr=False)  # its tokens that the host has read
-    lost: float = 0.0  # plain steps that drafting lost it
-    paused: bool = False
+    paused: bool = False  # it drafts no more, and is decoded plainly (peagle.engine.widths)
     error: InputError | None = None  # why it ended, where finished is "error"
     wanted: bool = True  # until its reader aborts it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
@@ -331,9 +330,10 @@ class Engine:
                     pass
             with self._lock:
                 assert self._state is not None
+                widths = np.zeros((self.config.slots,), np.int32)
                 for kind in missing:
-                    widths = np.zeros((self.config.slots,), np.int32)
-                    self._state, _ = self._programs.steps(self._state, widths, 1, kind)
+                    for lean in (False, True) if self.drafter and not kind.num_drafts else (False,):
+                        self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind, lean)
                 if len(self._possible_drafts) > 1:  # plain steps between drafted ones
                     self._state = self._programs.absorb(self._state)
                 jax.block_until_ready(self._state)
@@ -356,7 +356,7 @@ class Engine:
         """The drafts of the step programs that this engine may run, ascending."""
         k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
         drafts = {k}
-        if k and (self.config.adaptive or 0 in table):
+        if k and (self.config.adaptive or 0 in table or not self.config.table.sampled):
             drafts.add(0)
         if self.config.programs_by_width:
             drafts |= {min(each, k) for each in table}
@@ -399,7 +399,7 @@ class Engine:
             started = time.perf_counter()
             given = widths if num_drafts else np.zeros_like(widths)
             assert self._state is not None
-            self._state, _ = self._programs.steps(self._state, given, steps, self._kind(num_drafts, False))
+            self._state, _ = self._programs.steps(self._state, given, 0.0, steps, self._kind(num_drafts, False))
             jax.block_until_ready(self._state)
             seconds[num_drafts] = time.perf_counter() - started
             self._state = self._programs.absorb(self._state)
@@ -412,7 +412,7 @@ class Engine:
         state, _ = self._programs.shapes()
         widths = np.zeros((self.config.slots,), np.int32)
         prepared = [
-            self._programs.prepared_steps(state, widths, 1, self._kind(drafts, sampled))
+            self._programs.prepared_steps(state, widths, 0.0, 1, self._kind(drafts, sampled))
             for drafts in self._possible_drafts
         ]
         return [program.lower(*operands).compile() for program, operands, _ in prepared]
@@ -489,13 +489,18 @@ class Engine:
             self._lane_logits = result
         elif isinstance(action, Admit):
             assert self._lane_logits is not None
-            params = SlotParams.of(action.key.request, action.key.stop_token_ids, self.target.vocab_size)
+            handle = action.key
+            handle.paused = not (self._table.sampled or handle.request.sampling.greedy)
+            vocab_size, drafts = self.target.vocab_size, not handle.paused
+            params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts)
             self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, action.slot, params)
         else:
             widths, kind = self._next_widths()
             num_drafts = kind.num_drafts
-            self._make_room(action.count, num_drafts)
-            self._state, result = self._programs.steps(self._state, widths, action.count, kind)
+            self._catch_up(action.count, num_drafts)
+            cost = self._table.cost(self._scheduler.num_active) or 0.0
+            lean = self.drafter is not None and all(each.paused for each in self._scheduler.held if each is not None)
+            self._state, result = self._programs.steps(self._state, widths, cost, action.count, kind, lean)
         self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
 
     def _next_widths(self) -> tuple[np.ndarray, StepKind]:
@@ -512,16 +517,11 @@ class Engine:
         """The drafts of the program that steps of at most so many drafts run."""
         return min((each for each in self._possible_drafts if each >= most), default=most) if most else 0
 
-    def _make_room(self, count: int, num_drafts: int) -> None:
-        """Let the drafter see its input before it drafts from more than a step commits, or before it overflows."""
+    def _catch_up(self, count: int, num_drafts: int) -> None:
+        """Let the drafter see its input before it drafts, if that is more than one step commits."""
         assert self._state is not None
-        if self._state.drafter_input is None:
-            return
-        room = self._state.drafter_input.token_ids.shape[1]
-        most = num_drafts + 1 if num_drafts else room - count
-        if self._waiting_rows > most:
+        if num_drafts and self._waiting_rows > num_drafts + 1:
             self._state = self._programs.absorb(self._state)
-            self._waiting_rows = 1
         self._waiting_rows = num_drafts + 1 if num_drafts else self._waiting_rows + count
 
     def _read(self, sent: _InFlight) -> list[tuple[Handle, TokenChunk]]:
@@ -547,8 +547,6 @@ class Engine:
         return self._hand_out(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
     def _hand_out(self, output: StepOutput, sent: _InFlight, now: float) -> list[tuple[Handle, TokenChunk]]:
-        num_active = sum(handle is not None for handle in sent.held)
-        cost = self._table.cost(num_active)
         found = []
         for slot, handle in enumerate(sent.held):
             if handle is None or handle not in self._alive:
@@ -571,12 +569,10 @@ class Engine:
                 if output.log_probs is not None:
                     said += _logprobs(output.log_probs.at(index, slot), emitted, handle.request.logprobs)
                 handle.length += accepted + 1
-                if verified and cost is not None:
-                    handle.lost += loss(accepted, cost)
+                handle.paused |= bool(output.paused[index, slot])
             if wrong is not None:
                 found.append((handle, self._not_finite(handle, *wrong, tuple(token_ids), tuple(records))))
             elif records:
-                handle.paused = handle.paused or handle.lost > allowance(handle.request.max_new_tokens)
                 found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records), said)))
         return found
 

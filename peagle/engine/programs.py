@@ -82,19 +82,24 @@ class Programs:
         return jax.tree.unflatten(tree, after), token
 
     def steps(
-        self, state: DecodeState, widths: np.ndarray, count: int, kind: StepKind
+        self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind, lean: bool = False
     ) -> tuple[DecodeState, jax.Array]:
-        """(the state so many steps on, their packed outputs, on their way to the host). Waits for neither."""
-        program, operands, tree = self.prepared_steps(state, widths, count, kind)
+        """(the state so many steps on, their packed outputs, on their way to the host). Waits for neither.
+
+        lean: plain steps of rows that all draft no more, so nothing is kept for the drafter.
+        """
+        program, operands, tree = self.prepared_steps(state, widths, cost, count, kind, lean)
         after, outputs = program(*operands)
         outputs.copy_to_host_async()
         left = jax.tree.unflatten(tree, after)
         if kind.num_drafts == 0:
             left = dataclasses.replace(left, drafter_state=state.drafter_state)
+        if lean:
+            left = dataclasses.replace(left, drafter_input=state.drafter_input)
         return left, outputs
 
     def prepared_steps(
-        self, state: DecodeState, widths: np.ndarray, count: int, kind: StepKind
+        self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind, lean: bool = False
     ) -> tuple[Any, list[Any], Any]:
         """(the program of a dispatch of steps, its operands, the tree of its state). Every leaf takes the host its
         time, and plain steps need none of the drafter's."""
@@ -102,8 +107,12 @@ class Programs:
         if kind.num_drafts == 0:
             models, model_tree = self._plain_models, self._plain_tree
             state = dataclasses.replace(state, drafter_state=None)
+        if lean:
+            assert kind.num_drafts == 0
+            state = dataclasses.replace(state, drafter_input=None)
         leaves, tree = jax.tree.flatten(state)
-        return _steps(model_tree, tree, kind, self.most_steps), [models, leaves, widths, np.int32(count)], tree
+        operands = [models, leaves, widths, np.float32(cost), np.int32(count)]
+        return _steps(model_tree, tree, kind, self.most_steps), operands, tree
 
     def propose_and_verify(
         self, state: DecodeState, widths: np.ndarray, kind: StepKind
@@ -115,11 +124,11 @@ class Programs:
         return jax.tree.unflatten(tree, after), verified
 
     def accept_and_commit(
-        self, state: DecodeState, verified: Verified, masks: np.ndarray, kind: StepKind
+        self, state: DecodeState, verified: Verified, cost: float, masks: np.ndarray, kind: StepKind
     ) -> tuple[DecodeState, jax.Array]:
         """(the state one step on, its packed output [1, B, W]): the second half. masks: uint32 [B, K+1, W]."""
         leaves, tree = jax.tree.flatten(state)
-        after, outputs = _second_half(tree, kind)(leaves, verified, masks)
+        after, outputs = _second_half(tree, kind)(leaves, verified, np.float32(cost), masks)
         outputs.copy_to_host_async()
         return jax.tree.unflatten(tree, after), outputs
 
@@ -182,12 +191,16 @@ def _admit(state: Any, lane: Any, asked: Any) -> Any:
 @functools.cache
 def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
     def _run(
-        model_leaves: list[jax.Array], leaves: list[jax.Array], widths: jax.Array, limit: jax.Array
+        model_leaves: list[jax.Array],
+        leaves: list[jax.Array],
+        widths: jax.Array,
+        cost: jax.Array,
+        limit: jax.Array,
     ) -> tuple[list[jax.Array], jax.Array]:
         _traces["steps"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
         before = jax.tree.unflatten(state, leaves)
-        after, outputs = steps(target, drafter, before, widths, limit, kind, most)
+        after, outputs = steps(target, drafter, before, widths, cost, limit, kind, most)
         return jax.tree.leaves(after), _counted_as_long(outputs, outputs[0, 0, 0])
 
     # what the profiler calls it
@@ -211,10 +224,10 @@ def _first_half(models: Any, state: Any, kind: StepKind) -> Any:
 @functools.cache
 def _second_half(state: Any, kind: StepKind) -> Any:
     def _accept_and_commit(
-        leaves: list[jax.Array], verified: Verified, masks: jax.Array
+        leaves: list[jax.Array], verified: Verified, cost: jax.Array, masks: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
         _traces["accept and commit"] += 1
-        after, output = accept_and_commit(jax.tree.unflatten(state, leaves), verified, kind, masks)
+        after, output = accept_and_commit(jax.tree.unflatten(state, leaves), verified, cost, kind, masks)
         return jax.tree.leaves(after), output.pack()[None]
 
     return jax.jit(_accept_and_commit, donate_argnums=0)

@@ -5,8 +5,10 @@ EVERY leaf of the state is led by the slot axis. Invariants, per active slot, be
     target_cache       holds exactly the prompt and all emitted tokens but the last: `length` of them
     pending_token      is that last one: emitted, in no cache
     drafter_state      lags by the tokens committed last, which drafter_input holds: rows first_position ..
-                       first_position + num - 1 = length - 1. No position is ever left out
+                       first_position + num - 1 = length - 1. No position is ever left out, but for rows whose credit
+                       is below 0, which draft no more
     remaining          tokens that may still be emitted
+    credit             plain steps that drafting may still lose the row (peagle.engine.widths)
 
 A slot that is done, or was never filled, is frozen: its rows have position -1, write nothing and emit nothing.
 """
@@ -20,12 +22,14 @@ from jaxtyping import Array, Bool, Int
 from peagle.engine.adjust import Adjustments
 from peagle.engine.request import MOST_STOP_TOKENS, Request
 from peagle.engine.sampling import RowSampling
+from peagle.engine.widths import allowance
 from peagle.ops.kv_cache import KVCache, copy_positions
 from peagle.ops.messages import Fresh
 from peagle.protocols import Drafter, PyTree, Target
 
 NO_STOP = -2  # in the places for stop tokens that a request does not use; no token, nor NO_TOKEN
-INPUT_ROOM = 64  # committed rows that may wait for the drafter while plain steps run, at least
+NO_CREDIT = -1.0
+INPUT_ROOM = 128  # committed rows that may wait for a row's drafter; one that is further behind drafts no more
 
 
 @flax.struct.dataclass
@@ -37,6 +41,7 @@ class DecodeState:
     drafter_state: PyTree
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
+    credit: jax.Array  # [B] float32
     stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in free places
     sampling: RowSampling
     adjustments: Adjustments  # its counts are kept by full steps alone (peagle.engine.step.StepKind)
@@ -65,14 +70,17 @@ class SlotParams:
     """What a request asks for, as the rows that `insert` puts into its slot: each leaf has one row."""
 
     remaining: jax.Array | np.ndarray
+    credit: jax.Array | np.ndarray
     stop_token_ids: jax.Array | np.ndarray
     sampling: RowSampling
     adjustments: Adjustments
     full: jax.Array | np.ndarray  # [1] bool: Request.full
 
     @classmethod
-    def of(cls, request: Request, stop_token_ids: tuple[int, ...], vocab_size: int) -> "SlotParams":
-        """The rows of a request; stop_token_ids are those it ends with."""
+    def of(
+        cls, request: Request, stop_token_ids: tuple[int, ...], vocab_size: int, drafts: bool = True
+    ) -> "SlotParams":
+        """The rows of a request; stop_token_ids are those it ends with. drafts: whether it ever drafts."""
         wanted = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
         stops[0, : len(stop_token_ids)] = stop_token_ids
@@ -82,7 +90,8 @@ class SlotParams:
         whole = np.asarray([[wanted.top_k], [wanted.seed], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
-        return cls(budget, stops, row, Adjustments.of(request, vocab_size), full)
+        credit = np.asarray([allowance(request.max_new_tokens) if drafts else NO_CREDIT], np.float32)
+        return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full)
 
 
 def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int) -> DecodeState:
@@ -105,6 +114,7 @@ def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: in
         drafter_state=drafter_state,
         done=jnp.ones((slots,), bool),
         remaining=zero,
+        credit=real,
         stop_token_ids=jnp.full((slots, MOST_STOP_TOKENS), NO_STOP, jnp.int32),
         sampling=RowSampling(real, zero, real + 1, real, zero, zero),
         adjustments=Adjustments.none(slots, target.vocab_size),
@@ -141,6 +151,7 @@ def insert(
         drafter_state=_move(state.drafter_state, prefix.drafter_state, slot, length - 1),
         done=put(state.done, stops | (jnp.asarray(params.remaining) <= 1)),
         remaining=put(state.remaining, jnp.asarray(params.remaining) - 1),
+        credit=put(state.credit, jnp.asarray(params.credit)),
         stop_token_ids=put(state.stop_token_ids, jnp.asarray(params.stop_token_ids)),
         sampling=jax.tree.map(put, state.sampling, params.sampling),
         adjustments=jax.tree.map(put, state.adjustments, params.adjustments.emitted(first_token[:, None], emits)),
@@ -150,8 +161,9 @@ def insert(
 def extract(state: DecodeState, empty: Prefix, slot: Int[Array, ""]) -> Prefix:
     """Take the Prefix of a slot's tokens but the pending one; `empty` has the shape that it is to have.
 
-    The drafter must have absorbed its input (peagle.engine.step.absorb), so that no row is missing, however long the
-    slot paused. With the pending token as first token, `insert` puts the row into any slot, where it goes on as here.
+    The slot's credit must not be below 0, and the drafter must have absorbed its input (peagle.engine.step.absorb), so
+    that no row is missing. With the pending token as first token, `insert` puts the row into any slot, where it goes on
+    as here.
     """
 
     def row(leaf: jax.Array) -> jax.Array:
@@ -205,8 +217,10 @@ def check_integrity(state: DecodeState, capacity: int) -> None:
     assert (remaining >= 1).all(), remaining
     assert (length + remaining <= capacity).all(), (length, remaining, capacity)
     if state.drafter_input is not None:
-        num, first = (np.asarray(x)[active] for x in (state.drafter_input.num, state.drafter_input.first_position))
+        drafts = active & (np.asarray(state.credit) >= 0)
+        length = np.asarray(state.length)[drafts]
+        num, first = (np.asarray(x)[drafts] for x in (state.drafter_input.num, state.drafter_input.first_position))
         assert ((num >= 1) & (num <= state.drafter_input.token_ids.shape[1])).all(), num
         assert (first + num == length).all(), (first, num, length)
         last = state.drafter_input.token_ids[jnp.arange(slots), jnp.maximum(state.drafter_input.num - 1, 0)]
-        assert (np.asarray(last)[active] == np.asarray(state.pending_token)[active]).all()
+        assert (np.asarray(last)[drafts] == np.asarray(state.pending_token)[drafts]).all()

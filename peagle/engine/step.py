@@ -4,8 +4,9 @@
               drafter      target     pure       pure
               2K rows      K+1 rows
 
-Row b drafts and verifies widths[b] <= K tokens; its further rows have position -1. Where no row drafts, a plain step
-leaves the drafter out: its row waits in drafter_input (`absorb`), so that no position is ever left out.
+Row b drafts and verifies widths[b] <= K tokens, none if its credit is used up; its further rows have position -1. If no
+row drafts, a plain step leaves the drafter out: its row waits in drafter_input (`absorb`), so that no position of a row
+that may draft again is ever left out.
 """
 
 import dataclasses
@@ -15,12 +16,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from peagle.engine.accept import Acceptance, accept, accept_by_rate
 from peagle.engine.adjust import adjust
 from peagle.engine.sampling import DRAFT, LogProbs, draw, log_probs, probabilities, uniforms
-from peagle.engine.state import DecodeState, is_stop
+from peagle.engine.state import NO_CREDIT, DecodeState, is_stop
+from peagle.engine.widths import credit_after
 from peagle.ops.messages import Fresh
 from peagle.protocols import Drafter, Target
 
@@ -51,13 +53,15 @@ class StepOutput:
     num_accepted: jax.Array | np.ndarray  # [B]: before that cut
     num_verified: jax.Array | np.ndarray  # [B]
     done: jax.Array | np.ndarray  # [B]
+    paused: jax.Array | np.ndarray  # [B]: its credit is used up
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, next_token or NO_TOKEN behind them, then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; from num_verified on leftovers
     log_probs: LogProbs | None = None  # of token_ids, in full steps
 
     def pack(self) -> Int[Array, "B W"]:
         """Put all of it into one array: one copy to the host instead of six."""
-        numbers = (self.count, self.num_accepted, self.num_verified, self.done)
+        flags = jnp.asarray(self.done).astype(jnp.int32) + 2 * jnp.asarray(self.paused).astype(jnp.int32)
+        numbers = (self.count, self.num_accepted, self.num_verified, flags)
         columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
         columns += [jnp.asarray(self.token_ids), jnp.asarray(self.draft_token_ids)]
         if self.log_probs is not None:
@@ -70,11 +74,11 @@ class StepOutput:
         """Take apart what was packed; leading axes stay."""
         parts = np.cumsum([1, 1, 1, 1, num_drafts + 1, num_drafts])
         *numbers, tokens, drafts, rest = np.split(packed, parts, axis=-1)
-        count, num_accepted, num_verified, done = (number[..., 0] for number in numbers)
+        count, num_accepted, num_verified, flags = (number[..., 0] for number in numbers)
         log_probs = None
         if rest.shape[-1]:
             log_probs = LogProbs.unpack(rest.reshape(*rest.shape[:-1], num_drafts + 1, -1))
-        return cls(count, num_accepted, num_verified, done != 0, tokens, drafts, log_probs)
+        return cls(count, num_accepted, num_verified, flags & 1 != 0, flags & 2 != 0, tokens, drafts, log_probs)
 
 
 @flax.struct.dataclass
@@ -90,10 +94,16 @@ class Verified:
 
 
 def step(
-    target: Target, drafter: Drafter | None, state: DecodeState, widths: Int[Array, " B"], kind: StepKind
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    widths: Int[Array, " B"],
+    cost: Float[Array, ""],
+    kind: StepKind,
 ) -> tuple[DecodeState, StepOutput]:
-    """Run one step: every active slot emits between 1 and widths[b] + 1 tokens."""
-    return accept_and_commit(*propose_and_verify(target, drafter, state, widths, kind), kind)
+    """Run one step: every active slot emits between 1 and widths[b] + 1 tokens. cost: its time, in plain steps; 0 where
+    it is unknown, and no row pauses."""
+    return accept_and_commit(*propose_and_verify(target, drafter, state, widths, kind), cost, kind)
 
 
 def propose_and_verify(
@@ -101,7 +111,7 @@ def propose_and_verify(
 ) -> tuple[DecodeState, Verified]:
     """Run the first half of a step. Its drafts tell the host what to mask before `accept_and_commit`."""
     active = ~state.done
-    widths = jnp.where(active, jnp.minimum(widths, kind.num_drafts), 0)
+    widths = jnp.where(active & (state.credit >= 0), jnp.minimum(widths, kind.num_drafts), 0)
     random = None
     if kind.sampled or kind.synthetic_acceptance is not None:
         reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
@@ -120,7 +130,11 @@ def propose_and_verify(
 
 
 def accept_and_commit(
-    state: DecodeState, verified: Verified, kind: StepKind, masks: UInt32[Array, "B T W"] | None = None
+    state: DecodeState,
+    verified: Verified,
+    cost: Float[Array, ""],
+    kind: StepKind,
+    masks: UInt32[Array, "B T W"] | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Run the second half of a step. masks: which tokens may come in each row (peagle.engine.adjust); full steps
     only."""
@@ -135,7 +149,7 @@ def accept_and_commit(
             )
         else:
             acceptance = accept(drafts, verified.draft_probs, logits, verified.widths, state.sampling, random)
-        return _commit(state, verified, acceptance, kind.full)
+        return _commit(state, verified, acceptance, cost, kind.full)
 
 
 def _propose(
@@ -145,7 +159,7 @@ def _propose(
     assert drafter is not None
     assert state.drafter_input is not None
     waiting = state.drafter_input
-    first_position = jnp.where(state.done, -1, waiting.first_position)
+    first_position = jnp.where(state.done | (state.credit < 0), -1, waiting.first_position)
     seen = kind.num_drafts + 1  # no more than one step commits: `absorb` has taken the rest
     fresh = Fresh(waiting.token_ids[:, :seen], waiting.aux_hidden[:, :seen], waiting.num, first_position)
     draft, drafter_state = drafter.propose(state.drafter_state, fresh, widths, kind.num_drafts)
@@ -165,7 +179,7 @@ def _propose(
 
 
 def _commit(
-    state: DecodeState, verified: Verified, acceptance: Acceptance, full: bool
+    state: DecodeState, verified: Verified, acceptance: Acceptance, cost: jax.Array, full: bool
 ) -> tuple[DecodeState, StepOutput]:
     """The state with num_accepted drafts and next_token emitted, and what the host will read of it.
 
@@ -188,13 +202,18 @@ def _commit(
     done = state.done | jnp.any(stops & kept, axis=1) | (remaining <= 0)
 
     num_new = acceptance.num_accepted + 1
+    spent = credit_after(state.credit, acceptance.num_accepted.astype(jnp.float32), cost)
+    credit = jnp.where(verified.widths > 0, spent, state.credit)
+    drafter_input, too_far_behind = _input_after(state, run, verified.aux_hidden, num_new)
+    credit = jnp.where(too_far_behind, NO_CREDIT, credit)
     after = dataclasses.replace(
         state,
         length=jnp.where(active, state.length + num_new, state.length),
         pending_token=jnp.where(active, next_token, state.pending_token),
-        drafter_input=_input_after(state, run, verified.aux_hidden, num_new),
+        drafter_input=drafter_input,
         done=done,
         remaining=remaining,
+        credit=credit,
     )
     token_ids, found = jnp.where(place == accepted, acceptance.next_token[:, None], run), None
     if full:
@@ -205,6 +224,7 @@ def _commit(
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
         num_verified=verified.widths,
         done=done,
+        paused=credit < 0,
         token_ids=token_ids,
         draft_token_ids=drafts,
         log_probs=found,
@@ -212,12 +232,16 @@ def _commit(
     return after, output
 
 
-def _input_after(state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_new: jax.Array) -> Fresh | None:
-    """What the drafter has not seen after a step: what was committed, in place of its input if it drafted, behind it
-    if this was a plain step."""
+def _input_after(
+    state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_new: jax.Array
+) -> tuple[Fresh | None, jax.Array]:
+    """Return (the drafter's input after a step, [B] whether it had no room left for that).
+
+    A drafted step's committed rows replace the input, which the drafter has seen; a plain step's row is appended.
+    """
     waiting = state.drafter_input
     if waiting is None:
-        return None
+        return None, jnp.zeros_like(state.done)
     aux_hidden = aux_hidden.astype(waiting.aux_hidden.dtype)
     if run.shape[1] > 1:
 
@@ -225,7 +249,8 @@ def _input_after(state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_
             return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
 
         token_ids, aux = put(waiting.token_ids, run), put(waiting.aux_hidden, aux_hidden)
-        return Fresh(token_ids, aux, num_new, state.length)
+        return Fresh(token_ids, aux, num_new, state.length), jnp.zeros_like(state.done)
+    full = ~state.done & (waiting.num >= waiting.token_ids.shape[1])
     place = jnp.minimum(waiting.num, waiting.token_ids.shape[1] - 1)  # frozen slots are rewritten, which nobody reads
 
     def append(into: jax.Array, rows: jax.Array) -> jax.Array:
@@ -233,9 +258,9 @@ def _input_after(state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_
             return jax.lax.dynamic_update_slice_in_dim(into, rows, place[0], 1)
         return into.at[jnp.arange(state.slots), place].set(rows[:, 0])
 
-    num = jnp.where(state.done, waiting.num, waiting.num + 1)
+    num = jnp.where(state.done | full, waiting.num, waiting.num + 1)
     token_ids, aux = append(waiting.token_ids, run), append(waiting.aux_hidden, aux_hidden)
-    return Fresh(token_ids, aux, num, waiting.first_position)
+    return Fresh(token_ids, aux, num, waiting.first_position), full
 
 
 def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
@@ -243,7 +268,7 @@ def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
     waiting = state.drafter_input
     assert waiting is not None
     place = jnp.arange(waiting.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    taken = (place < waiting.num[:, None] - 1) & ~state.done[:, None]
+    taken = (place < waiting.num[:, None] - 1) & ~state.done[:, None] & (state.credit >= 0)[:, None]
     positions = jnp.where(taken, waiting.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
         drafter_state = drafter.absorb(state.drafter_state, waiting.token_ids, waiting.aux_hidden, positions)
@@ -267,14 +292,18 @@ def steps(
     drafter: Drafter | None,
     state: DecodeState,
     widths: Int[Array, " B"],
+    cost: Float[Array, ""],
     limit: Int[Array, ""],
     kind: StepKind,
     most: int,
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
-    """The state `limit` <= most steps on, and the packed outputs of all places; it stops where every slot is done.
-    Places without a step look like steps of slots that were done before."""
+    """Run `limit` <= most steps; returns the state after them, and the packed outputs of all places.
+
+    It stops early if every slot is done, and, if these are drafted steps, if none would draft: plain steps are cheaper
+    then. Places without a step look like steps of slots that were done before.
+    """
     if most == 1:
-        state, output = step(target, drafter, state, widths, kind)
+        state, output = step(target, drafter, state, widths, cost, kind)
         return state, output.pack()[None]
     width = 2 * kind.num_drafts + 5
     if kind.full:
@@ -282,11 +311,14 @@ def steps(
     empty = jnp.zeros((most, state.slots, width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
 
     def go_on(run: tuple[DecodeState, jax.Array, jax.Array]) -> jax.Array:
-        return (run[2] < limit) & ~jnp.all(run[0].done)
+        goes_on = ~run[0].done
+        if kind.num_drafts:
+            goes_on &= (widths > 0) & (run[0].credit >= 0)
+        return (run[2] < limit) & jnp.any(goes_on)
 
     def one(run: tuple[DecodeState, jax.Array, jax.Array]) -> tuple[DecodeState, jax.Array, jax.Array]:
         state, outputs, index = run
-        state, output = step(target, drafter, state, widths, kind)
+        state, output = step(target, drafter, state, widths, cost, kind)
         return state, jax.lax.dynamic_update_index_in_dim(outputs, output.pack(), index, 0), index + 1
 
     state, outputs, _ = jax.lax.while_loop(go_on, one, (state, empty, jnp.zeros((), jnp.int32)))

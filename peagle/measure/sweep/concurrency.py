@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from peagle.engine.widths import WidthTable
 from peagle.measure.metrics import busy_s, total
 from peagle.measure.sweep.figures import (
     Estimate,
@@ -36,8 +37,9 @@ from peagle.measure.sweep.folder import ITL_QUANTILES, Folder, Sample
 from peagle.measure.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
 
 RULE = (
-    "at each number of active requests the K whose tokens a second in all are greatest, by the median over settings "
-    "and repetitions of their ratio to plain decoding's with as many at once; 0 where that median is not above 1"
+    "at each number of active requests the K whose tokens a second in all are greatest, by the median over greedy "
+    "settings and repetitions of their ratio to plain decoding's with as many at once; 0 if that median is not above "
+    "1; requests with a temperature draft if that of one request by some K is above 1 in settings with a temperature"
 )
 
 Row = Mapping[str, Any]  # the figures of one arm with so many slots in one setting, as JSON
@@ -88,10 +90,18 @@ def ratios(loads: Sequence[Row]) -> dict[int, dict[int, float]]:
     return {slots: some for slots, some in found.items() if some}
 
 
-def best_drafts(found: Mapping[int, Mapping[int, float]]) -> dict[int, int]:
-    """The drafts to make at each number of slots, from `ratios`, by RULE."""
+def best_table(loads: Sequence[Row]) -> WidthTable | None:
+    """Choose the drafts to make by RULE. None without figures of one request by some K.
+
+    If all settings have a temperature, the drafts are theirs; if none has, requests with one draft, too.
+    """
+    greedy, sampled = (ratios([row for row in loads if (row["temperature"] > 0) == hot]) for hot in (False, True))
+    found = greedy or sampled
+    if 1 not in found:
+        return None
     best = {slots: max(some, key=lambda k: some[k]) for slots, some in found.items()}
-    return {slots: k if found[slots][k] > 1 else 0 for slots, k in best.items()}
+    drafts = {slots: k if found[slots][k] > 1 else 0 for slots, k in best.items()}
+    return WidthTable(drafts, sampled=1 not in sampled or max(sampled[1].values()) > 1)
 
 
 def _row(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import peagle.cli.info
-import peagle.cli.run
+import peagle.cli.speculate
 import peagle.loading
 from peagle.api import Pair
 from peagle.cli import main
@@ -32,10 +32,10 @@ Run = Callable[..., tuple[int, str, str]]
 # a process with the toy pair in place of a loaded one
 TOY_PROCESS = """
 import sys
-import peagle.cli.run
+import peagle.cli.speculate
 from peagle.cli import main
 from tests.peagle.conftest import toy_pair
-peagle.cli.run.load = lambda *a, **b: toy_pair(None)
+peagle.cli.speculate.load = lambda *a, **b: toy_pair(None)
 sys.exit(main(sys.argv[1:]))
 """
 # whatever was shown, it goes on when somebody looked and closed its standard input
@@ -53,7 +53,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy
     """Runs the command line in this process on the toy pair: (exit code, standard output, standard error)."""
 
     def run(*arguments: str, pair: Pair = toy) -> tuple[int, str, str]:
-        monkeypatch.setattr(peagle.cli.run, "load", lambda *_, **__: pair)
+        monkeypatch.setattr(peagle.cli.speculate, "load", lambda *_, **__: pair)
         code = main([*arguments[:1], "--target", "toy", *arguments[1:]])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -143,7 +143,7 @@ def test_stop_strings_end_every_answer_and_the_json_says_which(cli: Run, toy: Pa
 def test_stop_strings_that_cannot_be_are_refused_before_anything_is_loaded(
     cli: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(peagle.cli.run, "resolve", lambda *_: Path())
+    monkeypatch.setattr(peagle.cli.speculate, "resolve", lambda *_: Path())
     code, out, err = cli(*SPECULATE, *options, "Hi")
     assert (code, out) == (2, "")
     assert message in err

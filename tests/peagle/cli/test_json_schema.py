@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from peagle.api import Pair
-from peagle.cli.report import dumps, report, trace_lines
+from peagle.cli.document import dumps, report, trace_lines
 from peagle.engine.widths import WidthTable
 from peagle.measure.provenance import TUNING, provenance, tuning
 from peagle.ops import jax_cure

@@ -188,9 +188,9 @@ def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) ->
     all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
     whole, cut = started(programs, sampling), started(programs, sampling)
     for _ in range(4):
-        whole, expected = programs.steps(whole, widths, 1, kind)
+        whole, expected = programs.steps(whole, widths, 0.0, 1, kind)
         cut, verified = programs.propose_and_verify(cut, widths, kind)
-        cut, found = programs.accept_and_commit(cut, verified, all_may, kind)
+        cut, found = programs.accept_and_commit(cut, verified, 0.0, all_may, kind)
         np.testing.assert_array_equal(found, expected)
     for mine, theirs in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -207,7 +207,7 @@ def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
             state, verified = programs.propose_and_verify(state, np.full((3,), k, np.int32), kind)
             first = np.arange(k + 1) + len(tokens)
             may = (np.arange(V)[None, :] % 2 == first[:, None] % 2) & np.ones((3, 1, 1), bool)
-            state, packed_output = programs.accept_and_commit(state, verified, np.asarray(packed(may)), kind)
+            state, packed_output = programs.accept_and_commit(state, verified, 0.0, np.asarray(packed(may)), kind)
             output = StepOutput.unpack(np.asarray(packed_output)[0], k)
             tokens += output.token_ids[0, : int(output.count[0])].tolist()
         return tokens[:20]

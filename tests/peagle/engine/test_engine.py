@@ -175,7 +175,7 @@ def test_sampled_drafts_give_the_targets_frequencies() -> None:
         sampling=RowSampling(ones, zeros, ones, 0 * ones, zeros, jnp.arange(rows, dtype=jnp.int32)),
     )
     kind = StepKind(2, sampled=True, draft_sampling=True)
-    run_step = jax.jit(lambda state: step(target, drafter, state, zeros + 2, kind))
+    run_step = jax.jit(lambda state: step(target, drafter, state, zeros + 2, jnp.float32(0), kind))
     tokens: list[list[int]] = [[] for _ in range(rows)]
     for _ in range(3):
         state, output = run_step(state)
@@ -232,7 +232,7 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state.target_cache, state.drafter_state)))
     assert engine.programs()[0].memory_analysis().alias_size_in_bytes >= donated
     widths = np.zeros((1,), np.int32)
-    engine._programs.steps(state, widths, 4, StepKind(3))
+    engine._programs.steps(state, widths, 0.0, 4, StepKind(3))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.target_cache))
 
 
@@ -267,18 +267,21 @@ def test_chunks_tell_what_was_decided_before_the_cut(target, plain) -> None:
     assert record.draft_token_ids == tuple(plain[0][1:5])
 
 
-def test_a_row_pauses_and_the_others_go_on_drafting(target, plain) -> None:
-    """Row 0's drafts are always wrong, row 1's always right: 0 pauses, and its tokens are plain decoding's."""
+@pytest.mark.parametrize("steps_per_dispatch", [1, 16])
+def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dispatch: int) -> None:
+    """Row 0's drafts are always wrong, row 1's always right: 0 pauses after the step that uses up its credit, within a
+    dispatch too, and its tokens are plain decoding's."""
     script = np.asarray(scripts(plain, "oracle").script).copy()
     script[0] = (script[0] + 1) % CONFIG.vocab_size
     table = WidthTable({1: 3}, {1: 2.0})
-    engine = Engine(target, Scripted(jnp.asarray(script[:2])), config(3, slots=2, widths=table))
+    shape = config(3, slots=2, widths=table, steps_per_dispatch=steps_per_dispatch)
+    engine = Engine(target, Scripted(jnp.asarray(script[:2])), shape)
     asked = [Request(PROMPTS[0], 40), Request(PROMPTS[1], 40)]
     tokens, records = decode(engine, asked)
     assert tokens == [plain[0][:40], plain[1][:40]]
     widths = [len(record.draft_token_ids) for record in records[0]]
-    assert widths[:4] == [3] * 4  # four steps lose a plain step each
-    assert set(widths[6:]) == {0}  # the dispatch in flight drafted still
+    assert widths[:5] == [3] * 5  # each loses a plain step, and four are allowed
+    assert set(widths[5:]) == {0}
     assert {len(record.draft_token_ids) for record in records[1]} == {3}
 
 
@@ -304,9 +307,9 @@ def test_programs_by_width_run_no_wider_than_the_table(target, plain) -> None:
     engine.warm_up()
     before, kinds, steps = trace_counts(), [], engine._programs.steps
 
-    def spy(state, widths, count, kind):
+    def spy(state, widths, cost, count, kind, lean=False):
         kinds.append((int((widths > 0).sum()), kind.num_drafts))
-        return steps(state, widths, count, kind)
+        return steps(state, widths, cost, count, kind, lean)
 
     engine._programs.steps = spy
     asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 33, 60))]
@@ -510,3 +513,32 @@ def test_a_table_without_drafts_at_some_load_warms_both_programs(target) -> None
     before = trace_counts()
     run(engine, [Request(PROMPTS[0], 70), Request(PROMPTS[1], 70)])
     assert trace_counts() == before
+
+
+def test_a_row_whose_drafter_is_too_far_behind_drafts_no_more(target, plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At two active rows nothing is drafted; the load falls after more plain steps than the drafter's input holds."""
+    monkeypatch.setattr("peagle.engine.state.INPUT_ROOM", 8)
+    engine = Engine(target, NGram(), config(3, slots=2, widths=WidthTable({1: 3, 2: 0})))
+    tokens, records = decode(engine, [Request(PROMPTS[1], 30), Request(PROMPTS[0], 60)])
+    assert tokens == [plain[1][:30], plain[0]]
+    assert {len(record.draft_token_ids) for record in records[1]} == {0}
+
+
+def test_requests_with_a_temperature_draft_only_if_the_table_says_so(target) -> None:
+    """And then run plain decoding's program, from their first step on."""
+    warm = SamplingParams(temperature=0.8, seed=3)
+    asked = [Request(PROMPTS[0], 40, warm), Request(PROMPTS[0], 40)]
+    expected = decode(Engine(target, None, config(0)), asked)[0]
+    engine = Engine(target, NGram(), config(3, widths=WidthTable({1: 3}, sampled=False)))
+    lean, steps = [], engine._programs.steps
+
+    def spy(state, widths, cost, count, kind, is_lean=False):
+        lean.append(is_lean)
+        return steps(state, widths, cost, count, kind, is_lean)
+
+    engine._programs.steps = spy
+    tokens, records = decode(engine, asked)
+    assert tokens == expected
+    assert {len(record.draft_token_ids) for record in records[0]} == {0}
+    assert {len(record.draft_token_ids) for record in records[1]} == {3}
+    assert set(lean) == {True, False}

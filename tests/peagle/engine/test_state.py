@@ -368,7 +368,7 @@ def test_a_prefix_of_a_row_that_paused_is_that_of_its_tokens_and_drafts_on(
 
     def run(state: DecodeState, slot: int, drafts: int) -> tuple[DecodeState, StepOutput]:
         widths = np.where(np.arange(SLOTS) == slot, drafts, 0).astype(np.int32)
-        state, packed = programs.steps(state, widths, 1, StepKind(drafts))
+        state, packed = programs.steps(state, widths, 0.0, 1, StepKind(drafts))
         output = StepOutput.unpack(np.asarray(packed)[0], drafts)
         return state, jax.tree.map(lambda leaf: leaf[slot], output)
 

@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.engine.widths import SPECULATION_FILE, WidthTable, allowance, loss, read_widths, widths_file, write_widths
+from peagle.engine.widths import (
+    SPECULATION_FILE,
+    WidthTable,
+    allowance,
+    credit_after,
+    read_widths,
+    widths_file,
+    write_widths,
+)
 from peagle.ops.errors import InputError
 
 
@@ -28,13 +36,13 @@ def test_drafts_that_cannot_pay_even_if_all_are_right_go() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.floats(1, 9)), min_size=1), st.integers(1, 4096))
 def test_a_row_never_loses_more_than_its_allowance_and_one_step(steps: list[tuple[int, float]], budget: int) -> None:
-    lost, worst = 0.0, 0.0
+    credit, worst = allowance(budget), 0.0
     for num_accepted, cost in steps:
-        if lost > allowance(budget):
+        if credit < 0:
             break
-        lost += loss(num_accepted, cost)
+        credit = credit_after(credit, float(num_accepted), cost)
         worst = max(worst, cost - 1)
-    assert lost <= max(4.0, 0.05 * budget) + worst
+    assert allowance(budget) - credit <= max(4.0, 0.05 * budget) + worst
 
 
 def test_a_table_is_read_from_beside_the_drafter(tmp_path: Path) -> None:
@@ -47,10 +55,16 @@ def test_a_table_is_read_from_beside_the_drafter(tmp_path: Path) -> None:
 
 def test_a_table_that_is_written_is_read_with_whatever_stands_beside_it(tmp_path: Path) -> None:
     file = widths_file(tmp_path)
-    write_widths(file, {4: 2, 1: 5, 16: 0}, rule="the best", measured={"time": "now", "nothing": float("nan")})
+    write_widths(
+        file,
+        WidthTable({4: 2, 1: 5, 16: 0}, sampled=False),
+        rule="the best",
+        measured={"time": "now", "nothing": float("nan")},
+    )
     found = read_widths(tmp_path)
     assert found is not None
     assert list(found.drafts.items()) == [(1, 5), (4, 2), (16, 0)]
+    assert not found.sampled
     assert json.loads(file.read_text())["measured"] == {"time": "now", "nothing": None}
     with pytest.raises(InputError, match=r"speculation\.json exists; expected a new file"):
         widths_file(tmp_path)
@@ -58,9 +72,7 @@ def test_a_table_that_is_written_is_read_with_whatever_stands_beside_it(tmp_path
         widths_file(tmp_path / "absent" / "table.json")
     assert widths_file(tmp_path / "table.json") == tmp_path / "table.json"
     with pytest.raises(InputError, match="cannot be written"):
-        write_widths(tmp_path / "absent" / "table.json", {1: 2})
-    with pytest.raises(ValueError, match="begins at 2 active rows"):
-        write_widths(tmp_path / "table.json", {2: 2})
+        write_widths(tmp_path / "absent" / "table.json", WidthTable({1: 2}))
 
 
 def test_a_table_in_words() -> None:
@@ -68,6 +80,7 @@ def test_a_table_in_words() -> None:
         WidthTable({1: 3, 2: 3, 4: 1, 16: 0, 32: 0}).in_words() == "3 from 1 active request on, 1 from 4, none from 16"
     )
     assert WidthTable.constant(0).in_words() == "none from 1 active request on"
+    assert WidthTable({1: 3}, sampled=False).in_words() == "3 from 1 active request on; none with a temperature"
 
 
 @pytest.mark.parametrize(
@@ -78,6 +91,7 @@ def test_a_table_in_words() -> None:
         '{"drafts": 3}',
         '{"drafts": {}}',
         '{"drafts": {"1": -1}}',
+        '{"drafts": {"1": 2}, "sampled": 1}',
         '{"drafts": {"1": true}}',
         '{"drafts": {"2": 1}}',
         '{"drafts": {"one": 1}}',

@@ -16,9 +16,9 @@ from drafter.load import load_drafter, parse_config, save_drafter
 from drafter.train.folder import LOG, RECIPE
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.cli import main
-from peagle.cli.export import card, spread_over_groups
 from peagle.loading import DEMO_DIRECTORY
 from peagle.ops.checkpoint import read_checkpoint
+from peagle.workflows.export import card, spread_over_groups
 from target.config import FULL, SLIDING, TargetConfig
 from target.load import inspect_target, load_target
 from tests.drafter.cases import random_params

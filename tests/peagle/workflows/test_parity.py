@@ -18,13 +18,12 @@ from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle, drafter_of
 from drafter.vocabulary import choose, narrow
 from peagle.cli import main
-from peagle.cli.parity import Asked, ask, readings
-from peagle.cli.settings import ParitySettings
 from peagle.loading import DEMO_DIRECTORY, HELD_OUT
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import Draft, Fresh
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.parity import Reading, Text, causes, compare, replay
+from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings
 from tests.peagle.conftest import edit_json
 
 K = 3
@@ -178,7 +177,7 @@ class NeverBack(PEagle):
         return draft, (caches, shift + num_drafts - 1)
 
 
-SETTINGS = ParitySettings(None, None, None, 10, "chat", K, 48, 2, None, "auto", None, True)
+SETTINGS = ParityConfig(K, 48, 2)
 
 
 @pytest.mark.parametrize(("fault", "words"), [(Blind, "blind to its context"), (NeverBack, "not rolled back")])

@@ -21,11 +21,12 @@ from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.train.shards import read_shards
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.cli.train import _Deadline, _given, _shown
+from peagle.cli.train import _shown
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.result import decode
+from peagle.workflows.training import Deadline, given_params
 from target.load import load_target
 from tests.drafter.cases import random_params
 from tests.peagle.conftest import (
@@ -258,7 +259,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
     del weights["embed_tokens.weight"], weights["lm_head.weight"]
     save_file(weights, tmp_path / "drafter" / "model.safetensors")
     target = load_target(directories.target)
-    params = _given(str(tmp_path / "drafter"), target)
+    params = given_params(str(tmp_path / "drafter"), target)
     for one, other in ((params.embedding, target.params.embedding), (params.lm_head, target.params.lm_head)):
         assert isinstance(one, jax.Array)
         np.testing.assert_array_equal(one, other)
@@ -467,7 +468,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A step is said to take a minute; the time is said to be over after the first."""
-    monkeypatch.setattr("peagle.cli.train._seconds_per_step", lambda *_: 60.0)
+    monkeypatch.setattr("peagle.cli.train.seconds_per_step", lambda *_: 60.0)
     out = tmp_path / "run"
     given = [str(each) for each in train(directories, made, out)]
     del given[given.index("--steps") : given.index("--steps") + 2]
@@ -476,7 +477,7 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert not out.exists()
     over = iter([False, True])
     with monkeypatch.context() as patch:
-        patch.setattr("peagle.cli.train._Deadline.over", lambda _: next(over))
+        patch.setattr("peagle.workflows.training.Deadline.over", lambda _: next(over))
         assert main([*given, "--minutes", "3"]) == 0
     said = capsys.readouterr().err
     assert "measuring 6 steps: how many fit into 3 minutes" in said
@@ -491,8 +492,8 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
 
 def test_a_deadline_counts_neither_the_first_step_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("peagle.cli.train.time", SimpleNamespace(monotonic=lambda: now[0]))
-    deadline = _Deadline(1.0)
+    monkeypatch.setattr("peagle.workflows.training.time", SimpleNamespace(monotonic=lambda: now[0]))
+    deadline = Deadline(1.0)
     seen = [deadline.over()]
     now[0] += 500  # compiling
     seen += [deadline.over()]
@@ -504,7 +505,7 @@ def test_a_deadline_counts_neither_the_first_step_nor_evaluations(monkeypatch: p
     now[0] += 1
     seen += [deadline.over()]
     assert seen == [False, False, False, False, True]
-    unending = _Deadline(None)
+    unending = Deadline(None)
     assert not unending.over()
     now[0] += 1e9
     assert not unending.over()

@@ -16,11 +16,11 @@ from peagle.api import Pair
 from peagle.cli import main
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
-from peagle.engine.widths import read_widths
+from peagle.engine.widths import WidthTable, read_widths
 from peagle.measure.metrics import busy_s
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import differences
-from peagle.measure.sweep.concurrency import best_drafts, ratios, rows
+from peagle.measure.sweep.concurrency import best_table, ratios, rows
 from peagle.measure.sweep.folder import RAW, RUN, Folder, key, open_run
 from peagle.measure.sweep.plan import Plan
 from peagle.result import Result, decode
@@ -258,7 +258,12 @@ def test_the_best_k_is_that_of_the_greatest_median_and_none_where_plain_decoding
         4: {1: 1.0, 3: 0.5},
         8: {1: pytest.approx(1.015)},
     }
-    assert best_drafts(found) == {1: 3, 4: 0, 8: 1}
+    loads = [{**row, "temperature": 0.0} for row in [*plain, *some]]
+    assert best_table(loads) == WidthTable({1: 3, 4: 0, 8: 1})
+    hot = {"temperature": 1.0, "concurrency": 1}
+    assert best_table([*loads, {**plain[0], **hot}, {**some[0], **hot, "speedup_repeats": [0.9]}]) == WidthTable(
+        {1: 3, 4: 0, 8: 1}, sampled=False
+    )
 
 
 def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Folder, tmp_path: Path) -> None:
@@ -284,7 +289,7 @@ def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Fo
         "1": pytest.approx({"1": 4 / 3, "3": 2.0}),
         "3": pytest.approx({"1": 4 / 9, "3": 2 / 3}),
     }
-    assert set(record) == {"drafts", "rule", "ratios", "measured"}
+    assert set(record) == {"drafts", "sampled", "rule", "ratios", "measured"}
     assert record["measured"]["command"] == " ".join(finished.record["sittings"][0]["command"])
     assert record["measured"]["time"] == finished.record["sittings"][0]["time"]
     assert (record["measured"]["repeats"], record["measured"]["requests"]) == (2, 8)

@@ -1,15 +1,23 @@
-"""`peagle speculate` and `peagle generate`: everything is checked, then loaded, then run, then written."""
+"""`peagle speculate` and `peagle generate`: check everything, load, run, write."""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal
 
 from peagle.api import AUTO, Pair
 from peagle.cli.display import Display
+from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
-from peagle.cli.report import dumps, logprob_lines, report, summary_lines, trace_lines
-from peagle.cli.settings import ChatSettings, DataSettings, Settings, parse_layers
+from peagle.cli.settings import (
+    DecodeSettings,
+    DraftOptions,
+    GenerateSettings,
+    LoadOptions,
+    SpeculateSettings,
+    chosen_slots,
+    parse_layers,
+)
 from peagle.loading import DEMO, NGRAM, drafter_path, load, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
@@ -17,24 +25,27 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.text.prompt_files import left_out_line, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
-from peagle.text.tokenizer import DEFAULT_DATE
 from peagle.workflows.run import RunConfig, run
 
 EXAMPLE = 'def get(self, key, default=None):\n    """Return the value for key, or the default if there is none."""'
 
 
-def run_command(settings: Settings) -> int:
+Settings = SpeculateSettings | GenerateSettings
+
+
+def decode_command(settings: Settings) -> int:
     """The text is on standard output, the summary on standard error, and what was asked for in files. Returns the exit
     code. Raises InputError before anything is written, but for a profile that failed: then all else is written."""
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
-    target = DEMO if settings.target is None else settings.target
-    drafter = None if settings.command == "generate" else DEMO if settings.drafter is None else settings.drafter
+    target = settings.model.target or DEMO
+    drafter = None if settings.command == "generate" else settings.drafting.drafter or DEMO
     directory = resolve(target, "target")
     drafter_path(target, drafter)
-    parse_layers(settings.aux_layer_ids)  # before anything slow
-    rendering = rendering_of(settings)
-    config = _config(settings, rendering)  # before anything slow; K may still be the pair's default
+    parse_layers(settings.drafting.aux_layer_ids)  # before anything slow
+    slots = chosen_slots(settings.slots, settings.batch, 1)
+    rendering = settings.rendering.rendering()
+    config = _config(settings, rendering, slots)  # before anything slow; K may still be the pair's default
     with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
         conversations, left_out = _conversations(settings, directory, rendering)
     if settings.profile is not None:
@@ -44,15 +55,15 @@ def run_command(settings: Settings) -> int:
         text=settings.json != STANDARD_OUTPUT,
         quiet=settings.quiet,
         total=sum(conversation.num_requests for conversation in conversations),
-        streaming=min(settings.slots, len(conversations)) == 1,
+        streaming=min(slots, len(conversations)) == 1,
     )
     if left_out:
         display.note(f"left out: {left_out_line(left_out)}")
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
-    pair = load_pair(settings, target, drafter, display)
+    pair = load_pair(target, drafter, settings.model, settings.drafting, display)
     display.has_tokenizer = pair.tokenizer is not None
-    config = _config(settings, rendering, pair)
+    config = _config(settings, rendering, slots, pair)
     try:
         outcome = run(pair, conversations, config, display)
     finally:
@@ -72,18 +83,17 @@ def run_command(settings: Settings) -> int:
     return interrupt.EXIT_CODE if outcome.interrupted else 0
 
 
-def load_pair(settings: Settings | ChatSettings, target: str, drafter: str | None, display: Display) -> Pair:
-    """Load the target and the drafter as they were asked for, which is shown."""
-    aux_layer_ids = parse_layers(settings.aux_layer_ids)
+def load_pair(target: str, drafter: str | None, loading: LoadOptions, drafting: DraftOptions, display: Display) -> Pair:
+    """Load the target and the drafter, with progress; note which of the target's layers the drafter reads."""
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
         pair = load(
             target,
             drafter,
-            dtype=cast(Any, settings.dtype),
-            experts=cast(Any, settings.experts),
-            kernels=cast(Any, settings.kernels),
-            draft_vocab=settings.draft_vocab,
-            aux_layer_ids=aux_layer_ids,
+            dtype=loading.dtype,
+            experts=loading.experts,
+            kernels=loading.kernels,
+            draft_vocab=drafting.draft_vocab,
+            aux_layer_ids=parse_layers(drafting.aux_layer_ids),
             progress=progress,
         )
     if pair.aux_layers is not None:
@@ -91,19 +101,13 @@ def load_pair(settings: Settings | ChatSettings, target: str, drafter: str | Non
     return pair
 
 
-def rendering_of(settings: Settings | DataSettings) -> Rendering:
-    """How prompts become ids, as it was asked for."""
-    date = DEFAULT_DATE if settings.date is None else settings.date
-    return Rendering(settings.raw_prompt, settings.system, settings.reasoning_effort, date, settings.special_tokens)
-
-
-def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) -> RunConfig:
+def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | None = None) -> RunConfig:
     asked = _num_drafts(settings)
     if pair is None:
         k, adaptive = asked if isinstance(asked, int) else 1, False
     else:
         k, adaptive = pair.num_drafts(asked)
-    if settings.draft_sampling and settings.drafter == NGRAM:
+    if settings.draft_sampling and settings.drafting.drafter == NGRAM:
         raise InputError(
             "the drafts of ngram have no probabilities to be sampled from; leave out --draft-sampling, or give a "
             "drafter with weights"
@@ -115,12 +119,12 @@ def _config(settings: Settings, rendering: Rendering, pair: Pair | None = None) 
         sampling=settings.sampling.params(),
         draft_sampling=settings.draft_sampling,
         synthetic_acceptance=_synthetic(settings, k),
-        slots=settings.slots,
+        slots=slots,
         context=settings.context,
         prefill_chunk=settings.prefill_chunk,
         ignore_eos=settings.ignore_eos,
         stop=settings.stop,
-        baseline=settings.baseline,
+        baseline=not settings.no_baseline,
         logprobs=settings.logprobs,
         profile=None if settings.profile is None else Path(settings.profile),
         rendering=rendering,
@@ -150,14 +154,14 @@ def parse_num_drafts(typed: str | None) -> int | Literal["auto"] | None:
 
 
 def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
-    k = parse_num_drafts(settings.num_speculative_tokens)
+    k = parse_num_drafts(settings.drafting.num_speculative_tokens)
     if settings.command == "speculate" and isinstance(k, int) and k < 1:
         raise InputError(f"K is {k}; expected 1 or more drafted tokens (peagle generate decodes plainly)")
     return k
 
 
 def _conversations(
-    settings: Settings, target: Path, rendering: Rendering
+    settings: DecodeSettings, target: Path, rendering: Rendering
 ) -> tuple[Sequence[Conversation], Sequence[str]]:
     """Gather (what is asked, a line for each row of a file that is left out)."""
     given = {"PROMPT": settings.prompt, "--prompt-file": settings.prompt_file, "--prompt-ids": settings.prompt_ids}
@@ -165,7 +169,7 @@ def _conversations(
     if len(named) > 1:
         raise InputError(f"{' and '.join(named)} are given; expected one of them")
     if settings.prompt_ids is not None:
-        if settings.system is not None or settings.reasoning_effort is not None:
+        if rendering.system is not None or rendering.reasoning_effort is not None:
             raise InputError(
                 "--prompt-ids are taken as they are, without the chat template; leave out --system and "
                 "--reasoning-effort"
@@ -179,7 +183,7 @@ def _conversations(
     return [from_text(EXAMPLE if settings.prompt is None else settings.prompt)], ()
 
 
-def _is_example(settings: Settings) -> bool:
+def _is_example(settings: DecodeSettings) -> bool:
     return settings.prompt is None and settings.prompt_file is None and settings.prompt_ids is None
 
 
@@ -192,7 +196,7 @@ def _read_standard_input() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _trace_file(settings: Settings, json_file: OutputFile | None) -> OutputFile:
+def _trace_file(settings: DecodeSettings, json_file: OutputFile | None) -> OutputFile:
     assert settings.trace is not None
     if settings.trace == STANDARD_OUTPUT:
         raise InputError("--trace - is not possible: standard output is the text's; expected a file")

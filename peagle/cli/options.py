@@ -1,0 +1,81 @@
+"""Commands from dataclasses: each field of a command's settings is one of its options, named once."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+Settings = TypeVar("Settings")
+
+
+def command_of(
+    app: typer.Typer, help_text: str, call: Callable[[Callable[[], int]], int]
+) -> Callable[[Callable[[Settings], int]], Callable[[Settings], int]]:
+    """Register a function of one frozen dataclass as a command of the same name.
+
+    The dataclass's fields are the command's parameters: annotated with typer.Option or typer.Argument, or nested
+    dataclasses, whose fields are parameters of the same command. `call` runs the function and maps its errors to an
+    exit code.
+    """
+
+    def register(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
+        (kind,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+
+        def parsed(**values: Any) -> int:
+            return call(lambda: function(_filled(kind, values)))
+
+        parameters = _parameters(kind)
+        parsed.__name__ = function.__name__
+        parsed.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+        parsed.__annotations__ = {each.name: each.annotation for each in parameters}
+        app.command(function.__name__, help=help_text)(parsed)
+        return function
+
+    return register
+
+
+def given(settings: Any) -> list[str]:
+    """Name the fields, nested ones too, whose values are not their defaults."""
+    names: list[str] = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            names += given(value)
+        elif value != field.default:
+            names.append(field.name)
+    return names
+
+
+def _parameters(kind: Any) -> list[inspect.Parameter]:
+    found: list[inspect.Parameter] = []
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.type):
+            found += _parameters(field.type)
+            continue
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        annotation = _parsed_as(field.type)
+        found.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    return found
+
+
+def _parsed_as(annotation: Any) -> Any:
+    """The parser's type of a field: of repeatable options it knows lists alone."""
+    kind, *option = get_args(annotation)
+    if get_origin(kind) is tuple:
+        kind = list[get_args(kind)[0]]  # type: ignore[misc]
+    return Annotated[(kind, *option)]
+
+
+def _filled(kind: Any, values: Mapping[str, Any]) -> Any:
+    filled = {}
+    for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(field.type):
+            filled[field.name] = _filled(field.type, values)
+        else:
+            value = values[field.name]
+            filled[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**filled)

@@ -1,0 +1,156 @@
+"""Prompts and answers that were computed before, for requests that begin with them. Host only; no JAX.
+
+A trie of blocks: a node holds the full layers' rows of 128 positions, so that a shared beginning is held once. Sliding
+rings, aux_hidden and the like are valid at one length alone: a snapshot holds them, at a node's end. A request begins
+with the longest snapshot that leaves at least one of its tokens to be computed, whose logits it needs.
+
+    root ── t0..t127 ── t128..t255 ■ ── t256..t299 ■        ■ snapshot; the last node of an entry may be shorter
+                                  └──── t256'..t383' ■      differs in one token: another node
+
+Entries are bounded in bytes. The snapshot that was used longest ago goes first, and with it the blocks that no other
+snapshot needs.
+"""
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+BLOCK = 128  # positions
+
+Key = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Node:
+    parent: "_Node | None"
+    key: Key
+    block: Any = None
+    snapshot: Any = None
+    children: dict[Key, "_Node"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest known beginning of a prompt: its first `length` tokens, in blocks, and the snapshot at their end."""
+
+    length: int
+    blocks: tuple[Any, ...]
+    snapshot: Any
+
+
+@dataclass
+class PrefixCacheStats:
+    """Counts since the cache was made: requests that looked, those that found something, tokens asked and found."""
+
+    requests: int = 0
+    hits: int = 0
+    tokens: int = 0
+    hit_tokens: int = 0
+
+
+class PrefixCache:
+    """Blocks and snapshots by the tokens that they hold. Both are opaque here, of a fixed size each."""
+
+    def __init__(self, max_bytes: int, block_bytes: int, snapshot_bytes: int) -> None:
+        self._max_bytes, self._block_bytes, self._snapshot_bytes = max_bytes, block_bytes, snapshot_bytes
+        self._root = _Node(None, ())
+        self._used: collections.OrderedDict[_Node, None] = collections.OrderedDict()  # nodes with a snapshot, by use
+        self._num_blocks = 0
+        self.stats = PrefixCacheStats()
+
+    @property
+    def num_entries(self) -> int:
+        """Snapshots: lengths at which some request may begin."""
+        return len(self._used)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_blocks * self._block_bytes + self.num_entries * self._snapshot_bytes
+
+    def match(self, token_ids: Sequence[int]) -> Match | None:
+        """Find the longest beginning with a snapshot, shorter than the prompt; it counts as used now."""
+        self.stats.requests += 1
+        self.stats.tokens += len(token_ids)
+        best, length = None, 0
+        for node, end in self._walk(token_ids):
+            for key, child in node.children.items():
+                if len(key) < BLOCK and child.snapshot is not None and end + len(key) < len(token_ids):
+                    longer = best is None or end + len(key) > length
+                    if longer and tuple(token_ids[end : end + len(key)]) == key:
+                        best, length = child, end + len(key)
+            if node.snapshot is not None and length < end < len(token_ids):
+                best, length = node, end
+        if best is None:
+            return None
+        self._used.move_to_end(best)
+        self.stats.hits += 1
+        self.stats.hit_tokens += length
+        return Match(length, tuple(node.block for node in _path(best)), best.snapshot)
+
+    def insert(
+        self, token_ids: Sequence[int], cut_block: Callable[[int], Any], cut_snapshot: Callable[[], Any]
+    ) -> None:
+        """Keep the sequence of these tokens. `cut_block` takes the first position of a block, and is called for those
+        that are not held; so is `cut_snapshot`.
+
+        Nothing is kept of a sequence that is larger than the whole cache.
+        """
+        num_blocks = -(-len(token_ids) // BLOCK)
+        if not num_blocks or num_blocks * self._block_bytes + self._snapshot_bytes > self._max_bytes:
+            return
+        node = self._root
+        for start in range(0, len(token_ids), BLOCK):
+            key = tuple(token_ids[start : start + BLOCK])
+            if key not in node.children:
+                node.children[key] = _Node(node, key, cut_block(start))
+                self._num_blocks += 1
+            node = node.children[key]
+        if node.snapshot is None:
+            node.snapshot = cut_snapshot()
+            self._used[node] = None
+        self._used.move_to_end(node)
+        while self.num_bytes > self._max_bytes:
+            self._evict()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if counts and trie disagree. For tests."""
+        nodes = list(_below(self._root))
+        assert self._num_blocks == len(nodes)
+        assert {node for node in nodes if node.snapshot is not None} == set(self._used)
+        assert all(node.children or node.snapshot is not None for node in nodes), "a block that nothing needs"
+        assert all(node.parent is not None and node.parent.children[node.key] is node for node in nodes)
+        assert all(len(node.key) == BLOCK or not node.children for node in nodes)
+        assert self.num_bytes <= self._max_bytes
+
+    def _walk(self, token_ids: Sequence[int]) -> Iterator[tuple[_Node, int]]:
+        """The nodes along the prompt's whole blocks, each with the position of its end."""
+        node, end = self._root, 0
+        yield node, end
+        while (child := node.children.get(tuple(token_ids[end : end + BLOCK]))) and len(child.key) == BLOCK:
+            node, end = child, end + BLOCK
+            yield node, end
+
+    def _evict(self) -> None:
+        node, _ = self._used.popitem(last=False)
+        node.snapshot = None
+        while node.parent is not None and not node.children and node.snapshot is None:
+            del node.parent.children[node.key]
+            self._num_blocks -= 1
+            node = node.parent
+
+
+def _path(node: _Node) -> list[_Node]:
+    """The nodes from the first block to this one."""
+    found: list[_Node] = []
+    current: _Node | None = node
+    while current is not None and current.parent is not None:
+        found.append(current)
+        current = current.parent
+    return found[::-1]
+
+
+def _below(node: _Node) -> Iterator[_Node]:
+    for child in node.children.values():
+        yield child
+        yield from _below(child)

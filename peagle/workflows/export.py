@@ -1,0 +1,258 @@
+"""Write a drafter in another dialect, bit for bit, with a model card."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from drafter.config import DrafterConfig
+from drafter.load import (
+    DRAFTS_ELSEWHERE,
+    PACKAGE,
+    VLLM,
+    Dialect,
+    load_drafter,
+    refused_by,
+    save_drafter,
+    shared_tensors,
+    sort_taps,
+)
+from drafter.params import DrafterParams
+from drafter.train.folder import LOG, RECIPE, read_log
+from drafter.vocabulary import FREQUENT_TOKENS
+from peagle.engine.widths import SPECULATION_FILE
+from peagle.loading import check_fit, resolve
+from peagle.measure.metrics import figure_text
+from peagle.ops.errors import InputError
+from peagle.ops.files import encoded
+from peagle.ops.strict_json import dumps
+from target.config import FULL, SLIDING, TargetConfig
+from target.load import inspect_target, load_ends
+
+CARD = """\
+# {kind} drafter for {target}
+
+It proposes what {target} says next, reading {taps} hidden states of it; the target checks every proposal, so its
+output stays its own.
+
+- {layers} of width {hidden}, {heads} query and {kv_heads} key/value heads of {head_dim}, MLP {mlp_width}
+- reads the outputs of the target's layers {layer_ids}, {target_hidden} wide
+- proposes {proposes}
+- {slots}
+{training}
+## Use
+
+    peagle speculate --target {target} --drafter DIR "..."
+
+{elsewhere}
+"""
+IN_GROUPS = "All drafting layers should belong to the same kv cache group"  # what vLLM says
+ONE_GROUP = "--disable-hybrid-kv-cache-manager"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A drafter that was written: its config as it was stored and as it is now, and who cannot load it, and why."""
+
+    stored: DrafterConfig
+    config: DrafterConfig
+    refused: Mapping[str, str]
+
+
+def export(
+    source: Path, out: Path, dialect: Dialect, verifier: str | None, aux_layer_ids: tuple[int, ...] | None
+) -> Exported:
+    """Write the drafter in the dialect into a new folder, with its card, and read it back: the same bit for bit.
+
+    verifier: the target, as others name it. If it is a folder, it gives what the drafter leaves to its target:
+    embedding, head, positions. Raises InputError for files that cannot be read, for a folder that holds files, and for
+    a drafter that nobody else could load in that dialect.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists; expected a new folder, so that nothing is overwritten")
+    if dialect == "speculators" and verifier is None:
+        raise InputError("--dialect speculators needs --verifier, the target: it does not load a drafter without")
+    target_directory = _directory(verifier)
+    target = None
+    if target_directory is not None:
+        target = inspect_target(target_directory).config
+        check_fit(target_directory, source, aux_layer_ids)
+    params, stored = _load(source, target_directory, aux_layer_ids)
+    refused = refused_by(stored, dialect)
+    if VLLM in refused:  # which reads both dialects
+        todo = "" if VLLM in refused_by(stored, "speculators") else "; take --dialect speculators, which it does load"
+        raise InputError(f"{source} cannot be loaded by {' or '.join(refused)}: {refused[VLLM]}{todo}")
+    params, config = sort_taps(params, with_positions(stored, target, source))
+    beside = {name: source / name for name in (FREQUENT_TOKENS, SPECULATION_FILE)}
+    files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
+    write_with_card(out, params, config, dialect, verifier, target, source.parent, files)
+    again, config_again = load_drafter(out)
+    if config_again != config or not _equal(params, again):
+        raise InputError(f"the files in {out} do not read back the same; please report this drafter")
+    return Exported(stored, config, refused)
+
+
+def with_positions(config: DrafterConfig, target: TargetConfig | None, name: Path) -> DrafterConfig:
+    """Give the drafter the target's positions where it names none. Raises InputError where there is no target to ask.
+
+    A config.json without them means 2048 to vLLM, which stops drafting there.
+    """
+    if config.max_positions is not None:
+        return config
+    if target is None:
+        raise InputError(
+            f"{name} names no max_position_embeddings, and without vLLM stops drafting at position 2048; give "
+            "--verifier DIR, the target's folder, whose positions are taken"
+        )
+    return dataclasses.replace(config, max_positions=target.max_positions)
+
+
+def _directory(verifier: str | None) -> Path | None:
+    """The target's folder, where --verifier names one and no repository."""
+    directory = None if verifier is None else resolve(verifier, "target")
+    return directory if directory is not None and directory.is_dir() else None
+
+
+def _load(
+    source: Path, target_directory: Path | None, aux_layer_ids: tuple[int, ...] | None
+) -> tuple[DrafterParams, DrafterConfig]:
+    """Load the drafter, with the target's embedding and head where it stores none.
+
+    Raises InputError where there is no target to take them from."""
+    shared = shared_tensors(source)
+    if shared and target_directory is None:
+        raise InputError(
+            f"{source} does not store {' and '.join(shared)}: it shares its target's; give --verifier DIR, the "
+            "target's folder, to take them from"
+        )
+    embedding, lm_head = load_ends(target_directory) if shared and target_directory is not None else (None, None)
+    return load_drafter(source, target_embedding=embedding, target_lm_head=lm_head, aux_layer_ids=aux_layer_ids)
+
+
+def write_with_card(
+    out: Path,
+    params: DrafterParams,
+    config: DrafterConfig,
+    dialect: Dialect,
+    verifier: str | None,
+    target: TargetConfig | None,
+    run: Path,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write the folder: the drafter, its card and the other files.
+
+    verifier: the target, as others name it; target: what is known of it. run: a folder of peagle train, if the drafter
+    comes from one."""
+    text = encoded(card(config, dialect, verifier, target, run))
+    try:
+        save_drafter(out, params, config, dialect, verifier, {**(files or {}), "README.md": text})
+    except OSError as error:
+        raise InputError(f"{error.filename or out} cannot be written: {error.strerror or error}") from None
+
+
+def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path) -> str:
+    """Render the model card."""
+    c = config
+    all_tokens = c.draft_vocab_size == c.vocab_size
+    return CARD.format(
+        kind="P-EAGLE" if c.parallel else "EAGLE-3",
+        target=verifier or "TARGET",
+        taps=c.num_taps,
+        layers="1 layer" if c.num_layers == 1 else f"{c.num_layers} layers",
+        hidden=c.hidden_size,
+        heads=c.num_heads,
+        kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        mlp_width=c.mlp_width,
+        layer_ids="by default" if c.aux_layer_ids is None else ", ".join(map(str, c.aux_layer_ids)),
+        target_hidden=c.target_hidden_size,
+        proposes=f"{'all' if all_tokens else f'{c.draft_vocab_size:,}'} of the target's {c.vocab_size:,} tokens",
+        slots=f"all drafts in one pass; mask token {c.mask_token_id}" if c.parallel else "one draft a pass",
+        training=_training(run),
+        elsewhere=_elsewhere(c, dialect, verifier or "TARGET", target),
+    )
+
+
+def _elsewhere(config: DrafterConfig, dialect: Dialect, name: str, target: TargetConfig | None) -> str:
+    """Say how other servers run the drafter, and which cannot."""
+    refused = refused_by(config, dialect)
+    lines = []
+    if dialect == "speculators":
+        package = "The files are in the layout of the speculators package"
+        cannot = f", which cannot load them: {refused.get(PACKAGE)}."
+        lines.append(package + (cannot if PACKAGE in refused else " (`SpeculatorModel.from_pretrained`)."))
+    if VLLM in refused:
+        return "\n\n".join([*lines, f"vLLM cannot load it: {refused[VLLM]}."])
+    grouped = target is not None and spread_over_groups(config, target)
+    flag = f" {ONE_GROUP}" if grouped else ""
+    if dialect == "vllm":
+        kind = "peagle" if config.parallel else "eagle3"
+        served: dict[str, Any] = {"method": "eagle3", "model": "DIR", "num_speculative_tokens": DRAFTS_ELSEWHERE[kind]}
+        if config.parallel:
+            served["parallel_drafting"] = True
+        lines.append(f"vLLM: `vllm serve {name}{flag} --speculative-config '{dumps(served)}'`")
+    else:
+        lines.append(f"vLLM: `vllm serve DIR{flag}`")
+    if grouped:
+        lines.append(f'Without `{ONE_GROUP}` vLLM stops with "{IN_GROUPS}".')
+    elif target is None and config.num_layers > 1:
+        lines.append(f'Where vLLM stops with "{IN_GROUPS}", add `{ONE_GROUP}`.')
+    return "\n\n".join(lines)
+
+
+def spread_over_groups(config: DrafterConfig, target: TargetConfig) -> bool:
+    """Tell whether vLLM would put the drafter's layers into several groups of its KV cache, with which it stops.
+
+    It makes groups of one size from the layers of each kind: the size of the largest kind if that is less than half as
+    large again as the smallest, else of the smallest. The drafter's layers count among the target's full ones if their
+    caches have one shape, else they are a kind of their own (vLLM 0.32, v1/core/kv_cache_utils.py).
+
+    Example: 4 sliding and 4 full layers. A drafter of 1 makes 4 and 5, groups of 5; one of 2 makes 4 and 6, groups of
+    4, and its two layers fall into two. With 12 and 12 a drafter of 4 makes 12 and 16, groups of 16.
+    """
+    sliding, full = (target.layer_types.count(kind) for kind in (SLIDING, FULL))
+    alike = (config.num_kv_heads, config.head_dim) == (target.num_kv_heads, target.head_dim)
+    own = full + config.num_layers if alike else config.num_layers
+    kinds = [size for size in (sliding, own, 0 if alike else full) if size]
+    if not sliding or config.num_layers == 1:
+        return False
+    return own > (max(kinds) if max(kinds) < 1.5 * min(kinds) else min(kinds))
+
+
+def _training(run: Path) -> str:
+    """How it was trained and what it reached, if the folder is that of a training."""
+    if not (run / RECIPE).is_file() or not (run / LOG).is_file():
+        return ""
+    record = json.loads((run / RECIPE).read_text(encoding="utf-8"))
+    recipe, log = record["recipe"], list(read_log(run / LOG))
+    done = max((line["step"] for line in log), default=0)
+    of = "" if done == recipe["steps"] else f" of {recipe['steps']}"
+    lines = [
+        "",
+        "## Training",
+        "",
+        f"{done}{of} steps of {record['rows_per_step']} rows of {recipe['width']} tokens, "
+        f"{recipe['optimizer']}, loss {recipe['loss']}, K_train {recipe['cod']['depth']}, r {recipe['cod']['ratio']}, "
+        f"from {record['data']['documents']:,} documents of {record['data']['tokens']:,} tokens. All of it: "
+        "recipe.json of the training.",
+        "",
+    ]
+    if evaluations := [line["evaluation"] for line in log if "evaluation" in line]:
+        found = evaluations[-1]
+        calm, quiet = found["acceptance_length_without_loops"], found["num_outputs_without_loops"]
+        lines += [
+            f"Acceptance length on {found['num_outputs']} held-out prompts, greedy, "
+            f"K = {found['num_speculative_tokens']}: {figure_text(found['acceptance_length'], '.2f')}"
+            + ("." if calm is None else f"; {calm:.2f} on the {quiet} whose output does not loop."),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _equal(one: DrafterParams, other: DrafterParams) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)

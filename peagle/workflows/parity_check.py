@@ -1,0 +1,350 @@
+"""Hold a pair against references, and read its checkpoint in other ways: why is its acceptance what it is?"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from drafter import reference
+from drafter.config import DrafterConfig
+from drafter.load import MASK_TOKEN_KEYS, STORE_OFFSETS, TOP_AUX_LAYERS, named_aux_layers
+from drafter.params import DrafterParams
+from drafter.propose import Eagle3, PEagle
+from peagle.api import Pair
+from peagle.measure.sweep.figures import estimate, ratio
+from peagle.ops import interrupt, strict_json
+from peagle.ops.checkpoint import Checkpoint
+from peagle.ops.errors import InputError
+from peagle.result import decode
+from peagle.text.prompts import Conversation, Rendering
+from peagle.workflows.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
+from target.model import GptOss
+
+MOST_MASK_TOKENS = 24  # other ids that are tried in the mask slots
+# of the spread of the reference's logits, by our arithmetic; and the steps whose drafts rounding may turn over
+CLOSE, TURNED_FRAC = {"float32": 1e-3, "bfloat16": 0.2}, {"float32": 0.02, "bfloat16": 0.15}
+EMBEDDING = "embed_tokens.weight"
+SPECIAL = re.compile(rb"<\|.*\|>|<[a-z_0-9/]+>|\[[A-Z_0-9]+\]")  # spellings of tokens that stand for no text
+Tensors = dict[str, np.ndarray]
+Model = PEagle | Eagle3
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityConfig:
+    """How a pair is asked, and how long it is compared: drafts a step, tokens an answer, steps of the reference."""
+
+    num_speculative_tokens: int = 5
+    max_new_tokens: int = 64
+    reference_steps: int = 6
+    raw: bool = False
+    special_tokens: bool = False
+
+    def rendering(self, raw: bool) -> Rendering:
+        return Rendering(raw=raw, special_tokens=raw and self.special_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the pair was given, in one rendering."""
+
+    texts: tuple[Text, ...]  # aux_hidden: the taps that the config names
+    hiddens: tuple[np.ndarray, ...]  # [n, L, D] of each text: the output of every layer
+    rows: tuple[int, ...]  # of each text: its conversation
+    capacity: int  # tokens that the caches held
+
+    @property
+    def num_accepted(self) -> np.ndarray:
+        """[S]: what of the engine's drafts the texts went on with, in each step."""
+        return np.concatenate([accepted(np.array(text.drafts), text) for text in self.texts])
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """The drafter's arithmetic against the float64 reference's."""
+
+    num_steps: int
+    cosine: float  # the least
+    max_difference: float  # of the spread (standard deviation) of the reference's logits
+    same_drafts_frac: float
+    close: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """What was found. `expected`: accepted at the engine's places by the drafter led along the text by itself."""
+
+    logits: Logits | None  # None: an EAGLE-3 drafter, whose drafts alone are compared
+    same_drafts_frac: float | None
+    difference: Difference | None
+    seen: float  # acceptance length
+    expected: float
+    other_rendering: float | None
+    readings: dict[str, float]  # acceptance length of each
+    causes: tuple[Cause, ...]
+    allowed_frac: float  # of steps that may differ by rounding
+
+    @property
+    def drafts_fine(self) -> bool:
+        return self.difference is None or self.difference.frac <= self.allowed_frac
+
+    @property
+    def fine(self) -> bool:
+        return self.drafts_fine and not self.causes and (self.logits is None or self.logits.close)
+
+
+def ask(
+    pair: Pair, conversations: Sequence[Conversation], config: ParityConfig, *, raw: bool, at_least: int = 0
+) -> Asked:
+    """Each prompt answered greedily by the engine, whose caches hold `at_least` so many tokens, with every hidden state
+    of the target."""
+    requests = [
+        pair.request(each, [], config.rendering(raw), max_new_tokens=config.max_new_tokens, index=index)
+        for index, each in enumerate(conversations)
+    ]
+    capacity = pair.capacity(requests, at_least)
+    engine = pair.engine(pair.engine_config(config.num_speculative_tokens, capacity=capacity))
+    target = cast(GptOss, pair.target)
+    every = dataclasses.replace(target, aux_layer_ids=tuple(range(target.config.num_layers)))
+    texts, hiddens, rows = [], [], []
+    for request in requests:
+        result = decode(engine, [request], None)[0]
+        steps = [each for each in result.steps if each.draft_token_ids]
+        if not steps:
+            continue
+        ids = np.array([*request.prompt_ids, *result.output_ids], np.int32)
+        padded = np.pad(ids, (0, capacity - len(ids)))[None]
+        tapped = np.asarray(_tapped(every, padded))
+        hidden = tapped[0, : len(ids)].astype(np.float32).reshape(len(ids), target.config.num_layers, -1)
+        hiddens.append(hidden)
+        rows.append(request.index)
+        texts.append(
+            Text(
+                ids,
+                _side_by_side(hidden, target.aux_layer_ids),
+                tuple(each.length for each in steps),
+                tuple(each.draft_token_ids for each in steps),
+                tuple(each.num_accepted for each in steps),
+            )
+        )
+    if not texts:
+        raise InputError("no answer is longer than its first token, so nothing was drafted; give other prompts")
+    return Asked(tuple(texts), tuple(hiddens), tuple(rows), capacity)
+
+
+@jax.jit
+def _tapped(target: GptOss, ids: Any) -> jax.Array:
+    """[1, T, A]: the hidden states that the target taps of a text, which is padded to T tokens behind its end."""
+    positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+    cache = target.init_cache(1, ids.shape[1], ids.shape[1])
+    return target.extend(ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[0].aux_hidden
+
+
+def examine(
+    pair: Pair,
+    model: Model,
+    checkpoint: Checkpoint,
+    asked: Asked,
+    conversations: Sequence[Conversation],
+    settings: ParityConfig,
+    progress: Any,
+) -> Parity:
+    """The engine's drafts against the model's (`model`: the drafter as it is loaded; the pair's own may be another),
+    the model's against the float64 reference's, and other readings of the checkpoint."""
+    k = settings.num_speculative_tokens
+    led = [replay(model, text, k).token_ids for text in asked.texts]
+    blind = [replay(model, text, k, blind=True).token_ids for text in asked.texts]
+    logits, same = against_reference(pair, model, checkpoint, asked.texts, settings)
+    given = np.concatenate([accepted(drafts, text) for drafts, text in zip(led, asked.texts, strict=True)])
+    tried = list(readings(pair, model, checkpoint, asked))
+    found = []
+    for number, other in enumerate(tried):
+        steps = [accepted(replay(other.model, text, k).token_ids, text) for text in other.texts]
+        found.append(Reading(other.name, np.concatenate(steps), other.cure))
+        progress(number + 1, len(tried))
+    likely = causes(given, found)
+    other_rendering = None
+    if pair.tokenizer is not None and all(each.turns for each in conversations):
+        try:
+            # with caches as long, by the programs that are compiled
+            answered = ask(pair, conversations, settings, raw=not settings.raw, at_least=asked.capacity)
+        except InputError:  # no chat template, or prompts that only a template can put together
+            pass
+        else:
+            other_rendering = 1 + float(answered.num_accepted.mean())
+            if settings.raw:
+                likely = [*_template(asked, answered), *likely]
+    return Parity(
+        logits=logits,
+        same_drafts_frac=same,
+        difference=compare(asked.texts, led, blind),
+        seen=1 + float(asked.num_accepted.mean()),
+        expected=1 + float(given.mean()),
+        other_rendering=other_rendering,
+        readings={each.name: 1 + float(each.accepted.mean()) for each in found},
+        causes=tuple(likely),
+        allowed_frac=TURNED_FRAC[pair.dtype],
+    )
+
+
+def against_reference(
+    pair: Pair, model: Model, checkpoint: Checkpoint, texts: Sequence[Text], settings: ParityConfig
+) -> tuple[Logits | None, float | None]:
+    """(the logits of the first steps of the first text against drafter/reference.py, how many of its drafts agree):
+    of a drafter that shares the target's head, neither."""
+    config, k = model.config, settings.num_speculative_tokens
+    tensors = _tensors(checkpoint, pair)
+    if "lm_head.weight" not in tensors:  # the target's: the reference cannot do without
+        return None, None
+    text = dataclasses.replace(
+        texts[0],
+        **{name: getattr(texts[0], name)[: settings.reference_steps] for name in ("places", "drafts", "num_accepted")},
+    )
+    loud = dataclasses.replace(model, deterministic=False) if isinstance(model, PEagle) else model
+    ours = replay(loud, text, k)
+    same, cosine, largest = [], 1.0, 0.0
+    for step, place in enumerate(text.places):
+        interrupt.check()
+        known = text.token_ids[: place + 1].tolist(), text.aux_hidden[:place]
+        theirs = reference.draft_logits(tensors, config, *known, k)
+        ids = theirs.argmax(-1)
+        same.append((_to_target(tensors, ids) == ours.token_ids[step]).mean())
+        if ours.logits is not None:
+            mine = ours.logits[step]
+            mine = mine if model.params.draft_to_target is None else mine[:, np.asarray(model.params.draft_to_target)]
+            dots = (mine * theirs).sum(-1) / np.linalg.norm(mine, axis=-1) / np.linalg.norm(theirs, axis=-1)
+            cosine = min(cosine, float(dots.min()))
+            largest = max(largest, float(np.abs(mine - theirs).max() / theirs.std()))
+    found = (
+        None
+        if ours.logits is None
+        else Logits(len(text.places), cosine, largest, float(np.mean(same)), largest < CLOSE[pair.dtype])
+    )
+    return found, float(np.mean(same))
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """Another way to read a checkpoint."""
+
+    name: str
+    cure: str
+    model: Model
+    texts: Sequence[Text]  # with the hidden states it reads
+
+
+def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> Iterator[Other]:
+    """Other ways to read this checkpoint, each the cause of a low acceptance that somebody had; what to change is named
+    as the file names it."""
+    params, config = model.params, model.config
+    aux_layers = [*named_aux_layers(checkpoint.config), TOP_AUX_LAYERS][0]
+    texts, taps = asked.texts, cast(GptOss, pair.target).aux_layer_ids
+    num_layers = asked.hiddens[0].shape[1]
+    for shift in (-1, 1):
+        moved = tuple(tap + shift for tap in taps)
+        if all(0 <= tap < num_layers for tap in moved):
+            shifted = [t.with_aux(_side_by_side(h, moved)) for t, h in zip(texts, asked.hiddens, strict=True)]
+            name = f"taps: every one is off by {-shift:+d}, it reads outputs {list(taps)} instead of {list(moved)}"
+            typed = ",".join(map(str, moved))
+            cure = f"{_key(aux_layers.key, aux_layers.written(moved))}, or give --aux-layer-ids {typed}"
+            yield Other(name, cure, model, shifted)
+    flipped = dataclasses.replace(config, norm_before_residual=not config.norm_before_residual)
+    flipped_key = "norm_before_residual", flipped.norm_before_residual
+    yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+    target_embedding = cast(GptOss, pair.plain_target).params.embedding
+    if checkpoint.has(EMBEDDING) and target_embedding.shape == params.embedding.shape:
+        shared = dataclasses.replace(model, params=dataclasses.replace(params, embedding=target_embedding))
+        cure = f"take the tensor {EMBEDDING} out of the drafter's file: it then shares the target's"
+        yield Other("embedding: the target's instead of the stored one", cure, shared, texts)
+    if config.parallel:
+        mask_key = next(key for key in MASK_TOKEN_KEYS if checkpoint.config.get(key) is not None)
+        for token in mask_tokens(pair, config):
+            embedding = params.embedding.at[config.mask_token_id].set(params.embedding[token])
+            other = dataclasses.replace(model, params=dataclasses.replace(params, embedding=embedding))
+            yield Other(f"mask token: {token} instead of {config.mask_token_id}", _key(mask_key, token), other, texts)
+    else:
+        flipped = dataclasses.replace(config, norm_output=not config.norm_output)
+        flipped_key = "norm_output", flipped.norm_output
+        yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+    for name, cure, ids in vocabularies(checkpoint, params, config):
+        mapped = dataclasses.replace(params, draft_to_target=jnp.asarray(ids, jnp.int32))
+        yield Other(f"vocabulary map: {name}", cure, dataclasses.replace(model, params=mapped), texts)
+
+
+def _key(key: str, value: object) -> str:
+    """What to write into a config.json."""
+    return f'write "{key}": {strict_json.dumps(value)} into the drafter\'s config.json'
+
+
+def _plain(key: str, value: object) -> str:
+    return f"{key}: {strict_json.dumps(value)}"
+
+
+def mask_tokens(pair: Pair, config: DrafterConfig) -> list[int]:
+    """Ids that a drafter may have been trained with in its mask slots: the tokens that spell no text (special and
+    unknown ones), the last of the vocabulary first."""
+    tokenizer = pair.tokenizer
+    special = [
+        token
+        for token in range(config.vocab_size)
+        if tokenizer is None or not (spelled := tokenizer.token_bytes(token)) or SPECIAL.fullmatch(spelled)
+    ]
+    ordered = dict.fromkeys(
+        [*special[-MOST_MASK_TOKENS // 2 :], *special[: MOST_MASK_TOKENS // 2], config.vocab_size - 1]
+    )
+    return [token for token in ordered if token != config.mask_token_id][:MOST_MASK_TOKENS]
+
+
+def vocabularies(
+    checkpoint: Checkpoint, params: DrafterParams, config: DrafterConfig
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Other maps from draft ids to the target's that the files may mean: (name, cure, ids), each map once."""
+    if params.draft_to_target is None or not checkpoint.has("lm_head.weight"):  # a shared head follows the map
+        return
+    used = np.asarray(params.draft_to_target)
+    found = [("d2t holds absolute ids, not offsets", STORE_OFFSETS, checkpoint.take("d2t").astype(np.int64))]
+    if checkpoint.has("t2d"):
+        marked = np.flatnonzero(checkpoint.take("t2d"))
+        found.append(("that of t2d", "store numpy.flatnonzero(t2d) - arange(len(d2t)) as d2t", marked))
+    found.append(("none", "store zeros as d2t", np.arange(len(used))))
+    tried = [used]
+    for name, cure, ids in found:
+        fits = len(ids) == len(used) and ids.min() >= 0 and ids.max() < config.vocab_size
+        if fits and not any(np.array_equal(ids, each) for each in tried):
+            tried.append(ids)
+            yield name, cure, ids
+
+
+def _template(raw: Asked, chat: Asked) -> list[Cause]:
+    """That the drafter was trained with the chat template, where it is accepted more often with it for sure."""
+    theirs = dict(zip(chat.rows, chat.texts, strict=True))
+    both = [(text, theirs[row]) for row, text in zip(raw.rows, raw.texts, strict=True) if row in theirs]
+    counts = [[n for text in each for n in (sum(text.num_accepted), len(text.num_accepted))] for each in both]
+    table = np.array(counts, np.float64).reshape(-1, 4)
+    gain = estimate(table, lambda tables: ratio(tables[..., 2:]) - ratio(tables[..., :2]))
+    if gain is None or (gain.low or 0.0) <= 0:
+        return []
+    better = 1 + float(chat.num_accepted.mean())
+    return [Cause("the prompts are raw", better, gain, "put them into the chat template: --render chat")]
+
+
+def _side_by_side(hidden: np.ndarray, taps: Sequence[int]) -> np.ndarray:
+    """[n, A]: the outputs of these layers side by side."""
+    return hidden[:, list(taps)].reshape(len(hidden), -1)
+
+
+def _to_target(tensors: Tensors, ids: np.ndarray) -> np.ndarray:
+    return ids + tensors["d2t"][ids] if "d2t" in tensors else ids
+
+
+def _tensors(checkpoint: Checkpoint, pair: Pair) -> Tensors:
+    """A drafter's tensors as they are stored; what it shares with the target is the target's."""
+    tensors = {name: checkpoint.take(name) for name in checkpoint.names}
+    target = cast(GptOss, pair.plain_target).params
+    if EMBEDDING not in tensors:
+        bits = np.asarray(target.embedding)
+        tensors[EMBEDDING] = bits.view(jnp.bfloat16) if bits.dtype == np.uint16 else bits
+    return tensors

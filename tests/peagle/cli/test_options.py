@@ -1,0 +1,57 @@
+"""Commands whose options are the fields of dataclasses."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+
+from peagle.cli.options import command_of, given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colour:
+    red: Annotated[int, typer.Option("--red")] = 1
+    names: Annotated[tuple[str, ...], typer.Option("--name")] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paint:
+    where: Annotated[str, typer.Argument()]
+    colour: Colour = Colour()
+    thick: Annotated[bool, typer.Option("--thick")] = False
+
+
+@pytest.fixture
+def painted() -> tuple[typer.Typer, list[Paint]]:
+    app, seen = typer.Typer(), []
+
+    @app.callback()
+    def main() -> None: ...
+
+    @command_of(app, "Paint a place.", lambda run: run())
+    def paint(settings: Paint) -> int:
+        seen.append(settings)
+        return 7
+
+    return app, seen
+
+
+def run(app: typer.Typer, *arguments: str) -> int:
+    return typer.main.get_command(app).main(args=list(arguments), standalone_mode=False)
+
+
+def test_fields_are_options_and_nested_dataclasses_are_groups_of_them(painted) -> None:
+    app, seen = painted
+    assert run(app, "paint", "door", "--red", "3", "--name", "a", "--name", "b") == 7
+    assert run(app, "paint", "wall", "--thick") == 7
+    assert seen == [Paint(where="door", colour=Colour(red=3, names=("a", "b"))), Paint(where="wall", thick=True)]
+
+
+def test_a_field_without_a_default_is_required(painted) -> None:
+    with pytest.raises(Exception, match=r"(?i)missing"):
+        run(painted[0], "paint")
+
+
+def test_what_differs_from_its_default_was_given() -> None:
+    assert given(Paint(where="door", colour=Colour(red=1, names=("a",)))) == ["where", "names"]
