@@ -1,8 +1,10 @@
-"""How many tokens each row drafts, and when a row stops drafting. Host code; pure functions of counts and costs.
+"""Choose how many tokens each row drafts, and when it stops drafting.
 
-A table says how many drafts pay at how many active rows; where it has no entry for a number of rows, the nearest
-smaller one holds. A row whose drafting has lost more against plain decoding than a small allowance pauses for good:
-drafts that its text does not accept cannot cost it more than that.
+Host only; pure functions of counts and costs.
+
+A table maps numbers of active rows to numbers of drafts; a number without an entry uses the next smaller one. A row
+pauses for good as soon as drafting has lost more against plain decoding than a small allowance, so rejected drafts
+cannot cost it more than that.
 """
 
 import json
@@ -17,14 +19,18 @@ from peagle.ops.strict_json import dumps
 
 SPECULATION_FILE = "speculation.json"  # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}}
 
-PLAIN_STEPS_LOST = 4.0  # a row may lose so many plain steps,
-BUDGET_LOST = 0.05  # or this share of its budget, whichever is more, before it pauses
+# a row pauses after it has lost this many plain steps, or this share of its budget, whichever is more
+PLAIN_STEPS_LOST = 4.0
+BUDGET_LOST = 0.05
 
 
 @dataclass(frozen=True)
 class WidthTable:
-    """Drafts by number of active rows: {1: 4, 8: 2, 16: 0}. `costs`: what a step with those drafts takes, in plain
-    steps at the same number of rows; None where it is not known, and no row pauses."""
+    """Drafts by number of active rows: {1: 4, 8: 2, 16: 0}.
+
+    `costs`: the time of a step with those drafts, in plain steps of the same number of rows; None: not measured, and no
+    row pauses.
+    """
 
     drafts: Mapping[int, int]
     costs: Mapping[int, float] | None = None
@@ -39,22 +45,21 @@ class WidthTable:
 
     @classmethod
     def constant(cls, num_drafts: int) -> "WidthTable":
-        """The same drafts whatever the load."""
+        """Make a table of the same drafts at any load."""
         return cls({1: num_drafts})
 
     def paying(self, costs: Mapping[int, float]) -> "WidthTable":
-        """The table with these costs, without the drafts that cannot pay even if all are accepted."""
+        """Add costs, and set drafts that cannot pay, even if all are accepted, to 0."""
         rows = sorted({*self.drafts, *costs})
         drafts = {each: self.at(each) for each in rows}
-        known = WidthTable(drafts, costs)
-        return WidthTable({each: k if k + 1 > (known.cost(each) or 0) else 0 for each, k in drafts.items()}, costs)
+        costed = WidthTable(drafts, costs)
+        return WidthTable({each: k if k + 1 > (costed.cost(each) or 0) else 0 for each, k in drafts.items()}, costs)
 
     def in_words(self) -> str:
-        """Say how many tokens are drafted from which load on. Example: 3 from 1 active request on, 1 from 4, none from
-        16."""
+        """Describe the table. Example: 3 from 1 active request on, 1 from 4, none from 16."""
         changes = [(rows, k) for rows, k in sorted(self.drafts.items()) if rows == 1 or k != self.at(rows - 1)]
-        said = [f"{k or 'none'} from {rows}" for rows, k in changes]
-        return ", ".join([f"{said[0]} active request on", *said[1:]])
+        parts = [f"{k or 'none'} from {rows}" for rows, k in changes]
+        return ", ".join([f"{parts[0]} active request on", *parts[1:]])
 
     @property
     def most(self) -> int:
@@ -62,16 +67,19 @@ class WidthTable:
         return max(self.drafts.values())
 
     def at(self, active_rows: int) -> int:
-        """The drafts of a step with so many active rows."""
+        """Look up the drafts of a step with this many active rows."""
         return self.drafts[_entry(self.drafts, active_rows)]
 
     def cost(self, active_rows: int) -> float | None:
-        """What such a step takes, in plain steps."""
+        """Look up the time of such a step, in plain steps; None: not measured."""
         return None if self.costs is None else self.costs[_entry(self.costs, active_rows)]
 
 
 def read_widths(directory: Path) -> WidthTable | None:
-    """Read the table beside a drafter; None if it has none. Raises InputError for a file that holds something else."""
+    """Read the table beside a drafter; None if there is none.
+
+    Raises InputError for a malformed file.
+    """
     path = directory / SPECULATION_FILE
     if not path.is_file():
         return None
@@ -83,29 +91,31 @@ def read_widths(directory: Path) -> WidthTable | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise InputError(
             f'{path} holds no table of drafts; expected {{"drafts": {{"1": 4, "4": 2}}}}, drafts by number of active '
-            "requests, from 1 on: mend it, or remove it"
+            "requests, from 1 on: correct it, or remove it"
         ) from None
 
 
 def widths_file(path: Path) -> Path:
-    """Name the file of the table that belongs to a drafter's directory, or the file itself.
+    """Return the path of a new table: in a drafter's directory, or the given file.
 
-    Raises InputError where it is there already, and where its folder is not.
+    Raises InputError if the file exists, or its folder does not.
     """
     file = path / SPECULATION_FILE if path.is_dir() else path
     if file.exists():
-        raise InputError(f"{file} exists; expected a new file: remove it first, if it is to be replaced")
+        raise InputError(f"{file} exists; expected a new file: remove it first to replace it")
     if not file.parent.is_dir():
         raise InputError(f"{file.parent} does not exist; expected a drafter's directory, or a file in a folder")
     return file
 
 
 def write_widths(file: Path, drafts: Mapping[int, int], **origin: Any) -> None:
-    """Write a table that `read_widths` reads. `origin`: where it comes from, under keys that readers pass over.
+    """Write a table for `read_widths`.
 
-    Raises InputError where the file cannot be written.
+    `origin`: its provenance, under keys that readers ignore.
+
+    Raises InputError if the file cannot be written.
     """
-    WidthTable(drafts)  # refuses what is no table
+    WidthTable(drafts)  # check it
     value = {"drafts": {str(rows): k for rows, k in sorted(drafts.items())}, **origin}
     try:
         write_text_whole(file, dumps(value, indent=1) + "\n")
@@ -118,10 +128,10 @@ def _entry(table: Mapping[int, object], active_rows: int) -> int:
 
 
 def allowance(budget: int) -> float:
-    """The plain steps that drafting may lose a request of so many tokens."""
+    """Return how many plain steps drafting may lose for a request of this budget, in tokens."""
     return max(PLAIN_STEPS_LOST, BUDGET_LOST * budget)
 
 
 def loss(num_accepted: int, cost: float) -> float:
-    """The plain steps that one drafted step lost (negative: gained) against plain decoding of the same tokens."""
+    """Return the plain steps that a drafted step lost (negative: gained) over its tokens."""
     return cost - (num_accepted + 1)

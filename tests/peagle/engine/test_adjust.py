@@ -240,5 +240,5 @@ def test_adjustments_that_cannot_be_are_refused(options: dict[str, Any], message
 def test_a_bias_outside_the_vocabulary_is_refused(target: Any) -> None:
     with pytest.raises(InputError, match=r"names token id 37, outside the target.s vocabulary; expected 0..36"):
         engine_of(target, 0).add(Request((1,), 3, SamplingParams(logit_bias=((V, 1.0),))))
-    with pytest.raises(InputError, match=r"21 log-probabilities are asked for; expected 0..20"):
+    with pytest.raises(InputError, match=r"logprobs is 21; expected 0..20"):
         Request((1,), 3, logprobs=21)

@@ -242,8 +242,8 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
         (lambda: Request((), 5), "is empty"),
         (lambda: Request((1, 37), 5, name="prompt 3"), "prompt 3 holds token id 37, outside the target's vocabulary"),
         (lambda: Request((1, -1), 5), "token id -1"),
-        (lambda: Request((1,) * 90, 7), "90 tokens and 7 new ones are asked for, but the context holds 96"),
-        (lambda: Request((1,), 0), "0 new tokens asked for"),
+        (lambda: Request((1,) * 90, 7), "90 tokens and at most 7 new ones; expected a sum of at most 96, the context"),
+        (lambda: Request((1,), 0), "max_new_tokens is 0"),
         (lambda: Request((1,), 5, stop_token_ids=tuple(range(17))), "17 stop tokens are given; expected at most 16"),
         (lambda: Request((1,), 5, SamplingParams(float("nan"))), "temperature is nan"),
         (lambda: Request((1,), 5, SamplingParams(1.0, min_p=2.0)), "min-p is 2.0"),
@@ -490,13 +490,13 @@ def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adaptive": True}, "K = 0 leaves nothing to choose from"),
+        ({"adaptive": True}, "K is 0 in adaptive drafting"),
         ({"num_speculative_tokens": 129}, "K is 129; expected 0"),
         ({"slots": 0}, "slots are 0; expected 1 or more"),
         ({"chunk": 0}, "the prefill chunk is 0 tokens; expected 1 or more"),
         ({"capacity": 1}, "context is 1 positions"),
         ({"num_speculative_tokens": 2, "synthetic_acceptance": (0.5,)}, "has 1 rates for K = 2"),
-        ({"num_speculative_tokens": 1, "synthetic_acceptance": (0.5,), "draft_sampling": True}, "no account of the"),
+        ({"num_speculative_tokens": 1, "synthetic_acceptance": (0.5,), "draft_sampling": True}, "ignores the drafts"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None:
