@@ -16,7 +16,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import FinishReason, Request, SamplingParams, StepRecord, TokenChunk
 from peagle.ops.errors import InputError
-from peagle.result import Assembler, ask, decode, follow
+from peagle.result import Assembler, decode, follow, submit
 from tests.peagle.conftest import ByteTokenizer, toy_pair
 from tests.peagle.toys import MarkovTarget
 
@@ -110,7 +110,7 @@ def test_of_several_strings_that_a_token_completes_the_first_in_the_text_counts(
 @pytest.mark.parametrize(
     ("stop", "message"),
     [
-        (("a", ""), "stop string 2 of 2 is empty, which every text holds; expected"),
+        (("a", ""), "stop string 2 of 2 is empty; expected"),
         (("a",) * 65, "65 stop strings are given; expected at most 64: leave some out"),
         (("a" * 1025,), "stop string 1 of 1 has 1025 characters; expected at most 1024"),
         (("\ud800",), "not valid Unicode text"),
@@ -167,7 +167,7 @@ def test_what_a_model_says_after_a_stop_string_may_be_anything(together: int) ->
 
 def test_a_reader_that_stops_early_frees_every_slot() -> None:
     engine = Engine(counting(), None, EngineConfig(0, 2, 96))
-    asked = ask(engine, [Request((ord("a"),), 90), Request((ord("b"),), 90)], ByteTokenizer())
+    asked = submit(engine, [Request((ord("a"),), 90), Request((ord("b"),), 90)], ByteTokenizer())
     pieces = follow(engine, asked)
     next(pieces)
     assert engine.busy
