@@ -147,7 +147,7 @@ def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
         (("Hi", "Why?"), "Be kind."),
         (("and on",), None),
     ]
-    assert found.left_out == (f"{path} row 3 holds no message of a person",)
+    assert found.left_out == (f"{path} row 3 holds no message of a user",)
 
 
 def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
@@ -314,10 +314,10 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ([{"conversations": "a"}], "expected a list of messages"),
         (
             [{"conversations": [{"from": "dog", "value": "a"}]}],
-            "message 0 is of the 'dog'; expected one of user, human",
+            "message 0 has the role 'dog'; expected one of user, human",
         ),
         ([{"conversations": [{"value": "a"}]}], "expected an object with role and content, or from and value"),
-        ([{"conversations": [{"from": "human", "value": None}]}], "holds no message of a person"),
+        ([{"conversations": [{"from": "human", "value": None}]}], "holds no message of a user"),
         ([{"messages": []}], "holds no prompts: "),
         ([{"messages": [user(" ")]}], "the last message of the user is empty"),
         ([{"messages": [said("a")]}], "holds no message of a user"),

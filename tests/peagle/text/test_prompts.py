@@ -81,7 +81,7 @@ def test_what_only_a_template_can_do_is_refused_without_it(tokenizer: ByteLevelT
         Conversation("it", turns=("a",), system="Be brief.").encode([], tokenizer, Rendering(raw=True))
     with pytest.raises(InputError, match="a history"):
         Conversation("it", history=({"role": "user", "content": "a"},)).encode([], tokenizer, Rendering(raw=True))
-    with pytest.raises(InputError, match="in raw text alone"):
+    with pytest.raises(InputError, match="only in raw text"):
         Rendering(special_tokens=True)
     with pytest.raises(InputError, match="--raw-prompt"):
         Rendering(raw=True, system="Be brief.")
