@@ -46,7 +46,7 @@ def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], t
     assert code == 0, said
     (why,) = json.loads((tmp_path / "parity.json").read_text())["left_out"]
     assert why.endswith("is empty; expected some text")
-    assert said.splitlines()[-1] == f"left out     1 row that cannot be asked, the first: {why}"
+    assert said.splitlines()[-1] == f"left out     1 row without a usable prompt, the first: {why}"
     assert "the same as the float64 reference" in said
     assert "in every step" in said
     assert "LIKELY CAUSE" not in said
