@@ -1,4 +1,4 @@
-"""Loading a pair and running it from Python; what does not fit together is refused with both sides named."""
+"""Load and run a pair from Python; errors of pairs that do not fit name both sides."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ def test_the_names_of_the_package_are_those_of_their_modules() -> None:
 
 
 def test_a_loaded_pair_streams_what_plain_decoding_says(pair: Pair) -> None:
-    """The real target and drafter: text comes in pieces, and speculation changes no token."""
+    """With the real target and drafter, text comes in pieces, and speculation changes no token."""
     stream = pair.stream("hello", max_new_tokens=24, num_speculative_tokens=3, ignore_eos=True)
     pieces = list(stream)
     plain = pair.generate("hello", max_new_tokens=24, num_speculative_tokens=0, ignore_eos=True)
@@ -270,7 +270,7 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
 def test_the_reading_of_aux_layer_ids_is_said_and_doubted(
     tmp_path: Path, changes: dict[str, object], outputs: tuple[int, ...], said: str, doubt: str | None
 ) -> None:
-    """By the place they stand in; where they look like the other kind, in a line, but never taken so."""
+    """By their key; a warning if they look like the other convention's, which is never assumed."""
     directory = demo_drafter_that_says(tmp_path / "drafter", **changes)
     found = check_fit(DEMO_DIRECTORY / "target", directory)
     assert found.outputs == outputs

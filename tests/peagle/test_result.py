@@ -1,4 +1,4 @@
-"""An answer put together from chunks: where stop strings end it, and what is shown on the way."""
+"""Assembling answers from chunks: stop strings, and the text shown meanwhile."""
 
 import codecs
 import dataclasses
@@ -31,7 +31,7 @@ class PieceTokenizer(ByteTokenizer):
 
 
 def brute_force(token_ids: Sequence[int], stop: Sequence[str], stopped: bool) -> tuple[str, int, bool]:
-    """(text, number of tokens, whether a stop string ended it): all is decoded anew after each token."""
+    """Reference: decode all tokens anew after each; return (text, number of tokens, whether stopped)."""
     shown = token_ids[:-1] if stopped else token_ids
     for count in range(1, len(shown) + 1):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -126,7 +126,7 @@ def test_stop_strings_that_cannot_be_are_refused(stop: Any, message: str) -> Non
 
 
 def counting(end: Sequence[float] | None = None) -> MarkovTarget:
-    """A target whose tokens are the bytes, each followed by the next one; after "w", logits that are given."""
+    """Make a target of byte tokens, each followed by the next one; after "w", the given logits."""
     table = np.full((256, 256), -9.0, np.float32)
     table[np.arange(256), (np.arange(256) + 1) % 256] = 9
     if end is not None:
@@ -156,7 +156,7 @@ def test_a_stop_string_ends_its_request_in_the_engine_and_no_other(k: int, toget
 
 @pytest.mark.parametrize("together", [1, 4])
 def test_what_a_model_says_after_a_stop_string_may_be_anything(together: int) -> None:
-    """Speculation may see outputs that are not finite before the text that ends the answer is read."""
+    """Speculation may meet outputs that are not finite before the host reads the end of the answer."""
     target = counting(end=[np.nan] * 256)
     engine = Engine(target, None, EngineConfig(0, 1, 96, steps_per_dispatch=together))
     (result,) = decode(engine, [Request((ord("p"),), 20, stop=("vw",))], ByteTokenizer())

@@ -315,7 +315,7 @@ def test_special_tokens_are_control_tokens_where_they_are_asked_for(cli: Run) ->
     assert start not in prompt("--raw-prompt")
     assert prompt().count(start) == 3  # the template's
     assert prompt("--raw-prompt", "--special-tokens")[0] == start
-    refused(cli(*SPECULATE, "--special-tokens", "Hi"), "in raw text alone")
+    refused(cli(*SPECULATE, "--special-tokens", "Hi"), "only in raw text")
 
 
 @pytest.mark.parametrize("slots", ["1", "2"])

@@ -1,4 +1,4 @@
-"""Losslessness of the loop: speculation emits plain decoding's tokens, whatever the drafter does, whoever is beside."""
+"""Losslessness of the loop: speculation emits plain decoding's tokens, whatever drafter and neighbours do."""
 
 import dataclasses
 import threading
@@ -28,7 +28,7 @@ PROMPTS = [
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens of each request, by order of the requests; the engine's state is whole afterwards."""
+    """Decode requests; return the tokens of each, in order, and check the engine's state."""
     tokens = decode(engine, requests)[0]
     assert engine._state is not None
     check_integrity(engine._state, engine.config.capacity)
@@ -268,7 +268,7 @@ def test_chunks_tell_what_was_decided_before_the_cut(target, plain) -> None:
 
 
 def test_a_row_pauses_and_the_others_go_on_drafting(target, plain) -> None:
-    """Row 0's drafts are always wrong, row 1's always right: 0 pauses, and its tokens are plain decoding's."""
+    """Row 0's drafts are always wrong, row 1's always right: row 0 pauses and emits plain decoding's tokens."""
     script = np.asarray(scripts(plain, "oracle").script).copy()
     script[0] = (script[0] + 1) % CONFIG.vocab_size
     table = WidthTable({1: 3}, {1: 2.0})
@@ -283,7 +283,7 @@ def test_a_row_pauses_and_the_others_go_on_drafting(target, plain) -> None:
 
 
 def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
-    """At two active rows nothing is drafted, at one it is: the n-grams of the row left are those it has alone."""
+    """Nothing is drafted for two active rows; the last row then drafts as it does alone."""
     table = WidthTable({1: 3, 2: 0})
     short, long = Request(PROMPTS[1], 30), Request(PROMPTS[0], 60)
     alone = decode(Engine(target, NGram(), config(3)), [long])[1][0]
@@ -298,7 +298,7 @@ def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target
 
 
 def test_programs_by_width_run_no_wider_than_the_table(target, plain) -> None:
-    """Where rows that are not active take their time, a step that drafts less is another program."""
+    """If passes also compute inactive rows, each number of drafts has its own program."""
     table = WidthTable({1: 5, 2: 1, 3: 0})
     engine = Engine(target, NGram(), config(5, slots=3, widths=table, programs_by_width=True))
     engine.warm_up()
@@ -366,7 +366,7 @@ def test_two_threads_stream_from_one_engine(target, plain) -> None:
 
 
 def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target, plain) -> None:
-    """The request has ended, and its chunk is not in its inbox yet: another thread is between the two."""
+    """Another thread has ended the request, but not yet delivered its chunk."""
     engine = Engine(target, None, config(0, slots=2))
     short, long = engine.add_all([Request(PROMPTS[0], 2), Request(PROMPTS[1], 40)])
     chunks = engine.run([short])
@@ -377,7 +377,7 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
     class Turn:
         def __enter__(self) -> None:
             if ended.is_set():
-                looked.set()  # the reader asks for its turn, instead of taking nothing for the end
+                looked.set()  # the reader waits for its turn, instead of taking the empty inbox for the end
             turn.acquire()
 
         def __exit__(self, *_: object) -> None:
@@ -469,7 +469,7 @@ def test_what_drafting_costs_is_measured_once_for_each_number_of_rows(target, pl
 
 
 def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
-    """Token t is followed by t + 1; behind 5 and 0 every logit is NaN."""
+    """Token t is followed by t + 1; after 5 and 0 every logit is NaN."""
     table = np.full((9, 9), -9.0, np.float32)
     table[np.arange(9), (np.arange(9) + 1) % 9] = 9.0
     table[[0, 5]] = np.nan

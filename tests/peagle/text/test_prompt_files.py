@@ -1,4 +1,4 @@
-"""Prompt files in the layouts people have; what does not work is named with its row."""
+"""Prompt files in the common layouts; errors name the row."""
 
 import gzip
 import hashlib
@@ -163,7 +163,7 @@ def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
     found = read_prompt_file(lines(tmp_path / "m.jsonl", *rows))
     assert found.layout == "messages"
     assert [(each.turns, each.history, each.system, each.num_requests) for each in found.conversations] == [
-        (("one two",), (), "S", 1),  # the last answer is what is asked for
+        (("one two",), (), "S", 1),  # the last answer is generated anew
         (("c",), (message("user", "a"), message("assistant", "b")), None, 1),
         (("d",), (), None, 1),
     ]
@@ -207,7 +207,7 @@ CALLED = {**said(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
          [user("a"), {**said(""), "tool_calls": [{"type": "function", "function": CALLED_FUNCTION}]},
           {"role": "tool", "name": "f", "content": "5"}],
          ()),
-        # what was thought is not remembered, what looks like it is
+        # analysis is left out of the history, text that looks like it is kept
         ({"messages": [user("a"), said("<|channel|>analysis<|message|>Hm."), user("b")]},
          "messages", [user("a"), said("")], ("b",)),
         ({"messages": [user("a"), said("Put <|message|> there"), user("b")]},
@@ -217,7 +217,7 @@ CALLED = {**said(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
 def test_chats_are_read_as_people_have_them(
     tmp_path: Path, row: Any, layout: str, history: list[Any], turns: tuple[str, ...]
 ) -> None:
-    """In lines, alone, in one list, and packed."""
+    """As lines, as a single object, as one list, and gzipped."""
     text = json.dumps(row)
     (tmp_path / "lines.jsonl").write_text(f"{text}\n{text}\n")
     (tmp_path / "one.jsonl").write_text(f"{text}\n")
