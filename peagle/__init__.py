@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from peagle.ops.errors import InputError, InputWarning
     from peagle.result import Result
 
-# name -> module that defines it; imported on first use, so that `import peagle` costs milliseconds (PEP 562)
+# name -> its module, imported on first use (PEP 562), so that `import peagle` takes milliseconds
 _EXPORTS = {
     "AsyncStream": "peagle.api",
     "Engine": "peagle.engine.engine",

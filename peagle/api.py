@@ -1,4 +1,6 @@
-"""The Python interface: a target with its drafter, and what can be asked of them. `peagle.load` makes a pair.
+"""The Python interface: a target with its drafter, generate and stream.
+
+`peagle.load` makes a pair.
 
     import peagle
 
@@ -8,7 +10,7 @@
         print(piece, end="", flush=True)
     print(stream.result.acceptance_length, stream.result.tok_per_s)
 
-The first stream of a shape compiles; whatever is measured leaves that out.
+The first stream of a shape compiles; measured times exclude compilation.
 """
 
 import asyncio
@@ -27,43 +29,45 @@ from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.protocols import Drafter, Target
-from peagle.result import Assembler, Result, ask, follow, refuse_stop_strings_without
+from peagle.result import Assembler, Result, follow, refuse_stop_strings_without, submit
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import DEFAULT_DATE, Tokenizer
 
-AUTO: Literal["auto"] = "auto"  # as K: what pays
+AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
 DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
-DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter that comes without a table
-NGRAM_WIDTHS = WidthTable({1: 2, 4: 1}, sampled=False)  # results/README.md: more, or with a temperature, does not pay
-CAPACITY_STEP = 128  # caches come in multiples of this, so that few shapes are compiled
+DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter without a table
+NGRAM_WIDTHS = WidthTable({1: 2, 4: 1}, sampled=False)  # more drafts, or any with a temperature, do not pay
+CAPACITY_STEP = 128  # cache lengths are multiples of this, so that few shapes are compiled
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, and the drafter that speeds it up, ready to run. Made by `load`, or from any objects that follow
-    peagle.protocols."""
+    """A target and its drafter, ready to run.
 
-    target: Target  # gives the hidden states that the drafter reads
-    plain_target: Target  # the same without them: what plain decoding runs
+    Made by `load`, or from any objects that follow peagle.protocols.
+    """
+
+    target: Target  # with the aux_hidden that the drafter reads
+    plain_target: Target  # the same without aux_hidden, for plain decoding
     drafter: Drafter | None  # None: plain decoding only
     tokenizer: Tokenizer | None  # None: token ids only
     stop_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
-    experts: str | None = None  # the layout the target's experts are in
-    kernels: str | None = None  # what computes: the compiled CPU kernels, or XLA and why
-    aux_layers: str | None = None  # which hidden states the drafter reads, and what said so
-    draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
-    widths: WidthTable = DEFAULT_WIDTHS  # what auto drafts, by active rows
+    experts: str | None = None  # the layout of the target's experts
+    kernels: str | None = None  # compiled CPU kernels, or XLA and the reason
+    aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
+    draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
+    widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
-    programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip rows not active
+    programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
 
     @property
     def max_positions(self) -> int:
-        """Prompt and output together."""
+        """Positions of prompt and output together, at most."""
         return self.target.max_positions
 
     def stream(
@@ -95,20 +99,19 @@ class Pair:
         context: int | None = None,
         prefill_chunk: int = DEFAULT_CHUNK,
     ) -> "Stream":
-        """The answer to a prompt, piece by piece as it is accepted; `stream.result` tells the rest.
+        """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
 
-        A text is put into the chat template, unless `raw`; special tokens spelled in it are characters, unless it is
-        raw and they are asked for by `special_tokens`. Token ids are taken as they are. num_speculative_tokens is
-        K, 0 for plain decoding, or "auto": by the pair's table, and plainly where drafting does not pay. None
-        is the pair's default (plain decoding where it has no drafter). Sampling, penalties, biases and min_tokens:
-        peagle.SamplingParams. logprobs: how many of the likeliest tokens `result.logprobs` names beside each emitted
-        one. The answer ends before the first of the strings in `stop`. Raises InputError at once for what cannot be
-        run.
+        A text is put into the chat template, unless `raw`. Special tokens spelled in a text are characters, unless
+        `raw` and `special_tokens`. Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or
+        "auto": by the pair's table, with pauses if drafting does not pay. None is the pair's default (`num_drafts`).
+        Sampling, penalties, biases and min_tokens: peagle.SamplingParams. logprobs: how many of the likeliest tokens
+        `result.logprobs` names with each emitted one. The answer ends before the first of the strings in `stop`.
+        Raises InputError, before any work, for a request that cannot be run.
 
         Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
         shape is K, `slots`, draft_sampling, prefill_chunk, and the positions: `context`, or as many as prompt and
-        max_new_tokens need, which may differ from stream to stream. Iterate over each stream in a thread of its own, or
-        over `astream`.
+        max_new_tokens need, which may differ between streams. Iterate over each stream in its own thread, or over
+        `astream`.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
@@ -148,26 +151,27 @@ class Pair:
         return Stream(self, self.engine(config), request)
 
     def astream(self, prompt: str | Sequence[int], **options: Any) -> "AsyncStream":
-        """The same for `async for`, which does not block the event loop; options are those of `stream`."""
+        """Stream for `async for`, without blocking the event loop; options are those of `stream`."""
         return AsyncStream(self.stream(prompt, **options))
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Result:
-        """The whole answer at once; options are those of `stream`."""
+        """Return the whole answer; options are those of `stream`."""
         stream = self.stream(prompt, **options)
         for _ in stream:
             pass
         return stream.result
 
-    def num_drafts(self, asked: int | Literal["auto"] | None) -> tuple[int, bool]:
-        """(the most a step drafts, whether rows pause where it does not pay) for what was asked for.
+    def num_drafts(self, k: int | Literal["auto"] | None) -> tuple[int, bool]:
+        """Resolve K to (the most drafts of a step, whether rows pause if drafting does not pay).
 
-        "auto" drafts by the pair's table of widths and pauses. None is the default: auto on CPU if there is a drafter,
-        without pauses elsewhere."""
-        if asked is None and self.drafter is None:
+        "auto" drafts by the pair's table of widths and pauses. None is the default: plain decoding without a drafter,
+        auto on CPU, elsewhere the table's largest K without pauses.
+        """
+        if k is None and self.drafter is None:
             return 0, False
-        if asked is None or asked == AUTO:
-            return self.widths.most, asked == AUTO or jax.default_backend() == "cpu"
-        return asked, False
+        if k is None or k == AUTO:
+            return self.widths.most, k == AUTO or jax.default_backend() == "cpu"
+        return k, False
 
     def engine_config(
         self,
@@ -180,7 +184,7 @@ class Pair:
         synthetic_acceptance: tuple[float, ...] | None = None,
         chunk: int = DEFAULT_CHUNK,
     ) -> EngineConfig:
-        """The shape of an engine. adaptive: drafts by the pair's table of widths, and pauses."""
+        """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause."""
         return EngineConfig(
             num_speculative_tokens=num_speculative_tokens,
             slots=slots,
@@ -208,13 +212,13 @@ class Pair:
         index: int = 0,
         context: int | None = None,
     ) -> Request:
-        """The request for the turn that follows these answers; its budget is cut to the positions left.
+        """Make the request for the turn after these answers; cut its budget to the positions left.
 
         Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, and for
         stop strings without a tokenizer.
         """
         if max_new_tokens < 1:
-            raise InputError(f"{max_new_tokens} new tokens are asked for; expected 1 or more")
+            raise InputError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
         room = self.room(context)
         prompt_ids = conversation.encode(answers, self.tokenizer, rendering)
         if len(prompt_ids) >= room:
@@ -232,7 +236,7 @@ class Pair:
         return request
 
     def room(self, context: int | None) -> int:
-        """Positions a prompt and its output may take: the context asked for, or all the model has."""
+        """Return the most positions of a prompt with its output: `context`, or all of the target's."""
         if context is None:
             return self.max_positions
         if not 2 <= context <= self.max_positions:
@@ -240,22 +244,22 @@ class Pair:
         return context
 
     def capacity(self, requests: Sequence[Request], at_least: int = 0) -> int:
-        """The smallest multiple of 128 that holds each prompt with its budget, or all the model's positions."""
+        """Round the longest prompt with its budget up to a multiple of 128, at most all positions."""
         longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=2)
         rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
         return min(rounded, self.max_positions)
 
     def engine(self, config: EngineConfig) -> Engine:
-        """The engine of this shape, the same one for the same shape. K = 0 decodes plainly.
+        """Return the engine of this shape; equal configs share one. K = 0 decodes plainly.
 
-        Raises InputError for a K that the positions do not allow, for K > 0 without a drafter, for drafts to be
-        sampled from a drafter that has no probabilities, and for caches that take more memory than there is.
+        Raises InputError for a K that exceeds the positions, for K > 0 without a drafter, for draft sampling from a
+        drafter without probabilities, and for caches that take more memory than there is.
         """
         k = config.num_speculative_tokens
         if k > self.max_positions - 2:
             raise InputError(
-                f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step reaches K + 1 positions "
-                f"behind the prompt and the target has {self.max_positions}"
+                f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step takes K + 1 positions "
+                f"after the prompt and the target has {self.max_positions}"
             )
         with self._making:
             if config not in self._engines:
@@ -272,15 +276,13 @@ class Pair:
         if not sampled:
             return self.drafter
         if not hasattr(self.drafter, "deterministic"):
-            raise InputError(
-                "the drafts of this drafter have no probabilities to be sampled from; leave out --draft-sampling"
-            )
+            raise InputError("this drafter has no probabilities to sample drafts from; leave out --draft-sampling")
         stochastic: Drafter = self.drafter.replace(deterministic=False)  # type: ignore[attr-defined]
         return stochastic
 
 
 def _refuse_too_large(engine: Engine) -> None:
-    """Raise InputError, before anything is allocated, for an engine that takes more memory than there is."""
+    """Raise InputError, before allocation, for an engine that takes more memory than there is."""
     slots, capacity = engine.config.slots, engine.config.capacity
     state, lane, logits = engine.memory_bytes()
 
@@ -294,15 +296,17 @@ def _refuse_too_large(engine: Engine) -> None:
             f"each slot reserves its full context, {size_in_words(each)}, and {found}: lower --context, -n or --slots"
         )
 
-    what = f"the caches of {capacity} positions" + (f" in {slots} slots" if slots > 1 else "")
-    refuse_too_large({what: state, "the prefill lane": lane, "a step's logits": logits}, hint)
+    caches = f"the caches of {capacity} positions" + (f" in {slots} slots" if slots > 1 else "")
+    refuse_too_large({caches: state, "the prefill lane": lane, "a step's logits": logits}, hint)
 
 
 class Stream(Iterator[str]):
-    """Pieces of text, none of which ends inside a character. Without a tokenizer, token ids with spaces between.
+    """Pieces of text; none ends inside a character.
 
-    `result` is what became of the request: whole when the stream has ended, what there is so far before. A stream that
-    is closed, or that nobody refers to any more, ends its request and frees the slot.
+    Without a tokenizer, token ids separated by spaces.
+
+    `result` holds the tokens and figures so far. Closing the stream, or dropping the last reference to it, ends its
+    request and frees the slot.
     """
 
     def __init__(self, pair: Pair, engine: Engine, request: Request) -> None:
@@ -316,11 +320,14 @@ class Stream(Iterator[str]):
         return next(self._pieces)
 
     def close(self) -> None:
-        """End the request. Never waits; any thread may call it, also while another one waits for the next piece."""
-        self._closed = True  # before the handle is looked at: `_run` does both the other way round
+        """End the request.
+
+        Never waits; any thread may call it, even while another waits for a piece.
+        """
+        self._closed = True  # before the handle is read: `_run` does the two in the other order
         if self._handle is not None:
             self._engine.abort(self._handle)
-        with contextlib.suppress(ValueError):  # another thread is in it, and leaves by itself
+        with contextlib.suppress(ValueError):  # another thread is running the generator and will end it
             self._pieces.close()
 
     @property
@@ -329,12 +336,12 @@ class Stream(Iterator[str]):
 
     def _run(self, request: Request) -> Generator[str]:
         self._engine.warm_up(sampled=not request.sampling.greedy, full=request.full)
-        asked = ask(self._engine, [request], self._pair.tokenizer)
-        ((self._handle, self._assembler),) = asked.items()
+        assemblers = submit(self._engine, [request], self._pair.tokenizer)
+        ((self._handle, self._assembler),) = assemblers.items()
         if self._closed:
             self._engine.abort(self._handle)
         try:
-            with contextlib.closing(follow(self._engine, asked)) as pieces:
+            with contextlib.closing(follow(self._engine, assemblers)) as pieces:
                 for _, piece in pieces:
                     shown = show_ids(piece.token_ids) if self._pair.tokenizer is None else piece.text
                     if shown:
@@ -344,9 +351,11 @@ class Stream(Iterator[str]):
 
 
 class AsyncStream(AsyncIterator[str]):
-    """The pieces of a stream for `async for`. A thread waits for the next one, so the event loop goes on.
+    """The pieces of a stream for `async for`.
 
-    If the iteration is cancelled, or left by `async with`, the request ends and its slot is free.
+    A thread waits for the next one, so the event loop runs on.
+
+    Cancelling the iteration, or leaving `async with`, ends the request and frees its slot.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -374,10 +383,10 @@ class AsyncStream(AsyncIterator[str]):
 
     @property
     def result(self) -> Result:
-        """What became of the request, as `Stream.result`."""
+        """See `Stream.result`."""
         return self._stream.result
 
 
 def show_ids(token_ids: Sequence[int]) -> str:
-    """Ids as they are shown where there is no tokenizer."""
+    """Format token ids for display without a tokenizer."""
     return "".join(f"{token} " for token in token_ids)

@@ -1,6 +1,6 @@
-"""Checkpoints to a pair: do they fit together, how much memory do they take, which kernels compute. See `load`.
+"""Load checkpoints as a pair: check fit and memory, choose kernels. See `load`.
 
-Beside workflows/ and the commands, the only place in peagle/ that names target/ and drafter/.
+With workflows/ and the commands, the only module of peagle/ that imports target/ and drafter/.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
-HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # prompts the demo pair was not trained on
+HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's training data
 MOST_STEPS_PER_DISPATCH = 24
-NO_STOP_TOKEN = (  # behind the directory
+NO_STOP_TOKEN = (  # a warning; the directory stands before it
     "no stop token is named in generation_config.json, config.json or the tokenizer's files, so every answer takes its "
     "whole budget; expected eos_token_id in generation_config.json"
 )
@@ -55,48 +55,34 @@ def load(
     aux_layer_ids: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
-    """The pair of two checkpoint directories, or the demo pair, which comes with the package.
+    """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
 
-    drafter "demo-eagle3" is the demo target's autoregressive one, to compare with; "ngram" needs no weights; None
-    leaves plain decoding only. A directory that is called like one of these words is given as "./demo". dtype: float32
-    on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load,
-    "auto" takes what is fastest and fits. kernels: "native" runs the compiled CPU kernels or refuses, "xla" does
-    without them, "auto" takes them where they run (`peagle info` says). draft_vocab: the drafter proposes so many of
-    the most frequent tokens alone, or those listed in a file (drafter.vocabulary). aux_layer_ids: the 0-based layers of
-    the target whose outputs the drafter reads, in place of those that its config.json names (`Pair.aux_layers` says
-    which, and why). progress is told (bytes of the target read, bytes in all) while it is read.
+    drafter: "demo-eagle3" is the demo's autoregressive drafter, for comparison; "ngram" needs no weights; None: plain
+    decoding only. Give a directory of such a name as "./demo". dtype: by default float32 on CPU, bfloat16 elsewhere.
+    experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto" takes the fastest that fits.
+    kernels: "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto" uses them if they run
+    (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens, or the tokens listed in a file
+    (drafter.vocabulary). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
+    those in its config.json (see `Pair.aux_layers`). progress(bytes of the target read, total bytes) is called during
+    the load.
 
-    Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
-    read; weights that take more memory than there is are among that. Warns, an InputWarning, of what works but may be
-    meant otherwise: aux layers or a vocabulary map that look like another convention's, no stop token.
+    Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
+    possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
+    convention's, or there is no stop token.
     """
-    from drafter.load import weight_bytes as drafter_bytes
-    from target.load import inspect_target, load_target
-    from target.load import weight_bytes as target_bytes
+    from target.load import load_target
     from target.model import GptOss
 
     target_directory = resolve(target, "target")
     drafter_directory = drafter_path(target, drafter)
-    _aux_layers(target_directory, drafter_directory, aux_layer_ids)
+    _aux_layers(target_directory, drafter_directory, aux_layer_ids)  # check them before weights are read
     if draft_vocab is not None:
         _vocabulary(target_directory, drafter_directory, draft_vocab)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     native = _native(kernels)
 
-    def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
-        sizes = {"the target": target_bytes(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native)}
-        if drafter_directory is not None:
-            sizes["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
-        return sizes
-
-    def least() -> str:
-        packed = inspect_target(target_directory).mxfp4
-        size = size_in_words(sum(needed("bfloat16", "packed" if packed else "auto").values()))
-        options = "--experts packed --dtype bfloat16" if packed else "--dtype bfloat16"
-        return f"{options} takes {size}, which is the least; or take a smaller model"
-
-    refuse_too_large(needed(dtype, experts), least)
+    _refuse_too_large(target_directory, drafter_directory, dtype, experts, native)
     loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
     if not loaded.stop_token_ids:
         warnings.warn(f"{target_directory}: {NO_STOP_TOKEN}", InputWarning, stacklevel=2)
@@ -116,6 +102,29 @@ def load(
     return with_drafter(pair, target, drafter, draft_vocab=draft_vocab, aux_layer_ids=aux_layer_ids)
 
 
+def _refuse_too_large(
+    target_directory: Path, drafter_directory: Path | None, dtype: DtypeName, experts: ExpertsChoice, native: bool
+) -> None:
+    """Raise InputError for weights that take more memory than there is; it names the smallest choice."""
+    from drafter.load import weight_bytes as drafter_bytes
+    from target.load import inspect_target
+    from target.load import weight_bytes as target_bytes
+
+    def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
+        sizes = {"the target": target_bytes(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native)}
+        if drafter_directory is not None:
+            sizes["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
+        return sizes
+
+    def least() -> str:
+        packed = inspect_target(target_directory).mxfp4
+        size = size_in_words(sum(needed("bfloat16", "packed" if packed else "auto").values()))
+        options = "--experts packed --dtype bfloat16" if packed else "--dtype bfloat16"
+        return f"{options} takes the least, {size}; or take a smaller model"
+
+    refuse_too_large(needed(dtype, experts), least)
+
+
 def with_drafter(
     pair: Pair,
     target: str | Path,
@@ -124,8 +133,10 @@ def with_drafter(
     draft_vocab: int | str | None = None,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> Pair:
-    """The pair with another drafter, as `load` would give it; the target's weights are the pair's own. `target` is what
-    the pair was loaded from. Raises InputError, and warns, as `load` does."""
+    """Replace the drafter of a pair, as `load` would make it, without loading the target again.
+
+    `target` must be the argument from which the pair was loaded. Raises InputError, and warns, as `load` does.
+    """
     from drafter.load import load_drafter, weight_bytes
     from drafter.propose import drafter_of
     from drafter.vocabulary import narrow
@@ -136,7 +147,7 @@ def with_drafter(
     assert isinstance(plain, GptOss)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
-    said = None
+    narrowed = None
     widths = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
@@ -154,7 +165,7 @@ def with_drafter(
         )
         if vocab is not None:
             params, config = narrow(params, config, vocab)
-            said = f"{config.draft_vocab_size} tokens, by {vocab.source}"
+            narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
         drafting = drafter_of(dataclasses.replace(params, xla=plain.params.xla), config)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
@@ -163,38 +174,46 @@ def with_drafter(
         pair,
         target=tapped,
         drafter=drafting,
-        aux_layers=None if layers is None else layers.said,
-        draft_vocab=said,
+        aux_layers=None if layers is None else layers.description,
+        draft_vocab=narrowed,
         widths=widths,
         _engines={},
     )
 
 
 def _aux_layers(
-    target_directory: Path, drafter_directory: Path | None, asked: Sequence[int] | None
+    target_directory: Path, drafter_directory: Path | None, aux_layer_ids: Sequence[int] | None
 ) -> "AuxLayers | None":
-    """What a drafter with weights reads of the target; None where there is no such drafter. Raises InputError as
-    `check_fit` does, and for layers that are asked for without one."""
+    """Find the aux layers of a drafter with weights; None for another drafter.
+
+    Raises InputError as `check_fit` does, and for aux_layer_ids without such a drafter.
+    """
     if drafter_directory is not None:
-        return check_fit(target_directory, drafter_directory, asked)
-    if asked is not None:
+        return check_fit(target_directory, drafter_directory, aux_layer_ids)
+    if aux_layer_ids is not None:
         raise InputError("aux layers are given, but there is no drafter with weights that reads any; leave them out")
     return None
 
 
-def _vocabulary(target_directory: Path, drafter_directory: Path | None, asked: int | str) -> "DraftVocab":
-    """The draft vocabulary asked for. Raises InputError for one that cannot be, and without a drafter to narrow."""
+def _vocabulary(target_directory: Path, drafter_directory: Path | None, draft_vocab: int | str) -> "DraftVocab":
+    """Choose the draft vocabulary.
+
+    Raises InputError if it is impossible, or there is no head to narrow.
+    """
     from drafter.vocabulary import choose
     from target.load import inspect_target
 
     if drafter_directory is None:
-        raise InputError("a draft vocabulary is given, but there is no drafter with weights whose head it narrows")
+        raise InputError("a draft vocabulary is given, but no drafter with weights; give a drafter, or leave it out")
     files = inspect_target(target_directory)
-    return choose(str(asked), drafter_directory, files.config.vocab_size, files.stop_token_ids)
+    return choose(str(draft_vocab), drafter_directory, files.config.vocab_size, files.stop_token_ids)
 
 
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
-    """The directory a name stands for: one of the demo's, or itself. Raises InputError where there is no demo."""
+    """Return the directory of a name: one of the demo's, or itself.
+
+    Raises InputError without a demo.
+    """
     if name == DEMO_EAGLE3 and part == "drafter":
         directory = DEMO_DIRECTORY / "drafter_eagle3"
     elif name == DEMO:
@@ -210,14 +229,17 @@ def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
 
 
 def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
-    """The drafter's directory; None for one without weights. Raises InputError for the demo's beside another target."""
+    """Return the drafter's directory; None for a drafter without weights.
+
+    Raises InputError for a demo drafter with another target.
+    """
     if drafter is None or drafter == NGRAM:
         return None
     if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
         if not Path(target).exists():
             raise InputError(f"{target} does not exist; expected a checkpoint's directory")
         raise InputError(
-            f"the target {target} needs a drafter of its own (the demo's drafters fit the demo target only); give "
+            f"the target {target} needs its own drafter (the demo's drafters fit only the demo target); give "
             "--drafter DIR, or --drafter ngram, which needs no weights"
         )
     directory = resolve(drafter, "drafter")
@@ -233,15 +255,15 @@ class AuxLayers:
     """The layers of a target whose outputs a drafter reads."""
 
     outputs: tuple[int, ...]
-    said: str  # the same in words, and what decided
-    doubt: str | None = None  # a line, where it looks as if something else was meant
+    description: str  # the same in words, and their source
+    doubt: str | None = None  # a warning, if their numbers look like another convention's
 
 
 def check_fit(target_directory: Path, drafter_directory: Path, aux_layer_ids: Sequence[int] | None = None) -> AuxLayers:
-    """Check that a drafter fits a target, and find the aux layers it reads: those given, or its config.json's, or the
-    target's default. No weights are read.
+    """Check that a drafter fits a target, and find its aux layers, without reading weights.
 
-    Raises InputError naming both sides where hidden size, vocabulary or aux layers do not fit.
+    They are those given, or its config.json's, or the target's default. Raises InputError, naming both sides, if hidden
+    size, vocabulary or aux layers do not fit.
     """
     from target.load import inspect_target
 
@@ -258,17 +280,17 @@ def fitting_aux_layers(
     drafter_name: str | Path,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> AuxLayers:
-    """See `check_fit`; the names are for its messages."""
+    """See `check_fit`; the names are for messages."""
     from drafter.load import TOP_AUX_LAYERS, named_aux_layers, parse_config
     from target.config import default_aux_layer_ids
 
     drafter = parse_config(checkpoint, aux_layer_ids)
 
-    def refuse(what: str) -> InputError:
-        return InputError(f"the drafter {drafter_name} does not fit the target {target_name}: {what}")
+    def refuse(why: str) -> InputError:
+        return InputError(f"the drafter {drafter_name} does not fit the target {target_name}: {why}")
 
-    def other(what: str, drafters: object, targets: object) -> InputError:
-        return refuse(f"{what} {drafters}, the target's is {targets}; use the drafter that was trained for this target")
+    def other(seen: str, drafters: object, targets: object) -> InputError:
+        return refuse(f"{seen} {drafters}, the target's is {targets}; use the drafter that was trained for this target")
 
     if drafter.target_hidden_size != target.hidden_size:
         raise other("it reads hidden states of size", drafter.target_hidden_size, target.hidden_size)
@@ -290,7 +312,7 @@ def fitting_aux_layers(
             raise refuse(f"--aux-layer-ids names the output of layer {outside[0]}; expected 0..{n - 1}")
         (wrong,), (first, last) = named[0].written(outside[:1]), named[0].written((0, n - 1))
         raise refuse(
-            f"{named[0].key} in its config.json is {list(named[0].ids)}, and {wrong} is no layer's; expected "
+            f"{named[0].key} in its config.json is {list(named[0].ids)}, and {wrong} names no layer; expected "
             f"{first}..{last} there, for the target's layers 0..{n - 1}: use the drafter that was trained for it, or "
             "give --aux-layer-ids"
         )
@@ -300,19 +322,21 @@ def fitting_aux_layers(
 
 
 def aux_layers_in_words(outputs: Sequence[int] | None, named: Sequence["NamedAuxLayers"], given: bool = False) -> str:
-    """Which outputs of the target's layers a drafter reads (None: the default of whatever target), and what said so."""
+    """Describe the aux layers of a drafter (None: the target's default) and their source."""
     which = "outputs" if outputs is None else f"outputs {', '.join(map(str, outputs))}"
     if not named:
         return f"{which}, given" if given else f"{which} by the target's default, as config.json names none"
-    says = f"config.json's {named[0].key} {list(named[0].ids)}"
-    return f"{which}, given instead of {says}" if given else f"{which}: {says} are {named[0].meaning}"
+    ids = f"config.json's {named[0].key} {list(named[0].ids)}"
+    return f"{which}, given instead of {ids}" if given else f"{which}: {ids} are {named[0].meaning}"
 
 
 def doubtful_aux_layers(
     named: Sequence["NamedAuxLayers"], drafter_name: str | Path, num_layers: int | None = None
 ) -> str | None:
-    """A line where the ids of a config.json look as if they were numbered in the other way, or where it names several;
-    None where all is well. num_layers: the target's, if it is known."""
+    """Warn if the ids in config.json look like the other convention's, or several keys disagree.
+
+    Returns a line, or None. num_layers: the target's, if it is known.
+    """
     if not named:
         return None
     used = named[0]
@@ -327,19 +351,21 @@ def doubtful_aux_layers(
     for each in named[1:]:
         if each.outputs != used.outputs:
             return line(f"{each.key} {list(each.ids)}, which are {each.meaning}, name others", each.outputs)
-    # the default everywhere begins with the output of layer 1, which is the input of layer 2
+    # all known defaults begin with the output of layer 1, which is the input of layer 2
     flipped = dataclasses.replace(used, are_outputs=not used.are_outputs)
     usual = flipped.ids[0] == flipped.written((1,))[0]
     if usual and (num_layers is None or all(0 <= layer < num_layers for layer in flipped.outputs)):
         kind = "outputs" if flipped.are_outputs else "inputs"
-        return line(f"{kind} as a rule begin with {used.ids[0]}", flipped.outputs)
+        return line(f"{kind} usually begin with {used.ids[0]}", flipped.outputs)
     return None
 
 
 def _steps_per_dispatch(params: PyTree) -> int:
-    """As many steps as some 640 MB of weights allow: 10 to 30 ms on a CPU, beside which the millisecond that the host
-    takes to send off a program with all its arguments does not count (at a step of 4 ms it did, by 8 %). One where a
-    loop over steps on the device would ask the host after each."""
+    """Choose steps per dispatch on CPU by the weights read, about 640 MB: 10 to 30 ms.
+
+    Beside that the host's millisecond for a dispatch does not count (for a step of 4 ms it was 8 %). One on other
+    devices, whose loop over steps would synchronise with the host after each.
+    """
     if jax.default_backend() != "cpu":
         return 1
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -347,15 +373,20 @@ def _steps_per_dispatch(params: PyTree) -> int:
 
 
 def _native(kernels: KernelsChoice) -> bool:
-    """Whether the weights are to be loaded for the CPU's native kernels. Raises InputError where native kernels were
-    asked for by name and none run."""
+    """Decide whether to load weights for the native CPU kernels.
+
+    Raises InputError for "native" if no native kernels run here.
+    """
     if kernels == "native" and not (native_available() or cuda.available()):
         raise InputError(f"the native kernels do not run here: {kernels_in_words().removeprefix('XLA: ')}")
     return kernels != "xla" and native_available()
 
 
 def default_dtype() -> DtypeName:
-    """float32 on CPU, bfloat16 elsewhere. Raises InputError where JAX cannot start on the platform it was told."""
+    """Return float32 on CPU, bfloat16 elsewhere.
+
+    Raises InputError if JAX cannot start on its platform.
+    """
     try:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
     except RuntimeError as error:

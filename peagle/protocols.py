@@ -1,23 +1,23 @@
-"""What the engine knows of a target and a drafter (the messages between them: peagle.ops.messages).
+"""The protocols of a target and a drafter (the messages between them: peagle.ops.messages).
 
 Structural: target/ and drafter/ satisfy these without importing them. Every object is a pytree of arrays with static
-configuration, and every method is pure, so that a whole step can be one jitted function. Every leaf of a cache or
-state is led by the row axis B.
+configuration, and every method is pure, so that a whole step can be one jitted function. The row axis B is the leading
+axis of every leaf of a cache or state.
 
-Three drafters, with what each keeps in its state and does with `fresh` (the tokens committed last step):
+Three drafters: the state of each, and its use of drafter_input (the tokens committed last, with aux_hidden):
 
-    P-EAGLE    its own KV caches. `fresh` rows (token[p+1], aux_hidden[p]) at positions first_position.. are written to
-               them with their true hiddens; K-1 mask slots behind them give the drafts 1..K-1 in the same pass.
-    n-gram     the token history. `fresh.token_ids` are appended to it; aux_hidden has width 0 and is never looked at.
-    oracle     the answer (tests): token_ids are looked up at first_position + fresh.num + 1 + i; fresh is ignored.
+    P-EAGLE    its own KV caches. Writes the rows (token[p+1], aux_hidden[p]) at positions first_position.. with their
+               true aux_hidden; the K-1 mask slots after them give the drafts 1..K-1 in the same pass.
+    n-gram     the token history. Appends drafter_input.token_ids; aux_hidden has width 0 and is never read.
+    oracle     the answer (tests). Looks token_ids up at first_position + num + 1 + i; ignores the rest.
 
 Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pending: emitted, in no cache):
 
-    after prefill  length 5, pending t5, fresh: token_ids [t5, ., ., .], aux [h4, ., ., .], num 1, first_position 4
+    after prefill  length 5, pending t5, input: token_ids [t5, ., ., .], aux [h4, ., ., .], num 1, first_position 4
     propose        drafts d0 d1 d2 stand for t6 t7 t8
     verify         rows [t5 d0 d1 d2] at positions 5..8; row i's logits decide token 6 + i
-    accept         say d0 right, d1 wrong: num_accepted 1, next_token n (for t7)
-    commit         length 7 (t5 and d0 are in the cache), pending n, fresh: token_ids [d0, n, ., .] = t6 t7,
+    accept         if d0 is right and d1 wrong: num_accepted 1, next_token n (for t7)
+    commit         length 7 (t5 and d0 are in the cache), pending n, input: token_ids [d0, n, ., .] = t6 t7,
                    aux [h5, h6, ., .], num 2, first_position 5 = length - num
 """
 
@@ -41,8 +41,10 @@ class Target(Protocol):
     def max_positions(self) -> int: ...
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
-        """Empty caches for rows of up to `capacity` positions and room for the rows a pass of `widest_write` writes
-        behind them; any such pass may be rolled back."""
+        """Make empty caches for rows of up to `capacity` positions.
+
+        They have room for the rows of a pass of `widest_write` after these, and any such pass can be rolled back.
+        """
         ...
 
     def extend(
@@ -52,17 +54,20 @@ class Target(Protocol):
         cache: PyTree,
         logit_rows: Int[Array, "B L"] | None = None,
     ) -> tuple[TargetOutput, PyTree]:
-        """Run T rows at their positions and write them to the caches; logits of the named rows, of all by default. A
-        row of negative position is inactive. Active positions of a sequence are consecutive."""
+        """Run T rows at their positions and write them to the caches.
+
+        Computes the logits of `logit_rows`, by default of all. A row of negative position is inactive. Active positions
+        of a sequence are consecutive.
+        """
         ...
 
 
 @runtime_checkable
 class Explains(Protocol):
-    """A model that can say where it goes wrong, if asked."""
+    """A model that can name its first output that is not finite."""
 
     def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
-        """Run the model over the tokens once more, and name its first output that is not finite; None where all are."""
+        """Run the model over the tokens and name its first output that is not finite; None if all are."""
         ...
 
 
@@ -71,7 +76,7 @@ class Drafter(Protocol):
     """The model that proposes."""
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> PyTree:
-        """An empty state for rows of up to `capacity` positions, and room for a pass of so many rows behind them."""
+        """Make an empty state for rows of up to `capacity` positions, and a pass of `widest_write` rows."""
         ...
 
     def absorb(
@@ -81,11 +86,17 @@ class Drafter(Protocol):
         aux_hidden: Float[Array, "B T A"],
         positions: Int[Array, "B T"],
     ) -> PyTree:
-        """Take in committed rows: the one at position p brings token p + 1 and aux_hidden[p]. A row of negative
-        position is inactive."""
+        """Append committed rows: the row at position p holds token p + 1 and aux_hidden[p].
+
+        A row of negative position is inactive.
+        """
         ...
 
-    def propose(self, state: PyTree, fresh: Fresh, widths: Int[Array, " B"], num_drafts: int) -> tuple[Draft, PyTree]:
-        """Take in the fresh rows and propose the num_drafts tokens that follow them; of row b only the first widths[b]
-        are asked for."""
+    def propose(
+        self, state: PyTree, drafter_input: Fresh, widths: Int[Array, " B"], num_drafts: int
+    ) -> tuple[Draft, PyTree]:
+        """Append the input's rows and propose the num_drafts tokens that follow them.
+
+        Only the first widths[b] drafts of row b will be verified.
+        """
         ...

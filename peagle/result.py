@@ -1,7 +1,7 @@
-"""What became of one request, from the chunks that the engine emitted: text, counters, and the figures they give.
+"""The result of one request, from the engine's chunks: text, counters and figures.
 
-What cannot be said (a rate over no steps, a speed from one token) is None, never NaN and never zero.
-Times are readings of time.perf_counter() in seconds; compilation is in none of them (the engine is warm before).
+An undefined figure (a rate over no steps, tokens per second of one token) is None, never NaN and never zero. Times are
+readings of time.perf_counter() in seconds; none includes compilation (the engine is warmed up before).
 """
 
 import collections
@@ -17,20 +17,22 @@ from peagle.ops.errors import InputError
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
-LOOPING_ABOVE = 0.3  # an output whose loop share is higher loops
+LOOPING_ABOVE = 0.3  # an output loops if its loop share is higher
 LOOP_GRAM = 4
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Raw counts of steps, before any output was cut. Steps are those that verified at least one draft; the others, of
-    a run that chooses its widths, are plain steps."""
+    """Raw counts of steps, before the output was cut.
 
-    num_spec_tokens: int  # K, the most a step drafts
-    histogram: tuple[int, ...]  # K + 1 places: how many steps accepted a drafts
-    verified: tuple[int, ...]  # K places: how many steps verified the draft at this place
+    "Steps" verified at least one draft; plain steps, of an adaptive engine, are counted apart.
+    """
+
+    num_spec_tokens: int  # K, the most drafts of a step
+    histogram: tuple[int, ...]  # [K + 1]: steps that accepted i drafts
+    verified: tuple[int, ...]  # [K]: steps that verified draft i
     num_plain_steps: int = 0
-    tried: tuple[int, ...] = ()  # K places: how many of those had accepted every draft before it
+    tried: tuple[int, ...] = ()  # [K]: steps that verified draft i and accepted all before it
 
     @classmethod
     def of(cls, steps: Iterable[StepRecord], num_spec_tokens: int) -> "Counters":
@@ -48,7 +50,7 @@ class Counters:
         return cls(num_spec_tokens, tuple(histogram), tuple(verified), plain, tuple(tried))
 
     def __add__(self, other: "Counters") -> "Counters":
-        """Pooled: counts add up. Both must have the same K."""
+        """Add up the counts of equal K. Raises ValueError for another K."""
         if self.num_spec_tokens != other.num_spec_tokens:
             raise ValueError(f"counters of K = {self.num_spec_tokens} and {other.num_spec_tokens} cannot be pooled")
         return Counters(
@@ -65,28 +67,30 @@ class Counters:
 
     @property
     def num_drafted(self) -> int:
-        """Drafts that were verified: steps * K, where every step verifies K."""
+        """Verified drafts: steps * K, if every step verifies K."""
         return sum(self.verified)
 
     @property
     def num_accepted(self) -> int:
-        """sum over a of a * histogram[a]"""
+        """Sum over a of a * histogram[a]."""
         return sum(accepted * steps for accepted, steps in enumerate(self.histogram))
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / steps: tokens a step gives, the recovered or bonus token included (vLLM's definition)."""
+        """1 + accepted / steps: tokens per step, the recovered or bonus token included (as in vLLM)."""
         return None if not self.num_steps else 1 + self.num_accepted / self.num_steps
 
     @property
     def acceptance_rate(self) -> float | None:
-        """accepted / drafted"""
+        """accepted / drafted."""
         return ratio(self.num_accepted, self.num_drafted)
 
     @property
     def acceptance_rate_per_position(self) -> tuple[float | None, ...]:
-        """Place i: steps that accepted draft i / all steps, None where none verified it. Unconditional, so it never
-        rises with i."""
+        """[i]: steps that accepted draft i / all steps; None if no step verified it.
+
+        Unconditional, so it never rises with i.
+        """
         return tuple(
             ratio(accepted, self.num_steps if verified else 0)
             for accepted, verified in zip(self.accepted_per_position, self.verified, strict=True)
@@ -94,30 +98,30 @@ class Counters:
 
     @property
     def conditional_rate_per_position(self) -> tuple[float | None, ...]:
-        """Place i: steps that accepted draft i / those that verified it and accepted all before it."""
+        """[i]: steps that accepted draft i / steps that verified it and accepted all before it."""
         return tuple(ratio(a, t) for a, t in zip(self.accepted_per_position, self.tried, strict=True))
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
-        """Place i: steps that accepted draft i."""
+        """[i]: steps that accepted draft i."""
         return tuple(sum(self.histogram[i + 1 :]) for i in range(self.num_spec_tokens))
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one request. num_speculative_tokens 0: plain decoding."""
+    """The result of one request. num_speculative_tokens 0: plain decoding."""
 
     request: Request
     num_speculative_tokens: int
     output_ids: tuple[int, ...]  # with the stop token, or the token that completed a stop string
-    text: str | None  # without either; None where there is no tokenizer
-    finish_reason: FinishReason | None  # None: it goes on, or was interrupted
+    text: str | None  # without either; None without a tokenizer
+    finish_reason: FinishReason | None  # None: unfinished or interrupted
     started_s: float
     first_s: float | None  # time of the first token
     last_s: float | None
     steps: tuple[StepRecord, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if the request asks for them
-    times_s: tuple[float, ...] = ()  # at which tokens came, each once: those of a dispatch come together
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if the request sets logprobs
+    times_s: tuple[float, ...] = ()  # arrivals of tokens; those of one dispatch arrive together and count once
 
     @property
     def counters(self) -> Counters:
@@ -130,8 +134,10 @@ class Result:
 
     @property
     def num_truncated(self) -> int:
-        """Tokens decided and not emitted, behind a stop token, a stop string or the budget:
-        emitted = 1 + sum(num_accepted + 1) - truncated, the 1 being the token prefill gives."""
+        """Tokens decided and not emitted, after a stop token, a stop string or the budget.
+
+        emitted = 1 + sum(num_accepted + 1) - truncated; the first 1 is the token of prefill.
+        """
         decided = sum(step.num_accepted + 1 for step in self.steps)
         return 1 + decided - len(self.output_ids) if self.output_ids else 0
 
@@ -147,17 +153,17 @@ class Result:
 
     @property
     def tok_per_s(self) -> float | None:
-        """(emitted - 1) / (time of the last token - time of the first)"""
+        """(emitted - 1) / (time of the last token - time of the first)."""
         return ratio(max(len(self.output_ids) - 1, 0), self.decode_s or 0.0) if len(self.output_ids) > 1 else None
 
     @property
     def tpot_s(self) -> float | None:
-        """(time of the last token - time of the first) / (emitted - 1): seconds per token behind the first."""
+        """Seconds per token after the first: (time of the last - time of the first) / (emitted - 1)."""
         return None if not (rate := self.tok_per_s) else 1 / rate
 
     @property
     def itl_s(self) -> tuple[float, ...]:
-        """Seconds between one arrival of tokens and the next, however many come together: what a reader waits."""
+        """Seconds between arrivals, however many tokens arrive together: the waits of a reader."""
         return tuple(after - before for before, after in itertools.pairwise(self.times_s))
 
     @property
@@ -168,26 +174,25 @@ class Result:
 
     @property
     def loops(self) -> bool:
-        """Loop share above 0.3."""
+        """Whether the loop share is above 0.3."""
         return (self.loop_share or 0.0) > LOOPING_ABOVE
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a chunk adds to an answer: its tokens, and the text that is certain with them."""
+    """The tokens of a chunk, and the text that is certain with them."""
 
     token_ids: tuple[int, ...]
     text: str
 
 
 class Assembler:
-    """Makes one request's answer from its chunks, and ends it before the first stop string. `add` gives what to show;
-    `result` what became of it so far.
+    """Assemble one request's answer from its chunks, and end it before the first stop string.
 
-    Each token is looked at by itself, so the answer does not depend on how tokens were cut into chunks: it ends with
-    the token that completes a stop string, its text before the string that begins first. Text that may be the beginning
-    of a stop string is held back until that is decided, or until the request ends otherwise. Bytes at the end that are
-    no character, and the stop token, complete nothing.
+    `add` returns new text; `result` the figures so far. Tokens are added one by one, so the answer does not depend on
+    how they were cut into chunks. It ends with the token that completes a stop string, its text before the string that
+    begins first. Text that may begin a stop string is held back until that is decided or the request ends. An
+    incomplete character at the end, and the stop token, complete no stop string.
     """
 
     def __init__(
@@ -210,7 +215,10 @@ class Assembler:
         self._times: list[float] = []
 
     def add(self, chunk: TokenChunk) -> Piece:
-        """Take a chunk; with the last one, what was held back comes, too. Chunks after the end are dropped."""
+        """Add a chunk; the last one also releases text that was held back.
+
+        Drops chunks after the end.
+        """
         if self.finish_reason is not None:
             return Piece((), "")
         at_stop_token = chunk.finish_reason == "stop"
@@ -223,7 +231,7 @@ class Assembler:
             text += "" if chunk.finish_reason is None else self._flush()
         self._ids += token_ids
         self._logprobs += chunk.logprobs[: len(token_ids)]
-        self._steps += [step for step in chunk.steps if self._began(step)]
+        self._steps += [step for step in chunk.steps if self._counts(step)]
         if token_ids:
             self._first_s = chunk.time_s if self._first_s is None else self._first_s
             self._last_s = chunk.time_s
@@ -232,7 +240,7 @@ class Assembler:
         return Piece(token_ids, text)
 
     def close(self) -> str:
-        """The text that was held back, for a request that ends here although it has not finished."""
+        """Release the text that was held back, for a request that ends unfinished."""
         text = self._flush() if self.finish_reason is None else ""
         self._pieces.append(text)
         return text
@@ -253,7 +261,7 @@ class Assembler:
         )
 
     def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """(the tokens up to the one that completes a stop string, the text that is certain with them)."""
+        """Return (the tokens up to the one that completes a stop string, the text certain with them)."""
         if self._detokenizer is None:
             return token_ids, ""
         if self._stop is None:
@@ -265,13 +273,13 @@ class Assembler:
                 return token_ids[: place + 1], text
         return token_ids, text
 
-    def _began(self, step: StepRecord) -> bool:
-        """Whether a step began before the token that completed a stop string; later ones are dropped with theirs."""
+    def _counts(self, step: StepRecord) -> bool:
+        """Test whether a step began before the answer's end; later ones are dropped."""
         cut = self._stop is not None and self._stop.complete
         return not cut or step.length < len(self.request.prompt_ids) + len(self._ids) - 1
 
     def _flush(self) -> str:
-        """What was held back."""
+        """Release the text that was held back."""
         if self._detokenizer is None:
             return ""
         held = "" if self._stop is None else self._stop.flush()
@@ -279,7 +287,7 @@ class Assembler:
 
 
 def refuse_stop_strings_without(tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
-    """Raise InputError for stop strings where there is no text to look for them in."""
+    """Raise InputError for stop strings without a tokenizer, since they are searched in text."""
     if stop and tokenizer is None:
         raise InputError(
             "stop strings are text, but the target's directory has no tokenizer.json; leave them out, or add the file"
@@ -287,29 +295,28 @@ def refuse_stop_strings_without(tokenizer: Tokenizer | None, stop: Sequence[str]
 
 
 def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
-    """(distinct, all) 4-grams of the ids."""
+    """Count (distinct, all) 4-grams of the ids."""
     grams = [tuple(token_ids[i : i + LOOP_GRAM]) for i in range(len(token_ids) - LOOP_GRAM + 1)]
     return len(set(grams)), len(grams)
 
 
-def ask(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> dict[Handle, Assembler]:
-    """Put the requests in the engine's queue, each with what makes its answer; if one cannot be run, none."""
+def submit(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> dict[Handle, Assembler]:
+    """Add the requests to an engine, each with an Assembler; none if one cannot be run."""
     now, k = time.perf_counter(), engine.config.num_speculative_tokens
     assemblers = [Assembler(request, k, tokenizer, now) for request in requests]
     return dict(zip(engine.add_all(requests), assemblers, strict=True))
 
 
-def follow(engine: Engine, asked: Mapping[Handle, Assembler]) -> Generator[tuple[Assembler, Piece]]:
-    """Yield what each chunk adds to which answer, as it comes, until all have ended.
+def follow(engine: Engine, assemblers: Mapping[Handle, Assembler]) -> Generator[tuple[Assembler, Piece]]:
+    """Yield (assembler, piece) for each chunk as it arrives, until all requests have ended.
 
-    A request whose stop string is complete ends in the engine, too. The reader may put further requests into `asked` on
-    the way. One that stops early aborts what is left.
-    Raises InputError as `Engine.follow` does.
+    Aborts a request in the engine after a stop string. Meanwhile the reader may put further requests into `assemblers`;
+    a reader that stops early aborts the rest. Raises InputError as `Engine.follow` does.
     """
-    with contextlib.closing(engine.run(asked)) as chunks:
+    with contextlib.closing(engine.run(assemblers)) as chunks:
         for handle, chunk in chunks:
-            assembler = asked[handle]
-            if assembler.finish_reason is not None:  # came after its end
+            assembler = assemblers[handle]
+            if assembler.finish_reason is not None:  # a chunk after the end
                 continue
             piece = assembler.add(chunk)
             if assembler.finish_reason != chunk.finish_reason:
@@ -318,13 +325,13 @@ def follow(engine: Engine, asked: Mapping[Handle, Assembler]) -> Generator[tuple
 
 
 def decode(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
-    """What becomes of the requests, decoded from start to end."""
-    asked = ask(engine, requests, tokenizer)
+    """Decode the requests to their ends and return their results, in order."""
+    assemblers = submit(engine, requests, tokenizer)
     try:
-        collections.deque(follow(engine, asked), maxlen=0)
+        collections.deque(follow(engine, assemblers), maxlen=0)
     finally:
         engine.settle()
-    return [assembler.result() for assembler in asked.values()]
+    return [assembler.result() for assembler in assemblers.values()]
 
 
 def ratio(numerator: int | float, denominator: int | float) -> float | None:

@@ -19,7 +19,7 @@ from peagle.measure.sweep import concurrency, page
 from peagle.measure.sweep.concurrency import RULE, best_table, ratios
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import RAW, Folder, begin, open_run
-from peagle.measure.sweep.measure import Loaded, Pairs, Sitting, ask, loaded, turns_asked
+from peagle.measure.sweep.measure import Loaded, Pairs, SweepRun, ask, loaded, turns_asked
 from peagle.measure.sweep.plan import AUTO, FULL, Plan, Source, numbers, parse_ks, short_names
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
@@ -77,13 +77,13 @@ def sweep_command(settings: SweepSettings) -> int:
                         if not settings.resume:
                             folder.discard()  # what is wrong is the plan itself
                         raise
-            sitting = Sitting(folder, pairs, settings.continue_on_error)
+            run = SweepRun(folder, pairs, settings.continue_on_error)
             with display.stage("compiling", animated=False) as progress:
-                sitting.warm_up(appender, progress)
+                run.warm_up(appender, progress)
             with display.stage("decoding", animated=False) as progress:
-                sitting.decode(appender, progress)
+                run.decode(appender, progress)
             with display.stage("looking at some steps", animated=False) as progress:
-                sitting.profile(progress)
+                run.profile(progress)
     except KeyboardInterrupt:
         display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
         return interrupt.EXIT_CODE
@@ -92,9 +92,9 @@ def sweep_command(settings: SweepSettings) -> int:
     _finish(folder, display)
     if widths is not None:
         display.note(f"{widths}: {_write_widths(folder, widths).in_words()}")
-    for (setting, arm), why in sitting.failed.items():
+    for (setting, arm), why in run.failed.items():
         display.note(f"failed: {setting.label}, K = {plan.label(arm)}: {why}")
-    return 1 if sitting.failed else 0
+    return 1 if run.failed else 0
 
 
 def _finish(folder: Folder, display: Display) -> None:

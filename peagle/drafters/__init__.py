@@ -1,1 +1,1 @@
-"""Drafters that need no weights of their own."""
+"""Drafters without weights."""

@@ -1,4 +1,4 @@
-"""A drafter without weights (prompt look-up): what followed the last tokens before is proposed again."""
+"""Prompt look-up, a drafter without weights: propose what followed the last n-gram before."""
 
 import flax.struct
 import jax
@@ -10,7 +10,7 @@ from peagle.ops.messages import Draft, Fresh
 
 @flax.struct.dataclass
 class History:
-    """All tokens known so far, the pending one included: token_ids[:, :num]; what lies behind is -1."""
+    """All tokens so far, the pending one included: token_ids[:, :num]; the rest is -1."""
 
     token_ids: jax.Array  # [B, S] int32
     num: jax.Array  # [B] int32
@@ -18,13 +18,16 @@ class History:
 
 @flax.struct.dataclass
 class NGram:
-    """Finds the latest earlier place whose last `longest` tokens agree with the end of the history in the most tokens
-    (at least one), and proposes what followed it; where nothing agrees, or nothing followed, the last token again."""
+    """Propose the tokens that followed the best earlier match of the history's end.
+
+    A match is a place whose last 1..`longest` tokens equal the last of the history; the longest match counts, then the
+    latest. Without a match, or beyond the history's end, propose its last token again.
+    """
 
     longest: int = flax.struct.field(pytree_node=False, default=3)
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> History:  # noqa: ARG002
-        """An empty history of up to `capacity` tokens, and the pending one."""
+        """Make an empty history with room for `capacity` tokens and the pending one."""
         room = capacity + 2
         return History(jnp.full((batch, room), -1, jnp.int32), jnp.zeros((batch,), jnp.int32))
 
@@ -35,27 +38,29 @@ class NGram:
         aux_hidden: Float[Array, "B T A"],  # noqa: ARG002
         positions: Int[Array, "B T"],
     ) -> History:
-        """Append tokens: the row at position p brings token p + 1. A sequence's first token comes in no row and is not
-        part of the history."""
+        """Append tokens: the row at position p holds token p + 1.
+
+        So the first token of a sequence is left out.
+        """
         room = state.token_ids.shape[1]
         places = jnp.where(positions < 0, room, positions + 1)
         rows = jnp.arange(places.shape[0], dtype=jnp.int32)[:, None]
-        known = state.token_ids.at[rows, places].set(token_ids, mode="drop")
+        tokens = state.token_ids.at[rows, places].set(token_ids, mode="drop")
         newest = jnp.max(positions, axis=1)
-        return History(known, jnp.where(newest < 0, state.num, newest + 2))
+        return History(tokens, jnp.where(newest < 0, state.num, newest + 2))
 
     def propose(
         self,
         state: History,
-        fresh: Fresh,
+        drafter_input: Fresh,
         widths: Int[Array, " B"],  # noqa: ARG002
         num_drafts: int,
     ) -> tuple[Draft, History]:
-        """Append the fresh tokens and look up the num_drafts that follow."""
-        offsets = jnp.arange(fresh.token_ids.shape[1], dtype=jnp.int32)[None, :]
-        taken = (offsets < fresh.num[:, None]) & (fresh.first_position[:, None] >= 0)
-        positions = jnp.where(taken, fresh.first_position[:, None] + offsets, -1)
-        state = self.absorb(state, fresh.token_ids, fresh.aux_hidden, positions)
+        """Append the tokens of the input and look up the num_drafts that follow."""
+        offsets = jnp.arange(drafter_input.token_ids.shape[1], dtype=jnp.int32)[None, :]
+        taken = (offsets < drafter_input.num[:, None]) & (drafter_input.first_position[:, None] >= 0)
+        positions = jnp.where(taken, drafter_input.first_position[:, None] + offsets, -1)
+        state = self.absorb(state, drafter_input.token_ids, drafter_input.aux_hidden, positions)
         drafts = jax.vmap(self._look_up, (0, 0, None))(state.token_ids, state.num, num_drafts)
         return Draft(drafts), state
 
@@ -68,7 +73,7 @@ class NGram:
             there = tokens[jnp.maximum(num - 1 - back, 0)]
             still = still & (index - back >= 0) & (num - 1 - back >= 0) & (here == there)
             agree = agree + still.astype(jnp.int32)
-        # the most agreeing tokens first, then the latest place
+        # the longest match, then the latest
         best = jnp.argmax(agree * tokens.shape[0] + index * (agree > 0).astype(jnp.int32))
         follow = best + 1 + jnp.arange(num_drafts, dtype=jnp.int32)
         found = (agree[best] > 0) & (follow < num)

@@ -1,4 +1,4 @@
-"""Many requests at once, speculatively or plainly. The engine knows a target and a drafter by peagle.protocols alone.
+"""Decode many requests at once, with any target and drafter that follow peagle.protocols.
 
 Start reading at engine.py (the loop) and step.py (one step: propose, verify, accept, commit).
 """

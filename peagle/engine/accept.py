@@ -1,19 +1,19 @@
-"""Which drafts are kept, and the token that follows them. Pure: every random number comes in.
+"""Accept drafts and choose the token that follows them. Pure: random numbers are arguments.
 
-Why nothing is lost. Let p_i be the distribution plain decoding would draw token i of the step from, given the tokens
-before it (greedy: a point mass on the argmax).
+Why this is lossless. Let p_i be the distribution from which plain decoding would draw token i of the step, given the
+tokens before it (greedy: a point mass on the argmax).
 
 One-hot drafts (the drafter's argmax, an n-gram, anything deterministic): token i is drawn from p_i exactly as plain
 decoding draws it, x_i = choose(logits_i, uniform_i). The draft is accepted iff it equals x_i; the first x_i that
-differs is the recovered token, and x_K, with all drafts right, the bonus token. So the emitted tokens ARE plain
-decoding's, number for number, with the same seed; a draft d is accepted with probability p_i(d), which is what
-rejection sampling of a one-hot q gives. Greedy is the case without randomness.
+differs is the recovered token; if all drafts are right, x_K is the bonus token. So with the same seed the emitted
+tokens ARE plain decoding's, number for number. A draft d is accepted with probability p_i(d), as in rejection sampling
+of a one-hot q. Greedy is the case without randomness.
 
 Sampled drafts, d_i ~ q_i: accepted iff u_i < p_i(d_i) / q_i(d_i), else the recovered token is drawn from
 max(p_i - q_i, 0) renormalised (Leviathan et al., arXiv 2211.17192, theorem 1): P(x) = min(p, q) + P(reject) *
-max(p - q, 0) / P(reject) = p. u < ratio, never <=: u may be exactly 0 and p_i(d_i) too.
+max(p - q, 0) / P(reject) = p. The test is u < ratio, never <=: both u and p_i(d_i) may be exactly 0.
 
-Either way position i + 1 is looked at only when position i was accepted, and its logits saw exactly the tokens emitted.
+Either way position i + 1 counts only if position i was accepted, so its logits follow exactly the emitted tokens.
 """
 
 import itertools
@@ -30,8 +30,9 @@ from peagle.ops.likeliest import NO_TOKEN
 @flax.struct.dataclass
 class Acceptance:
     num_accepted: jax.Array  # [B] int32, 0..width
-    next_token: jax.Array  # [B] int32: the recovered token, or the bonus token when all verified drafts were accepted;
-    # NO_TOKEN where the logits that decide it are not finite
+    # [B] int32: the recovered token, or the bonus token if all verified drafts were accepted; NO_TOKEN if the logits
+    # that decide it are not finite
+    next_token: jax.Array
 
 
 def accept(
@@ -42,11 +43,11 @@ def accept(
     sampling: RowSampling,
     uniforms: Float[Array, "B T 3"] | None,
 ) -> Acceptance:
-    """Accept 0..widths[b] drafts of each row and choose the token that follows; T = K + 1, row i's logits decide the
-    token draft i stands for. Logits that are not finite accept no draft, and give NO_TOKEN.
+    """Accept 0..widths[b] drafts of each row and choose the token that follows.
 
-    draft_probs None means one-hot drafts. uniforms None: all rows are greedy. A greedy row's draft_probs are one-hot,
-    too (`probabilities`), so that its law is the argmax's.
+    T = K + 1; row i's logits decide the token that draft i proposes. Logits that are not finite accept no draft and
+    give NO_TOKEN. draft_probs None: one-hot drafts. uniforms None: all rows are greedy. draft_probs of a greedy row are
+    one-hot, too (`probabilities`), so that it emits the argmax.
     """
     num_drafts = draft_token_ids.shape[1]
     verified = jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None]
@@ -60,11 +61,11 @@ def accept(
     p = jnp.take_along_axis(target_probs[:, :-1], drafted, axis=-1)[..., 0]
     q = jnp.take_along_axis(draft_probs, drafted, axis=-1)[..., 0]
     num_accepted = _leading(verified & (uniforms[:, :-1, ACCEPT] * q < p))
-    # behind the last verified draft there is nothing to subtract: q = 0 makes the bonus token a draw from p
+    # after the last verified draft q is 0, so the bonus token is drawn from p
     q_all = jnp.where(verified[..., None], draft_probs, 0.0)
     residual = jnp.maximum(target_probs - jnp.pad(q_all, ((0, 0), (0, 1), (0, 0))), 0.0)
     rejected = jnp.take_along_axis(residual, num_accepted[:, None, None], axis=1)[:, 0]
-    # p == q to the last bit and yet rejected: possible only by rounding; then p itself is the residual's limit
+    # rejected although p == q to the last bit: possible only by rounding; the limit of the residual is p
     fallback = jnp.take_along_axis(target_probs, num_accepted[:, None, None], axis=1)[:, 0]
     rejected = jnp.where(jnp.sum(rejected, axis=-1, keepdims=True) > 0, rejected, fallback)
     return Acceptance(num_accepted, draw(rejected, _row(uniforms[..., TARGET], num_accepted)))
@@ -79,11 +80,10 @@ def accept_by_rate(
     uniforms: Float[Array, "B T 3"],
     sampled: bool,
 ) -> Acceptance:
-    """Accept by draws, to time models of random weights: draft i is kept in this share of all steps, whatever the
-    target says.
+    """Accept drafts at random with the given rates, to time models of random weights.
 
-    `rates` are unconditional: draft i is kept with the conditional rate v_i / v_(i-1), v_(-1) = 1. The logits are
-    computed and read as ever; only the judgement is another. sampled: some row is not greedy.
+    `rates` are unconditional, as shares of all steps: draft i is accepted with the conditional rate v_i / v_(i-1),
+    v_(-1) = 1. The logits are computed and read as usual, but do not decide. sampled: some row is not greedy.
     """
     num_drafts = draft_token_ids.shape[1]
     verified = jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None]
@@ -96,12 +96,12 @@ def accept_by_rate(
 
 
 def _leading(hit: Array) -> Array:
-    """How many leading True there are in each row of [B, K]: the index of the first False."""
+    """Count the leading True of each row of [B, K]: the index of the first False."""
     num = hit.shape[1]
     index = jnp.arange(num, dtype=jnp.int32)[None, :]
     return jnp.min(jnp.where(hit, num, index), axis=1, initial=num)
 
 
 def _row(values: Array, index: Array) -> Array:
-    """values[b, index[b]]."""
+    """Take values[b, index[b]]."""
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]

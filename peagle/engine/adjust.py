@@ -1,4 +1,4 @@
-"""What requests change about the target's logits before drafts are judged: masks, min_tokens, biases, penalties.
+"""Adjust the target's logits before acceptance: masks, min_tokens, biases, penalties.
 
 Row i of a step follows the drafts before it, so its counts include them:
 
@@ -6,8 +6,8 @@ Row i of a step follows the drafts before it, so its counts include them:
     its counts   counts    counts+d0   counts+d0+d1
 
 The order is that of vLLM's sampler: masks and min_tokens, biases, then the repetition, frequency and presence
-penalties. Repetition counts the prompt's tokens, too; the others count emitted ones alone. A row that asks for nothing
-keeps its logits bit for bit.
+penalties. The repetition penalty counts prompt tokens, too; the others count only emitted tokens. If a request sets
+none of these, its logits keep their bits.
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from peagle.engine.request import MOST_BIASES, Request
 
-NO_BIAS = np.iinfo(np.int32).max  # in the places for biases that a request does not use: outside every vocabulary
+NO_BIAS = np.iinfo(np.int32).max  # fills unused bias entries: outside every vocabulary
 MASK_BITS = 32
 
 
 @flax.struct.dataclass
 class Adjustments:
-    """What each row's request asks for (peagle.engine.request.SamplingParams), as arrays led by the row."""
+    """Adjustments by row (peagle.engine.request.SamplingParams); the row is the leading axis."""
 
     presence: jax.Array  # [B] float32; 0: off
     frequency: jax.Array  # [B] float32; 0: off
     repetition: jax.Array  # [B] float32; 1: off
-    bias_ids: jax.Array  # [B, MOST_BIASES] int32, NO_BIAS in free places
+    bias_ids: jax.Array  # [B, MOST_BIASES] int32, NO_BIAS in unused entries
     bias: jax.Array  # [B, MOST_BIASES] float32
-    must_emit: jax.Array  # [B] int32: tokens still to be emitted before a stop token may be
-    counts: jax.Array  # [B, V] int32: how often each token was emitted, if the request asks for a penalty
+    must_emit: jax.Array  # [B] int32: tokens still to be emitted before a stop token is allowed
+    counts: jax.Array  # [B, V] int32: how often each token was emitted; kept by full steps only
     in_prompt: jax.Array  # [B, V] bool
 
     @classmethod
     def none(cls, rows: int, vocab_size: int) -> "Adjustments":
-        """Adjustments of rows that ask for none."""
+        """Make neutral adjustments."""
         real = jnp.zeros((rows,), jnp.float32)
         return cls(
             presence=real,
@@ -55,7 +55,7 @@ class Adjustments:
 
     @classmethod
     def of(cls, request: Request, vocab_size: int) -> "Adjustments":
-        """The row of a request that has emitted nothing, in NumPy."""
+        """Make the row of a request that has emitted nothing, in NumPy."""
         wanted = request.sampling
         ids, bias = np.full((1, MOST_BIASES), NO_BIAS, np.int32), np.zeros((1, MOST_BIASES), np.float32)
         for place, (token, value) in enumerate(wanted.logit_bias):
@@ -71,7 +71,7 @@ class Adjustments:
         return cls(*leaves)
 
     def emitted(self, token_ids: Int[Array, "B T"], kept: Bool[Array, "B T"]) -> "Adjustments":
-        """The adjustments after the kept tokens were emitted."""
+        """Count the kept tokens as emitted."""
         rows = jnp.arange(token_ids.shape[0])[:, None]
         counts = self.counts.at[rows, token_ids].add(kept.astype(jnp.int32), mode="drop")
         must_emit = self.must_emit - jnp.sum(kept, axis=1, dtype=jnp.int32)
@@ -85,8 +85,11 @@ def adjust(
     stop_token_ids: Int[Array, "B S"],
     masks: UInt32[Array, "B T W"] | None = None,
 ) -> Float[Array, "B T V"]:
-    """Adjust the logits of the T = K + 1 rows of a step. masks: a bit for each token that may come, lowest bit first,
-    W = ceil(V / 32) words; negative draft ids count as no token."""
+    """Adjust the logits of the T = K + 1 rows of a step.
+
+    masks: one bit for each token, 1 if it is allowed, lowest bit first, W = ceil(V / 32) words. Negative draft ids
+    count as no token.
+    """
     logits = logits.astype(jnp.float32)
     batch, width, vocab_size = logits.shape
 

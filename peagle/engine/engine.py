@@ -1,13 +1,13 @@
-"""THE loop: many requests at once, speculatively or plainly, double-buffered.
+"""THE loop: decode many requests at once, speculatively or plainly, double-buffered.
 
-The host dispatches n + 1 before it reads n's few integers, which are copied to it while the device works. Each dispatch
-carries its own map of slots to requests, as it was when it was sent. What was computed past a row's end is dropped.
+The host dispatches n + 1 before it reads the few integers of n, which are copied while the device works. Each dispatch
+carries its own map of slots to requests, as it was when it was sent. Tokens computed past a row's end are dropped.
 
     device | chunk | insert | steps 0            | steps 1             | steps 2 ...
     host   | dispatch ...   | read first, send 1 | read 0, dispatch 2  | read 1 ...
 
-Between dispatches, and only there, requests enter and leave slots. `add`, `abort`, `run`, `follow` and `warm_up` may be
-called from any thread; whoever needs tokens and finds none drives the loop for everybody.
+Requests enter and leave slots only between dispatches. `add`, `abort`, `run`, `follow` and `warm_up` may be called from
+any thread. A thread that needs tokens and finds none drives the loop, for all requests.
 """
 
 import collections
@@ -50,18 +50,17 @@ MEASURED_ROUNDS = 5
 
 
 class EngineError(RuntimeError):
-    """The engine failed: its requests cannot be finished. The message says why."""
+    """The engine failed and cannot finish its requests."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The shape of an engine: requests decoded at once, positions each of them may take, drafts of a step.
+    """The shape of an engine: slots, positions per slot, drafts of a step.
 
-    widths: how many tokens are drafted at how many active rows; never more than num_speculative_tokens. chunk: tokens
-    of a prompt that go through the target together. steps_per_dispatch changes when tokens reach the host, never which.
-    adaptive: what drafting costs is measured at warm-up, and a row for which it does not pay pauses
-    (peagle.engine.widths). programs_by_width: drafted steps have a program for each number of drafts in the table, for
-    models whose passes take as long for rows that are not active.
+    widths: drafts by number of active rows, never more than num_speculative_tokens. chunk: prompt tokens of one prefill
+    pass. steps_per_dispatch changes when tokens reach the host, never which tokens. adaptive: measure the cost of
+    drafting at warm-up, and pause rows for which drafting does not pay (peagle.engine.widths). programs_by_width:
+    compile a program for each number of drafts in the table, for models whose passes also compute inactive rows.
     """
 
     num_speculative_tokens: int = 0
@@ -86,7 +85,7 @@ class EngineConfig:
                 f"context is {self.capacity} positions; expected room for a prompt token and an output token"
             )
         if self.adaptive and k < 1:
-            raise InputError("K = 0 leaves nothing to choose from; expected 1 or more, the most tokens to draft a step")
+            raise InputError("K is 0 in adaptive drafting; expected 1 or more, the most tokens to draft in a step")
         if self.chunk < 1:
             raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
         check_rates(self.synthetic_acceptance, k, self.draft_sampling)
@@ -98,40 +97,42 @@ class EngineConfig:
 
 @dataclass(eq=False)
 class Handle:
-    """A request in an engine. Made by `add`; the engine alone changes it."""
+    """A request in an engine. Made by `add`; only the engine changes it."""
 
     request: Request
     stop_token_ids: tuple[int, ...]
     deadline_s: float | None  # of time.perf_counter()
     finished: FinishReason | None = None
-    length: int = 0  # tokens known to the host: prompt and emitted, the pending one left out
-    known: list[int] = field(default_factory=list, repr=False)  # its tokens that the host has read
+    length: int = 0  # prompt and output tokens that the host has read, the pending one excluded
+    output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
     paused: bool = False  # it drafts no more, and is decoded plainly (peagle.engine.widths)
-    error: InputError | None = None  # why it ended, where finished is "error"
+    error: InputError | None = None  # why it ended, if finished is "error"
     wanted: bool = True  # until its reader aborts it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
 
 @dataclass
 class LoopTimes:
-    """What the loop cost beside the device: gaps are times in which the device had nothing to do while requests ran.
+    """Host overhead of the loop.
 
-    gap_s is the most they can have taken: from when the dispatch before was last seen at work.
+    A gap is a time in which the device was idle while requests ran.
+
+    gap_s is an upper bound: gaps count from when the previous dispatch was last seen running.
     """
 
     gap_s: float = 0.0
-    busy_s: float = 0.0  # from each dispatch to when it was read, what overlaps counted once
+    busy_s: float = 0.0  # from each dispatch until it was read; overlaps count once
 
     @property
     def gap_frac(self) -> float | None:
-        """gap_s / (gap_s + busy_s)"""
-        whole = self.gap_s + self.busy_s
-        return self.gap_s / whole if whole else None
+        """gap_s / (gap_s + busy_s)."""
+        total = self.gap_s + self.busy_s
+        return self.gap_s / total if total else None
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A dispatch that was sent, and what the host will read of it. `held`: the request in each slot at that time."""
+    """A dispatch that was sent and not yet read. `held`: the request in each slot at that time."""
 
     action: Chunk[Handle] | Admit[Handle] | Steps
     result: jax.Array
@@ -141,7 +142,7 @@ class _InFlight:
 
 
 class Engine:
-    """Decodes requests for a target and a drafter; drafter None decodes plainly."""
+    """Decode requests with a target and a drafter; drafter None decodes plainly."""
 
     def __init__(
         self,
@@ -150,7 +151,10 @@ class Engine:
         config: EngineConfig,
         stop_token_ids: Sequence[int] = (),
     ) -> None:
-        """stop_token_ids end requests that name none of their own. Raises InputError for drafts without a drafter."""
+        """stop_token_ids end requests that set none of their own.
+
+        Raises InputError for K > 0 without a drafter.
+        """
         if config.num_speculative_tokens and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
         self.target, self.drafter, self.config = target, drafter if config.num_speculative_tokens else None, config
@@ -172,18 +176,19 @@ class Engine:
         self._lane: Prefix | None = None
         self._lane_logits: jax.Array | None = None
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        # _lock: the state and the bookkeeping; _turn: who drives the loop; _entry: no request enters during a warm-up
+        # _lock guards the state and the bookkeeping; the thread that drives the loop holds _turn; _entry keeps requests
+        # out during a warm-up
         self._lock, self._turn, self._entry = threading.Lock(), threading.Lock(), threading.RLock()
         self._to_abort: collections.deque[Handle] = collections.deque()
-        self._to_freeze: set[int] = set()  # slots whose requests were ended from outside
+        self._to_freeze: set[int] = set()  # slots whose requests the host ended
         self._alive: set[Handle] = set()
         self._costs = Costs()
         self._warm: set[StepKind] = set()
-        self._waiting_rows = 1  # the most committed rows that wait for the drafter in any slot
+        self._input_rows = 1  # upper bound of drafter_input.num over all slots
         self._failure: BaseException | None = None
         self._last_read_s: float | None = None
 
-    # --- what others call -------------------------------------------------------------------------------------------
+    # --- the interface ----------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         """Raise InputError, before any work, for a request that cannot be run."""
@@ -191,16 +196,16 @@ class Engine:
         request.check_vocabulary(self.target.vocab_size)
         if len(request.prompt_ids) + request.max_new_tokens > capacity:
             raise InputError(
-                f"{request.name} has {len(request.prompt_ids)} tokens and {request.max_new_tokens} new ones are asked "
-                f"for, but the context holds {capacity}: shorten one of them or raise the context"
+                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
+                f"expected a sum of at most {capacity}, the context: shorten one of them or raise the context"
             )
         if self.config.draft_sampling and request.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
 
     def add(self, request: Request, timeout_s: float | None = None) -> Handle:
-        """Put a request in the queue. After timeout_s seconds it ends, wherever it is, with what it has.
+        """Put a request in the queue. After timeout_s seconds it ends with the tokens it has.
 
-        Raises InputError for one that cannot be run, EngineError if the engine has failed.
+        Raises InputError for a request that cannot be run, EngineError if the engine has failed.
         """
         self.check(request)
         stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
@@ -213,14 +218,15 @@ class Engine:
         return handle
 
     def add_all(self, requests: Sequence[Request]) -> list[Handle]:
-        """Put the requests in the queue; if one of them cannot be run, none."""
+        """Put all requests in the queue, or none if one of them cannot be run."""
         for request in requests:
             self.check(request)
         return [self.add(request) for request in requests]
 
     def abort(self, handle: Handle) -> None:
-        """End a request; what was computed for it and not read is dropped. Aborting twice, or after the end, does
-        nothing.
+        """End a request and drop its tokens that were not read.
+
+        Does nothing if the request has ended.
 
         Never waits, so an event loop or a finaliser may call it: if a step is under way, the request ends before the
         next one.
@@ -236,10 +242,11 @@ class Engine:
                 self._lock.release()
 
     def step(self) -> list[tuple[Handle, TokenChunk]]:
-        """Send the next dispatch and read the one before it. For one driver; `follow` and `generate` call it.
+        """Send the next dispatch and read the previous one.
 
-        Empty where no request is left, and where nothing has arrived yet. Raises EngineError where the device failed,
-        and KeyboardInterrupt, before it sends anything, where Ctrl-C was pressed (peagle.ops.interrupt).
+        For a single driver; `run`, `follow` and `generate` call it. Returns [] if no request is left, or nothing has
+        arrived yet. Raises EngineError if the device failed, and KeyboardInterrupt, before it sends anything, if Ctrl-C
+        was pressed (peagle.ops.interrupt).
         """
         with self._lock:
             return self._guarded_step()
@@ -250,15 +257,18 @@ class Engine:
         return bool(self._alive)
 
     def follow(self, handle: Handle) -> Iterator[TokenChunk]:
-        """The chunks of a request as they come, to its end. A reader that stops early aborts it.
+        """Yield the chunks of a request until it ends. A reader that stops early aborts it.
 
-        Raises InputError where a model's outputs are not finite, which only such a model can cause."""
+        Raises InputError if a model's outputs are not finite.
+        """
         for _, chunk in self.run([handle]):
             yield chunk
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenChunk]]:
-        """Decode all of the requests; yields (place in the list, chunk) as soon as the host knows it. A reader that
-        stops early aborts what is left. Raises InputError as `follow` does."""
+        """Decode all of the requests; yield (index in the list, chunk) as chunks arrive.
+
+        A reader that stops early aborts the rest. Raises InputError as `follow` does.
+        """
         handles = self.add_all(requests)
         places = {handle: place for place, handle in enumerate(handles)}
         try:
@@ -269,10 +279,10 @@ class Engine:
             self.settle()
 
     def run(self, handles: Collection[Handle]) -> Generator[tuple[Handle, TokenChunk]]:
-        """Yield (handle, chunk) as soon as the host knows it, until all of the requests have ended.
+        """Yield (handle, chunk) as chunks arrive, until all of the requests have ended.
 
-        The reader may abort some of them on the way, and put further ones into `handles`. One that stops early aborts
-        what is left. Raises InputError as `follow` does, but not for a request that its reader has aborted.
+        Meanwhile the reader may abort requests and add handles to `handles`. A reader that stops early aborts the rest.
+        Raises InputError as `follow` does, but not for a request that its reader has aborted.
         """
         gone: set[Handle] = set()
         try:
@@ -280,7 +290,8 @@ class Engine:
                 with self._turn:
                     while not any(handle.inbox or handle.finished for handle in left):
                         self._advance()
-                    # their last chunks are here; of those that end while others drive the loop, they may not be yet
+                    # the last chunks of these have arrived; a request that ends later, while another thread drives the
+                    # loop, may still lack its own
                     ended = {handle for handle in left if handle.finished is not None}
                 for handle in left:
                     while handle.inbox:
@@ -293,7 +304,7 @@ class Engine:
                 self.abort(handle)
 
     def settle(self) -> None:
-        """Wait for what was sent in vain, so that it does not run into what is measured next."""
+        """If no request is left, wait for the device: no work runs into the next measurement."""
         with self._lock:
             self._end_aborted()
             if not self._alive and self._state is not None:
@@ -303,11 +314,11 @@ class Engine:
     def warm_up(
         self, sampled: bool = False, measuring: Callable[[], object] = lambda: None, full: bool = False
     ) -> None:
-        """Compile, and run once, every program that requests need, so that no time measured later holds a compilation.
+        """Compile and run once every program that requests need.
 
-        sampled: some request is not greedy. full: some request is (`Request.full`). An adaptive engine then measures
-        what drafting costs, once; `measuring` is called before, since that takes a moment. If a request is in the
-        engine, nothing is run: what is missing is then compiled at its first dispatch.
+        So later times include no compilation. sampled: some request is not greedy. full: some request is full
+        (`Request.full`). An adaptive engine then calls `measuring` and measures the cost of drafting, once. While a
+        request is in the engine, this does nothing: programs then compile at their first dispatch.
         """
         with self._entry:
             with self._lock:
@@ -323,8 +334,8 @@ class Engine:
         kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts]
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
-            sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # of a kind it takes
-            # whether it is finite after a token that nobody asked about does not matter
+            sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # as `check` requires
+            # after this arbitrary token the logits need not be finite
             with contextlib.suppress(InputError):
                 for _ in self.generate([Request((0,), 1, sampling)]):
                     pass
@@ -348,12 +359,12 @@ class Engine:
 
     @property
     def widths(self) -> WidthTable:
-        """What is drafted at which load; with what it costs, if that was measured."""
+        """Drafts by number of active rows; with costs, if they were measured."""
         return self._table
 
     @functools.cached_property
     def _possible_drafts(self) -> tuple[int, ...]:
-        """The drafts of the step programs that this engine may run, ascending."""
+        """The numbers of drafts of the step programs that this engine may run, ascending."""
         k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
         drafts = {k}
         if k and (self.config.adaptive or 0 in table or not self.config.table.sampled):
@@ -369,8 +380,10 @@ class Engine:
         return StepKind(num_drafts, sampled, full, config.draft_sampling and sampled, config.synthetic_acceptance)
 
     def _measure_costs(self) -> dict[int, float]:
-        """What a drafted step takes, in plain steps, at 1, 2, 4, ... active rows: medians over rounds in which both
-        programs take turns."""
+        """Measure a drafted step in plain steps at 1, 2, 4, ... active rows.
+
+        Medians over rounds; both programs run in each round, in alternating order.
+        """
         costs = {}
         rows = [1 << power for power in range(self.config.slots.bit_length()) if 1 << power <= self.config.slots]
         for active in rows:
@@ -379,7 +392,7 @@ class Engine:
         return costs
 
     def _measure_once(self, active: int, plain_first: bool) -> float:
-        """Seconds of a drafted step over those of a plain one, with so many rows of random tokens."""
+        """Measure the time of a drafted step over a plain one, with `active` rows of random tokens."""
         config, drafts = self.config, self._table.at(active)
         room = config.capacity - 2
         steps = max(1, min(config.steps_per_dispatch, room // (2 * (config.num_speculative_tokens + 2))))
@@ -408,7 +421,7 @@ class Engine:
         return seconds[drafted] / seconds[0]
 
     def programs(self, sampled: bool = False) -> list[jax.stages.Compiled]:
-        """The step programs that requests may run, compiled once more, to look at."""
+        """Compile the step programs that requests may run once more, for inspection."""
         state, _ = self._programs.shapes()
         widths = np.zeros((self.config.slots,), np.int32)
         prepared = [
@@ -418,7 +431,7 @@ class Engine:
         return [program.lower(*operands).compile() for program, operands, _ in prepared]
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        """(bytes of the slots with their caches, of the prefill lane, of a step's logits), before any is taken."""
+        """Compute the bytes of (slots with caches, prefill lane, logits of a step); allocate none."""
         state, lane = (
             sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in self._programs.shapes()
         )
@@ -429,7 +442,7 @@ class Engine:
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """One step of the loop, its chunks in their inboxes before an abort can put its own there."""
+        """Run one iteration of the loop; deliver its chunks before an abort can add its own."""
         with self._lock:
             for handle, chunk in self._guarded_step():
                 handle.inbox.append(chunk)
@@ -455,8 +468,8 @@ class Engine:
         if action is not None:
             self._dispatch(action)
         elif not self._in_flight:
-            self._last_read_s = None  # nobody is here: the device may rest
-        # a first token is read at once where nobody else's steps can keep the device busy
+            self._last_read_s = None  # no request is left, so an idle device is no gap
+        # read a first token at once if no other request can keep the device busy
         alone = isinstance(action, Admit) and self._scheduler.num_active == 1
         chunks: list[tuple[Handle, TokenChunk]] = []
         while len(self._in_flight) > (0 if action is None or alone else 1):
@@ -464,14 +477,14 @@ class Engine:
         return chunks
 
     def _end_aborted(self) -> None:
-        """End the requests whose readers want no more."""
+        """End the requests that `abort` has queued."""
         while self._to_abort:
             handle = self._to_abort.popleft()
             if handle in self._alive:
                 self._end(handle, "aborted")
 
     def _evict(self) -> None:
-        """Freeze the slots of requests that were ended from outside."""
+        """Freeze the slots of requests that the host has ended."""
         assert self._state is not None
         if self._to_freeze:
             slots = np.isin(np.arange(self.config.slots), list(self._to_freeze))
@@ -504,33 +517,33 @@ class Engine:
         self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
 
     def _next_widths(self) -> tuple[np.ndarray, StepKind]:
-        """(the drafts of each slot, the program that runs them)."""
+        """Return (the drafts of each slot, the kind of step that runs them)."""
         held = self._scheduler.held
         drafts = self._table.at(self._scheduler.num_active)
         rows = [0 if handle is None or handle.paused else drafts for handle in held]
-        asked = [handle.request for handle in held if handle is not None]
-        sampled = any(not request.sampling.greedy for request in asked)
-        full = any(request.full for request in asked)
+        requests = [handle.request for handle in held if handle is not None]
+        sampled = any(not request.sampling.greedy for request in requests)
+        full = any(request.full for request in requests)
         return np.asarray(rows, np.int32), self._kind(self._program_for(max(rows)), sampled, full)
 
     def _program_for(self, most: int) -> int:
-        """The drafts of the program that steps of at most so many drafts run."""
+        """Choose the smallest compiled number of drafts that is at least `most`."""
         return min((each for each in self._possible_drafts if each >= most), default=most) if most else 0
 
     def _catch_up(self, count: int, num_drafts: int) -> None:
-        """Let the drafter see its input before it drafts, if that is more than one step commits."""
+        """Let the drafter absorb its input before it drafts, if that exceeds one step's rows."""
         assert self._state is not None
-        if num_drafts and self._waiting_rows > num_drafts + 1:
+        if num_drafts and self._input_rows > num_drafts + 1:
             self._state = self._programs.absorb(self._state)
-        self._waiting_rows = num_drafts + 1 if num_drafts else self._waiting_rows + count
+        self._input_rows = num_drafts + 1 if num_drafts else self._input_rows + count
 
     def _read(self, sent: _InFlight) -> list[tuple[Handle, TokenChunk]]:
-        """Wait for a dispatch, and hand out what it gave."""
+        """Wait for a dispatch and return its chunks."""
         values = np.asarray(sent.result) if not isinstance(sent.action, Chunk) else None
         if values is None:
             jax.block_until_ready(sent.result)
         now = time.perf_counter()
-        self._see(sent, now)
+        self._update_costs(sent, now)
         if isinstance(sent.action, Chunk):
             return []
         if isinstance(sent.action, Admit):
@@ -541,39 +554,40 @@ class Engine:
             if values[0] == NO_TOKEN:
                 return [(handle, self._not_finite(handle, "target", self.target, (), ()))]
             tokens = (int(values[0]),)
-            said = _logprobs(LogProbs.unpack(values[None, 1:]), tokens, handle.request.logprobs)
-            return [(handle, self._chunk(handle, tokens, now, (), said))]
+            logprobs = _logprobs(LogProbs.unpack(values[None, 1:]), tokens, handle.request.logprobs)
+            return [(handle, self._chunk(handle, tokens, now, (), logprobs))]
         assert values is not None
-        return self._hand_out(StepOutput.unpack(values, sent.num_drafts), sent, now)
+        return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
-    def _hand_out(self, output: StepOutput, sent: _InFlight, now: float) -> list[tuple[Handle, TokenChunk]]:
+    def _read_steps(self, output: StepOutput, sent: _InFlight, now: float) -> list[tuple[Handle, TokenChunk]]:
+        """Make a chunk of the steps of each slot."""
         found = []
         for slot, handle in enumerate(sent.held):
             if handle is None or handle not in self._alive:
                 continue
             token_ids: list[int] = []
-            said: list[TokenLogprobs] = []
+            logprobs: list[TokenLogprobs] = []
             records: list[StepRecord] = []
-            wrong: tuple[str, object] | None = None
+            not_finite: tuple[str, object] | None = None  # which model
             for index in np.flatnonzero(output.num_accepted[:, slot] >= 0).tolist():
                 accepted, verified = int(output.num_accepted[index, slot]), int(output.num_verified[index, slot])
                 tokens = output.token_ids[index, slot].tolist()
                 drafts = tuple(output.draft_token_ids[index, slot, :verified].tolist())
                 emitted = tokens[: int(output.count[index, slot])]
                 if NO_TOKEN in emitted or NO_TOKEN in drafts:
-                    wrong = ("target", self.target) if NO_TOKEN in emitted else ("drafter", self.drafter)
+                    not_finite = ("target", self.target) if NO_TOKEN in emitted else ("drafter", self.drafter)
                     token_ids += tokens[:accepted]
                     break
                 records.append(StepRecord(handle.length, drafts, accepted, tokens[accepted]))
                 token_ids += emitted
                 if output.log_probs is not None:
-                    said += _logprobs(output.log_probs.at(index, slot), emitted, handle.request.logprobs)
+                    logprobs += _logprobs(output.log_probs.at(index, slot), emitted, handle.request.logprobs)
                 handle.length += accepted + 1
                 handle.paused |= bool(output.paused[index, slot])
-            if wrong is not None:
-                found.append((handle, self._not_finite(handle, *wrong, tuple(token_ids), tuple(records))))
+            if not_finite is not None:
+                found.append((handle, self._not_finite(handle, *not_finite, tuple(token_ids), tuple(records))))
             elif records:
-                found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records), said)))
+                found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records), logprobs)))
         return found
 
     def _not_finite(
@@ -584,18 +598,20 @@ class Engine:
         token_ids: tuple[int, ...],
         records: tuple[StepRecord, ...],
     ) -> TokenChunk:
-        """End a request for which a model's outputs are not finite after these tokens, which are its last; a diagnostic
-        pass says where."""
-        known = [*handle.request.prompt_ids, *handle.known, *token_ids]
-        said = (
-            f"the {part}'s logits for token {len(known) - len(handle.request.prompt_ids)} of the answer to "
+        """End a request whose logits are not finite; return its last chunk, of these tokens.
+
+        A diagnostic pass over the tokens names the first output of the model that is not finite.
+        """
+        tokens = [*handle.request.prompt_ids, *handle.output_ids, *token_ids]
+        seen = (
+            f"the {part}'s logits for token {len(tokens) - len(handle.request.prompt_ids)} of the answer to "
             f"{handle.request.name} are not finite"
         )
         if isinstance(model, Explains):
-            where = model.first_not_finite(known)
-            said += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
+            where = model.first_not_finite(tokens)
+            seen += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
-        handle.error = InputError(f"{said}; {todo}")
+        handle.error = InputError(f"{seen}; {todo}")
         self._end(handle, "error")
         return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
 
@@ -607,12 +623,12 @@ class Engine:
         records: tuple[StepRecord, ...],
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> TokenChunk:
-        """The chunk of these tokens; the request ends if they end it."""
-        handle.known += token_ids
+        """Make the chunk of these tokens; end the request after a stop token or at its budget."""
+        handle.output_ids += token_ids
         reason: FinishReason | None = None
         if token_ids and token_ids[-1] in handle.stop_token_ids:
             reason = "stop"
-        elif len(handle.known) >= handle.request.max_new_tokens:
+        elif len(handle.output_ids) >= handle.request.max_new_tokens:
             reason = "length"
         if reason is not None:
             handle.finished = reason
@@ -621,16 +637,16 @@ class Engine:
         return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs))
 
     def _end(self, handle: Handle, reason: FinishReason) -> None:
-        """End a request from outside; its slot is frozen before the next dispatch."""
+        """End a request before its last token; its slot is frozen before the next dispatch."""
         self._alive.discard(handle)
         slot = self._scheduler.remove(handle)
         if slot is not None:
             self._to_freeze.add(slot)
         handle.inbox.append(TokenChunk(handle.request, (), time.perf_counter(), (), reason))
-        handle.finished = reason  # behind the chunk: a reader that sees it finds the chunk
+        handle.finished = reason  # after the chunk: a reader that sees `finished` finds the chunk
 
-    def _see(self, sent: _InFlight, now: float) -> None:
-        """Learn what chunks and steps take, from when the device was done with the dispatch before."""
+    def _update_costs(self, sent: _InFlight, now: float) -> None:
+        """Record the time of a chunk or a step, since the end of the previous dispatch."""
         begun_s = max(sent.sent_s, self._last_read_s or 0.0)
         self._last_read_s = now
         self.times.busy_s += now - begun_s
@@ -640,7 +656,7 @@ class Engine:
             self._costs = Costs(self._costs.chunk_s, (now - begun_s) / sent.action.count)
 
     def _see_gap(self, now: float) -> None:
-        """Count the time in which the device may have waited for the dispatch that is sent now."""
+        """Count the time in which the device may have waited for the dispatch sent now."""
         last = self._in_flight[-1] if self._in_flight else None
         if last is not None and not last.result.is_ready():  # type: ignore[attr-defined]
             return
@@ -655,7 +671,7 @@ class Engine:
 
 
 def _logprobs(found: LogProbs, token_ids: Sequence[int], num_best: int | None) -> list[TokenLogprobs]:
-    """What a request that wants so many of the likeliest is told of its tokens; nothing where it wants none."""
+    """Convert log-probabilities of tokens with the num_best likeliest each; None: no entries."""
     if num_best is None:
         return []
     chosen, best, ids = (np.asarray(leaf).tolist() for leaf in (found.chosen, found.best, found.best_ids))

@@ -1,11 +1,13 @@
-"""A prompt, chunk by chunk, in a lane of its own: batch 1, one fixed chunk length, the same cached attention as a step.
+"""Prefill a prompt chunk by chunk in its own lane: batch 1, chunks of one length.
+
+A chunk runs through the same cached attention as a step.
 
     chunk 0         | t0 t1 t2 t3 |                 positions 0 1 2 3
     chunk 1 (last)                | t4 t5 .. .. |   positions 4 5 -1 -1: padding is never written
 
-The drafter's row p pairs token p + 1 with aux_hidden[p]. So a chunk brings it the rows one position behind its own: the
-first of them with the aux_hidden that the chunk before left in the Prefix. Cutting a prompt anywhere gives the same
-caches, on native kernels bit for bit.
+The drafter's row p pairs token p + 1 with aux_hidden[p]. So the chunk of tokens b..e gives the drafter rows b-1..e-1;
+the aux_hidden of row b-1 was computed by the previous chunk and is kept in the Prefix. The caches do not depend on
+where the prompt is cut, on native kernels bit for bit.
 """
 
 import dataclasses
@@ -19,7 +21,10 @@ from peagle.protocols import Drafter, Target
 
 
 def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, chunk: int) -> Prefix:
-    """A Prefix of no tokens, with room for `capacity` positions and for a chunk that is written before it attends."""
+    """Make a Prefix of no tokens, with room for `capacity` positions.
+
+    Sliding layers have room for a whole chunk besides, since a chunk is written before it attends.
+    """
     cache = target.init_cache(1, capacity, chunk)
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     aux = jax.eval_shape(target.extend, one, one, cache)[0].aux_hidden
@@ -30,15 +35,15 @@ def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, chunk: 
 def extend(
     target: Target, drafter: Drafter | None, prefix: Prefix, token_ids: Int[Array, "1 T"], count: Int[Array, ""]
 ) -> tuple[Prefix, Float[Array, "1 1 V"]]:
-    """(the Prefix with the first `count` >= 1 of these tokens behind it, the logits that follow the last of them)."""
+    """Append the first `count` >= 1 tokens; return (the Prefix, the logits that follow the last)."""
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(place < count, prefix.length[:, None] + place, -1)
     last = (count - 1).reshape(1, 1)
     output, cache = target.extend(token_ids, positions, prefix.target_cache, last)
     drafter_state = prefix.drafter_state
     if drafter is not None:
-        behind = jnp.concatenate([prefix.aux_hidden[:, None], output.aux_hidden[:, :-1]], axis=1)
-        drafter_state = drafter.absorb(drafter_state, token_ids, behind, jnp.maximum(positions - 1, -1))
+        shifted = jnp.concatenate([prefix.aux_hidden[:, None], output.aux_hidden[:, :-1]], axis=1)
+        drafter_state = drafter.absorb(drafter_state, token_ids, shifted, jnp.maximum(positions - 1, -1))
     aux_hidden = jnp.take_along_axis(output.aux_hidden, last[:, :, None], axis=1)[:, 0]
     after = dataclasses.replace(
         prefix,

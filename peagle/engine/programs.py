@@ -1,8 +1,8 @@
-"""What the engine compiles, and how it is sent off: a prefill chunk, an insertion, steps, the drafter's catching up.
+"""Compile and dispatch the engine's programs: prefill chunk, insertion, steps, `absorb`.
 
-Every program takes lists of leaves: given the trees themselves, JAX would walk through all of them in Python at every
-dispatch, which takes as long as a step of a small model. The state's and the lane's leaves are donated. No program
-depends on what a request asks for, but for whether some active row is sampled.
+Every program takes lists of leaves: given the trees themselves, JAX would flatten them in Python at every dispatch,
+which takes as long as a step of a small model. The state's and the lane's leaves are donated. No program depends on a
+request's parameters, except that steps have greedy, sampled and full variants.
 """
 
 import collections
@@ -27,17 +27,20 @@ _traces: collections.Counter[str] = collections.Counter()
 
 
 def trace_counts() -> dict[str, int]:
-    """Programs traced so far in this process, by what they do."""
+    """Count the programs traced so far in this process, by name."""
     return dict(_traces)
 
 
 class Programs:
-    """The programs of one target, drafter and shape. Programs of equal models and shapes are shared by all engines."""
+    """The programs of one target, drafter and shape.
+
+    Engines of equal models and shapes share compiled programs.
+    """
 
     def __init__(
         self, target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int, chunk: int, most: int
     ) -> None:
-        """num_drafts: the most a step drafts. chunk: tokens of a prefill chunk. most: steps of a dispatch."""
+        """num_drafts: most drafts of a step. chunk: its tokens. most: most steps of a dispatch."""
         self._target, self._drafter = target, drafter
         self._slots, self._capacity, self._num_drafts = slots, capacity, num_drafts
         self.chunk_length, self.most_steps = chunk, most
@@ -45,12 +48,12 @@ class Programs:
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
 
     def shapes(self) -> tuple[DecodeState, Prefix]:
-        """The state and the lane, as shapes."""
+        """Return the shapes of the state and the lane."""
         found: tuple[DecodeState, Prefix] = jax.eval_shape(self._init)
         return found
 
     def init(self) -> tuple[DecodeState, Prefix]:
-        """An empty state and an empty lane."""
+        """Make an empty state and an empty lane."""
         made: tuple[DecodeState, Prefix] = jax.jit(self._init)()
         return made
 
@@ -59,7 +62,7 @@ class Programs:
         return state, prefill.empty_prefix(self._target, self._drafter, self._capacity, self.chunk_length)
 
     def extend(self, lane: Prefix, begin: int, token_ids: Sequence[int]) -> tuple[Prefix, jax.Array]:
-        """(the lane with these tokens at positions begin.., the logits that follow)."""
+        """Prefill a chunk at positions begin..; return (the lane, the logits that follow)."""
         padded = np.zeros((1, self.chunk_length), np.int32)
         padded[0, : len(token_ids)] = token_ids
         lane = dataclasses.replace(lane, length=np.asarray([begin], np.int32))  # type: ignore[arg-type]  # NumPy's, too
@@ -71,22 +74,25 @@ class Programs:
     def admit(
         self, state: DecodeState, lane: Prefix, logits: jax.Array, slot: int, params: SlotParams
     ) -> tuple[DecodeState, jax.Array]:
-        """(the state with the lane's prompt in a slot, its first token and the log-probabilities there, packed and on
-        their way to the host)."""
+        """Insert the lane's prompt into a slot; return (the state, the first token).
+
+        The token is packed with its log-probabilities, and its copy to the host is started.
+        """
         leaves, tree = jax.tree.flatten(state)
         lane_leaves, lane_tree = jax.tree.flatten(lane)
-        asked, asked_tree = jax.tree.flatten(params)
-        program = _admit(tree, lane_tree, asked_tree)
-        after, token = program(leaves, lane_leaves, logits, np.int32(slot), asked)
+        param_leaves, params_tree = jax.tree.flatten(params)
+        program = _admit(tree, lane_tree, params_tree)
+        after, token = program(leaves, lane_leaves, logits, np.int32(slot), param_leaves)
         token.copy_to_host_async()
         return jax.tree.unflatten(tree, after), token
 
     def steps(
         self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind, lean: bool = False
     ) -> tuple[DecodeState, jax.Array]:
-        """(the state so many steps on, their packed outputs, on their way to the host). Waits for neither.
+        """Dispatch `count` steps; return (the state, their packed outputs).
 
-        lean: plain steps of rows that all draft no more, so nothing is kept for the drafter.
+        Starts the copy of the outputs to the host and waits for nothing. lean: plain steps of rows that all draft no
+        more, so nothing is kept for the drafter.
         """
         program, operands, tree = self.prepared_steps(state, widths, cost, count, kind, lean)
         after, outputs = program(*operands)
@@ -101,8 +107,10 @@ class Programs:
     def prepared_steps(
         self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind, lean: bool = False
     ) -> tuple[Any, list[Any], Any]:
-        """(the program of a dispatch of steps, its operands, the tree of its state). Every leaf takes the host its
-        time, and plain steps need none of the drafter's."""
+        """Return (the program of a dispatch of steps, its operands, the tree of its state).
+
+        Plain steps take no leaves of the drafter, since every leaf costs the host time.
+        """
         models, model_tree = self._models, self._tree
         if kind.num_drafts == 0:
             models, model_tree = self._plain_models, self._plain_tree
@@ -117,7 +125,7 @@ class Programs:
     def propose_and_verify(
         self, state: DecodeState, widths: np.ndarray, kind: StepKind
     ) -> tuple[DecodeState, Verified]:
-        """(the state, and what was proposed and verified): the first half of a step, for rows that the host masks."""
+        """Dispatch the first half of a step, for rows whose masks the host fills in."""
         leaves, tree = jax.tree.flatten(state)
         after, verified = _first_half(self._tree, tree, kind)(self._models, leaves, widths)
         verified.draft_token_ids.copy_to_host_async()
@@ -126,20 +134,23 @@ class Programs:
     def accept_and_commit(
         self, state: DecodeState, verified: Verified, cost: float, masks: np.ndarray, kind: StepKind
     ) -> tuple[DecodeState, jax.Array]:
-        """(the state one step on, its packed output [1, B, W]): the second half. masks: uint32 [B, K+1, W]."""
+        """Dispatch the second half of a step; return (the state, its packed output [1, B, W]).
+
+        masks: uint32 [B, K+1, W] (peagle.engine.adjust).
+        """
         leaves, tree = jax.tree.flatten(state)
         after, outputs = _second_half(tree, kind)(leaves, verified, np.float32(cost), masks)
         outputs.copy_to_host_async()
         return jax.tree.unflatten(tree, after), outputs
 
     def absorb(self, state: DecodeState) -> DecodeState:
-        """The state whose drafter has seen all but one row of each slot."""
+        """Let the drafter absorb all of its input but the last row of each slot."""
         leaves, tree = jax.tree.flatten(state)
         after: DecodeState = jax.tree.unflatten(tree, _absorb(self._tree, tree)(self._models, leaves))
         return after
 
     def evict(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
-        """The state with these slots frozen."""
+        """Freeze slots. slots: bool [B]."""
         return dataclasses.replace(state, done=_evict(state.done, slots))
 
 
@@ -157,17 +168,17 @@ def _extend(models: Any, lane: Any) -> Any:
 
 
 @functools.cache
-def _admit(state: Any, lane: Any, asked: Any) -> Any:
+def _admit(state: Any, lane: Any, params_tree: Any) -> Any:
     def _insert(
         leaves: list[jax.Array],
         lane_leaves: list[jax.Array],
         logits: jax.Array,
         slot: jax.Array,
-        asked_leaves: list[jax.Array],
+        param_leaves: list[jax.Array],
     ) -> tuple[list[jax.Array], jax.Array]:
         _traces["insert"] += 1
         prefix: Prefix = jax.tree.unflatten(lane, lane_leaves)
-        params: SlotParams = jax.tree.unflatten(asked, asked_leaves)
+        params: SlotParams = jax.tree.unflatten(params_tree, param_leaves)
         random = uniforms(params.sampling, prefix.length[:, None])[..., TARGET]
         no_drafts = jnp.zeros((1, 0), jnp.int32)
 
@@ -182,8 +193,8 @@ def _admit(state: Any, lane: Any, asked: Any) -> Any:
 
         token, packed = jax.lax.cond(params.full[0], fully, plainly)
         after = insert(jax.tree.unflatten(state, leaves), prefix, token[:, 0], slot, params)
-        said = jnp.concatenate([token[0], packed[0, 0]])
-        return jax.tree.leaves(after), _counted_as_long(said, prefix.length[0])  # the token may be NO_TOKEN
+        result = jnp.concatenate([token[0], packed[0, 0]])
+        return jax.tree.leaves(after), _counted_as_long(result, prefix.length[0])  # the token may be negative: NO_TOKEN
 
     return jax.jit(_insert, donate_argnums=0)
 
@@ -203,7 +214,7 @@ def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
         after, outputs = steps(target, drafter, before, widths, cost, limit, kind, most)
         return jax.tree.leaves(after), _counted_as_long(outputs, outputs[0, 0, 0])
 
-    # what the profiler calls it
+    # the profiler's name of it (peagle.measure.profile)
     _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full else "_sampled" if kind.sampled else "")
     return jax.jit(_run, donate_argnums=1)
 
@@ -249,11 +260,12 @@ _evict: Callable[[jax.Array, np.ndarray], jax.Array] = jax.jit(jnp.logical_or)
 
 
 def _counted_as_long(result: jax.Array, count: jax.Array) -> jax.Array:
-    """The same result, of a program that is dispatched and not waited for. `count` is a number that is not negative.
+    """Return `result`, and make XLA on CPU dispatch the program asynchronously.
 
-    XLA on CPU runs a program inside the call that dispatches it if it counts fewer than 1000 operations in it
-    (cheap_computation_ in its PjRt CPU client), and in compiled kernels it counts none. So here are some for it to
-    count, in a branch that is never taken.
+    `count` must not be negative.
+
+    XLA on CPU runs a program inside the dispatching call if it counts fewer than 1000 operations (cheap_computation_ in
+    its PjRt CPU client), and it counts none in compiled kernels. So this adds some, in a branch that is never taken.
     """
     if not native.available():
         return result

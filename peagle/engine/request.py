@@ -1,4 +1,4 @@
-"""What a person asks of the engine, and what comes back."""
+"""Requests, and the chunks, steps and log-probabilities that the engine returns for them."""
 
 import itertools
 from dataclasses import dataclass
@@ -6,37 +6,37 @@ from typing import Literal
 
 from peagle.ops.errors import InputError
 
-MOST_STOP_TOKENS = 16  # places for stop tokens in each slot
-MOST_BIASES = 300  # places for biased tokens in each slot, as many as OpenAI's interface takes
-MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens, as many as OpenAI's interface gives
+MOST_STOP_TOKENS = 16  # of each slot
+MOST_BIASES = 300  # biased tokens of each slot; the limit of OpenAI's API
+MOST_LOGPROBS = 20  # log-probabilities of the likeliest tokens; the limit of OpenAI's API
 MOST_STOP_STRINGS, LONGEST_STOP_STRING = 64, 1024  # the length in characters
 LARGEST_SEED = 2**31 - 1
 GREEDY_BELOW = 1e-5  # the temperature; above it, logits that differ in float32's last place at 10 differ by 0.1
 HOTTEST = 1e30  # the temperature: float32 holds it and its reciprocal, by which XLA multiplies
-LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's interface
+LARGEST_PENALTY = 2.0  # presence and frequency, as in OpenAI's API
 LARGEST_BIAS = 1e9
 DRAFTS_ARE_GREEDY = (
     f"draft sampling needs a temperature of {GREEDY_BELOW:g} or more, below which decoding is greedy; give "
     "--temperature or leave it out"
 )
 
-DEFAULT_CHUNK = 128  # tokens of a prompt that go through the target together
-MAX_NUM_DRAFTS = 128  # a pass over more rows is a prefill: no acceptance pays for it
+DEFAULT_CHUNK = 128  # prompt tokens of one prefill pass
+MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]
 
 
 def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling: bool) -> None:
-    """Raise InputError for rates of synthetic acceptance that cannot be, or are fewer than a step's drafts."""
+    """Raise InputError for rates of synthetic acceptance that are impossible or too few."""
     if rates is None:
         return
     if any(not 0 <= after <= before for before, after in itertools.pairwise((1.0, *rates))):
         raise InputError(
-            f"synthetic acceptance is {list(rates)}; expected rates between 0 and 1 that never rise: each is "
+            f"synthetic acceptance is {list(rates)}; expected rates between 0 and 1 that never rise: each is a share "
             "of all steps, not of those that accepted the draft before"
         )
     if draft_sampling:
-        raise InputError("synthetic acceptance takes no account of the drafts; leave out --draft-sampling")
+        raise InputError("synthetic acceptance ignores the drafts; leave out --draft-sampling")
     if len(rates) < num_drafts:
         raise InputError(
             f"synthetic acceptance has {len(rates)} rates for K = {num_drafts}; expected one for each draft"
@@ -50,25 +50,27 @@ def check_stop_strings(stop: tuple[str, ...]) -> None:
     for number, text in enumerate(stop, 1):
         which = f"stop string {number} of {len(stop)}"
         if not text:
-            raise InputError(f"{which} is empty, which every text holds; expected a character or more: leave it out")
+            raise InputError(f"{which} is empty; expected a character or more: leave it out")
         if len(text) > LONGEST_STOP_STRING:
             raise InputError(
-                f"{which} has {len(text)} characters; expected at most {LONGEST_STOP_STRING}: its beginning will do"
+                f"{which} has {len(text)} characters; expected at most {LONGEST_STOP_STRING}: give only its beginning"
             )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise InputError(f"{which} is not valid Unicode text, so no answer holds it; expected UTF-8") from None
+            raise InputError(f"{which} is not valid Unicode text; expected UTF-8") from None
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's logits become tokens. A temperature below GREEDY_BELOW is greedy; top_k 0, top_p 1, min_p 0,
-    penalties 0 (repetition_penalty 1) and min_tokens 0 are off.
+    """Sampling of one request.
 
-    Order: min_tokens, biases and penalties (peagle.engine.adjust), then temperature, top-k, top-p, min-p, on the
-    target's side, before anything is compared with a draft. Random numbers are a function of (seed, the request's
-    index, position) alone: never of neighbours, slot or time. min_tokens: stop tokens may not come before so many.
+    A temperature below GREEDY_BELOW is greedy; top_k 0, top_p 1, min_p 0, penalties 0 (repetition_penalty 1) and
+    min_tokens 0 are off. min_tokens: no stop token is emitted before that many tokens.
+
+    Order: min_tokens, biases and penalties (peagle.engine.adjust), then temperature, top-k, top-p, min-p; all of them
+    on the target's logits, before acceptance. Random numbers depend only on (seed, the request's index, position):
+    never on other requests, slot or time.
     """
 
     temperature: float = 0.0
@@ -79,14 +81,12 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= HOTTEST:
-            raise InputError(
-                f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g} (all alike)"
-            )
+            raise InputError(f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g}")
         if not 0 <= self.top_k < 2**31:
             raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more")
         if not 0 < self.top_p <= 1:
@@ -98,9 +98,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not -LARGEST_PENALTY <= value <= LARGEST_PENALTY:
-                said = name.replace("_", " ")
                 raise InputError(
-                    f"{said} is {value}; expected a number from {-LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}"
+                    f"{name.replace('_', ' ')} is {value}; expected a number from {-LARGEST_PENALTY:g} to "
+                    f"{LARGEST_PENALTY:g}"
                 )
         if not 0 < self.repetition_penalty <= HOTTEST:
             raise InputError(f"repetition penalty is {self.repetition_penalty}; expected a number above 0 (1 is off)")
@@ -119,7 +119,7 @@ class SamplingParams:
 
     @property
     def adjusts(self) -> bool:
-        """Whether the target's logits are changed before anything else."""
+        """Whether `peagle.engine.adjust` changes the target's logits."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -135,13 +135,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to go on with.
+    """A prompt to continue.
 
-    stop_token_ids None: those of the engine. logprobs: how many of the likeliest tokens to name beside each emitted
-    one, with their log-probabilities; None: no log-probabilities at all. `index` tells apart requests that share a
-    seed, as the prompts of a file or several answers to one; it is no key of the engine's. `name` is how messages call
-    the prompt. `stop` are strings before which the answer's text ends. They are applied above the engine, which works
-    on tokens only (peagle.result.Assembler).
+    stop_token_ids None: those of the engine. logprobs: how many of the likeliest tokens to return with each emitted
+    one, with their log-probabilities; None: no log-probabilities. `index` distinguishes requests of the same seed, such
+    as the prompts of a file or several answers to one; requests in an engine may share one. `name` is the prompt's name
+    in messages. `stop`: the answer's text ends before the first of these strings; peagle.result.Assembler applies
+    them, since the engine works on tokens only.
     """
 
     prompt_ids: tuple[int, ...]
@@ -157,60 +157,61 @@ class Request:
         if not self.prompt_ids:
             raise InputError(f"{self.name} is empty; expected at least one token")
         if self.max_new_tokens < 1:
-            raise InputError(f"{self.max_new_tokens} new tokens asked for; expected 1 or more")
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more")
         if not 0 <= self.index <= LARGEST_SEED:
             raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_SEED}")
         if self.stop_token_ids is not None and len(self.stop_token_ids) > MOST_STOP_TOKENS:
             raise InputError(f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise InputError(f"{self.logprobs} log-probabilities are asked for; expected 0..{MOST_LOGPROBS}")
+            raise InputError(f"logprobs is {self.logprobs}; expected 0..{MOST_LOGPROBS}")
         check_stop_strings(self.stop)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InputError for token ids that no vocabulary of so many has."""
-        for what, ids in (
+        """Raise InputError for token ids outside a vocabulary of this size."""
+        for source, ids in (
             (f"{self.name} holds", self.prompt_ids),
             ("logit bias names", tuple(token for token, _ in self.sampling.logit_bias)),
         ):
             if outside := [each for each in ids if not 0 <= each < vocab_size]:
                 raise InputError(
-                    f"{what} token id {outside[0]}, outside the target's vocabulary; expected 0..{vocab_size - 1}"
+                    f"{source} token id {outside[0]}, outside the target's vocabulary; expected 0..{vocab_size - 1}"
                 )
 
     @property
     def full(self) -> bool:
-        """Whether steps adjust this request's logits or say log-probabilities: what `StepKind.full` is for."""
+        """Whether steps adjust this request's logits or return log-probabilities: `StepKind.full`."""
         return self.sampling.adjusts or self.logprobs is not None
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step decided for a request, before a stop token or the budget cut it. `length` is that before the step:
-    prompt + emitted - 1."""
+    """The outcome of one step for one request, before a stop token or the budget cut it."""
 
-    length: int
-    draft_token_ids: tuple[int, ...]  # those that were verified: none in a plain step
+    length: int  # before the step: prompt + emitted - 1
+    draft_token_ids: tuple[int, ...]  # the verified ones: none in a plain step
     num_accepted: int
     next_token: int
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One emitted token: the log of its probability (log-softmax of the target's logits, before adjustments,
-    temperature and truncation), and the likeliest tokens there with theirs, best first."""
+    """Log-probabilities of one emitted token and of the likeliest tokens at its position.
+
+    They are the log-softmax of the target's logits, before adjustments, temperature and truncation.
+    """
 
     token_id: int
     logprob: float
-    best: tuple[tuple[int, float], ...]
+    best: tuple[tuple[int, float], ...]  # (token id, log-probability), best first
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """What one dispatch gave one request, as soon as the host knows it.
+    """Tokens that one dispatch emitted for one request.
 
-    `steps` is empty in the chunk of the first token, which prefill gives. `logprobs` has an entry for each token if the
-    request asks for them. The last chunk of a request has a finish_reason. `time_s` is a reading of
-    time.perf_counter().
+    `steps` is empty in the chunk of the first token, which comes from prefill. `logprobs` has an entry for each token
+    if the request sets logprobs. The last chunk of a request has a finish_reason. `time_s` is a reading of
+    time.perf_counter() on arrival at the host.
     """
 
     request: Request

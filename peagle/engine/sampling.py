@@ -1,4 +1,4 @@
-"""Logits to probabilities to tokens, per row. Both sides of the acceptance ratio use it."""
+"""Turn logits into probabilities and tokens, per row, for both sides of the acceptance ratio."""
 
 import flax.struct
 import jax
@@ -12,7 +12,7 @@ from peagle.ops.likeliest import NO_TOKEN, argmax
 
 @flax.struct.dataclass
 class RowSampling:
-    """What each row's request asks for (peagle.engine.request.SamplingParams), as arrays led by the row."""
+    """Sampling of each row (peagle.engine.request.SamplingParams); the row is the leading axis."""
 
     temperature: jax.Array  # [B] float32; below GREEDY_BELOW: greedy
     top_k: jax.Array  # [B] int32; 0: all
@@ -27,21 +27,21 @@ class RowSampling:
 
 
 def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float[Array, "B T V"]:
-    """Compute the distribution tokens are drawn from, float32: temperature, top-k, top-p, min-p, renormalised; of a
-    greedy row a point mass on its argmax.
+    """Compute the float32 distribution from which tokens are drawn.
 
-    top-k keeps every logit not below the k-th largest; top-p keeps the smallest set of most likely tokens whose mass
-    reaches top_p, and what ties with its last member; min-p drops what is less likely than min_p times the likeliest.
-    Finite logits, and -inf beside them, give finite probabilities that sum to 1; if a logit is NaN, or the largest is
-    infinite, no token has any.
+    Temperature, top-k, top-p, min-p, renormalised; a greedy row has a point mass on its argmax. top-k keeps every logit
+    not below the k-th largest. top-p keeps the smallest set of most likely tokens with mass top_p or more, and ties
+    with its last member. min-p drops tokens less likely than min_p times the likeliest. Logits that are finite or -inf
+    give finite probabilities that sum to 1; if a logit is NaN, or the largest is infinite, no token has a probability
+    above 0.
     """
 
     def of(values: jax.Array) -> jax.Array:
         return values[:, None, None]
 
     logits = logits.astype(jnp.float32)
-    # the largest becomes exactly 0 before anything is scaled: a scaled one is rounded, and what is left of a difference
-    # of two such is that rounding, times 1 / temperature
+    # subtract the largest logit before scaling: a difference of scaled logits would hold their rounding errors, which
+    # grow with 1 / temperature
     peak = jnp.max(logits, axis=-1, keepdims=True)
     scaled = (logits - peak) / of(jnp.maximum(sampling.temperature, GREEDY_BELOW))
     vocab_size = logits.shape[-1]
@@ -60,7 +60,7 @@ def probabilities(logits: Float[Array, "B T V"], sampling: RowSampling) -> Float
         lambda scaled: scaled,
         scaled,
     )
-    # the likeliest stands at 0, always kept; log(0) = -inf drops nothing
+    # the largest logit is 0 and is always kept; log(0) = -inf drops nothing
     scaled = jnp.where(scaled < of(jnp.log(sampling.min_p)), -jnp.inf, scaled)
     point = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == argmax(logits)[..., None]
     return jnp.where(of(sampling.greedy), point.astype(jnp.float32), jax.nn.softmax(scaled, axis=-1))
@@ -72,12 +72,11 @@ def _cut(
     enough: Float[Array, "B 1 1"],
     limited: Bool[Array, "B 1 1"],
 ) -> Float[Array, "B T V"]:
-    """Keep the logits of the fewest most likely tokens whose weights reach `enough`, and of those that tie with the
-    last of them; the others become -inf. In rows that are not limited all stay. The largest logit is 0, and always
-    stays, however little is enough.
+    """Keep the fewest most likely tokens whose weights sum to `enough`, and ties.
 
-    No sorting, which at 200 000 tokens takes longer than a pass of most targets: the lowest logit that stays is found
-    bit by bit, each of which takes one sum.
+    Set the others to -inf. Rows that are not limited keep all. The largest logit must be 0; it is kept whatever
+    `enough` is. No sorting, which at 200 000 tokens takes longer than a pass of most targets: the lowest kept logit is
+    found bit by bit, one sum each.
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)  # 0 and -0 are equal
     top = jnp.uint32(1 << 31)
@@ -90,19 +89,19 @@ def _cut(
         )
 
     lowest = jax.lax.fori_loop(jnp.int32(0), 32, find, jnp.zeros_like(order[..., :1]))
-    kept = order >= jnp.minimum(lowest, top)  # top is the place of 0
+    kept = order >= jnp.minimum(lowest, top)  # `top` is the order of 0
     return jnp.where(kept | ~limited, logits, -jnp.inf)
 
 
-BLOCK = 512  # weights that are summed up together
+BLOCK = 512  # weights in a block of `draw`
 
 
 def draw(weights: Float[Array, "... V"], uniform: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Draw the token whose interval of the cumulative weights holds uniform * total. Weights need not be normalised.
+    """Draw the token whose interval of the cumulative weights holds uniform * total.
 
-    uniform lies in [0, 1); a token of zero weight has an empty interval and is never drawn. NO_TOKEN where the total is
-    not above 0, NaN above all. The sums are those of blocks first, then those within the block that was hit: one
-    running sum over a large vocabulary is slow.
+    Weights need not be normalised; uniform lies in [0, 1). A token of zero weight has an empty interval and is never
+    drawn. Returns NO_TOKEN if the total is not above 0, or NaN. Finds the block first, then the token in it, since one
+    cumulative sum over a large vocabulary is slow.
     """
     *lead, vocab_size = weights.shape
     padded = jnp.pad(weights, [(0, 0)] * len(lead) + [(0, -vocab_size % BLOCK)])
@@ -118,20 +117,24 @@ def draw(weights: Float[Array, "... V"], uniform: Float[Array, "..."]) -> Int[Ar
 
 
 def _hit(weights: Float[Array, "... N"], ends: Float[Array, "... N"], point: Float[Array, "..."]) -> Int[Array, "..."]:
-    """The first place that weighs anything and ends beyond the point; the last such, where rounding has put the point
-    behind them all."""
+    """Find the first index with weight above 0 whose end lies above the point.
+
+    If rounding put the point beyond all ends, the last index with weight above 0.
+    """
     index = jax.lax.broadcasted_iota(jnp.int32, weights.shape, weights.ndim - 1)
-    place = jnp.sum(ends <= point[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
+    least = jnp.sum(ends <= point[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
     some = weights > 0
-    first = jnp.min(jnp.where(some & (index >= place), index, weights.shape[-1]), axis=-1)
+    first = jnp.min(jnp.where(some & (index >= least), index, weights.shape[-1]), axis=-1)
     return jnp.minimum(first, jnp.max(jnp.where(some, index, 0), axis=-1))
 
 
 def choose(
     logits: Float[Array, "B T V"], sampling: RowSampling, uniform: Float[Array, "B T"] | None
 ) -> Int[Array, "B T"]:
-    """Choose the token plain decoding takes: the argmax, or a draw with the given uniform numbers. uniform None: all
-    rows are greedy. NO_TOKEN where a logit is NaN, or the largest is not finite."""
+    """Choose the token plain decoding emits: the argmax, or a draw by the uniform numbers.
+
+    uniform None: all rows are greedy. Returns NO_TOKEN if a logit is NaN, or the largest is not finite.
+    """
     if uniform is None:
         return argmax(logits)
     return jnp.where(sampling.greedy[:, None], argmax(logits), draw(probabilities(logits, sampling), uniform))
@@ -139,52 +142,54 @@ def choose(
 
 @flax.struct.dataclass
 class LogProbs:
-    """Log-probabilities of tokens, and the likeliest beside them, best first; N = MOST_LOGPROBS or the vocabulary."""
+    """Log-probabilities of chosen tokens, and of the N likeliest, best first.
+
+    N = MOST_LOGPROBS, or the vocabulary size if that is smaller.
+    """
 
     chosen: jax.Array  # [B, T] float32
     best: jax.Array  # [B, T, N] float32
     best_ids: jax.Array  # [B, T, N] int32
 
     def at(self, *index: int) -> "LogProbs":
-        """Those of one place of the leading axes."""
+        """Index the leading axes."""
         return LogProbs(self.chosen[index], self.best[index], self.best_ids[index])
 
     @staticmethod
     def packed_width(vocab_size: int) -> int:
-        """Integers that `pack` makes of each token: 1 + 2 N."""
+        """Return the number of integers that `pack` makes of each token: 1 + 2 N."""
         return 1 + 2 * min(MOST_LOGPROBS, vocab_size)
 
     def pack(self) -> Int[Array, "B T W"]:
-        """Put all of it into one array of integers; the floats keep their bits."""
+        """Pack into one array of integers; floats keep their bits."""
         reals = jnp.concatenate([self.chosen[..., None], self.best], axis=-1)
         return jnp.concatenate([jax.lax.bitcast_convert_type(reals, jnp.int32), self.best_ids], axis=-1)
 
     @classmethod
     def unpack(cls, packed: np.ndarray) -> "LogProbs":
-        """Take apart what was packed."""
+        """Undo `pack`."""
         num = (packed.shape[-1] - 1) // 2
         reals = np.ascontiguousarray(packed[..., : num + 1]).view(np.float32)
         return cls(reals[..., 0], reals[..., 1:], packed[..., num + 1 :])  # type: ignore[arg-type]  # NumPy's, too
 
 
 def log_probs(logits: Float[Array, "B T V"], token_ids: Int[Array, "B T"]) -> LogProbs:
-    """Compute the log-probabilities of these tokens and of the likeliest, by the logits alone."""
+    """Compute the log-probabilities of these tokens and of the likeliest."""
     all_of = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(all_of, jnp.maximum(token_ids, 0)[..., None], axis=-1)[..., 0]
     best, best_ids = jax.lax.top_k(all_of, min(MOST_LOGPROBS, logits.shape[-1]))
     return LogProbs(chosen, best, best_ids)
 
 
-# The purposes a position needs random numbers for, as the last axis of `uniforms`.
+# The uses of a position's random numbers: the last axis of `uniforms`.
 TARGET, ACCEPT, DRAFT = 0, 1, 2
 
 
 def uniforms(sampling: RowSampling, index: Int[Array, "B T"]) -> Float[Array, "B T 3"]:
-    """Uniform numbers in [0, 1) that depend on (seed, the request's index, the token's) alone.
+    """Make uniform numbers in [0, 1) that depend only on (seed, request index, token index).
 
-    So a row's randomness does not depend on its neighbours, its slot, K, or how a step happened to end. Numbers of an
-    index that a step drafted and did not reach are used again for the same index by the next step: nothing that was
-    emitted depended on them.
+    So a row's randomness does not depend on other rows, its slot, K, or the length of steps. If a step drafts a token
+    index and does not reach it, the next step uses the same numbers again: no emitted token depended on them.
     """
 
     def one(seed: jax.Array, request: jax.Array, token_index: jax.Array) -> jax.Array:

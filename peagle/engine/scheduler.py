@@ -1,8 +1,10 @@
-"""Who waits, who has which slot, and what the device does next: a chunk of a prompt, or steps. Host only.
+"""Schedule requests: queue, slots, and the next dispatch, a prompt chunk or steps.
 
-No JAX and no clock: what things cost is passed in. First come, first served. One prompt at a time is in the lane; its
-chunks alternate with steps of the others, so that neither starves. A prompt whose chunks are done before a slot is free
-waits in the lane, and takes the first slot that is.
+Host only.
+
+No JAX and no clock: costs are arguments. First come, first served. One prompt at a time is in the lane; its chunks
+alternate with steps of the active slots, so that neither starves. A prompt that is prefilled before a slot is free
+waits in the lane and takes the first free slot.
 """
 
 import collections
@@ -10,17 +12,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-# of the time that a prompt's chunks take, the others get this share beside it: their steps between two chunks
-STEPS_SHARE = 0.5
-LONGEST_DISPATCH_S = 0.012  # of steps: many active rows take fewer, or their readers would wait for all of them
-WAITING_SHARE = 4  # while somebody waits for a slot, a dispatch has this many times fewer steps
+STEPS_SHARE = 0.5  # time of the steps between two chunks, over the time of a chunk
+LONGEST_DISPATCH_S = 0.012  # of steps: with many active rows a dispatch has fewer steps, so that tokens are not late
+WAITING_SHARE = 4  # while a request waits for a slot, divide the steps of a dispatch by this
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Chunk(Generic[Key]):
-    """Tokens begin..begin+count-1 of a prompt; `last`: the prompt is whole with them."""
+    """Prefill tokens begin..begin+count-1 of a prompt; `last`: they complete it."""
 
     key: Key
     begin: int
@@ -30,7 +31,7 @@ class Chunk(Generic[Key]):
 
 @dataclass(frozen=True)
 class Admit(Generic[Key]):
-    """The whole prompt in the lane goes into a slot."""
+    """Insert the prefilled prompt of the lane into a slot."""
 
     key: Key
     slot: int
@@ -38,14 +39,14 @@ class Admit(Generic[Key]):
 
 @dataclass(frozen=True)
 class Steps:
-    """At most so many steps of all slots."""
+    """Run at most `count` steps of all slots."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a chunk and of a step, as far as they were seen; 0: not yet."""
+    """Seconds of the latest chunk and of the latest step; 0: none was measured yet."""
 
     chunk_s: float = 0.0
     step_s: float = 0.0
@@ -60,7 +61,7 @@ class _Lane(Generic[Key]):
 
 @dataclass
 class Scheduler(Generic[Key]):
-    """The bookkeeping of an engine with so many slots."""
+    """The queue, the lane and the slots of an engine."""
 
     slots: int
     chunk: int
@@ -74,11 +75,11 @@ class Scheduler(Generic[Key]):
         self._held = [None] * self.slots
 
     def add(self, key: Key, prompt_length: int) -> None:
-        """Put a request behind those that wait."""
+        """Append a request to the queue."""
         self._waiting.append((key, prompt_length))
 
     def remove(self, key: Key) -> int | None:
-        """Forget a request wherever it is; returns the slot that is free with it, if it had one."""
+        """Remove a request from queue, lane or slot; return the slot it frees, if it had one."""
         if self._lane is not None and self._lane.key == key:
             self._lane = None
             return None
@@ -91,7 +92,7 @@ class Scheduler(Generic[Key]):
 
     @property
     def held(self) -> tuple[Key | None, ...]:
-        """The request in each slot."""
+        """Requests by slot."""
         return tuple(self._held)
 
     @property
@@ -100,20 +101,20 @@ class Scheduler(Generic[Key]):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no slot yet, the one in the lane among them."""
+        """Requests without a slot, the one in the lane included."""
         return len(self._waiting) + (self._lane is not None)
 
     def next(self, costs: Costs) -> Chunk[Key] | Admit[Key] | Steps | None:
-        """What to send to the device now, which counts as sent; None: nothing is left to do."""
+        """Choose the next dispatch and count it as sent; None: there is nothing to do."""
         if self._lane is None and self._waiting:
             self._lane = _Lane(*self._waiting.popleft())
         lane = self._lane
-        whole = lane is not None and lane.done == lane.length
-        if lane is not None and whole and None in self._held:
+        prefilled = lane is not None and lane.done == lane.length
+        if lane is not None and prefilled and None in self._held:
             slot = self._held.index(None)
             self._held[slot], self._lane = lane.key, None
             return Admit(lane.key, slot)
-        if lane is not None and not whole and not (self._steps_due and self.num_active):
+        if lane is not None and not prefilled and not (self._steps_due and self.num_active):
             begin, count = lane.done, min(self.chunk, lane.length - lane.done)
             lane.done += count
             self._steps_due = True
@@ -121,7 +122,7 @@ class Scheduler(Generic[Key]):
         self._steps_due = False
         if not self.num_active:
             return None
-        return Steps(self._num_steps(lane is not None and not whole, costs))
+        return Steps(self._num_steps(lane is not None and not prefilled, costs))
 
     def _num_steps(self, prefilling: bool, costs: Costs) -> int:
         most = float(self.steps_per_dispatch // (WAITING_SHARE if self.num_waiting and not prefilling else 1))

@@ -1,12 +1,12 @@
-"""What the device knows between two steps, and how a request enters and leaves.
+"""The decode state on the device between steps; insert and extract a request.
 
-EVERY leaf of the state is led by the slot axis. Invariants, per active slot, between steps:
+The slot is the leading axis of EVERY leaf. Invariants, per active slot, between steps:
 
     target_cache       holds exactly the prompt and all emitted tokens but the last: `length` of them
-    pending_token      is that last one: emitted, in no cache
-    drafter_state      lags by the tokens committed last, which drafter_input holds: rows first_position ..
-                       first_position + num - 1 = length - 1. No position is ever left out, but for rows whose credit
-                       is below 0, which draft no more
+    pending_token      the last emitted token; it is in no cache
+    drafter_state      lags by the tokens in drafter_input: rows first_position ..
+                       first_position + num - 1 = length - 1. No position is ever left out, except of rows whose credit
+                       is below 0: they draft no more
     remaining          tokens that may still be emitted
     credit             plain steps that drafting may still lose the row (peagle.engine.widths)
 
@@ -27,9 +27,9 @@ from peagle.ops.kv_cache import KVCache, copy_positions
 from peagle.ops.messages import Fresh
 from peagle.protocols import Drafter, PyTree, Target
 
-NO_STOP = -2  # in the places for stop tokens that a request does not use; no token, nor NO_TOKEN
+NO_STOP = -2  # fills unused stop token entries; neither a token nor NO_TOKEN
 NO_CREDIT = -1.0
-INPUT_ROOM = 128  # committed rows that may wait for a row's drafter; one that is further behind drafts no more
+INPUT_ROOM = 128  # rows of drafter_input, at least; a row whose drafter is further behind drafts no more
 
 
 @flax.struct.dataclass
@@ -42,9 +42,9 @@ class DecodeState:
     done: jax.Array  # [B] bool
     remaining: jax.Array  # [B] int32
     credit: jax.Array  # [B] float32
-    stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in free places
+    stop_token_ids: jax.Array  # [B, MOST_STOP_TOKENS] int32, NO_STOP in unused entries
     sampling: RowSampling
-    adjustments: Adjustments  # its counts are kept by full steps alone (peagle.engine.step.StepKind)
+    adjustments: Adjustments  # only full steps keep its counts (peagle.engine.step.StepKind)
 
     @property
     def slots(self) -> int:
@@ -53,7 +53,7 @@ class DecodeState:
 
 @flax.struct.dataclass
 class Prefix:
-    """What the models keep of one sequence: the first `length` tokens of a prompt. Every leaf has one row.
+    """The caches of one sequence of `length` tokens. Every leaf has one row.
 
     The target's caches hold positions 0..length-1, the drafter's rows 0..length-2: row length-1 needs the token that
     follows. aux_hidden is the target's at the last position.
@@ -67,7 +67,7 @@ class Prefix:
 
 @flax.struct.dataclass
 class SlotParams:
-    """What a request asks for, as the rows that `insert` puts into its slot: each leaf has one row."""
+    """The parameters of a request as arrays of one row, for `insert`."""
 
     remaining: jax.Array | np.ndarray
     credit: jax.Array | np.ndarray
@@ -80,11 +80,11 @@ class SlotParams:
     def of(
         cls, request: Request, stop_token_ids: tuple[int, ...], vocab_size: int, drafts: bool = True
     ) -> "SlotParams":
-        """The rows of a request; stop_token_ids are those it ends with. drafts: whether it ever drafts."""
+        """Make the row of a request. stop_token_ids: the tokens that end it. drafts: whether it ever drafts."""
         wanted = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
         stops[0, : len(stop_token_ids)] = stop_token_ids
-        # greedy is decided here: float32 rounds a temperature just below GREEDY_BELOW to it
+        # decide here whether it is greedy: float32 rounds a temperature just below GREEDY_BELOW up to it
         temperature = 0.0 if wanted.greedy else wanted.temperature
         reals = np.asarray([[temperature], [wanted.top_p], [wanted.min_p]], np.float32)
         whole = np.asarray([[wanted.top_k], [wanted.seed], [request.index]], np.int32)
@@ -95,7 +95,7 @@ class SlotParams:
 
 
 def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int) -> DecodeState:
-    """An empty state: every slot is done. Its rows hold up to `capacity` positions, and a step's behind them."""
+    """Make a state of empty slots, with room for `capacity` positions and a step's rows."""
     zero = jnp.zeros((slots,), jnp.int32)
     cache = target.init_cache(slots, capacity, num_drafts + 1)
     drafter_input = drafter_state = None
@@ -124,8 +124,11 @@ def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: in
 def insert(
     state: DecodeState, prefix: Prefix, first_token: Int[Array, " one"], slot: Int[Array, ""], params: SlotParams
 ) -> DecodeState:
-    """Put a prompt and its first token, which counts as emitted, into a slot. Of the caches the valid positions are
-    copied, not the capacity. Where the first token is NO_TOKEN, the slot goes on with 0, for the host to stop."""
+    """Put a prompt and its first token into a slot; the first token counts as emitted.
+
+    Copies the valid positions of the caches, not the capacity. If the first token is NO_TOKEN, the slot continues with
+    token 0 until the host ends the request.
+    """
     first_token = jnp.maximum(first_token, 0)
 
     def put(rows: jax.Array, value: jax.Array) -> jax.Array:
@@ -134,7 +137,7 @@ def insert(
     length = prefix.length[0]
     drafter_input = state.drafter_input
     if drafter_input is not None:
-        # the one row that the drafter has not seen: the first token, with the hidden state it follows from
+        # one row: the first token, with the aux_hidden of the last prompt position
         drafter_input = Fresh(
             put_column(drafter_input.token_ids, first_token, slot),
             put_column(drafter_input.aux_hidden, prefix.aux_hidden.astype(drafter_input.aux_hidden.dtype), slot),
@@ -159,11 +162,10 @@ def insert(
 
 
 def extract(state: DecodeState, empty: Prefix, slot: Int[Array, ""]) -> Prefix:
-    """Take the Prefix of a slot's tokens but the pending one; `empty` has the shape that it is to have.
+    """Extract the Prefix of a slot's tokens, the pending one excluded. `empty` gives its shape.
 
     The slot's credit must not be below 0, and the drafter must have absorbed its input (peagle.engine.step.absorb), so
-    that no row is missing. With the pending token as first token, `insert` puts the row into any slot, where it goes on
-    as here.
+    that no row is missing. `insert`, with the pending token as first token, then continues the request in any slot.
     """
 
     def row(leaf: jax.Array) -> jax.Array:
@@ -183,7 +185,7 @@ def extract(state: DecodeState, empty: Prefix, slot: Int[Array, ""]) -> Prefix:
 
 
 def _move(into: PyTree, source: PyTree, row: jax.Array, length: jax.Array) -> PyTree:
-    """Put the one row of `source` into a row of `into`: of caches its first positions, of other leaves all."""
+    """Copy the row of `source` into a row of `into`; of caches, the first `length` positions."""
 
     def one(cache: KVCache | jax.Array, given: KVCache | jax.Array) -> KVCache | jax.Array:
         if isinstance(cache, KVCache):
@@ -196,18 +198,21 @@ def _move(into: PyTree, source: PyTree, row: jax.Array, length: jax.Array) -> Py
 
 
 def put_column(rows: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
-    """rows[slot, 0] = value[0]."""
+    """Set rows[slot, 0] = value[0]."""
     start = (slot, *(jnp.zeros_like(slot) for _ in rows.shape[1:]))
     return jax.lax.dynamic_update_slice(rows, value[:, None], start)
 
 
 def is_stop(token_ids: Int[Array, "B T"], stop_token_ids: Int[Array, "B S"]) -> Bool[Array, "B T"]:
-    """Whether each token ends its row."""
+    """Test whether each token ends its row."""
     return jnp.any(token_ids[:, :, None] == stop_token_ids[:, None, :], axis=-1)
 
 
 def check_integrity(state: DecodeState, capacity: int) -> None:
-    """Raise AssertionError where an invariant of the state is broken. For tests: reads everything to the host."""
+    """Raise AssertionError if an invariant of the state is broken.
+
+    For tests: copies everything to the host.
+    """
     slots = state.slots
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         assert leaf.shape[:1] == (slots,), f"{jax.tree_util.keystr(path)} has shape {leaf.shape}, not {slots} rows"

@@ -1,12 +1,12 @@
-"""One step: propose, verify, accept, commit. Pure; no host decision, no host read.
+"""Run one step: propose, verify, accept, commit. Pure; no host decision, no host read.
 
     state ──► propose ──► verify ──► accept ──► commit ──► state'
               drafter      target     pure       pure
               2K rows      K+1 rows
 
-Row b drafts and verifies widths[b] <= K tokens, none if its credit is used up; its further rows have position -1. If no
-row drafts, a plain step leaves the drafter out: its row waits in drafter_input (`absorb`), so that no position of a row
-that may draft again is ever left out.
+Row b drafts and verifies widths[b] <= K tokens, none if its credit is below 0; its further rows have position -1. A
+plain step does not run the drafter. It appends the committed row to drafter_input, which `absorb` gives to the drafter
+later, so that no position of a row that may draft again is ever left out.
 """
 
 import dataclasses
@@ -26,16 +26,17 @@ from peagle.engine.widths import credit_after
 from peagle.ops.messages import Fresh
 from peagle.protocols import Drafter, Target
 
-DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # what operations are named by
+DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # named scopes, for the profiler
 
 
 @dataclass(frozen=True)
 class StepKind:
-    """What a program of steps is compiled for. num_drafts 0: plain steps. sampled: some row is not greedy. full: some
-    row has its logits adjusted or wants log-probabilities (peagle.engine.request.Request.full).
+    """A variant of the step; each compiles its own program.
 
-    draft_sampling: sampled rows draw their drafts from the drafter's distribution at their own temperature, not
-    truncated; else drafts are its most likely tokens. synthetic_acceptance: see `accept_by_rate`.
+    num_drafts 0: plain steps. sampled: some row is not greedy. full: some row has its logits adjusted or needs
+    log-probabilities (peagle.engine.request.Request.full). draft_sampling: sampled rows draw their drafts from the
+    drafter's distribution at their own temperature, not truncated; else drafts are its most likely tokens.
+    synthetic_acceptance: see `accept_by_rate`.
     """
 
     num_drafts: int
@@ -47,19 +48,22 @@ class StepKind:
 
 @flax.struct.dataclass
 class StepOutput:
-    """What the host reads of a step. A slot that was done before it has count 0 and num_accepted -1."""
+    """The output of a step for the host.
 
-    count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1: cut behind a stop token and at the budget
+    A slot that was done before has count 0 and num_accepted -1.
+    """
+
+    count: jax.Array | np.ndarray  # [B]: emitted tokens, 0..K+1, cut after a stop token and at the budget
     num_accepted: jax.Array | np.ndarray  # [B]: before that cut
     num_verified: jax.Array | np.ndarray  # [B]
     done: jax.Array | np.ndarray  # [B]
-    paused: jax.Array | np.ndarray  # [B]: its credit is used up
-    token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, next_token or NO_TOKEN behind them, then leftovers
-    draft_token_ids: jax.Array | np.ndarray  # [B, K]; from num_verified on leftovers
+    paused: jax.Array | np.ndarray  # [B]: its credit is below 0
+    token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
+    draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
     log_probs: LogProbs | None = None  # of token_ids, in full steps
 
     def pack(self) -> Int[Array, "B W"]:
-        """Put all of it into one array: one copy to the host instead of six."""
+        """Pack into one array: one copy to the host instead of seven."""
         flags = jnp.asarray(self.done).astype(jnp.int32) + 2 * jnp.asarray(self.paused).astype(jnp.int32)
         numbers = (self.count, self.num_accepted, self.num_verified, flags)
         columns = [jnp.asarray(number).astype(jnp.int32)[:, None] for number in numbers]
@@ -71,7 +75,7 @@ class StepOutput:
 
     @classmethod
     def unpack(cls, packed: np.ndarray, num_drafts: int) -> "StepOutput":
-        """Take apart what was packed; leading axes stay."""
+        """Undo `pack`; leading axes stay."""
         parts = np.cumsum([1, 1, 1, 1, num_drafts + 1, num_drafts])
         *numbers, tokens, drafts, rest = np.split(packed, parts, axis=-1)
         count, num_accepted, num_verified, flags = (number[..., 0] for number in numbers)
@@ -83,7 +87,7 @@ class StepOutput:
 
 @flax.struct.dataclass
 class Verified:
-    """A step half done: drafts were proposed and verified, none is accepted yet."""
+    """The first half of a step: drafts were proposed and verified, none is accepted yet."""
 
     widths: jax.Array  # [B]: verified drafts; 0 in a slot that is done
     draft_token_ids: jax.Array  # [B, K]
@@ -109,7 +113,10 @@ def step(
 def propose_and_verify(
     target: Target, drafter: Drafter | None, state: DecodeState, widths: Int[Array, " B"], kind: StepKind
 ) -> tuple[DecodeState, Verified]:
-    """Run the first half of a step. Its drafts tell the host what to mask before `accept_and_commit`."""
+    """Run the first half of a step.
+
+    From its drafts the host makes masks for `accept_and_commit`.
+    """
     active = ~state.done
     widths = jnp.where(active & (state.credit >= 0), jnp.minimum(widths, kind.num_drafts), 0)
     random = None
@@ -136,8 +143,10 @@ def accept_and_commit(
     kind: StepKind,
     masks: UInt32[Array, "B T W"] | None = None,
 ) -> tuple[DecodeState, StepOutput]:
-    """Run the second half of a step. masks: which tokens may come in each row (peagle.engine.adjust); full steps
-    only."""
+    """Run the second half of a step.
+
+    masks: allowed tokens of each row (peagle.engine.adjust), in full steps.
+    """
     drafts, logits, random = verified.draft_token_ids, verified.logits, verified.uniforms
     with jax.named_scope(ACCEPT_PART):
         if kind.full:
@@ -155,14 +164,14 @@ def accept_and_commit(
 def _propose(
     drafter: Drafter | None, state: DecodeState, widths: jax.Array, random: jax.Array | None, kind: StepKind
 ) -> tuple[jax.Array, jax.Array | None, DecodeState]:
-    """(K drafts, their distributions where they were drawn, the state whose drafter has seen its input)."""
+    """Propose K drafts; return (drafts, their distributions if they were drawn, the state)."""
     assert drafter is not None
     assert state.drafter_input is not None
-    waiting = state.drafter_input
-    first_position = jnp.where(state.done | (state.credit < 0), -1, waiting.first_position)
-    seen = kind.num_drafts + 1  # no more than one step commits: `absorb` has taken the rest
-    fresh = Fresh(waiting.token_ids[:, :seen], waiting.aux_hidden[:, :seen], waiting.num, first_position)
-    draft, drafter_state = drafter.propose(state.drafter_state, fresh, widths, kind.num_drafts)
+    whole = state.drafter_input
+    first_position = jnp.where(state.done | (state.credit < 0), -1, whole.first_position)
+    num_rows = kind.num_drafts + 1  # a step commits no more; `absorb` has taken the rest
+    drafter_input = Fresh(whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position)
+    draft, drafter_state = drafter.propose(state.drafter_state, drafter_input, widths, kind.num_drafts)
     state = dataclasses.replace(state, drafter_state=drafter_state)
     if not (kind.draft_sampling and kind.sampled):
         return draft.token_ids, None, state
@@ -181,10 +190,11 @@ def _propose(
 def _commit(
     state: DecodeState, verified: Verified, acceptance: Acceptance, cost: jax.Array, full: bool
 ) -> tuple[DecodeState, StepOutput]:
-    """The state with num_accepted drafts and next_token emitted, and what the host will read of it.
+    """Emit num_accepted drafts and next_token; return (the state, the output for the host).
 
     Rejected rows are dead because `length` excludes them. A stop token inside the run, or the budget, ends the row
-    there. NO_TOKEN is said in the output, for the host to stop; on the device the row goes on with token 0.
+    there. The output holds NO_TOKEN, so that the host can end the request; on the device the row continues with token
+    0.
     """
     drafts = verified.draft_token_ids
     active, num_drafts = ~state.done, drafts.shape[1]
@@ -235,54 +245,54 @@ def _commit(
 def _input_after(
     state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_new: jax.Array
 ) -> tuple[Fresh | None, jax.Array]:
-    """Return (the drafter's input after a step, [B] whether it had no room left for that).
+    """Replace the drafter's input by the committed rows; after a plain step, append its row.
 
-    A drafted step's committed rows replace the input, which the drafter has seen; a plain step's row is appended.
+    Returns (the input, [B] whether it had no room left for the row).
     """
-    waiting = state.drafter_input
-    if waiting is None:
+    before = state.drafter_input
+    if before is None:
         return None, jnp.zeros_like(state.done)
-    aux_hidden = aux_hidden.astype(waiting.aux_hidden.dtype)
+    aux_hidden = aux_hidden.astype(before.aux_hidden.dtype)
     if run.shape[1] > 1:
 
         def put(into: jax.Array, rows: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
 
-        token_ids, aux = put(waiting.token_ids, run), put(waiting.aux_hidden, aux_hidden)
+        token_ids, aux = put(before.token_ids, run), put(before.aux_hidden, aux_hidden)
         return Fresh(token_ids, aux, num_new, state.length), jnp.zeros_like(state.done)
-    full = ~state.done & (waiting.num >= waiting.token_ids.shape[1])
-    place = jnp.minimum(waiting.num, waiting.token_ids.shape[1] - 1)  # frozen slots are rewritten, which nobody reads
+    full = ~state.done & (before.num >= before.token_ids.shape[1])
+    place = jnp.minimum(before.num, before.token_ids.shape[1] - 1)  # frozen slots are rewritten, but never read
 
     def append(into: jax.Array, rows: jax.Array) -> jax.Array:
         if state.slots == 1:  # the checks of a scatter take as long as a layer of a small target
             return jax.lax.dynamic_update_slice_in_dim(into, rows, place[0], 1)
         return into.at[jnp.arange(state.slots), place].set(rows[:, 0])
 
-    num = jnp.where(state.done | full, waiting.num, waiting.num + 1)
-    token_ids, aux = append(waiting.token_ids, run), append(waiting.aux_hidden, aux_hidden)
-    return Fresh(token_ids, aux, num, waiting.first_position), full
+    num = jnp.where(state.done | full, before.num, before.num + 1)
+    token_ids, aux = append(before.token_ids, run), append(before.aux_hidden, aux_hidden)
+    return Fresh(token_ids, aux, num, before.first_position), full
 
 
 def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
-    """Let the drafter see all of its input but the last row of each slot, which its next pass begins with."""
-    waiting = state.drafter_input
-    assert waiting is not None
-    place = jnp.arange(waiting.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    taken = (place < waiting.num[:, None] - 1) & ~state.done[:, None] & (state.credit >= 0)[:, None]
-    positions = jnp.where(taken, waiting.first_position[:, None] + place, -1)
+    """Let the drafter absorb its input but the last row of each slot: its next pass begins there."""
+    before = state.drafter_input
+    assert before is not None
+    place = jnp.arange(before.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    taken = (place < before.num[:, None] - 1) & ~state.done[:, None] & (state.credit >= 0)[:, None]
+    positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
-        drafter_state = drafter.absorb(state.drafter_state, waiting.token_ids, waiting.aux_hidden, positions)
-    last = jnp.maximum(waiting.num - 1, 0)
+        drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
+    last = jnp.maximum(before.num - 1, 0)
 
     def first(rows: jax.Array) -> jax.Array:
         index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
         return jax.lax.dynamic_update_slice_in_dim(rows, jnp.take_along_axis(rows, index, axis=1), 0, 1)
 
     left = Fresh(
-        first(waiting.token_ids),
-        first(waiting.aux_hidden),
-        jnp.minimum(waiting.num, 1),
-        waiting.first_position + last,
+        first(before.token_ids),
+        first(before.aux_hidden),
+        jnp.minimum(before.num, 1),
+        before.first_position + last,
     )
     return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state)
 
@@ -297,10 +307,10 @@ def steps(
     kind: StepKind,
     most: int,
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
-    """Run `limit` <= most steps; returns the state after them, and the packed outputs of all places.
+    """Run `limit` <= most steps; return (the state, packed outputs).
 
-    It stops early if every slot is done, and, if these are drafted steps, if none would draft: plain steps are cheaper
-    then. Places without a step look like steps of slots that were done before.
+    Stops early if all slots are done; drafted steps also if no row drafts any more, as plain steps are then cheaper.
+    Outputs of steps that were not run look like steps of slots that were done before.
     """
     if most == 1:
         state, output = step(target, drafter, state, widths, cost, kind)

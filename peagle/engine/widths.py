@@ -1,13 +1,13 @@
-"""How many tokens each row drafts, and when a row stops drafting. Pure functions of counts and costs.
+"""Choose how many tokens each row drafts, and when it stops drafting. Pure functions of counts and costs.
 
-A table gives the drafts that pay by number of active rows; between two entries the smaller one's holds. Each row has a
-credit, in plain steps: a drafted step takes its cost from it and adds the tokens that it gave. A row whose credit is
-below 0 drafts no more, so drafts that its text does not accept cost it no more than its first credit. The step itself
-keeps the credits (peagle.engine.step), as a dispatch of a small model holds dozens of steps.
+A table maps numbers of active rows to numbers of drafts; a number without an entry uses the next smaller one. Each row
+has a credit, in plain steps: a drafted step takes its cost from it and adds the tokens that it emitted. A row whose
+credit is below 0 drafts no more, so rejected drafts cannot cost it more than its first credit. The device keeps the
+credits (peagle.engine.step), as a dispatch of a small model holds dozens of steps.
 
-A row that drafts no more has no use for its drafter, so the drafter does not follow it any further. The same is done
-with a row that did not draft for so long that its drafter is INPUT_ROOM tokens behind (peagle.engine.state): keeping up
-costs a small target a sixth of its speed.
+A row that drafts no more needs no drafter, so its drafter is not kept up. The same holds for a row that does not draft
+for so long that its drafter is INPUT_ROOM tokens behind (peagle.engine.state): keeping it up takes a sixth of a small
+target's speed.
 """
 
 import dataclasses
@@ -25,16 +25,17 @@ from peagle.ops.strict_json import dumps
 
 SPECULATION_FILE = "speculation.json"  # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "sampled": true}
 
-PLAIN_STEPS_LOST = 4.0  # a row may lose so many plain steps,
-BUDGET_LOST = 0.05  # or this share of its budget, whichever is more, before it pauses
+# a row pauses after it has lost this many plain steps, or this share of its budget, whichever is more
+PLAIN_STEPS_LOST = 4.0
+BUDGET_LOST = 0.05
 
 
 @dataclass(frozen=True)
 class WidthTable:
     """Drafts by number of active rows: {1: 4, 8: 2, 16: 0}.
 
-    costs: the time of a step with those drafts in plain steps, by number of active rows; None: unknown, and no row
-    pauses. sampled: whether requests with a temperature draft, too; of theirs fewer drafts are accepted.
+    costs: the time of a step with those drafts, in plain steps of the same number of rows; None: not measured, and no
+    row pauses. sampled: whether requests with a temperature draft, too; fewer of their drafts are accepted.
     """
 
     drafts: Mapping[int, int]
@@ -51,24 +52,23 @@ class WidthTable:
 
     @classmethod
     def constant(cls, num_drafts: int) -> "WidthTable":
-        """The same drafts whatever the load."""
+        """Make a table of the same drafts at any load."""
         return cls({1: num_drafts})
 
     def paying(self, costs: Mapping[int, float]) -> "WidthTable":
-        """The table with these costs, without the drafts that cannot pay even if all are accepted."""
+        """Add costs, and set drafts that cannot pay, even if all are accepted, to 0."""
         rows = sorted({*self.drafts, *costs})
         drafts = {each: self.at(each) for each in rows}
-        known = dataclasses.replace(self, drafts=drafts, costs=costs)
-        paying = {each: k if k + 1 > (known.cost(each) or 0) else 0 for each, k in drafts.items()}
-        return dataclasses.replace(known, drafts=paying)
+        costed = dataclasses.replace(self, drafts=drafts, costs=costs)
+        paying = {each: k if k + 1 > (costed.cost(each) or 0) else 0 for each, k in drafts.items()}
+        return dataclasses.replace(costed, drafts=paying)
 
     def in_words(self) -> str:
-        """Say how many tokens are drafted from which load on. Example: 3 from 1 active request on, 1 from 4, none from
-        16."""
+        """Describe the table. Example: 3 from 1 active request on, 1 from 4, none from 16."""
         changes = [(rows, k) for rows, k in sorted(self.drafts.items()) if rows == 1 or k != self.at(rows - 1)]
-        said = [f"{k or 'none'} from {rows}" for rows, k in changes]
+        parts = [f"{k or 'none'} from {rows}" for rows, k in changes]
         greedy = "" if self.sampled or not self.most else "; none with a temperature"
-        return ", ".join([f"{said[0]} active request on", *said[1:]]) + greedy
+        return ", ".join([f"{parts[0]} active request on", *parts[1:]]) + greedy
 
     @property
     def most(self) -> int:
@@ -76,16 +76,19 @@ class WidthTable:
         return max(self.drafts.values())
 
     def at(self, active_rows: int) -> int:
-        """The drafts of a step with so many active rows."""
+        """Look up the drafts of a step with this many active rows."""
         return self.drafts[_entry(self.drafts, active_rows)]
 
     def cost(self, active_rows: int) -> float | None:
-        """What such a step takes, in plain steps."""
+        """Look up the time of such a step, in plain steps; None: not measured."""
         return None if self.costs is None else self.costs[_entry(self.costs, active_rows)]
 
 
 def read_widths(directory: Path) -> WidthTable | None:
-    """Read the table beside a drafter; None if it has none. Raises InputError for a file that holds something else."""
+    """Read the table beside a drafter; None if there is none.
+
+    Raises InputError for a malformed file.
+    """
     path = directory / SPECULATION_FILE
     if not path.is_file():
         return None
@@ -101,25 +104,27 @@ def read_widths(directory: Path) -> WidthTable | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise InputError(
             f'{path} holds no table of drafts; expected {{"drafts": {{"1": 4, "4": 2}}}}, drafts by number of active '
-            "requests, from 1 on: mend it, or remove it"
+            "requests, from 1 on: correct it, or remove it"
         ) from None
 
 
 def widths_file(path: Path) -> Path:
-    """Name the file of the table that belongs to a drafter's directory, or the file itself.
+    """Return the path of a new table: in a drafter's directory, or the given file.
 
-    Raises InputError where it is there already, and where its folder is not.
+    Raises InputError if the file exists, or its folder does not.
     """
     file = path / SPECULATION_FILE if path.is_dir() else path
     if file.exists():
-        raise InputError(f"{file} exists; expected a new file: remove it first, if it is to be replaced")
+        raise InputError(f"{file} exists; expected a new file: remove it first to replace it")
     if not file.parent.is_dir():
         raise InputError(f"{file.parent} does not exist; expected a drafter's directory, or a file in a folder")
     return file
 
 
 def write_widths(file: Path, table: WidthTable, **origin: Any) -> None:
-    """Write a table that `read_widths` reads. `origin`: how it was found, under keys that readers pass over.
+    """Write a table for `read_widths`.
+
+    `origin`: its provenance, under keys that readers ignore.
 
     Raises InputError if the file cannot be written.
     """
@@ -136,7 +141,7 @@ def _entry(table: Mapping[int, object], active_rows: int) -> int:
 
 
 def allowance(budget: int) -> float:
-    """Return the plain steps that drafting may lose a request of so many tokens: its first credit."""
+    """Return how many plain steps drafting may lose for a request of this budget, in tokens: its first credit."""
     return max(PLAIN_STEPS_LOST, BUDGET_LOST * budget)
 
 
@@ -144,5 +149,5 @@ Real = jax.Array | float
 
 
 def credit_after(credit: Real, num_accepted: Real, cost: Real) -> Real:
-    """Return each row's credit after one drafted step that took so many plain steps and emitted num_accepted + 1."""
+    """Return a row's credit after a drafted step that took `cost` plain steps and emitted num_accepted + 1 tokens."""
     return credit - cost + num_accepted + 1

@@ -1,1 +1,1 @@
-"""Counters to figures: metrics, profile, bench, sweep, log-probabilities, and where a number comes from."""
+"""Counters to figures: metrics, profile, bench, sweep, log-probabilities, provenance."""

@@ -1,19 +1,18 @@
-"""How fast a target is by itself: prefill, decoding, and verify passes of several widths, which bound what speculation
-can gain.
+"""Time a target: prefill, decoding, and verify passes, which bound the gain of speculation.
 
     pp N        prefill: N tokens a row into empty caches, in the engine's chunks
-    tg N        decoding: N steps of the engine's own loop, as `peagle generate` runs them, behind `context` tokens,
-                with a request in every slot; at several numbers of slots, and of one request alone among the most
-                slots, since an idle slot must cost nothing. With K > 0: steps that draft K tokens and accept none
-    verify T    one pass over T rows a sequence, `context` tokens in the caches: what a step with K = T - 1 drafts
-                costs beside drafting. v(T) = time(T) / time(1): speculation pays where it gives more tokens than that
+    tg N        decoding: N steps of the engine's own loop, as in `peagle generate`, after `context` tokens, with a
+                request in every slot; at several numbers of slots, and with one request in the most slots, since an
+                idle slot must cost nothing. With K > 0: steps that draft K tokens and accept none
+    verify T    one pass over T rows a sequence after `context` tokens: the cost of a step with K = T - 1 drafts without
+                drafting. v(T) = time(T) / time(1): speculation pays if a step gives more tokens than that
 
-Prompts and verified rows are random token ids, so that routing is spread over the experts. Programs are compiled, and
-run once, before anything is timed. Tests take turns, forwards and backwards, so that a machine that warms up or is
-busy for a while disfavours none.
+Prompts and verified rows are random token ids, so that routing is spread over the experts. Programs are compiled and
+run once before anything is timed. Tests run in turns, forwards and backwards, so that drift of the machine affects all
+tests equally.
 
-A step of decoding is timed while all slots are at work. The slots are filled one after the other, so the requests that
-came first have decoded a few tokens more by then.
+Steps of decoding are timed while all slots are active. Slots are filled one after the other, so the first requests have
+decoded a few more tokens by then.
 """
 
 import contextlib
@@ -38,8 +37,8 @@ from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.memory import refuse_too_large
 from peagle.protocols import PyTree, Target
 
-SHORTEST_S = 0.05  # of a verify measurement: as many passes as take that long
-NUM_TOKEN_SETS = 64  # verify passes go round so many sets of random tokens
+SHORTEST_S = 0.05  # of a verify measurement, which repeats its pass accordingly
+NUM_TOKEN_SETS = 64  # of random tokens, through which verify passes cycle
 
 Kind = Literal["pp", "tg", "verify"]
 Progress = Callable[[int, int], None]
@@ -47,14 +46,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured. Raises InputError for what never can be; `check` knows the target's positions."""
+    """The choice of tests. Raises InputError for impossible values; see also `check`."""
 
     prompt_lengths: tuple[int, ...] = (128, 512)
     new_tokens: tuple[int, ...] = (64,)
-    widths: tuple[int, ...] = (1, 2, 4, 8)  # 1 is measured in any case, to compare with
+    widths: tuple[int, ...] = (1, 2, 4, 8)  # 1 is always measured, for comparison
     context: int = 128
-    slots: tuple[int, ...] = (1,)  # of decoding; pp and verify run at the one number, or at 1 where there are several
-    drafts: tuple[int, ...] = ()  # K of the decoding tests beside the plain ones
+    slots: tuple[int, ...] = (1,)  # of decoding; pp and verify use the number if it is the only one, else 1
+    drafts: tuple[int, ...] = ()  # K of the drafted decoding tests; plain ones always run
     repeats: int = 5
     seed: int = 0
 
@@ -71,14 +70,14 @@ class BenchOptions:
             if wrong := [value for value in values if value < 1]:
                 raise InputError(f"{name} is {wrong[0]}; expected 1 or more")
         if not self.new_tokens and (self.drafts or len(set(self.slots)) > 1):
-            what = "-k is" if self.drafts else "several --slots are"
-            raise InputError(f"{what} given, but no decoding test, which alone depends on it; give -n 1 or more")
+            given = "-k is" if self.drafts else "several --slots are"
+            raise InputError(f"{given} given, but no decoding test, to which it applies; give -n 1 or more")
         for k in self.drafts:
-            EngineConfig(k)  # refuses what no engine takes
+            EngineConfig(k)  # check K
 
     @property
     def batch(self) -> int:
-        """The sequences of prefill and of verify passes."""
+        """The number of sequences of prefill and of verify passes."""
         return self.slots[0] if len(set(self.slots)) == 1 else 1
 
     @property
@@ -95,7 +94,7 @@ class BenchOptions:
         return tuple(dict.fromkeys(found))
 
     def check(self, max_positions: int, steps_per_dispatch: int = 1) -> None:
-        """Raises InputError where the target has fewer positions than a test takes."""
+        """Raise InputError if a test takes more positions than the target has."""
         for case in self.cases:
             needed = {
                 "pp": case.size,
@@ -103,18 +102,19 @@ class BenchOptions:
                 "verify": self.context + case.size,
             }[case.kind]
             if needed > max_positions:
-                behind = "" if case.kind == "pp" else f" behind a context of {self.context}"
+                after = "" if case.kind == "pp" else f" after a context of {self.context}"
+                options = {"pp": "-p", "tg": "-n or --context", "verify": "-t or --context"}[case.kind]
                 raise InputError(
-                    f"{case.kind} {case.size}{behind} takes {needed} positions, but the target has {max_positions}; "
-                    "ask for less" + ("" if case.kind == "pp" else " or lower --context")
+                    f"{case.kind} {case.size}{after} takes {needed} positions; expected at most {max_positions}, the "
+                    f"target's: lower {options}"
                 )
 
     def budget(self, case: "Case", steps_per_dispatch: int) -> int:
-        """The tokens that each request of a decoding test may take: it must not end before the test does.
+        """Compute the budget of each request of a decoding test, so that none ends before the test does.
 
-        That is the first token, which prefill decides; the steps between the chunks of the prompts that follow, at most
-        a dispatch a chunk; and the steps that are timed, in whole dispatches. Example: 3 tokens in 2 slots, prompts of
-        one chunk, one step a dispatch: 1 + 1 + 3.
+        It is the sum of the first token, from prefill; the steps between the chunks of later prompts, at most a
+        dispatch a chunk; and the timed steps, in whole dispatches. Example: 3 tokens in 2 slots, prompts of one chunk,
+        one step a dispatch: 1 + 1 + 3.
         """
         chunks = -(-self.context // DEFAULT_CHUNK)
         timed = -(-case.size // steps_per_dispatch) * steps_per_dispatch
@@ -123,17 +123,17 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Case:
-    """One test. `idle`: how many of the slots hold no request. num_drafts 0: plain decoding."""
+    """One test. `idle`: slots without a request. num_drafts 0: plain decoding."""
 
     kind: Kind
-    size: int  # tokens a row: of the prompt, new ones, or of a pass
+    size: int  # tokens a row: prompt tokens, new tokens, or those of a pass
     slots: int = 1
     idle: int = 0
     num_drafts: int = 0
 
     @property
     def active(self) -> int:
-        """Rows at work."""
+        """Slots with a request."""
         return self.slots - self.idle
 
 
@@ -150,7 +150,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One test: what each repetition took, of `passes` passes through the target."""
+    """The times of one test: seconds of each repetition, of `passes` passes through the target."""
 
     case: Case
     passes: int
@@ -158,7 +158,7 @@ class Measurement:
 
     @property
     def num_tokens(self) -> int:
-        """Of one repetition, over all rows."""
+        """Tokens of one repetition, over all rows."""
         return self.case.active * self.case.size * (self.passes if self.case.kind == "verify" else 1)
 
     @property
@@ -172,50 +172,50 @@ class Measurement:
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """A target's weights as they are in memory. A pass reads `dense` whatever the tokens are; the embedding, of which
-    it reads a row a token, counts nowhere."""
+    """Bytes of a target's weights in memory, without the embedding: a pass reads one row of it a token."""
 
-    dense: int
+    dense: int  # read by every pass
     experts: int  # all of them
     num_experts: int  # in each layer
-    experts_per_token: int  # that are read for a token: those it selects, or all in a layout that computes them all
+    experts_per_token: int  # read for a token: the selected ones, or all in a layout that computes all
 
     def read(self, num_rows: int) -> float:
-        """Bytes that a pass over so many rows reads, if each is read once and each row selects its experts evenly and
-        by itself: k of E experts for a row, E (1 - (1 - k/E)^T) different ones for T rows.
+        """Estimate the bytes that a pass over `num_rows` rows reads, each byte once.
 
-        Example: 100 dense, 800 in 8 experts of which a token selects 2: 300 for a row, 100 + 350 for two.
+        Assumes that rows select experts uniformly and independently: k of E experts for a row, E (1 - (1 - k/E)^T)
+        different ones for T rows. Example: 100 dense, 800 in 8 experts of which a token selects 2: 300 for a row,
+        100 + 350 for two.
         """
         unread = (1 - self.experts_per_token / self.num_experts) ** num_rows
         return self.dense + self.experts * (1 - unread)
 
     def floor(self, width: int, batch: int = 1) -> float:
-        """v(width) where reading weights is all that takes time."""
+        """Return v(width) if only reading weights takes time."""
         return self.read(width * batch) / self.read(batch)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured; tests that an interruption left without a repetition are missing."""
+    """The measurements; after an interruption, tests without a repetition are missing."""
 
     options: BenchOptions
     measurements: tuple[Measurement, ...]
     interrupted: bool = False
 
     def v(self, measurement: Measurement) -> float | None:
-        """time(T) / time(1) of a verify test, medians; None for other tests and without time(1)."""
+        """Return time(T) / time(1) of a verify test, medians; None for other tests and without time(1)."""
         if measurement.case.kind != "verify":
             return None
         return self._over(measurement, dataclasses.replace(measurement.case, size=1))
 
     def cost(self, measurement: Measurement) -> float | None:
-        """c(K): a drafted step in plain ones of as many slots, medians; None for tests that draft nothing."""
+        """Return c(K): a drafted step over a plain one, medians; None for plain tests."""
         if not measurement.case.num_drafts:
             return None
         return self._over(measurement, dataclasses.replace(measurement.case, num_drafts=0))
 
     def over_one_slot(self, measurement: Measurement) -> float | None:
-        """Tokens a second in all, over those of one slot, medians; None for other tests than plain decoding."""
+        """Return total tokens a second over those of one slot, medians; None for other tests."""
         case = measurement.case
         if case.kind != "tg" or case.num_drafts:
             return None
@@ -223,17 +223,17 @@ class Bench:
         return None if ratio is None else case.active / ratio
 
     def _over(self, measurement: Measurement, other: Case) -> float | None:
-        """A pass's time over that of another test, medians; None where that one was not measured."""
+        """Return a pass's time over that of another test, medians; None if the other was not measured."""
         base = [each for each in self.measurements if each.case == other]
         return measurement.ms_per_pass.median / base[0].ms_per_pass.median if base else None
 
 
 def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -> Bench:
-    """Measure the pair's target, and what its drafter adds to a step.
+    """Measure the pair's target, and drafted steps.
 
-    Ctrl-C ends it early: what there is by then comes back, `interrupted`.
-    progress is told (programs compiled and repetitions done, all of them). Raises InputError, before anything is
-    measured, where the target's positions or the memory do not suffice.
+    Ctrl-C ends it early; the result so far is returned, `interrupted`. Calls progress(programs compiled and repetitions
+    done, their total). Raises InputError, before anything is measured, if the target's positions or the memory do not
+    suffice.
     """
     options.check(pair.max_positions, pair.steps_per_dispatch)
     rng = np.random.default_rng(options.seed)
@@ -242,7 +242,7 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
     seconds: dict[Case, list[float]] = {case: [] for case in cases}
     total = len(cases) * (1 + options.repeats)
 
-    def tell() -> None:
+    def report() -> None:
         if progress is not None:
             progress(len(runs) + sum(map(len, seconds.values())), total)
         interrupt.check()
@@ -252,11 +252,11 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
         verify = _Verify(pair, options, rng)
         for case in cases:
             runs[case] = _prepare(case, pair, options, rng, verify)
-            tell()
+            report()
         for repeat in range(options.repeats):
             for case in cases if repeat % 2 == 0 else reversed(cases):
                 seconds[case].append(runs[case].time())
-                tell()
+                report()
     except KeyboardInterrupt:
         interrupted = True
     measured = [Measurement(case, runs[case].passes, tuple(seconds[case])) for case in cases if seconds[case]]
@@ -265,7 +265,7 @@ def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -
 
 @dataclass(frozen=True)
 class _Run:
-    """A test that is compiled; `time` runs it and gives the seconds it took."""
+    """A compiled test; `time` runs it and returns its seconds."""
 
     passes: int
     time: Callable[[], float]
@@ -280,7 +280,7 @@ def _prepare(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Gener
 
 
 def _prepare_prefill(size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
-    """The engine's own chunked lane, one sequence after the other; its clock ends when the caches hold the prompts."""
+    """Prepare prefill in the engine's chunked lane, one sequence after the other."""
     target = pair.plain_target
     token_ids = _random_ids(rng, target, options.batch, size)
     chunk = min(DEFAULT_CHUNK, size)
@@ -297,9 +297,9 @@ def _prepare_prefill(size: int, pair: Pair, options: BenchOptions, rng: np.rando
 
 
 def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
-    """The engine's own loop while all requests are at work: the seconds of `size` steps.
+    """Prepare `size` steps of the engine's own loop while all requests are active.
 
-    Drafts are refused one and all, so that drafted and plain steps are of the same positions.
+    All drafts are rejected, so that drafted and plain steps are at the same positions.
     """
     budget = options.budget(case, pair.steps_per_dispatch)
     prompts = _random_ids(rng, pair.plain_target, case.active, options.context)
@@ -324,21 +324,21 @@ def _prepare_decoding(case: Case, pair: Pair, options: BenchOptions, rng: np.ran
 
 
 def time_steps(chunks: Generator[tuple[int, TokenChunk], None, None], num_requests: int, count: int) -> float:
-    """Time so many steps of an engine while all of the requests whose chunks it gives are at work, in seconds.
+    """Time `count` steps of an engine, in seconds, while all requests are active; then close `chunks`.
 
-    The time begins with the last request's first token. Steps are those of the first request: each step is one of all.
-    Then the chunks are closed. Raises RuntimeError where the first request ends before.
+    chunks: those of `Engine.generate`. The time begins with the last request's first token. Steps are counted in the
+    first request, since all requests share each step. Raises RuntimeError if the first request ends before.
     """
-    begun, late = 0.0, set(range(num_requests))
+    begun, waiting = 0.0, set(range(num_requests))  # for their first tokens
     arrived: list[TokenChunk] = []
     with contextlib.closing(chunks):
         for place, chunk in chunks:
-            if place in late:
-                late.remove(place)
+            if place in waiting:
+                waiting.remove(place)
                 begun = max(begun, chunk.time_s)
             elif place == 0:
                 arrived.append(chunk)
-            if late:
+            if waiting:
                 continue
             timed = [each for each in arrived if each.time_s > begun]
             if (steps := sum(len(each.steps) for each in timed)) >= count:
@@ -347,9 +347,9 @@ def time_steps(chunks: Generator[tuple[int, TokenChunk], None, None], num_reques
 
 
 class _Verify:
-    """Verify passes over one set of caches, which hold `context` tokens throughout: every pass writes behind them.
+    """Verify passes over one set of caches of `context` tokens; every pass writes after these.
 
-    A measurement is one program that loops over its passes, so that the host's dispatch does not count.
+    A measurement is one program that loops over passes, so that the host's dispatch does not count.
     """
 
     def __init__(self, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> None:
@@ -386,7 +386,7 @@ class _Verify:
 
 
 def _prefill(target: Target, token_ids: np.ndarray, capacity: int, chunk: int, widest_write: int) -> PyTree:
-    """Caches that hold all of token_ids [B, T], chunk by chunk, with room for passes of widest_write rows."""
+    """Prefill token_ids [B, T] chunk by chunk into caches with room for passes of widest_write rows."""
     caches = _empty(target, token_ids.shape[0], capacity, max(chunk, widest_write))
     for start in range(0, token_ids.shape[1], chunk):
         piece = token_ids[:, start : start + chunk]
@@ -402,7 +402,7 @@ def _empty(target: Target, batch: int, capacity: int, widest_write: int) -> PyTr
 
 @functools.partial(jax.jit, donate_argnames="caches")
 def _extend(target: Target, token_ids: jax.Array, begin: jax.Array, count: jax.Array, caches: PyTree) -> PyTree:
-    """The caches with `count` tokens a row at positions begin.., logits of the last row as the engine needs them."""
+    """Run `count` tokens a row at positions begin.., with logits of the last row."""
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.broadcast_to(jnp.where(place < count, begin + place, -1), token_ids.shape)
     last = jnp.broadcast_to(count - 1, (token_ids.shape[0], 1))
@@ -414,8 +414,7 @@ def _extend(target: Target, token_ids: jax.Array, begin: jax.Array, count: jax.A
 def _verify_passes(
     target: Target, caches: PyTree, token_ids: jax.Array, lengths: jax.Array, turn: jax.Array, passes: jax.Array
 ) -> tuple[PyTree, jax.Array]:
-    """(caches, a number that all logits go into) after so many passes, each over the next set of token_ids [sets, B,
-    T]."""
+    """Run passes over the next sets of token_ids [sets, B, T]; return (caches, a digest of all logits)."""
 
     positions = lengths[:, None] + jnp.arange(token_ids.shape[2], dtype=jnp.int32)[None, :]
 
@@ -436,5 +435,6 @@ def _random_ids(rng: np.random.Generator, target: Target, *shape: int) -> np.nda
 
 def _refuse_caches(target: Target, batch: int, capacity: int, widest_write: int) -> None:
     caches: Any = jax.eval_shape(lambda: target.init_cache(batch, capacity, widest_write))
-    what = f"the caches of {capacity} positions"
-    refuse_too_large({what: cache_bytes(caches)}, lambda: "ask for less, or fewer --slots")
+    refuse_too_large(
+        {f"the caches of {capacity} positions": cache_bytes(caches)}, lambda: "lower -p, -t, --context or --slots"
+    )

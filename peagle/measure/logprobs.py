@@ -1,7 +1,6 @@
-"""How likely a finished output was: the target's logits with the output given (teacher forcing), through its caches.
+"""Compute log-probabilities of an output by teacher forcing, through the target's caches.
 
-It is not what decoding computed, token by token, but the same function of the same tokens: in float32 equal to
-rounding, in bfloat16 with the differences that passes of different width have there.
+They are recomputed, not those of decoding: equal to rounding in float32; in bfloat16 passes of different width differ.
 """
 
 import functools
@@ -14,14 +13,16 @@ import numpy as np
 from peagle.engine.request import TokenLogprobs
 from peagle.protocols import PyTree, Target
 
-CHUNK = 32  # output tokens scored in one pass
+CHUNK = 32  # tokens of one pass
 
 
-def score(
+def output_logprobs(
     target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], num_best: int, capacity: int | None = None
 ) -> list[TokenLogprobs]:
-    """One entry per output token. `capacity` is the room for prompt and output, of which each value is one
-    program; by default the next power of two."""
+    """Compute the log-probability of each output token, with the num_best likeliest tokens there.
+
+    `capacity`: room for prompt and output, by default the next power of two; each value compiles its own program.
+    """
     if not output_ids:
         return []
     token_ids = [*prompt_ids, *output_ids]
@@ -33,11 +34,10 @@ def score(
         count = min(CHUNK, len(token_ids) - 1 - start)
         given[0, :count] = token_ids[start : start + count]
         wanted[0, :count] = token_ids[start + 1 : start + 1 + count]
-        scored = start + count > first
-        found, cache = _score_chunk(
-            target, given, np.int32(start), np.int32(count), cache, wanted, num_best=max(num_best, 1) if scored else 0
-        )
-        if scored:
+        in_output = start + count > first
+        num = max(num_best, 1) if in_output else 0
+        found, cache = _chunk_logprobs(target, given, np.int32(start), np.int32(count), cache, wanted, num_best=num)
+        if in_output:
             parts.append([np.asarray(leaf)[max(first - start, 0) : count] for leaf in found])
     logprobs, best_logprobs, best_ids = (np.concatenate(column).tolist() for column in zip(*parts, strict=True))
     return [
@@ -47,13 +47,13 @@ def score(
 
 
 def top_2_margin(target: Target, prompt_ids: Sequence[int], output_ids: Sequence[int], capacity: int | None) -> float:
-    """The difference of the two highest logits that decided the last of the output's tokens."""
-    first, second = score(target, prompt_ids, output_ids, 2, capacity)[-1].best
+    """Return the difference of the two highest logits at the last output token."""
+    first, second = output_logprobs(target, prompt_ids, output_ids, 2, capacity)[-1].best
     return first[1] - second[1]
 
 
 @functools.partial(jax.jit, static_argnames="num_best", donate_argnames="cache")
-def _score_chunk(
+def _chunk_logprobs(
     target: Target,
     token_ids: jax.Array,
     begin: jax.Array,
@@ -63,7 +63,7 @@ def _score_chunk(
     *,
     num_best: int,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array] | None, PyTree]:
-    """(what `_pick` says of each row, None for num_best 0; the caches) of `count` tokens at positions begin.."""
+    """Run `count` tokens at positions begin..; return (`_pick` of each row, or None; the caches)."""
     place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(place < count, begin + place, -1)
     if not num_best:
@@ -73,7 +73,7 @@ def _score_chunk(
 
 
 def _pick(logits: jax.Array, wanted: jax.Array, num_best: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(log-probability of the wanted tokens, the best ones' log-probabilities, their ids), over the last axis."""
+    """Return log-probabilities (of the wanted tokens, of the best) and the ids of the best."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     wanted = jnp.asarray(wanted, jnp.int32)
     best, ids = jax.lax.top_k(logprobs, num_best)

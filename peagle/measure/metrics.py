@@ -1,4 +1,4 @@
-"""Requests together: pooled counters, speeds, ratios. Formulas of one request are in peagle.result."""
+"""Figures of several requests: pooled counters and ratios. Of one request: peagle.result."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -8,26 +8,31 @@ from peagle.result import Counters, Result, loop_grams, ratio
 
 
 def pooled_counters(results: Sequence[Result]) -> Counters | None:
-    """All steps of results with the same K > 0; None where there are none."""
+    """Add up the counters of results of one K > 0; None if there are none."""
     speculative = [result.counters for result in results if result.num_speculative_tokens]
     return total(speculative) if speculative else None
 
 
 def total(counters: Sequence[Counters]) -> Counters:
-    """All of them together: at least one, of one K."""
+    """Add up at least one counter, all of one K."""
     return sum(counters[1:], start=counters[0])
 
 
 def pooled_tok_per_s(results: Sequence[Result]) -> float | None:
-    """Tokens over seconds: sum of (emitted - 1) over the time in which at least one request was between its first and
-    its last token. One after the other, that is the sum of their times; what a batch shares is counted once."""
+    """Sum of (emitted - 1) / seconds in which at least one request was between its first and last token.
+
+    For requests one after the other the seconds are the sum of their times; time that a batch shares counts once.
+    """
     tokens = sum(len(result.output_ids) - 1 for result in results if result.output_ids)
     spans = [(r.first_s, r.last_s) for r in results if r.first_s is not None and r.last_s is not None]
     return ratio(tokens, busy_s(spans)) if tokens else None
 
 
 def busy_s(spans: Iterable[tuple[float, float]]) -> float:
-    """The time that at least one of the spans (begin, end) covers. Example: (0, 2), (1, 3), (5, 6) cover 4."""
+    """Return the time covered by at least one span (begin, end).
+
+    Example: (0, 2), (1, 3), (5, 6): 4.
+    """
     seconds, covered = 0.0, float("-inf")
     for begin, end in sorted(spans):
         seconds += max(0.0, end - max(begin, covered))
@@ -36,7 +41,7 @@ def busy_s(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def pooled_loop_share(results: Sequence[Result]) -> float | None:
-    """1 - distinct / total, both summed over outputs (4-grams are distinct within their output)."""
+    """1 - distinct / total 4-grams, both summed over outputs; distinct within each output."""
     counts = [loop_grams(result.output_ids) for result in results]
     total = sum(total for _, total in counts)
     return None if not total else 1 - sum(distinct for distinct, _ in counts) / total
@@ -51,12 +56,15 @@ def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
 
 
 def figure_text(value: float | None, form: str) -> str:
-    """Write a figure by a format; "-" for one that cannot be said."""
+    """Format a figure; "-" if it is undefined."""
     return "-" if value is None else format(value, form)
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """The first index at which the two differ, one that only one of them has included; None where they are equal."""
+    """Return the first index at which the two differ; None if they are equal.
+
+    If one begins with the other, the length of the shorter.
+    """
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
@@ -64,7 +72,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 
 def speculative_decoding_block(counters: Counters) -> dict[str, Any]:
-    """The per-request block that readers of vLLM's metrics know."""
+    """Make the per-request block of counters, named as in vLLM's metrics."""
     return {
         "num_spec_tokens": counters.num_spec_tokens,
         "num_spec_steps": counters.num_steps,
@@ -84,10 +92,13 @@ def summarize(
     peak_memory_bytes: int | None,
     host_gap_frac: float | None = None,
 ) -> dict[str, Any]:
-    """All requests together: the counters, then the ratios from them. `baselines[i]` is plain decoding of results[i]'s
-    request, where it ran; the speed-up is over those requests only. host_gap_frac: peagle.engine.engine.LoopTimes."""
+    """Summarise all requests: counters, then figures from them.
+
+    baselines[i]: plain decoding of the same request, or None; the speed-up is over requests that have one.
+    host_gap_frac: peagle.engine.engine.LoopTimes.
+    """
     counters = pooled_counters(results)
-    quiet = pooled_counters([result for result in results if not result.loops])
+    without_loops = pooled_counters([result for result in results if not result.loops])
     both = [(fast, plain) for fast, plain in zip(results, baselines, strict=True) if plain is not None]
     baseline_tok_per_s = pooled_tok_per_s([plain for _, plain in both])
     speculated = pooled_tok_per_s([fast for fast, _ in both])
@@ -102,7 +113,7 @@ def summarize(
         "num_accepted_draft_tokens": None if counters is None else counters.num_accepted,
         "acceptance_histogram": None if counters is None else list(counters.histogram),
         "acceptance_length": None if counters is None else counters.acceptance_length,
-        "acceptance_length_without_loops": None if quiet is None else quiet.acceptance_length,
+        "acceptance_length_without_loops": None if without_loops is None else without_loops.acceptance_length,
         "acceptance_rate_per_position": None if counters is None else list(counters.acceptance_rate_per_position),
         "conditional_rate_per_position": None if counters is None else list(counters.conditional_rate_per_position),
         "loop_share": pooled_loop_share(results),

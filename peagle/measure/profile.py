@@ -1,9 +1,9 @@
-"""Where a step's time goes: a trace of some steps, and what it says in a few numbers.
+"""Break down the time of a step: run some steps under JAX's profiler and sum up its trace.
 
-The steps run once more under JAX's profiler, after everything that is measured. Its trace says when each operation of
-the compiled program ran; the program's own text says which part of the step (peagle.engine.step) an operation came
-from. An instant in which operations of several parts run counts for each in equal shares; one in which none runs is the
-runtime's, between two operations, or, with no program at work at all, the host's.
+This runs after everything that is measured. The trace has the times of each operation of the compiled program; the
+program's text maps operations to parts of the step (peagle.engine.step). An instant in which operations of several
+parts run counts for each in equal shares. An instant without operations counts as the runtime's if a program is
+running, else as the host's.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from peagle.engine.step import PARTS
 from peagle.ops.errors import InputError
 
 BETWEEN, HOST = "between operations", "host gap"
-MOST_TOKENS = 96  # traces are large, and the reader's patience is not
-STEPS = "jit__steps"  # what modules' names begin with: peagle.engine.programs._steps
+MOST_TOKENS = 96  # of a request under the profiler: traces are large
+STEPS = "jit__steps"  # prefix of module names: peagle.engine.programs._steps
 CONTAINERS = re.compile(r"^(while|call|conditional)\b")
 _MODULE = re.compile(r"HloModule ([^,\s]+)")
 _METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
@@ -30,8 +30,10 @@ _METADATA = re.compile(r"%?(\S+) = .*metadata=\{[^}]*op_name=\"([^\"]*)\"")
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Milliseconds of a step under the profiler, by part; they add up to a step. `rest` are the program's operations
-    that belong to no part: loops and outputs."""
+    """Milliseconds of a step under the profiler, by part; they add up to a step.
+
+    `rest`: the program's operations outside the parts, of loops and outputs.
+    """
 
     directory: str
     num_steps: int
@@ -44,7 +46,7 @@ class Breakdown:
 
     @property
     def parts(self) -> dict[str, float]:
-        """By the names they are shown under."""
+        """Milliseconds by the displayed name of the part."""
         return {
             "draft": self.draft_ms,
             "verify": self.verify_ms,
@@ -60,14 +62,14 @@ class Breakdown:
 
     @property
     def in_three(self) -> dict[str, float]:
-        """A step as drafting, verifying, and all else: accepting, the runtime, the host."""
+        """Milliseconds of drafting, verifying, and the rest: accepting, the runtime, the host."""
         other_ms = self.step_ms - self.draft_ms - self.verify_ms
         return {"draft_ms": self.draft_ms, "verify_ms": self.verify_ms, "other_ms": other_ms}
 
 
 @dataclass(frozen=True)
 class Span:
-    """When an operation ran, in ns."""
+    """The time of an operation, in ns."""
 
     start: float
     end: float
@@ -75,12 +77,12 @@ class Span:
 
 
 def writable(directory: Path) -> Path:
-    """The directory, which is there now. Raises InputError where it cannot be."""
+    """Create the directory, unless it exists, and return it. Raises InputError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"--profile {directory} cannot be made: {error.strerror}; expected a directory to write to"
+            f"--profile {directory} cannot be created: {error.strerror}; expected a directory to write to"
         ) from None
     return directory
 
@@ -92,25 +94,26 @@ def profile(
     part_of: dict[str, str] | None = None,
     perfetto: bool = True,
 ) -> Breakdown:
-    """Decodes the requests (as many as go together, the first MOST_TOKENS tokens) under the profiler. Afterwards the
-    directory holds the trace, for XProf or TensorBoard, and for Perfetto, too, if asked for: that takes as long again.
+    """Decode requests under the profiler: as many as there are slots, MOST_TOKENS tokens at most.
 
-    The engine is warm; part_of are its operations where they are known (`operations_of`), as looking them up compiles
-    its program once more. Raises InputError where the profiler gives no trace, or none of the steps' operations;
-    OSError and RuntimeError are the profiler's own."""
+    Writes the trace to the directory, for XProf or TensorBoard, and with `perfetto` for Perfetto, too, which takes
+    twice the time. The engine must be warmed up. part_of: the result of `operations_of`, which compiles the programs
+    once more, if you have it. Raises InputError if the profiler gives no trace, or none of the steps' operations, and
+    the profiler's own OSError and RuntimeError.
+    """
     batch = [
         dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, MOST_TOKENS))
         for request in requests[: engine.config.slots]
     ]
     part_of = operations_of(engine, not batch[0].sampling.greedy) if part_of is None else part_of
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # which costs more than the steps
-    known = _traces(directory)
+    options.python_tracer_level = 0  # tracing Python takes longer than the steps
+    before = _traces(directory)
     with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=perfetto):
         num_steps = sum(len(chunk.steps) for place, chunk in engine.generate(batch) if place == 0)
-    written = dict(_traces(directory).items() - known.items())
+    written = dict(_traces(directory).items() - before.items())
     if len(written) != 1:
-        raise InputError(f"{directory} has {len(written)} new traces; expected one: is another run writing there?")
+        raise InputError(f"{directory} has {len(written)} new traces; expected one: check for another run there")
     operations, others = _read(next(iter(written)), part_of)
     if not operations or not num_steps:
         raise InputError(f"the profiler gave no operations of the steps on {jax.default_backend()}; see {directory}")
@@ -118,12 +121,12 @@ def profile(
 
 
 def _traces(directory: Path) -> dict[Path, int]:
-    """Every trace there, and when it was written: names tell seconds apart, no less."""
+    """Find traces in a directory, with times of writing: their names differ only by seconds."""
     return {path: path.stat().st_mtime_ns for path in directory.glob("**/*.xplane.pb")}
 
 
 def operations_of(engine: Engine, sampled: bool) -> dict[str, str]:
-    """{module/operation: part of the step} of the step programs that the engine runs, for requests of either kind."""
+    """Map operations of the engine's step programs to parts of the step: {module/operation: part}."""
     found = {}
     for program in engine.programs(sampled):
         found.update(parts_by_operation(program.as_text() or ""))
@@ -131,7 +134,7 @@ def operations_of(engine: Engine, sampled: bool) -> dict[str, str]:
 
 
 def parts_by_operation(program: str) -> dict[str, str]:
-    """{module/operation: part of the step} of a compiled program's text."""
+    """Map operations in a program's text to parts of the step: {module/operation: part}."""
     module = _MODULE.match(program)
     found = {}
     for name, path in _METADATA.findall(program):
@@ -142,8 +145,10 @@ def parts_by_operation(program: str) -> dict[str, str]:
 
 
 def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]:
-    """(the operations of the steps, those of other programs). Operations that contain others are left out, but for
-    when the program begins and ends."""
+    """Read (the operations of the steps, those of other programs).
+
+    Operations that contain others have part "": they only show when a program runs.
+    """
     steps: list[Span] = []
     others: list[Span] = []
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
@@ -160,8 +165,11 @@ def _read(trace: Path, part_of: dict[str, str]) -> tuple[list[Span], list[Span]]
 
 
 def breakdown(directory: str, num_steps: int, steps: Iterable[Span], others: Iterable[Span]) -> Breakdown:
-    """The shares of all instants from the first operation of the steps to the last, without those in which only other
-    programs ran. A span of part "" holds others: its program is at work, no operation."""
+    """Share out the time from the first operation of the steps to the last.
+
+    Leaves out instants in which only other programs ran. A span of part "" means that its program is running, perhaps
+    without an operation.
+    """
     edges = [(at, sign, span.part) for span in steps for at, sign in ((span.start, 1), (span.end, -1))]
     first, last = min(at for at, _, _ in edges), max(at for at, _, _ in edges)
     edges += [

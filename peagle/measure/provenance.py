@@ -1,5 +1,7 @@
-"""Where a number comes from: versions, device, git state, command line. Nothing that names a machine or a place on it
-beyond what was typed."""
+"""Record the provenance of a number: versions, device, git state, command line.
+
+Names no machine and no path, except those on the command line.
+"""
 
 import datetime
 import importlib.metadata
@@ -17,7 +19,7 @@ from peagle.ops import jax_cure
 
 PACKAGES = ("peagle", "jax", "jaxlib", "flax", "numpy", "safetensors", "tokenizers", "transformers")
 CPUINFO = Path("/proc/cpuinfo")
-# variables of the environment that change what runs, here or in a peer that is measured beside
+# environment variables that change our kernels or threads, or those of a peer in the same benchmark
 TUNING = (
     "PEAGLE_KERNELS",
     "XLA_FLAGS",
@@ -30,8 +32,10 @@ TUNING = (
 
 
 def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """What goes with every number. `command` are the arguments as typed, sys.argv's by default; before them stands what
-    the environment changes (`tuning`). JAX must be usable: its backend is started if it was not."""
+    """Collect the provenance of a run. Starts JAX's backend if it was not started.
+
+    `command`: the arguments as typed, by default sys.argv's; the variables of `tuning` are put before them.
+    """
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": [*tuning(), "peagle", *(sys.argv[1:] if command is None else command)],
@@ -46,14 +50,16 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def tuning() -> list[str]:
-    """The variables of TUNING that are set, as they would be typed before a command: NAME=value. What is set in every
-    process (peagle.ops.jax_cure) is not among them."""
+    """List the variables of TUNING that are set, as typed before a command: NAME=value.
+
+    Leaves out the flag that peagle.ops.jax_cure sets in every process.
+    """
     values = {name: os.environ.get(name, "").replace(jax_cure.FLAG, "").strip() for name in TUNING}
     return [f"{name}={shlex.quote(value)}" for name, value in values.items() if value]
 
 
 def device() -> dict[str, Any]:
-    """The devices JAX computes on."""
+    """Describe the devices of JAX."""
     import jax
 
     devices = jax.devices()
@@ -61,8 +67,10 @@ def device() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit of the checkout this package runs from, and whether files differ from it; None outside of a checkout (an
-    installed package in somebody else's repository does not count)."""
+    """Return the commit of this package's checkout and whether it is dirty; None without one.
+
+    A package installed inside another repository does not count.
+    """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None
@@ -73,29 +81,31 @@ def git_state() -> dict[str, Any] | None:
 
 
 def cpu_model() -> str | None:
-    """The processor's name, where the system tells it."""
-    told = first_processor()
-    return (platform.processor() or None) if told is None else told.get("model name")
+    """Return the processor's name, if the system provides it."""
+    found = first_processor()
+    return (platform.processor() or None) if found is None else found.get("model name")
 
 
 def first_processor() -> dict[str, str] | None:
-    """What the system tells of the first processor, by Linux' names; None where it does not."""
+    """Read the entries of the first processor in Linux' cpuinfo; None on other systems."""
     try:
         with CPUINFO.open(encoding="utf-8", errors="replace") as lines:
-            told = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
+            entries = [line.partition(":") for line in itertools.takewhile(str.strip, lines)]
     except OSError:
         return None
-    return {name.strip(): value.strip() for name, _, value in told}
+    return {name.strip(): value.strip() for name, _, value in entries}
 
 
 def num_threads() -> int | None:
-    """Processors this process may run on."""
+    """Count the processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory held so far: the device's where it counts that, else the process's, with the pages of mapped
-    files that were in memory then (a checkpoint's while it is loaded; the system takes them back when it needs them).
+    """Return the peak memory so far: of the device if it counts that, else of the process.
+
+    The latter includes resident pages of mapped files, such as a checkpoint during its load, which the system can
+    reclaim.
     """
     import jax
 

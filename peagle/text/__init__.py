@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, detokenizer, prompts and files of prompts."""
+"""Text to token ids and back: tokenizer, chat template, detokenizer, prompts, prompt files."""

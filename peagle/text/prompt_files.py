@@ -1,19 +1,19 @@
-"""Files of prompts, in the layouts people have on disk.
+"""Read files of prompts, in the common layouts.
 
     prompts     JSON lines: {"prompt": TEXT}, {"turns": [TEXT, ...]} (MT-Bench, Spec-Bench) or {"prompt_ids": [ID, ...]}
-    humaneval   JSON lines: {"task_id": ..., "prompt": CODE, "entry_point": ..., ...}; the code is asked as it is
+    humaneval   JSON lines: {"task_id": ..., "prompt": CODE, "entry_point": ..., ...}; the prompt is the code
     gsm8k       JSON lines: {"question": TEXT, "answer": TEXT}
     sharegpt    JSON: {"conversations": [{"from": "human", "value": TEXT}, {"from": "gpt", ...}, ...]}, or with "role"
                 and "content" (SpecForge)
     messages    JSON: {"messages": [{"role": "user", "content": TEXT}, ...]} (OpenAI), or these under "body" (batches)
-                or as "prompt", or nothing but the list
+                or as "prompt", or only the list
     text        a .txt file: each line a prompt
 
-A JSON layout may be lines, or one list; any file may be gzipped. A file has one layout; keys beside those that it needs
-are left alone. Of ShareGPT the answers are left out: the model gives its own. Of messages, and of ShareGPT with tools,
-they are the history, but for one at the end, which is what is asked for.
+A JSON layout may be lines, or one list; any file may be gzipped. A file has one layout; further keys are ignored. The
+answers in ShareGPT are left out: the model gives its own. Those in messages, and in ShareGPT with tools, are the
+history, except one at the end, which the model answers anew.
 
-A row that cannot be read, or that asks nothing, is left out and counted, unless the reader is strict.
+A row that cannot be read, or holds no prompt, is left out and counted; with `strict` it is an error.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ ROLES = {
     TOOL: ("tool", "function"),
     SYSTEM: ("system", "developer"),
 }
-TEXT_PARTS = ("text", "input_text", "output_text")  # of a content that is a list: chat completions, responses
-BESIDE = ("name", "thinking", "tool_call_id")  # texts that a message may have for its template, beside the content
+TEXT_PARTS = ("text", "input_text", "output_text")  # types of parts in a list of content: chat completions, responses
+BESIDE = ("name", "thinking", "tool_call_id")  # further texts of a message that templates use
 
 _CSV = """python -c 'import csv, json; rows = csv.DictReader(open("FILE"), dialect="{}"); \
 open("NEW.jsonl", "w").writelines(json.dumps(row) + "\\n" for row in rows)'"""
@@ -57,7 +57,10 @@ lines=True)'""",
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-    """A file of prompts. `left_out` has a line for each row that is, with its number and the reason."""
+    """A file of prompts.
+
+    `left_out`: a line for each row left out, with its number and the reason.
+    """
 
     name: str
     layout: str
@@ -68,10 +71,10 @@ class PromptSet:
 
 
 def read_prompt_file(path: Path, *, strict: bool = False) -> PromptSet:
-    """Read all conversations of a file, in its order.
+    """Read all conversations of a file, in order.
 
-    Raises InputError for a file without any prompt, and for one that is neither JSON nor .txt; if `strict`, for the
-    first row that would be left out.
+    Raises InputError for a file without prompts, or neither JSON nor .txt; if `strict`, also for the first row that
+    would be left out.
     """
     path = Path(path)
     try:
@@ -109,10 +112,10 @@ def read_prompt_file(path: Path, *, strict: bool = False) -> PromptSet:
 
 
 def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool) -> PromptSet:
-    """Read a file for the target in this directory: a conversation whose history its chat template refuses is left out,
-    too. Not every template takes messages of tools, or two of a user in a row.
+    """Read a file, and leave out conversations with a history that the chat template refuses.
 
-    Raises InputError as `read_prompt_file` does; and if the template refuses all.
+    Some templates take no messages of tools, or no two of a user in a row. `target` is a directory. Raises InputError
+    as `read_prompt_file` does, and if the template refuses all conversations.
     """
     found = read_prompt_file(path, strict=strict)
     if rendering.raw or not any(each.history for each in found.conversations):
@@ -135,14 +138,14 @@ def read_prompts(path: Path, target: Path, rendering: Rendering, *, strict: bool
 
 
 def without_suffix(path: Path) -> Path:
-    """Leave out what says how the file is written: a/b.jsonl.gz is a/b."""
+    """Remove the endings of a path: a/b.jsonl.gz is a/b."""
     return _plain(path).with_suffix("")
 
 
 def left_out_line(left_out: Sequence[str]) -> str:
-    """Say in a line that rows are left out, how many and why: the first of them."""
-    count = "1 row that" if len(left_out) == 1 else f"{len(left_out)} rows that"
-    return f"{count} cannot be asked, the first: {left_out[0]}"
+    """Write a line on the rows left out: their number, and the first with its reason."""
+    count = "1 row" if len(left_out) == 1 else f"{len(left_out)} rows"
+    return f"{count} without a usable prompt, the first: {left_out[0]}"
 
 
 def _plain(path: Path) -> Path:
@@ -154,7 +157,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _unpacked(path: Path, data: bytes) -> bytes:
-    """Unpack gzip, and take off a byte order mark. Raises InputError for what is no file of text in UTF-8."""
+    """Unpack gzip and remove a byte order mark. Raises InputError if it is not text in UTF-8."""
     if data.startswith(b"\x1f\x8b"):
         try:
             data = gzip.decompress(data)
@@ -176,12 +179,12 @@ def _not_read(path: Path, kind: str) -> InputError:
 
 
 def _rows(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
-    """Every row that is not blank, with its name: a line's bytes, or what stands in one list."""
+    """Yield rows that are not blank with their names: the bytes of a line, or an item of one list."""
     lines = [(f"{path} line {number}", line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
     if lines and not _is_text(path) and lines[0][1].lstrip().startswith(b"["):
         try:
             listed = _parsed(data, str(path))
-        except InputError:  # a list a line, if not one list that is broken
+        except InputError:  # each line is a list, unless it is one malformed list
             if not _parses(lines[0][1]):
                 raise
         else:
@@ -192,7 +195,7 @@ def _rows(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether it is a bare list of messages."""
+    """Test whether the value is a bare list of messages."""
     return isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value) and bool(value)
 
 
@@ -249,7 +252,7 @@ def _layout_and_conversation(given: Any, name: str, text: bool) -> tuple[str, Co
 
 
 def _layout(row: Row, name: str) -> str:
-    """Tell the layout of a row. Raises InputError if it has none."""
+    """Find the layout of a row. Raises InputError if it has none."""
     if row.get("messages") is not None:
         return "messages"
     if row.get("conversations") is not None:
@@ -288,11 +291,11 @@ def _single(key: str) -> Callable[[Row, str], Conversation]:
 
 def _sharegpt(row: Row, name: str) -> Conversation:
     system, messages = _messages(row["conversations"], f"{name}: conversations")
-    if any(message["role"] == TOOL for message in messages):  # what its user says next follows from what it answered
+    if any(message["role"] == TOOL for message in messages):  # later turns depend on the recorded answers
         return _answered(name, system, messages)
     turns = tuple(message["content"] for message in messages if message["role"] == USER and message["content"].strip())
     if not turns:
-        raise InputError(f"{name} holds no message of a person")
+        raise InputError(f"{name} holds no message of a user")
     return Conversation(name, turns=turns, numbered=True, system=system)
 
 
@@ -301,26 +304,25 @@ def _openai(row: Row, name: str) -> Conversation:
 
 
 def _answered(name: str, system: str | None, messages: Sequence[Message]) -> Conversation:
-    """Ask for what follows a chat, or for its last answer once more."""
-    asked = [*messages]
-    while asked and asked[-1]["role"] == ASSISTANT:
-        asked.pop()
-    if not asked:
+    """Make the conversation that continues a chat, or answers its last message anew."""
+    history = [*messages]
+    while history and history[-1]["role"] == ASSISTANT:
+        history.pop()
+    if not history:
         raise InputError(f"{name} holds no message of a user")
-    if asked[-1]["role"] == TOOL:
-        return Conversation(name, history=tuple(asked), system=system)
-    last = check_text(asked.pop()["content"], f"{name}: the last message of the user")
-    return Conversation(name, turns=(last,), history=tuple(asked), system=system)
+    if history[-1]["role"] == TOOL:
+        return Conversation(name, history=tuple(history), system=system)
+    last = check_text(history.pop()["content"], f"{name}: the last message of the user")
+    return Conversation(name, turns=(last,), history=tuple(history), system=system)
 
 
-def _messages(listed: Any, what: str) -> tuple[str | None, list[Message]]:
-    """Read a chat: (its system texts, one behind the other; the other messages)."""
+def _messages(listed: Any, name: str) -> tuple[str | None, list[Message]]:
+    """Read a chat: (its system texts joined, the other messages)."""
     if not isinstance(listed, list):
-        raise InputError(f"{what} is {brief(listed)}; expected a list of messages")
+        raise InputError(f"{name} is {brief(listed)}; expected a list of messages")
     systems, messages = [], []
     for number, given in enumerate(listed):
-        name = f"{what}: message {number}"
-        message = _message(given, name)
+        message = _message(given, f"{name}: message {number}")
         if message["role"] != SYSTEM:
             messages.append(message)
         elif message["content"].strip():
@@ -329,14 +331,14 @@ def _messages(listed: Any, what: str) -> tuple[str | None, list[Message]]:
 
 
 def _message(given: Any, name: str) -> Message:
-    """Read a message as templates get it."""
-    said = given.get("role", given.get("from")) if isinstance(given, dict) else None
-    if not isinstance(said, str):
+    """Read a message into the form that templates take."""
+    spelled = given.get("role", given.get("from")) if isinstance(given, dict) else None
+    if not isinstance(spelled, str):
         raise InputError(f"{name} is {brief(given)}; expected an object with role and content, or from and value")
-    role = next((role for role, names in ROLES.items() if said.strip().lower() in names), None)
+    role = next((role for role, names in ROLES.items() if spelled.strip().lower() in names), None)
     if role is None:
-        known = ", ".join(each for names in ROLES.values() for each in names)
-        raise InputError(f"{name} is of the {brief(said)}; expected one of {known}")
+        expected = ", ".join(each for names in ROLES.values() for each in names)
+        raise InputError(f"{name} has the role {brief(spelled)}; expected one of {expected}")
     text = _text(given.get("content", given.get("value")), f"{name}: its content")
     message: dict[str, Any] = {"role": role, "content": final_message(text) if role == ASSISTANT else text}
     message |= {key: given[key] for key in BESIDE if isinstance(given.get(key), str)}
@@ -349,7 +351,7 @@ def _message(given: Any, name: str) -> Message:
 
 
 def _calls(listed: Any, name: str) -> list[Message]:
-    """Read calls of tools, whose arguments templates get as an object, and APIs as its JSON text."""
+    """Read calls of tools. Arguments in JSON text, as in APIs, become an object, as in templates."""
     calls: list[Message] = []
     for each in listed if isinstance(listed, list) else [listed]:
         function = each.get("function") if isinstance(each, dict) else None
@@ -357,14 +359,14 @@ def _calls(listed: Any, name: str) -> list[Message]:
             raise InputError(f"{name} holds {brief(each)}; expected a function with a name and arguments")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):  # what a model wrote may be no JSON
+            with contextlib.suppress(ValueError, RecursionError):  # a model may have written invalid JSON
                 arguments = json.loads(arguments)
         calls.append({**each, "function": {**function, "arguments": arguments}})
     return calls
 
 
 def _text(value: Any, name: str) -> str:
-    """Read a text, or a list of parts of text; null is none."""
+    """Read a text, or join a list of parts of text; null is empty."""
     texts = []
     for part in value if isinstance(value, list) else [value]:
         is_text = isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS

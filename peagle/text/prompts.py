@@ -1,7 +1,7 @@
-"""What is asked, as conversations; files of them are read by peagle.text.prompt_files.
+"""Prompts as conversations; peagle.text.prompt_files reads files of them.
 
-A conversation is a list of turns. Turn k's prompt holds the answers to the turns before it, so it is rendered when
-those are known (`Conversation.encode`); conversations do not depend on one another.
+A conversation is a list of turns. The prompt of a turn holds the answers to the turns before, so it is rendered after
+those (`Conversation.encode`). Conversations do not depend on one another.
 """
 
 import dataclasses
@@ -15,8 +15,11 @@ from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, chat_message
 
 @dataclasses.dataclass(frozen=True)
 class Rendering:
-    """How text becomes a prompt. `raw`: as it is, without the chat template. `special_tokens`: those that a raw text
-    spells are control tokens; else, and in a chat, they are characters."""
+    """How text becomes a prompt.
+
+    raw: without the chat template. special_tokens: special tokens spelled in a raw text are control tokens; else, and
+    in a chat, they are characters.
+    """
 
     raw: bool = False
     system: str | None = None
@@ -28,25 +31,25 @@ class Rendering:
         parse_date(self.date)
         if self.special_tokens and not self.raw:
             raise InputError(
-                "special tokens can be spelled in raw text alone, in a chat they are the template's; leave out "
-                "--special-tokens, or take the text as it is, without the template"
+                "special tokens can be spelled only in raw text; leave out --special-tokens, or render without the "
+                "chat template"
             )
         if self.system is not None:
             check_text(self.system, "the system text")
         if self.raw and (self.system is not None or self.reasoning_effort is not None):
             raise InputError(
                 "a system text or a reasoning effort needs the chat template, which --raw-prompt turns off; leave out "
-                "the one or the other"
+                "one of them"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Turns of text, each a request, behind a `history` of messages; without turns one request, for what follows the
-    history; or the ids of a single prompt.
+    """Turns of text, each a request, after a `history` of messages; or the ids of a single prompt.
 
-    `name` says where it comes from; `numbered` that its requests are told apart by a turn number. `system` goes before
-    a rendering's own. Raises InputError for text that cannot be encoded.
+    Without turns it is one request, which continues the history. `name` is its origin, for messages. `numbered`:
+    messages and reports number its turns. `system` takes precedence over a rendering's. Raises InputError for text that
+    cannot be encoded.
     """
 
     name: str
@@ -66,10 +69,10 @@ class Conversation:
         return len(self.turns) or 1
 
     def encode(self, answers: Sequence[str], tokenizer: Tokenizer | None, rendering: Rendering) -> tuple[int, ...]:
-        """Encode the prompt of the turn that follows these answers.
+        """Encode the prompt of the turn after these answers.
 
-        Raises InputError for text without a tokenizer or template, for a chat without the template, for one that the
-        template refuses, and for a prompt that comes out empty.
+        Raises InputError for text without a tokenizer or template, for a chat in a raw rendering or one that the
+        template refuses, and for an empty prompt.
         """
         if self.prompt_ids is not None:
             return self.prompt_ids
@@ -79,15 +82,13 @@ class Conversation:
                 'or "prompt_ids" in a file)'
             )
         if rendering.raw:
-            whole = {
+            parts = {
                 f"{len(self.turns)} turns": len(self.turns) > 1,
                 "a system text": self.system is not None,
                 "a history": bool(self.history),
             }
-            if chat := [what for what, there in whole.items() if there]:
-                raise InputError(
-                    f"{self.name} has {chat[0]}, which only a chat template can put together; leave out --raw-prompt"
-                )
+            if chat := [part for part, present in parts.items() if present]:
+                raise InputError(f"{self.name} has {chat[0]}, which needs the chat template; leave out --raw-prompt")
             ids = tokenizer.encode(self.turns[0], special_tokens=rendering.special_tokens)
         else:
             system = rendering.system if self.system is None else self.system
@@ -102,13 +103,17 @@ class Conversation:
 
 
 def from_text(text: str, name: str = "the prompt") -> Conversation:
-    """One turn. Raises InputError for an empty text."""
+    """Make a conversation of one turn. Raises InputError for an empty text."""
     return Conversation(name, turns=(check_text(text, name),))
 
 
 def from_ids(ids: Iterable[Any], name: str = "the prompt") -> Conversation:
-    """Token ids as they are. Raises InputError for none, or for what is no id; whether they lie in the vocabulary is
-    checked where that is known."""
+    """Make a conversation of token ids.
+
+    Raises InputError if there are none, or one is no integer.
+
+    `Request.check_vocabulary` checks their range.
+    """
     listed = list(ids)
     if bad := [i for i in listed if isinstance(i, bool) or not isinstance(i, int)]:
         raise InputError(f"{name} holds {brief(bad[0])} among its token ids; expected integers")
@@ -118,15 +123,15 @@ def from_ids(ids: Iterable[Any], name: str = "the prompt") -> Conversation:
 
 
 def parse_ids(text: str) -> Conversation:
-    """Ids as they are typed: 1,2,3."""
+    """Parse typed token ids: 1,2,3."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if bad := [part for part in parts if not re.fullmatch("-?[0-9]{1,18}", part)]:
-        raise InputError(f"--prompt-ids holds {brief(bad[0])}; expected token ids with commas between, such as 1,2,3")
+        raise InputError(f"--prompt-ids holds {brief(bad[0])}; expected token ids separated by commas, such as 1,2,3")
     return from_ids((int(part) for part in parts), "--prompt-ids")
 
 
 def check_text(text: str, name: str) -> str:
-    """Return the text. Raises InputError if it is blank, or not encodable."""
+    """Return the text. Raises InputError if it is blank or not encodable."""
     if not text.strip():
         raise InputError(f"{name} is empty; expected some text")
     check_encodable(text, name)
@@ -134,7 +139,7 @@ def check_text(text: str, name: str) -> str:
 
 
 def check_encodable(text: str, name: str) -> None:
-    """Raises InputError for a lone surrogate: half a character, or in what was typed a byte that is not UTF-8."""
+    """Raise InputError for a lone surrogate: half a character, or a typed byte that is not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -145,6 +150,6 @@ def check_encodable(text: str, name: str) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value as a message shows it."""
+    """Shorten the repr of a value for a message."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a text before the first of its stop strings. What may be the beginning of one is held back until that is
-    decided, so nothing that was given out has to be taken back.
+    """Cut a text before the first of its stop strings.
 
+    Holds back an end of the text that may begin a stop string, so nothing that was returned has to be taken back.
     Example, for the stop string "END": "an E" gives "an ", "at" then gives "Eat", "E" gives "", and "ND" ends it.
     """
 
@@ -34,6 +34,6 @@ class StopStrings:
         return text[:start]
 
     def flush(self) -> str:
-        """Return what is held back, for a text that ends here."""
+        """Return the text held back, after the end of the text."""
         held, self._held = self._held, ""
         return held

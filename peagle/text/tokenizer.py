@@ -1,6 +1,6 @@
-"""Between text and token ids: a checkpoint directory's own tokenizer and chat template, offline.
+"""Convert between text and token ids by a checkpoint's tokenizer and chat template, offline.
 
-Through transformers, whose import is heavy and therefore inside the functions. Nothing in the directory is run: only
+Uses transformers; its import is heavy and therefore inside the functions. No code of the directory is run: only
 `tokenizer.json` is read (never a pickled or custom tokenizer), and the chat template is rendered in jinja's sandbox.
 """
 
@@ -17,14 +17,14 @@ from typing import Any, Protocol, runtime_checkable
 
 from peagle.ops.errors import InputError
 
-# What a template that asks for today's date gets: acceptance must not drift by the day.
+# The date in templates that use today's: acceptance must not drift by the day.
 DEFAULT_DATE = "2025-08-05"
 TOKENIZER_FILE = "tokenizer.json"
-TEMPLATE_FILE = "chat_template.json"  # how older releases of transformers wrote it: {"chat_template": TEXT}
+TEMPLATE_FILE = "chat_template.json"  # of older releases of transformers: {"chat_template": TEXT}
 
-Message = Mapping[str, Any]  # of a chat, as templates get it: role, content, and what else the role has
+Message = Mapping[str, Any]  # of a chat, in the form that templates take: role, content, further keys of the role
 
-# Where a harmony answer may begin: GPT-OSS's generation prompt ends before the channel, and before a call's recipient.
+# The beginning of a harmony answer: GPT-OSS's generation prompt ends before the channel, and before a call's recipient.
 _HEADER = re.compile(r"(?:<\|start\|>assistant)?(?: to=\S+?)?<\|channel\|>")
 _FINAL = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>final\b.*?<\|message\|>(.*)", re.DOTALL)
 _BETWEEN_MESSAGES = re.compile(r"<\|(?:end|return|call)\|>(?=<\|start\|>|\Z)")
@@ -33,28 +33,31 @@ _STOP = re.compile(r"<\|(?:end|return|call|endoftext)\|>\Z")
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the toolkit needs of a tokenizer; `load_tokenizer` gives a checkpoint's, tests may bring their own."""
+    """The protocol of a tokenizer; `load_tokenizer` returns a checkpoint's."""
 
     def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
-        """Encode a raw text, with whatever the tokenizer puts in front of one. `special_tokens`: those spelled in the
-        text are control tokens, not characters."""
+        """Encode a raw text, with the tokens that the tokenizer puts before a text.
+
+        special_tokens: special tokens spelled in the text are control tokens, not characters.
+        """
         ...
 
     def encode_chat(
         self, messages: Sequence[Message], *, reasoning_effort: str | None = None, date: str = DEFAULT_DATE
     ) -> tuple[int, ...]:
-        """Encode a chat that waits for the next answer. Nothing in a message is ever a control token."""
+        """Encode a chat up to the next answer. Text in a message never becomes a control token."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes a token stands for; none for an id the tokenizer does not know."""
+        """Return the UTF-8 bytes of a token; none for an id outside the tokenizer's."""
         ...
 
 
 class Detokenizer:
-    """Token ids to text as they come. No piece ever ends inside a character: its first bytes are held back until the
-    rest is here, or until `flush`, where bytes that are no character become U+FFFD. All pieces joined are the text of
-    all ids. Each token is looked at once.
+    """Convert token ids to text incrementally.
+
+    No piece ends inside a character: its first bytes are held back until the rest arrives, or until `flush`, which
+    turns incomplete characters into U+FFFD. The pieces joined are the text of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,22 +65,22 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain with these ids and was not before."""
+        """Return the text that these ids complete."""
         return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
 
     def flush(self) -> str:
-        """What was held back."""
+        """Return the text held back."""
         return self._decoder.decode(b"", final=True)
 
 
 def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """The text of whole ids, special tokens spelled out."""
+    """Convert ids to text, special tokens spelled out."""
     detokenizer = Detokenizer(tokenizer)
     return detokenizer.add(token_ids) + detokenizer.flush()
 
 
 def template_fingerprint(directory: Path) -> str:
-    """A hash of what turns text into ids in a directory: tokenizer, its settings, chat template."""
+    """Hash a directory's files that turn text into ids: tokenizer, its settings, chat template."""
     found = hashlib.sha256()
     for name in (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", TEMPLATE_FILE):
         path = Path(directory) / name
@@ -86,10 +89,10 @@ def template_fingerprint(directory: Path) -> str:
 
 
 def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
-    """The tokenizer in a directory; None where it has no tokenizer.json.
+    """Load the tokenizer of a directory; None without a tokenizer.json.
 
-    Raises InputError if that file is corrupt, or not byte-level BPE (which every GPT-OSS tokenizer is), or if the chat
-    template stands in a chat_template.json that holds none.
+    Raises InputError if that file is corrupt or not byte-level BPE (as every GPT-OSS tokenizer is), or if
+    chat_template.json is needed and holds no template.
     """
     directory = Path(directory)
     if not (directory / TOKENIZER_FILE).is_file():
@@ -103,7 +106,7 @@ def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
         raise InputError(
             f"{directory / TOKENIZER_FILE} cannot be read: {_one_line(error)}; fetch the file again"
         ) from None
-    inner.model_max_length = sys.maxsize  # who asks checks lengths; it would only warn
+    inner.model_max_length = sys.maxsize  # no warnings: callers check lengths
     decoder = type(inner.backend_tokenizer.decoder).__name__
     if decoder != "ByteLevel":
         raise InputError(
@@ -138,8 +141,10 @@ class ByteLevelTokenizer:
         self._special = {token_id: token.content for token_id, token in known.items() if token.special}
 
     def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
-        """Encode a raw text, with whatever the tokenizer puts in front of one, but for what is there already.
-        `special_tokens`: those spelled in the text are control tokens, not characters."""
+        """Encode a raw text, with the tokens that the tokenizer puts before it, but no token twice.
+
+        special_tokens: special tokens spelled in the text are control tokens, not characters.
+        """
         options = {"split_special_tokens": not special_tokens}
         ids, bare = (tuple(self._inner(text, add_special_tokens=add, **options)["input_ids"]) for add in (True, False))
         return bare if bare and bare[0] in self._special and bare[0] == ids[0] else ids
@@ -147,9 +152,9 @@ class ByteLevelTokenizer:
     def encode_chat(
         self, messages: Sequence[Message], *, reasoning_effort: str | None = None, date: str = DEFAULT_DATE
     ) -> tuple[int, ...]:
-        """Encode a chat that waits for the next answer. Nothing in a message is ever a control token.
+        """Encode a chat up to the next answer. Text in a message never becomes a control token.
 
-        Raises InputError if there is no template, or if it refuses the chat.
+        Raises InputError if there is no template, or it refuses the chat.
         """
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:
@@ -169,7 +174,7 @@ class ByteLevelTokenizer:
                 **_with_texts(options, lambda text: text.translate(masks)),
                 **dates,
             )
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # templates may raise anything
             raise InputError(
                 f"{self._directory}: the chat template refuses this chat: {_one_line(error)}; leave it out, or give "
                 "--raw-prompt"
@@ -177,9 +182,9 @@ class ByteLevelTokenizer:
         return self._encode_rendered(text, {ord(mask): chr(char) for char, mask in masks.items()})
 
     def _masks(self, texts: Sequence[str]) -> dict[int, str]:
-        """Characters that these texts do not hold, for those that a special token begins or ends with.
+        """Map first and last characters of special tokens to characters that the texts do not hold.
 
-        With them in the messages' texts, a special token in the rendered chat begins and ends in the template.
+        With these characters in the messages' texts, a special token in the rendered chat comes from the template only.
         """
         used = set().union(*texts)
         free = (char for code in range(0xF0000, 0x10FFFE) if (char := chr(code)) not in used)  # private use
@@ -187,14 +192,14 @@ class ByteLevelTokenizer:
         return {ord(char): next(free) for char in ends}
 
     def _encode_rendered(self, text: str, unmask: Mapping[int, str]) -> tuple[int, ...]:
-        """Encode a chat whose texts are masked: special tokens are the template's, all else is characters."""
+        """Encode a chat with masked texts: special tokens are the template's, the rest is characters."""
         found = self._inner(text, add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True)
         whole = tuple(found["input_ids"])
         if text.translate(unmask) == text:
             return whole
         ids: list[int] = []
         start = 0
-        # a tokenizer cuts at special tokens before anything else, so the pieces give the ids of the whole
+        # a tokenizer splits at special tokens first, so the pieces give the ids of the whole
         for token_id, (begin, end) in zip(whole, found["offset_mapping"], strict=True):
             if token_id in self._special:
                 ids += [*self._characters(text[start:begin].translate(unmask)), token_id]
@@ -205,25 +210,27 @@ class ByteLevelTokenizer:
         return tuple(self._inner(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes a token stands for; none for an id the tokenizer does not know (a padded vocabulary)."""
-        known = self._bytes.get(token_id)
-        if known is None:
+        """Return the UTF-8 bytes of a token; none for an id of a padded vocabulary."""
+        found = self._bytes.get(token_id)
+        if found is None:
             token = self._inner.convert_ids_to_tokens(token_id) if 0 <= token_id < self._size else None
-            known = self._bytes[token_id] = self._to_bytes(token or "")
-        return known
+            found = self._bytes[token_id] = self._to_bytes(token or "")
+        return found
 
     def _to_bytes(self, token: str) -> bytes:
         try:
             return bytes(self._byte_of[char] for char in token)
-        except KeyError:  # an added token, spelled as it is
+        except KeyError:  # an added token, spelled in plain text
             return token.encode("utf-8", errors="replace")
 
 
 def chat_messages(
     turns: Sequence[str], answers: Sequence[str], system: str | None, history: Sequence[Message] = ()
 ) -> list[Message]:
-    """Put a chat together in the roles every template knows: one answer fewer than turns. `history` is what was said
-    before the first turn."""
+    """Make the messages of a chat, in the roles every template takes: one answer fewer than turns.
+
+    `history`: messages before the first turn.
+    """
     messages = [*([] if system is None else [{"role": "system", "content": system}]), *history]
     for turn, answer in zip(turns[:-1], answers, strict=True):
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": final_message(answer)}]
@@ -231,9 +238,9 @@ def chat_messages(
 
 
 def final_message(answer: str) -> str:
-    """Take from an answer what goes into the history: the text of its final channel, none if it was cut off before. An
-    answer that does not begin with a channel's header stays as it is, but for a stop token at its end.
+    """Extract the text of an answer's final channel; empty if the answer was cut off before it.
 
+    An answer without a channel header only loses a stop token at its end.
     Example: "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42" -> "42".
     """
     if not _HEADER.match(answer):
@@ -243,7 +250,7 @@ def final_message(answer: str) -> str:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys among them."""
+    """Yield every text in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -256,7 +263,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value whose texts, keys among them, are changed."""
+    """Change every text in a JSON value, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -265,10 +272,10 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def fix_date(template: str, date: str) -> tuple[str, Mapping[str, Mapping[str, str]]]:
-    """(the template, variables for it) such that `strftime_now` tells the given date, YYYY-MM-DD, at midnight.
+    """Fix `strftime_now` to a date, YYYY-MM-DD, at midnight; return (the template, its variables).
 
-    transformers passes data to templates, never functions, so the function becomes a macro that looks its format up
-    among the template's own string literals.
+    transformers passes only data to templates, so the function becomes a macro that looks its format up among the
+    template's own string literals.
     """
     day = parse_date(date)
     if "strftime_now" not in template:
@@ -279,7 +286,7 @@ def fix_date(template: str, date: str) -> tuple[str, Mapping[str, Mapping[str, s
 
 
 def parse_date(date: str) -> datetime.datetime:
-    """Raises InputError for what is not YYYY-MM-DD."""
+    """Parse YYYY-MM-DD. Raises InputError for anything else."""
     try:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
@@ -287,8 +294,10 @@ def parse_date(date: str) -> datetime.datetime:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte each character of a byte-level vocabulary stands for: printable Latin-1 for itself, the other bytes, in
-    order, for the characters from U+0100 on (GPT-2's alphabet)."""
+    """Map the characters of a byte-level vocabulary to bytes (GPT-2's alphabet).
+
+    Printable Latin-1 characters stand for themselves, those from U+0100 on for the other bytes, in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

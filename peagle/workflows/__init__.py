@@ -1,1 +1,1 @@
-"""What the commands do, without printing: a run over prompts, a teacher's answers, parity with the references."""
+"""The work of the commands, without printing: runs, answers of a target, parity."""

@@ -1,4 +1,4 @@
-"""Answers of a target to many conversations, by continuous batching: what drafters are trained on."""
+"""Let a target answer many conversations, by continuous batching: training data for drafters."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from peagle.text.prompts import Conversation, Rendering
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One turn: the whole prompt, and what the target said, its stop token among it."""
+    """One turn: the whole prompt, and the target's output with its stop token."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
@@ -20,7 +20,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Asking:
-    """How conversations are answered. `context`: prompt and answer together, at most."""
+    """How to answer conversations. `context`: the most positions of prompt and answer together."""
 
     rendering: Rendering
     sampling: SamplingParams
@@ -37,23 +37,24 @@ def answer(
     skipped: Callable[[str], None],
     done: Callable[[int], None],
 ) -> Iterator[Answer]:
-    """The answer to every turn of every conversation, plainly decoded. Later turns are asked with the answers to those
-    before. Random numbers follow from the seed and from first_index + the place of the conversation, so that any part
-    of a list is answered as within the whole.
+    """Yield the answer to every turn of every conversation, decoded plainly.
 
-    `skipped` is told, in a line, of a turn that cannot be asked (no room for an answer, no tokenizer); it and those
-    behind it are missing. `done` is told how many more conversations are finished.
+    The prompt of a later turn holds the answers to the turns before. Random numbers depend on the seed and on
+    first_index + the index of the conversation, so a part of a list gets the answers it gets within the whole.
+
+    Calls skipped(line) for a turn that cannot be run (no room for an answer, no tokenizer); that turn and later ones
+    are left out. Calls done(number of conversations that have just finished).
     """
-    said: dict[int, list[str]] = {number: [] for number in range(len(conversations))}
+    answers: dict[int, list[str]] = {number: [] for number in range(len(conversations))}  # of unfinished ones
     turn = 0
-    while said:
+    while answers:
         requests = []
-        for number in list(said):
+        for number in list(answers):
             try:
-                requests.append(_request(pair, conversations[number], said[number], asking, first_index, number))
+                requests.append(_request(pair, conversations[number], answers[number], asking, first_index, number))
             except InputError as error:
                 skipped(str(error))
-                del said[number]
+                del answers[number]
                 done(1)
         results = _decode(pair, requests, asking)
         turn += 1
@@ -62,18 +63,18 @@ def answer(
             result = results[request.index]
             yield Answer(request.prompt_ids, result.output_ids)
             if turn < conversations[number].num_requests:
-                said[number].append(result.text or "")
+                answers[number].append(result.text or "")
             else:
-                del said[number]
+                del answers[number]
                 done(1)
 
 
 def _request(
-    pair: Pair, conversation: Conversation, said: Sequence[str], asking: Asking, first_index: int, number: int
+    pair: Pair, conversation: Conversation, answers: Sequence[str], asking: Asking, first_index: int, number: int
 ) -> Request:
     return pair.request(
         conversation,
-        said,
+        answers,
         asking.rendering,
         max_new_tokens=asking.max_new_tokens,
         sampling=asking.sampling,
@@ -83,6 +84,6 @@ def _request(
 
 
 def _decode(pair: Pair, requests: Sequence[Request], asking: Asking) -> dict[int, Result]:
-    """By index."""
+    """Decode the requests plainly; return results by request index."""
     engine = pair.engine(pair.engine_config(0, slots=asking.slots, capacity=pair.capacity(requests)))
     return {result.request.index: result for result in decode(engine, requests, pair.tokenizer)}

@@ -1,5 +1,7 @@
-"""The target against transformers' own GPT-OSS, where torch is installed. The only file in the packages that may import
-torch: nothing that is run depends on it."""
+"""Compare a target with the GPT-OSS of transformers, if torch is installed.
+
+The only module of the packages that may import torch; no result depends on it.
+"""
 
 import dataclasses
 import importlib.util
@@ -11,23 +13,24 @@ import numpy as np
 from peagle.ops.memory import available_memory_bytes
 from target.load import inspect_target
 
-CLOSE = {"float32": 2e-2, "bfloat16": 0.5}  # of the spread of a layer's output, by our arithmetic; theirs is float32
+# the largest difference that counts as equal, in standard deviations of a layer's output, by our dtype; the reference's
+# is float32
+CLOSE = {"float32": 2e-2, "bfloat16": 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """How far our hidden states are from the reference's, layer by layer, in standard deviations of the layer's
-    output."""
+    """Differences of our hidden states from the reference's, layer by layer."""
 
     reference: str | None  # None: not compared
     why_not: str | None
-    max_difference: tuple[float, ...] = ()
+    max_difference: tuple[float, ...] = ()  # in standard deviations of the layer's output
     cosine: tuple[float, ...] = ()  # the least over tokens
-    close: float = 0.0  # what counts as the same
+    close: float = 0.0  # the largest difference that counts as equal
 
     @property
     def first_wrong(self) -> int | None:
-        """The first layer whose output is not the reference's."""
+        """The first layer with an output that differs from the reference's."""
         return next((layer for layer, far in enumerate(self.max_difference) if far > self.close), None)
 
     @property
@@ -36,7 +39,7 @@ class Layers:
 
     @property
     def lines(self) -> list[str]:
-        """What a person reads."""
+        """The report, in lines."""
         if self.reference is None:
             return [f"target       not compared: {self.why_not}"]
         if self.fine:
@@ -52,8 +55,10 @@ class Layers:
 
 
 def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, dtype: str) -> Layers:
-    """Our outputs of all layers [n, L, D] for one text against those of transformers' model of the same directory. Its
-    last layer's output is told behind the final norm only, so that layer is left out."""
+    """Compare our layer outputs, hidden [n, L, D], with those of transformers' model.
+
+    transformers returns the last layer's output only after the final norm, so that layer is left out.
+    """
     if importlib.util.find_spec("torch") is None:
         return Layers(None, "transformers' model needs torch, which is not installed")
     needed = 4 * inspect_target(directory).num_parameters
@@ -76,7 +81,7 @@ def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, d
         model = hf.GptOssForCausalLM.from_pretrained(
             directory, dtype=torch.float32, quantization_config=quantised, local_files_only=True, **eager
         ).eval()
-    except Exception as error:  # whatever it does not like of these files
+    except Exception as error:  # of any kind that transformers raises
         return Layers(None, f"transformers cannot read it: {' '.join(str(error).split())[:200]}")
     with torch.no_grad():
         out = model(torch.from_numpy(token_ids[None].astype(np.int64)), output_hidden_states=True, use_cache=False)

@@ -1,11 +1,11 @@
-"""Does a drafter do what it should? What the engine drafted, held against the same drafter followed step by step, and
-against the drafter read in other ways.
+"""Find out why a drafter's acceptance is low: compare the engine's drafts with references.
 
-Two kinds of fault lower acceptance without any message. The engine may not do what the checkpoint says: then its drafts
-differ from the reference's, and how they differ tells why (`explain`). Or the checkpoint, or the way it is asked, says
-something else than it was trained with: then another reading of it is accepted more often (`causes`).
+Two kinds of fault lower acceptance without any message. The engine may run the checkpoint incorrectly: then its drafts
+differ from those of the same drafter replayed step by step, and the pattern of differences shows the fault (`explain`).
+Or the checkpoint, or the prompt format, is not the one the drafter was trained with: then another reading of the
+checkpoint is accepted more often (`causes`).
 
-Everything is looked at where the engine was: at the places of a greedy text where it drafted.
+All comparisons are made at the positions of a greedy text at which the engine drafted.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from peagle.ops import interrupt
 from peagle.ops.messages import Draft, Fresh
 from peagle.protocols import Drafter
 
-FOLLOWS = 0.9  # of the steps: a fault explains drafts that follow it this often
-CHANCE = 0.05  # of a pattern that is taken for no accident
-LEAST_GAIN = 0.1  # tokens a step: less is no cause
-LEAST_FRAC = 0.05  # of what is expected as it is
-LENGTHS = 256  # caches are so long, or a multiple
+FOLLOWS = 0.9  # share of the steps that must follow a fault's pattern
+CHANCE = 0.05  # a pattern must be less likely than this by chance
+LEAST_GAIN = 0.1  # of a cause, in tokens a step
+LEAST_FRAC = 0.05  # of a cause, over the acceptance length as it is
+LENGTHS = 256  # cache lengths are multiples of this, so that texts share programs
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A prompt with its greedy answer, and what the engine drafted on the way."""
+    """A prompt with its greedy answer, and the engine's drafts."""
 
     token_ids: np.ndarray  # [n] int32
-    aux_hidden: np.ndarray  # [n, A] what the drafter reads
-    places: tuple[int, ...]  # of each step: tokens whose hiddens were known; token_ids[place] was the last token
+    aux_hidden: np.ndarray  # [n, A]
+    places: tuple[int, ...]  # of each step: the length of the target's cache; token_ids[place] was the pending token
     drafts: tuple[tuple[int, ...], ...]  # of each step
     num_accepted: tuple[int, ...]
 
@@ -43,17 +43,20 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-    """What a drafter gives at the places of a text."""
+    """The drafts of a drafter at the places of a text."""
 
     token_ids: np.ndarray  # [S, K]
-    logits: np.ndarray | None  # [S, K, V], where it has any
+    logits: np.ndarray | None  # [S, K, V], if it has any
 
 
 def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -> Replayed:
-    """The drafter led along the text as the engine leads it: its cache filled with the prompt, then at each place given
-    the tokens committed since the last. blind: with an empty cache at each place, as if nothing lay before them."""
+    """Run the drafter over a text as the engine does, and return its drafts at each place.
+
+    It absorbs the prompt, then gets at each place the tokens committed since the last. blind: with an empty cache at
+    each place.
+    """
     prompt, widest = text.places[0], num_drafts + 1
-    capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS  # so that texts share their programs
+    capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS
     empty = drafter.init_state(1, capacity, 2 * num_drafts)
     ids, aux = _padded(text.token_ids[1:prompt], capacity), _padded(text.aux_hidden[: prompt - 1], capacity)
     row = np.arange(capacity, dtype=np.int32)
@@ -67,14 +70,14 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
         first = max(held, place - widest)
         rows = slice(first, place)
         num = place - first
-        fresh = Fresh(
+        drafter_input = Fresh(
             token_ids=_padded(text.token_ids[first + 1 : place + 1], widest),
             aux_hidden=_padded(text.aux_hidden[rows], widest),
             num=np.array([num], np.int32),  # type: ignore[arg-type]  # NumPy's, too
             first_position=np.array([first], np.int32),  # type: ignore[arg-type]
         )
         widths = np.array([num_drafts], np.int32)
-        draft, state = propose(drafter, empty if blind else state, fresh, widths, num_drafts=num_drafts)
+        draft, state = propose(drafter, empty if blind else state, drafter_input, widths, num_drafts=num_drafts)
         found.append(draft)
         held = place
     logits = None if found[0].logits is None else np.concatenate([np.asarray(each.logits) for each in found])
@@ -82,13 +85,13 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
 
 
 def _padded(rows: np.ndarray, width: int) -> Any:
-    """[1, width, ...], of NumPy: given to a program, it costs no dispatch of its own."""
+    """Pad to [1, width, ...] in NumPy, which needs no dispatch before a program."""
     missing = [(0, width - len(rows)), *((0, 0),) * (rows.ndim - 1)]
     return np.pad(rows, missing)[None]
 
 
 def accepted(drafts: np.ndarray, text: Text) -> np.ndarray:
-    """[S]: how many drafts of each step the text goes on with, as far as it goes."""
+    """Count the leading drafts of each step that equal the text, as far as the text reaches; [S]."""
     found = []
     for place, step in zip(text.places, drafts, strict=True):
         following = text.token_ids[place + 1 : place + 1 + len(step)]
@@ -99,20 +102,22 @@ def accepted(drafts: np.ndarray, text: Text) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where the engine's drafts first differ from the reference's."""
+    """The first difference of the engine's drafts from the reference's."""
 
     text: int
     step: int
     draft: int
     engine: int
     reference: int
-    frac: float  # of all steps that differ anywhere
+    frac: float  # steps that differ anywhere, over all steps
     explanation: str | None
 
 
 def compare(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Sequence[np.ndarray]) -> Difference | None:
-    """None where all drafts that the engine verified are the reference's. `blind` are those of a drafter that sees
-    nothing before the tokens committed last."""
+    """Compare the drafts that the engine verified with the reference's; None if all are equal.
+
+    `blind`: the drafts of a drafter with an empty cache (`replay`).
+    """
     first, differing, total = None, 0, 0
     for number, (text, expected) in enumerate(zip(texts, reference, strict=True)):
         for step, (ours, theirs) in enumerate(zip(text.drafts, expected, strict=True)):
@@ -128,7 +133,7 @@ def compare(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Seque
 
 
 def explain(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Sequence[np.ndarray]) -> str | None:
-    """The known fault that the engine's drafts follow; None where they follow none."""
+    """Describe the known fault that the engine's drafts follow; None if they follow none."""
     steps = [
         (number, step, ours == tuple(theirs[: len(ours)]), ours == tuple(alone[: len(ours)]))
         for number, (text, expected, unseen) in enumerate(zip(texts, reference, blind, strict=True))
@@ -140,39 +145,39 @@ def explain(texts: Sequence[Text], reference: Sequence[np.ndarray], blind: Seque
             "the drafter is blind to its context: its drafts are those of an empty cache; the cache is not filled at "
             "prefill, not carried from step to step, or not read"
         )
-    # what leaves rows in the drafter's cache that must go: drafts that were rejected; of a drafter with mask slots, any
-    # draft behind the first
+    # steps that leave rows in the drafter's cache which must be rolled back: rejected drafts; in a drafter with mask
+    # slots, any draft after the first
     leaves: dict[str, Callable[[int, int], bool]] = {
         "the first rejection": lambda accepted, drafted: accepted < drafted,
         "the first step with several drafts": lambda _, drafted: drafted > 1,
     }
-    for where, left in leaves.items():
+    for event, left in leaves.items():
         until: list[bool] = []
-        behind: list[bool] = []
+        after: list[bool] = []
         for number, step, right, _ in steps:
             before = zip(texts[number].num_accepted[:step], texts[number].drafts[:step], strict=True)
-            (behind if any(left(a, len(d)) for a, d in before) else until).append(right)
-        # were faults as frequent before as behind it, none there would be luck
-        if behind and all(until) and np.mean(behind) ** len(until) < CHANCE:
+            (after if any(left(a, len(d)) for a, d in before) else until).append(right)
+        # the chance of no wrong draft until the event, if wrong drafts were as frequent before it as after it
+        if after and all(until) and np.mean(after) ** len(until) < CHANCE:
             return (
-                f"drafts are right until {where} and wrong behind it: the drafter's cache is not rolled back to what "
-                "was accepted (or along another axis than that of its positions)"
+                f"drafts are right until {event} and wrong after it: the drafter's cache is not rolled back to the "
+                "accepted tokens (or along an axis that is not that of its positions)"
             )
     return None
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """The drafter read in another way, and what of it would be accepted in each step."""
+    """Another reading of the drafter's checkpoint, and how many of its drafts the text accepts."""
 
     name: str
     accepted: np.ndarray  # [S], over all texts
-    cure: str = ""  # what to change, so that it is read so
+    cure: str = ""  # the change that makes it the default reading
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """A reading that is accepted more often than the one given, and for sure."""
+    """A reading that is accepted significantly more often than the given one."""
 
     name: str
     acceptance_length: float
@@ -181,8 +186,11 @@ class Cause:
 
 
 def causes(given: np.ndarray, readings: Sequence[Reading]) -> list[Cause]:
-    """Those that explain a low acceptance, the greatest gain first: more accepted at the same places, whose 95 %
-    interval leaves out zero, and by more than a tenth of a token and 5 %."""
+    """Select the readings that explain a low acceptance, the greatest gain first.
+
+    At the same places they accept more: the gain's 95 % interval excludes zero, and it exceeds both LEAST_GAIN and
+    LEAST_FRAC.
+    """
     found = []
     for reading in readings:
         more = (reading.accepted - given).astype(np.float64)

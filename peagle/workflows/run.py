@@ -1,8 +1,8 @@
-"""A whole run: conversations in, results out, each beside plain decoding of the same prompt in the same process.
+"""Answer conversations, and compare with plain decoding of the same prompts.
 
-With one slot, requests are decoded one by one, each with speculation and, if asked for, plainly; which of the two comes
-first alternates, so that neither has the warmer machine. With several, all conversations are in the engine's queue, and
-each goes on with its next turn when its answer is there; plain decoding of the same requests follows.
+With one slot, requests are decoded one by one, each with speculation and plainly (unless there is no baseline), in
+alternating order, so that neither has the warmer machine. With several slots, all conversations are in the engine's
+queue, and each continues with its next turn after its answer; plain decoding of the same requests follows.
 """
 
 import bisect
@@ -18,14 +18,17 @@ from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
 from peagle.ops.errors import InputError
-from peagle.result import Assembler, Result, ask, decode, follow
+from peagle.result import Assembler, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """How conversations are answered. num_speculative_tokens 0 is plain decoding, which is its own baseline; adaptive:
-    drafts by the pair's table of widths, and rows pause where drafting does not pay."""
+    """How to answer conversations.
+
+    num_speculative_tokens 0: plain decoding, without a baseline. adaptive: draft by the pair's table of widths, and
+    pause rows for which drafting does not pay.
+    """
 
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     adaptive: bool = False
@@ -36,15 +39,15 @@ class RunConfig:
     slots: int = 1
     context: int | None = None
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()  # strings before which an answer ends
+    stop: tuple[str, ...] = ()  # an answer ends before the first of these strings
     baseline: bool = True
-    logprobs: int | None = None  # how many of the likeliest tokens to name beside each emitted one
+    logprobs: int | None = None  # how many of the likeliest tokens to return with each emitted one
     prefill_chunk: int = DEFAULT_CHUNK
-    profile: Path | None = None  # where to write a trace of some of the steps (peagle.measure.profile)
+    profile: Path | None = None  # the directory for a trace of some of the steps (peagle.measure.profile)
     rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
     def __post_init__(self) -> None:
-        EngineConfig(  # refuses what no engine takes
+        EngineConfig(  # check the options of an engine
             self.num_speculative_tokens,
             self.slots,
             chunk=self.prefill_chunk,
@@ -55,8 +58,8 @@ class RunConfig:
         if self.draft_sampling and self.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
         if self.max_new_tokens < 1:
-            raise InputError(f"{self.max_new_tokens} new tokens are asked for; expected 1 or more")
-        Request((0,), 1, logprobs=self.logprobs)  # refuses what no request asks for
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more")
+        Request((0,), 1, logprobs=self.logprobs)  # check the options of a request
 
     @property
     def compares(self) -> bool:
@@ -65,83 +68,86 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The first place where speculation and plain decoding chose differently, and by how much the target's two best
-    logits differ there. Far from zero it is an error; near zero the arithmetic of passes of different width."""
+    """The first output token that differs between speculation and plain decoding.
+
+    A margin near zero comes from the arithmetic of passes of different width; a large one is an error.
+    """
 
     index: int
-    margin: float
+    margin: float  # of the target's two highest logits there
 
 
 @dataclasses.dataclass
 class Outcome:
-    """One request with what it was compared with."""
+    """The result of one request, and of its baseline."""
 
     result: Result
-    turn: int | None  # from 0; None where the request is no turn of a conversation
+    turn: int | None  # from 0; None if the request is no turn of a conversation
     baseline: Result | None = None
     first_divergence: Divergence | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class CostsUsed:
-    """What an adaptive run went by, by number of active rows: the drafts of a step (0: they could not pay), and what
-    such a step takes, in plain steps."""
+    """The table of an adaptive run, by number of active rows."""
 
-    drafts: dict[int, int]
-    plain_steps: dict[int, float]
+    drafts: dict[int, int]  # of a step; 0: they could not pay
+    plain_steps: dict[int, float]  # the time of a step, in plain steps
 
 
 @dataclasses.dataclass
 class Run:
-    """What became of the conversations: outcomes in the order of the input, of all requests that have a token.
+    """Outcomes of all requests that have a token, in the order of the input.
 
-    cut_short: a line for each conversation that its own answers made too long for a later turn; that turn and those
-    behind it are missing.
+    cut_short: a line for each conversation that its answers made too long for a later turn; outcomes of that turn and
+    later ones are missing.
     """
 
     outcomes: list[Outcome]
     capacity: int
     compile_s: float = 0.0
-    host_gap_frac: float | None = None  # of the time: the device had nothing to do (peagle.engine.engine.LoopTimes)
+    host_gap_frac: float | None = None  # share of the time in which the device was idle (LoopTimes of the engine)
     costs: CostsUsed | None = None
     profile: Breakdown | None = None
-    profile_failed: str | None = None  # why there is none, where one was wanted
+    profile_failed: str | None = None  # the reason
     interrupted: bool = False
     cut_short: tuple[str, ...] = ()
 
     @property
     def drafting_cannot_pay(self) -> bool:
-        """Whether every step was a plain one."""
+        """Whether no step could draft."""
         return self.costs is not None and not any(self.costs.drafts.values())
 
 
 class Observer:
-    """Is told what happens, as it happens. Does nothing; override what is wanted."""
+    """Callbacks of a run, which do nothing; override the ones you need."""
 
     def compiling(self) -> None:
-        """Programs may be compiled now."""
+        """Called before programs may be compiled."""
 
     def measuring(self) -> None:
-        """What drafting costs on this machine is measured now."""
+        """Called before the cost of drafting is measured."""
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
-        """`done` of `total` requests are finished; the next ones are decoded now."""
+        """Called before requests are decoded; `done` of `total` are finished."""
 
     def profiling(self) -> None:
-        """All is decoded; some steps are run once more to be looked at."""
+        """Called after all decoding, before some steps run once more under the profiler."""
 
     def started(self, request: Request, turn: int | None) -> None:
-        """A request that will be shown is decoded from here on."""
+        """Called before a request is decoded for display; not for baselines."""
 
     def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
-        """Tokens of such a request, and the text that is certain with them."""
+        """Called with new tokens of such a request, and the text that is certain with them."""
 
     def finished(self, result: Result) -> None:
-        """That request has all its tokens."""
+        """Called after the last token of such a request."""
 
 
 def run(pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer | None = None) -> Run:
-    """Answers the conversations. Ctrl-C ends it early: what there is by then comes back, `interrupted`.
+    """Answer the conversations.
+
+    Ctrl-C ends the run early: it returns the outcomes so far, `interrupted`.
 
     Raises InputError, before anything is decoded, for a conversation that cannot be run.
     """
@@ -173,7 +179,7 @@ class _Session:
             if self.config.profile is not None:
                 try:
                     found = self._profile(self.config.profile)
-                except (InputError, OSError, RuntimeError) as error:  # the answers are there, and stay
+                except (InputError, OSError, RuntimeError) as error:  # keep the answers
                     failed = str(error).partition("\n")[0]
         except KeyboardInterrupt:
             interrupted = True
@@ -199,8 +205,10 @@ class _Session:
         return None if table.costs is None else CostsUsed(dict(table.drafts), dict(table.costs))
 
     def _rounds(self) -> Iterator[list[tuple[Request, int | None]]]:
-        """Requests that are decoded together, with their turn numbers. What is given before a round's end, and needs
-        more room than the engine has, begins the next."""
+        """Yield the requests that are decoded together, with their turn numbers.
+
+        Requests that need more room than the engine has are put into `waiting` and begin the next round.
+        """
         numbers = range(len(self.conversations))
         if self.slots == 1:
             for number in numbers:
@@ -214,7 +222,7 @@ class _Session:
             yield together
 
     def _next(self, index: int) -> tuple[Request, int | None] | None:
-        """What follows the request of this index at once; with one slot, nothing: its baseline comes first."""
+        """Make the request of the next turn; None with one slot, since the baseline comes first."""
         if self.slots == 1:
             return None
         number = bisect.bisect_right(self.first_index, index) - 1
@@ -225,7 +233,7 @@ class _Session:
         return found
 
     def _request(self, number: int, turn: int) -> tuple[Request, int | None] | None:
-        """None where the conversation has no such turn, or was cut short."""
+        """Make the request of a turn; None if the conversation has no such turn, or was cut short."""
         conversation, first = self.conversations[number], self.first_index[number]
         if turn >= conversation.num_requests or number in self.cut_short:
             return None
@@ -240,13 +248,13 @@ class _Session:
         return request, turn if conversation.numbered else None
 
     def _widest(self, number: int) -> Request:
-        """A request as long as the conversation may become; all that can be refused before a run is refused here."""
+        """Make a request as long as the conversation may become. Raises InputError as `Pair.request`."""
         conversation, budget = self.conversations[number], self.config.max_new_tokens
         first = self._make(conversation, [], self.first_index[number])
         turns = conversation.num_requests
         if turns == 1:
             return first
-        # answers are not there yet: what they will take is their budget, and a few tokens that may be cut differently
+        # unknown answers take their budget, and a few tokens more, since their text may be tokenised differently
         last = self._make(conversation, [" "] * (turns - 1), 0)
         width = min(len(last.prompt_ids) + turns * budget, self.pair.room(self.config.context))
         return dataclasses.replace(last, max_new_tokens=max(width - len(last.prompt_ids), 1))
@@ -286,7 +294,7 @@ class _Session:
     def _decode_round(self, number: int, together: list[tuple[Request, int | None]]) -> None:
         requests = [request for request, _ in together]
         if self.config.context is None:
-            # an answer may come back a little longer than it was, cut into other tokens: then the room grows
+            # in the next prompt an answer's text may be tokenised into more tokens than were emitted
             self.capacity = max(self.capacity, self.pair.capacity(requests))
         for engine in self._all_engines():
             self.observer.compiling()
@@ -307,16 +315,18 @@ class _Session:
         self.done += len(decoded)
 
     def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> list[Request]:
-        """The requests that were decoded: these, and those that follow them. Their outcomes are there afterwards; if it
-        was interrupted, those of requests that have a token."""
+        """Decode requests and the turns that follow them; return all decoded requests.
+
+        Stores their outcomes; after an interruption, those of requests that have a token.
+        """
         turns: dict[int, int | None] = {}
-        asked: dict[Handle, Assembler] = {}
+        assemblers: dict[Handle, Assembler] = {}
 
         def start(starting: list[tuple[Request, int | None]]) -> None:
             for request, turn in starting:
                 self.observer.started(request, turn)
                 turns[request.index] = turn
-            asked.update(ask(engine, [request for request, _ in starting], self.pair.tokenizer))
+            assemblers.update(submit(engine, [request for request, _ in starting], self.pair.tokenizer))
 
         def end(assembler: Assembler) -> None:
             result = assembler.result()
@@ -325,21 +335,22 @@ class _Session:
 
         start(together)
         try:
-            with contextlib.closing(follow(engine, asked)) as pieces:
+            with contextlib.closing(follow(engine, assemblers)) as pieces:
                 for assembler, piece in pieces:
                     self.observer.emitted(assembler.request, piece.token_ids, piece.text)
                     if assembler.finish_reason is not None:
                         end(assembler)
                         if (following := self._next(assembler.request.index)) is not None:
                             start([following])
-                        self.observer.finished(assembler.result())  # who shows answers in order knows what comes next
+                        # after `start`, so that a display in order has the next turn
+                        self.observer.finished(assembler.result())
         finally:
             engine.settle()
-            for assembler in asked.values():
+            for assembler in assemblers.values():
                 if rest := assembler.close():
                     self.observer.emitted(assembler.request, (), rest)
                 end(assembler)
-        return [assembler.request for assembler in asked.values()]
+        return [assembler.request for assembler in assemblers.values()]
 
     def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
         self.observer.decoding(self.done, self.total, plainly=True)

@@ -1,4 +1,4 @@
-"""One tiny random pair in the real file layout, shared by all tests here: written once, loaded once."""
+"""Fixtures: one tiny random pair in the real file layout, written once and loaded once."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ from target.load import save_target
 from target.params import init_params as init_target
 from tests.peagle.toys import MarkovTarget
 
-display.LINE_SECONDS = math.inf  # what a command says is what it says on a quick machine
+display.LINE_SECONDS = math.inf  # messages must be those of a quick machine
 
 SPECIALS = ("<|startoftext|>", "<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|mask|>")
 STOP, MASK = 1, 6
@@ -84,7 +84,7 @@ DRAFTER = DrafterConfig(
 
 
 class ByteTokenizer:
-    """A tokenizer whose ids are the 256 bytes, and that counts how often it is asked."""
+    """A tokenizer of the 256 bytes that counts its calls."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -110,7 +110,7 @@ class Directories:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A byte-level BPE of VOCAB_SIZE - 8 tokens (ids above are nobody's), a chat template that asks for the date."""
+    """Make a byte-level BPE of VOCAB_SIZE - 8 tokens (higher ids are unused), with a chat template of the date."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -150,7 +150,7 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 def press_ctrl_c_at(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, call: int = 1) -> None:
-    """Press Ctrl-C at that call of a function, counted from 1; the call goes on."""
+    """Press Ctrl-C at a call of a function, counted from 1; the call continues."""
     function, calls = getattr(where, name), itertools.count(1)
 
     def pressing(*arguments: Any, **options: Any) -> Any:
@@ -177,7 +177,7 @@ def pair(directories: Directories) -> Pair:
 
 @flax.struct.dataclass
 class ToyTarget(MarkovTarget):
-    """A target that compiles in no time: the next token depends on the last one alone."""
+    """A target that compiles at once: the next token depends only on the last one."""
 
     @property
     def max_positions(self) -> int:
@@ -185,12 +185,15 @@ class ToyTarget(MarkovTarget):
 
 
 def toy_pair(tokenizer: Tokenizer | None, stops: tuple[int, ...] = (STOP,)) -> Pair:
-    """The toy target with an n-gram drafter. It never stops: greedily it counts upwards in circles of nine tokens, so
-    that drafts fail on the first round and succeed on the second."""
+    """Make the toy target with an n-gram drafter.
+
+    It never stops: greedily it counts up in cycles of nine tokens, so drafts fail in the first cycle and succeed in the
+    second.
+    """
     table = np.random.default_rng(0).normal(0, 1, (VOCAB_SIZE, VOCAB_SIZE)).astype(np.float32)
     first, last = len(SPECIALS), VOCAB_SIZE - 8
     table[:, :first] -= 20  # no special tokens
-    table[:, last:] -= 20  # none that the tokenizer does not know
+    table[:, last:] -= 20  # no ids outside the tokenizer's
     for token in range(VOCAB_SIZE):
         place = max(token - first, 0)
         following = place + 1 if place % 9 < 8 else place - 8

@@ -1,4 +1,4 @@
-"""Loading a pair and running it from Python; what does not fit together is refused with both sides named."""
+"""Load and run a pair from Python; errors of pairs that do not fit name both sides."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ def test_the_names_of_the_package_are_those_of_their_modules() -> None:
 
 
 def test_a_loaded_pair_streams_what_plain_decoding_says(pair: Pair) -> None:
-    """The real target and drafter: text comes in pieces, and speculation changes no token."""
+    """With the real target and drafter, text comes in pieces, and speculation changes no token."""
     stream = pair.stream("hello", max_new_tokens=24, num_speculative_tokens=3, ignore_eos=True)
     pieces = list(stream)
     plain = pair.generate("hello", max_new_tokens=24, num_speculative_tokens=0, ignore_eos=True)
@@ -260,7 +260,7 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
             {"eagle_config": {KEY: [2, 4, 5]}},
             (2, 4, 5),
             "outputs",
-            r"inputs as a rule begin with 2; .* --aux-layer-ids 1,3,4, .* \[1, 3, 4\] there",
+            r"inputs usually begin with 2; .* --aux-layer-ids 1,3,4, .* \[1, 3, 4\] there",
         ),
         ({KEY: [2, 5, 8], "eagle_config": {KEY: [1, 4, 7]}}, (1, 4, 7), "inputs", None),
         ({KEY: [3, 5, 7], "eagle_config": {KEY: [3, 5, 7]}}, (2, 4, 6), "inputs", "eagle_config.* name others"),
@@ -270,15 +270,15 @@ def demo_drafter_that_says(directory: Path, **changes: object) -> Path:
 def test_the_reading_of_aux_layer_ids_is_said_and_doubted(
     tmp_path: Path, changes: dict[str, object], outputs: tuple[int, ...], said: str, doubt: str | None
 ) -> None:
-    """By the place they stand in; where they look like the other kind, in a line, but never taken so."""
+    """By their key; a warning if they look like the other convention's, which is never assumed."""
     directory = demo_drafter_that_says(tmp_path / "drafter", **changes)
     found = check_fit(DEMO_DIRECTORY / "target", directory)
     assert found.outputs == outputs
-    assert re.search(said, found.said)
+    assert re.search(said, found.description)
     assert found.doubt is None if doubt is None else re.search(doubt, found.doubt or "")
     given = check_fit(DEMO_DIRECTORY / "target", directory, (1, 4, 7))
     assert (given.outputs, given.doubt) == ((1, 4, 7), None)
-    assert "given" in given.said
+    assert "given" in given.description
 
 
 def test_aux_layer_ids_that_are_given_win_and_doubts_are_warnings(tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ def test_aux_layer_ids_that_are_given_win_and_doubts_are_warnings(tmp_path: Path
 
 def test_layers_out_of_range_are_named_as_the_file_numbers_them(tmp_path: Path) -> None:
     for name, changes, expected in (
-        ("top", {KEY: [2, 5, 9]}, "[2, 5, 9], and 9 is no layer's; expected 1..8 there"),
-        ("nested", {"eagle_config": {KEY: [1, 4, 8]}}, "[1, 4, 8], and 8 is no layer's; expected 0..7 there"),
+        ("top", {KEY: [2, 5, 9]}, "[2, 5, 9], and 9 names no layer; expected 1..8 there"),
+        ("nested", {"eagle_config": {KEY: [1, 4, 8]}}, "[1, 4, 8], and 8 names no layer; expected 0..7 there"),
     ):
         with pytest.raises(InputError) as caught:
             check_fit(DEMO_DIRECTORY / "target", demo_drafter_that_says(tmp_path / name, **changes))
@@ -310,7 +310,7 @@ def test_layers_out_of_range_are_named_as_the_file_numbers_them(tmp_path: Path) 
     [
         ({"target_hidden_size": 32}, ("32", "64", "hidden states")),
         ({"vocab_size": 300, "draft_vocab_size": 300}, ("300", str(VOCAB_SIZE), "vocabulary")),
-        ({"aux_layer_ids": (0, 1, 3)}, ("[1, 2, 4]", "4 is no layer's", "1..3")),
+        ({"aux_layer_ids": (0, 1, 3)}, ("[1, 2, 4]", "4 names no layer", "1..3")),
         ({"aux_layer_ids": None}, ("no default taps", "eagle_aux_hidden_state_layer_ids")),
     ],
 )

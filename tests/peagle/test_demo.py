@@ -1,4 +1,4 @@
-"""The pair that comes with the package: small, whole, and lossless on prompts it was never trained on."""
+"""The package's demo pair: small, complete, and lossless on held-out prompts."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ def demo() -> Pair:
 
 @pytest.fixture(scope="module", params=[(DEMO, PEagle), (DEMO_EAGLE3, Eagle3)], ids=[DEMO, DEMO_EAGLE3])
 def answers(demo: Pair, request: pytest.FixtureRequest) -> Run:
-    """By each of its drafters."""
+    """With each of its drafters."""
     name, kind = request.param
     demo = with_drafter(demo, DEMO, name)
     assert isinstance(demo.drafter, kind)
@@ -63,7 +63,7 @@ def test_it_drafts_by_the_table_that_it_ships_if_any(
 
 
 def test_it_accepts_what_it_did(demo: Pair) -> None:
-    """The regression gate: 95 % of what is recorded (python -m scripts.record_acceptance)."""
+    """The regression gate: 95 % of the recorded acceptance (python -m scripts.record_acceptance)."""
     known, counters = record_acceptance.recorded(), record_acceptance.measure(demo)
     assert (counters.acceptance_length or 0) >= 0.95 * known["acceptance_length"]
     rates = [rate or 0.0 for rate in counters.acceptance_rate_per_position]
@@ -71,7 +71,7 @@ def test_it_accepts_what_it_did(demo: Pair) -> None:
 
 
 def test_the_gate_notices_a_worse_drafter(demo: Pair) -> None:
-    """One whose head reads two thirds of what it did."""
+    """With a head of two thirds of the bytes."""
     assert isinstance(demo.drafter, PEagle)
     params = demo.drafter.params
     worse = dataclasses.replace(params, norm=params.norm.at[::3].set(0))
@@ -109,7 +109,7 @@ def num_bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 @pytest.mark.skipif(not native.available(), reason="no native kernels: " + native.status()[1])
 @pytest.mark.parametrize("together", [1, 4])
 def test_plain_steps_are_dispatched_and_not_waited_for(demo: Pair, together: int) -> None:
-    """XLA on CPU runs what it counts below 1000 operations inside the call that dispatches it."""
+    """XLA on CPU runs a program that counts fewer than 1000 operations inside the dispatching call."""
     shape = dataclasses.replace(demo.engine_config(0, capacity=512), steps_per_dispatch=together)
     (program,) = demo.engine(shape).programs()
     analysis = program.cost_analysis()

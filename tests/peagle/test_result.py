@@ -1,4 +1,4 @@
-"""An answer put together from chunks: where stop strings end it, and what is shown on the way."""
+"""Assembling answers from chunks: stop strings, and the text shown meanwhile."""
 
 import codecs
 import dataclasses
@@ -16,7 +16,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import FinishReason, Request, SamplingParams, StepRecord, TokenChunk
 from peagle.ops.errors import InputError
-from peagle.result import Assembler, ask, decode, follow
+from peagle.result import Assembler, decode, follow, submit
 from tests.peagle.conftest import ByteTokenizer, toy_pair
 from tests.peagle.toys import MarkovTarget
 
@@ -31,7 +31,7 @@ class PieceTokenizer(ByteTokenizer):
 
 
 def brute_force(token_ids: Sequence[int], stop: Sequence[str], stopped: bool) -> tuple[str, int, bool]:
-    """(text, number of tokens, whether a stop string ended it): all is decoded anew after each token."""
+    """Reference: decode all tokens anew after each; return (text, number of tokens, whether stopped)."""
     shown = token_ids[:-1] if stopped else token_ids
     for count in range(1, len(shown) + 1):
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -110,7 +110,7 @@ def test_of_several_strings_that_a_token_completes_the_first_in_the_text_counts(
 @pytest.mark.parametrize(
     ("stop", "message"),
     [
-        (("a", ""), "stop string 2 of 2 is empty, which every text holds; expected"),
+        (("a", ""), "stop string 2 of 2 is empty; expected"),
         (("a",) * 65, "65 stop strings are given; expected at most 64: leave some out"),
         (("a" * 1025,), "stop string 1 of 1 has 1025 characters; expected at most 1024"),
         (("\ud800",), "not valid Unicode text"),
@@ -126,7 +126,7 @@ def test_stop_strings_that_cannot_be_are_refused(stop: Any, message: str) -> Non
 
 
 def counting(end: Sequence[float] | None = None) -> MarkovTarget:
-    """A target whose tokens are the bytes, each followed by the next one; after "w", logits that are given."""
+    """Make a target of byte tokens, each followed by the next one; after "w", the given logits."""
     table = np.full((256, 256), -9.0, np.float32)
     table[np.arange(256), (np.arange(256) + 1) % 256] = 9
     if end is not None:
@@ -156,7 +156,7 @@ def test_a_stop_string_ends_its_request_in_the_engine_and_no_other(k: int, toget
 
 @pytest.mark.parametrize("together", [1, 4])
 def test_what_a_model_says_after_a_stop_string_may_be_anything(together: int) -> None:
-    """Speculation may see outputs that are not finite before the text that ends the answer is read."""
+    """Speculation may meet outputs that are not finite before the host reads the end of the answer."""
     target = counting(end=[np.nan] * 256)
     engine = Engine(target, None, EngineConfig(0, 1, 96, steps_per_dispatch=together))
     (result,) = decode(engine, [Request((ord("p"),), 20, stop=("vw",))], ByteTokenizer())
@@ -167,7 +167,7 @@ def test_what_a_model_says_after_a_stop_string_may_be_anything(together: int) ->
 
 def test_a_reader_that_stops_early_frees_every_slot() -> None:
     engine = Engine(counting(), None, EngineConfig(0, 2, 96))
-    asked = ask(engine, [Request((ord("a"),), 90), Request((ord("b"),), 90)], ByteTokenizer())
+    asked = submit(engine, [Request((ord("a"),), 90), Request((ord("b"),), 90)], ByteTokenizer())
     pieces = follow(engine, asked)
     next(pieces)
     assert engine.busy

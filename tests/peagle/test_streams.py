@@ -1,4 +1,4 @@
-"""Many streams of one pair at once, from threads and from an event loop, and those that end early."""
+"""Concurrent streams of one pair, from threads and an event loop, and their early ends."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ def one_engine(pair: Pair) -> Engine:
 
 
 def most_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Callable[[], int]:
-    """The most requests that were in slots at any dispatch from now on."""
+    """Record the most requests in slots at any dispatch from now on."""
     seen, dispatch = [0], engine._dispatch
 
     def counting(action: Any) -> None:
@@ -41,7 +41,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Callable[[]
 
 @pytest.fixture(params=["toy", "pair"])
 def some_pair(request: pytest.FixtureRequest, tokenizer: ByteLevelTokenizer) -> Pair:
-    """The toy, which is quick, and the real pair, whose caches must not be mixed up."""
+    """For the quick toy, and for the real pair with its caches."""
     found: Pair = toy_pair(tokenizer) if request.param == "toy" else request.getfixturevalue("pair")
     return found
 

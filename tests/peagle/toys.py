@@ -35,8 +35,7 @@ CONFIG = TargetConfig(
 
 
 def tiny_target(seed: int = 0, aux_layer_ids: tuple[int, ...] = ()) -> GptOss:
-    """A random GPT-OSS whose parameters, biases and sinks included, are all non-zero, and whose output does not
-    loop."""
+    """Make a random GPT-OSS of non-zero parameters, biases and sinks included, with an output that does not loop."""
     params = init_params(CONFIG, jax.random.key(seed))
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(seed)
@@ -46,8 +45,7 @@ def tiny_target(seed: int = 0, aux_layer_ids: tuple[int, ...] = ()) -> GptOss:
 
 @flax.struct.dataclass
 class Scripted:
-    """Proposes script[index] for the token at each sequence index, from its row's own script; forgets everything
-    else."""
+    """A drafter that proposes script[index] at each sequence index, from its row's script."""
 
     script: jax.Array  # [B, S] int32: the token proposed for each sequence index
 
@@ -64,7 +62,7 @@ class Scripted:
 
 @flax.struct.dataclass
 class MarkovTarget:
-    """A target whose next token depends on the last one alone: logits = table[token]. Holds no cache."""
+    """A target without a cache: the next token depends only on the last, logits = table[token]."""
 
     table: jax.Array  # [V, V]
 
@@ -88,7 +86,7 @@ class MarkovTarget:
 
 @flax.struct.dataclass
 class FixedLogits:
-    """A drafter whose distributions never change: logits [K, V] at every step."""
+    """A drafter of constant distributions: logits [K, V] at every step."""
 
     logits: jax.Array
 

@@ -96,7 +96,7 @@ def test_the_engines_of_a_comparison() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-k", "3,many"], "-k is '3,many'; expected numbers, ranges or auto with commas between"),
+        (["-k", "3,many"], "-k is '3,many'; expected numbers, ranges or auto, separated by commas"),
         (["-k", "0"], "-k is '0'; expected at least one K of 1 or more"),
         (["--repeats", "0"], "--repeats must be 1 or more"),
         (["--num-prompts", "0"], "--num-prompts must be 1 or more"),

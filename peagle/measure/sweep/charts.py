@@ -1,4 +1,4 @@
-"""The pictures of a report: SVG texts, drawn from figures alone, or None without matplotlib (the extra `plots`)."""
+"""Draw the pictures of a report as SVG texts; None without matplotlib (the extra `plots`)."""
 
 import importlib.util
 import io
@@ -11,24 +11,24 @@ import numpy as np
 from peagle.measure.sweep.plan import AUTO
 
 Row = Mapping[str, Any]
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everybody
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # safe for colour-blind readers
 MARKERS = "osD^vP*"
 WIDE, HIGH = 6.6, 4.0  # inches
 FEW_SERIES = 4
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
+    """Test whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def speedup(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Pooled speed-up over K, a line a series."""
+    """Draw pooled speed-up over K, one line per series."""
     return _over_k(series, "speedup", "speed-up over plain decoding", level=1.0)
 
 
 def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Acceptance length over K: of all outputs, and hollow of those that do not loop."""
+    """Draw acceptance length over K; hollow markers: without looping outputs."""
 
     def without_loops(row: Row) -> Any:
         return row["without_loops"]["acceptance_length"]
@@ -39,52 +39,54 @@ def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
 
 
 def cycle(rows: Sequence[Row]) -> str | None:
-    """Where the time of a step goes, over K: bars of drafting, verifying and the rest, in steps of plain decoding; and
-    the tokens a pass gives, which must be above the bar. None where no step was profiled."""
-    known = [row for row in rows if row["draft_s"] is not None]
-    if not known:
+    """Draw the time of a step over K: bars of drafting, verifying and the rest, in plain steps.
+
+    Dots are the tokens a pass, which must lie above the bar. None if no step was profiled.
+    """
+    profiled = [row for row in rows if row["draft_s"] is not None]
+    if not profiled:
         return None
 
     def draw(axis: Any) -> None:
-        places, plain = range(len(known)), known[0]["plain_step_s"]["value"]
-        bottom = np.zeros(len(known))
+        places, plain = range(len(profiled)), profiled[0]["plain_step_s"]["value"]
+        bottom = np.zeros(len(profiled))
         for key, name, color in (
             ("verify_s", "verify", COLORS[0]),
             ("draft_s", "draft", COLORS[1]),
             ("host_s", "rest", "#bbbbbb"),
         ):
-            heights = np.array([row[key]["value"] for row in known]) / plain
+            heights = np.array([row[key]["value"] for row in profiled]) / plain
             axis.bar(places, heights, 0.6, bottom=bottom, label=name, color=color)
             bottom += heights
-        lengths = [row["tokens_per_step"] for row in known]
+        lengths = [row["tokens_per_step"] for row in profiled]
         shown = [(place, each) for place, each in zip(places, lengths, strict=True) if each is not None]
         _bars(axis, [place for place, _ in shown], [each for _, each in shown], label="tokens a pass", color="black")
         axis.set(xlabel="K", ylabel="passes of plain decoding", ylim=(0, None))
-        axis.set_xticks(places, [row["label"] for row in known], rotation=_rotation(known))
+        axis.set_xticks(places, [row["label"] for row in profiled], rotation=_rotation(profiled))
         axis.legend()
 
     return _svg(draw)
 
 
 def positions(series: Mapping[str, Row]) -> str | None:
-    """The rate at which each draft is accepted, a line a series. None where nothing was drafted."""
-    known = {name: row for name, row in series.items() if any(row["rate_per_position"])}
-    if not known:
+    """Draw the acceptance rate of each draft, one line per series. None if nothing was drafted."""
+    drafted = {name: row for name, row in series.items() if any(row["rate_per_position"])}
+    if not drafted:
         return None
 
     def draw(axis: Any) -> None:
-        for (name, row), (color, marker) in zip(known.items(), _looks(), strict=False):
+        for (name, row), (color, marker) in zip(drafted.items(), _looks(), strict=False):
             rates = [each for each in row["rate_per_position"] if each is not None]
             _bars(axis, range(1, len(rates) + 1), rates, label=name, color=color, fmt=f"{marker}-")
         axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1))
         axis.xaxis.get_major_locator().set_params(integer=True)
-        _legend(axis, len(known))
+        _legend(axis, len(drafted))
 
-    return _svg(draw, len(known))
+    return _svg(draw, len(drafted))
 
 
 def requests(row: Row, looping_above: float) -> str | None:
-    """The speed-up of each request, slowest first. None where none has one."""
+    """Draw the speed-up of each request, slowest first. None if no request has one."""
     found = sorted((each for each in row["per_request"] if each["speedup"]), key=lambda each: each["speedup"]["value"])
     if not found:
         return None
@@ -99,7 +101,7 @@ def requests(row: Row, looping_above: float) -> str | None:
             if some:
                 _bars(axis, [p for p, _ in some], [e for _, e in some], label=name, color=color, fmt=".", capsize=0)
         axis.axhline(1, color="grey", linewidth=0.8)
-        highest = 1.3 * max(each["speedup"]["value"] for each in found)  # few repeats have intervals far beyond
+        highest = 1.3 * max(each["speedup"]["value"] for each in found)  # intervals of few repeats reach far beyond
         axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding", ylim=(0, highest))
         axis.legend()
 
@@ -107,24 +109,27 @@ def requests(row: Row, looping_above: float) -> str | None:
 
 
 def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
-    """Tokens a second in all over the number of requests at once, a line an arm. None where none has a speed."""
-    known = {name: some for name, rows in series.items() if (some := [r for r in rows if r["tok_per_s"] is not None])}
-    if not known:
+    """Draw total tokens a second over the number of requests at once, one line per arm.
+
+    None without any.
+    """
+    timed = {name: some for name, rows in series.items() if (some := [r for r in rows if r["tok_per_s"] is not None])}
+    if not timed:
         return None
-    numbers = sorted({row["concurrency"] for rows in known.values() for row in rows})
+    numbers = sorted({row["concurrency"] for rows in timed.values() for row in rows})
 
     def draw(axis: Any) -> None:
-        for (name, rows), (color, marker) in zip(known.items(), _looks(), strict=False):
+        for (name, rows), (color, marker) in zip(timed.items(), _looks(), strict=False):
             places, rates = [row["concurrency"] for row in rows], [row["tok_per_s"] for row in rows]
             _bars(axis, places, rates, label=name, color=color, fmt=f"{marker}-")
         axis.set_xscale("log", base=2)
         axis.set_xticks(numbers, list(map(str, numbers)))
         axis.minorticks_off()
-        highest = max(row["tok_per_s"]["high"] or row["tok_per_s"]["value"] for some in known.values() for row in some)
-        axis.set(xlabel="requests at once", ylabel="tokens a second in all", ylim=(0, 1.08 * highest))
-        _legend(axis, len(known))
+        highest = max(row["tok_per_s"]["high"] or row["tok_per_s"]["value"] for some in timed.values() for row in some)
+        axis.set(xlabel="requests at once", ylabel="total tokens a second", ylim=(0, 1.08 * highest))
+        _legend(axis, len(timed))
 
-    return _svg(draw, len(known))
+    return _svg(draw, len(timed))
 
 
 def _over_k(
@@ -141,9 +146,9 @@ def _over_k(
         spread = np.linspace(-0.12, 0.12, len(series)) if len(series) > 1 else [0.0]
         for (title, rows), shift, (color, marker) in zip(series.items(), spread, _looks(), strict=False):
             for value, hollow in ((lambda row: row[key], False), (also, True)):
-                known = [row for row in rows if value is not None and value(row) is not None]
-                fixed, chosen = ([row for row in known if (row["k"] == AUTO) == auto] for auto in (False, True))
-                for some, line in ((fixed, ":" if hollow else "-"), (chosen, "")):  # no line leads to auto
+                present = [row for row in rows if value is not None and value(row) is not None]
+                fixed, chosen = ([row for row in present if (row["k"] == AUTO) == auto] for auto in (False, True))
+                for some, line in ((fixed, ":" if hollow else "-"), (chosen, "")):  # no line to `auto`
                     if value is not None and some:
                         _bars(
                             axis,
@@ -164,7 +169,7 @@ def _over_k(
 
 
 def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str, float]], **style: Any) -> None:
-    """Points with their intervals."""
+    """Draw points with their intervals."""
     middle = np.array([each["value"] for each in values])
     ends = [[each[end] if each[end] is not None else each["value"] for end in ("low", "high")] for each in values]
     span = np.abs(np.array(ends) - middle[:, None]).T
@@ -173,14 +178,14 @@ def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str
 
 
 def _looks() -> Iterator[tuple[str, str]]:
-    """A colour and a marker for each series; the same two come together again after all pairs."""
+    """Yield a colour and a marker for each series; a pair repeats only after all pairs."""
     for shift in itertools.count():
         for place, color in enumerate(COLORS):
             yield color, MARKERS[(place + shift) % len(MARKERS)]
 
 
 def _legend(axis: Any, num_series: int) -> None:
-    """Of few series where there is room, of many below the picture."""
+    """Put the legend of few series inside the picture, of many below it."""
     if num_series > FEW_SERIES:
         axis.figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     elif num_series > 1:
@@ -201,7 +206,7 @@ def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # the same figures give the same file: no date, no random ids
+    # no date and no random ids, so that the same figures give the same file
     with matplotlib.rc_context(
         {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}
     ):

@@ -1,9 +1,9 @@
-"""Two runs on the same prompts: is a difference real?
+"""Compare two runs on the same prompts: is a difference real?
 
-Requests are paired, so what makes one prompt easier than another cancels out; a difference is called real where the
-95 % bootstrap interval of the paired difference leaves out zero; of many differences one in twenty does so by chance.
-Speed-ups are each over plain decoding of the same run, so that two machines, or two days, may be compared; one is real
-only where, too, each repeat of the one run is beyond all of the other's.
+Requests are paired, so the difficulty of prompts cancels out. A difference is real if the 95 % bootstrap interval of
+the paired difference excludes zero; of many differences one in twenty does so by chance. Speed-ups are over plain
+decoding of the same run, so runs of other machines or days can be compared; a difference of speed-ups is real only if,
+besides, all repeats of one run lie beyond all of the other.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Row = Callable[[Pairing], Sequence[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Of the second run less the first, at one setting and arm."""
+    """A figure of the second run minus that of the first, for one setting and arm."""
 
     setting: Setting
     label: str
@@ -39,12 +39,11 @@ class Difference:
     second: float
     difference: Estimate
     num_requests: int
-
-    repeats_apart: bool = True  # of a speed: each of the one run is beyond all of the other
+    repeats_apart: bool = True  # of speed-ups: all repeats of one run lie beyond all of the other
 
     @property
     def equal(self) -> bool:
-        """Whether every request gave the same."""
+        """Whether every request has the same figure in both runs."""
         return self.difference.value == self.difference.low == self.difference.high == 0
 
     @property
@@ -53,24 +52,23 @@ class Difference:
         return self.repeats_apart and low is not None and high is not None and (low > 0 or high < 0)
 
 
-Key = tuple[Setting, K, str | None, str | None]  # of an arm among those of two runs
+Key = tuple[Setting, K, str | None, str | None]  # identifies an arm in both runs
 
 
 def differences(first: Folder, second: Folder) -> list[Difference]:
-    """For each setting and arm of both runs (the same K, draft vocabulary and drafter; where each run has one drafter,
-    whatever it is): acceptance length, and pooled speed-up.
+    """Compare acceptance length and pooled speed-up for each setting and arm of both runs.
 
-    Raises InputError where the runs cannot be compared: another target, other prompts, another cap of tokens, nothing
-    in common.
+    Arms are the same if K, draft vocabulary and drafter are; if each run has one drafter, it may differ. Raises
+    InputError for runs of another target, other prompts or another cap of tokens, or with nothing in common.
     """
     _check(first, second)
-    whatever = len(first.plan.drafters) == len(second.plan.drafters) == 1
-    left, right = (_by_arm(folder, whatever) for folder in (first, second))
+    any_drafter = len(first.plan.drafters) == len(second.plan.drafters) == 1
+    left, right = (_by_arm(folder, any_drafter) for folder in (first, second))
     found = [
         difference
-        for where, (label, some) in left.items()
-        if where in right
-        for difference in _differences(where[0], label, some, right[where][1])
+        for key, (label, some) in left.items()
+        if key in right
+        for difference in _differences(key[0], label, some, right[key][1])
     ]
     if not found:
         raise InputError(f"{first.path} and {second.path} cannot be compared: they have no setting and K in common")
@@ -80,8 +78,8 @@ def differences(first: Folder, second: Folder) -> list[Difference]:
 def _check(first: Folder, second: Folder) -> None:
     one, two = first.plan, second.plan
 
-    def refuse(what: str, of_one: object, of_two: object) -> InputError:
-        return InputError(f"{first.path} and {second.path} cannot be compared: {what} ({of_one} and {of_two})")
+    def refuse(why: str, of_one: object, of_two: object) -> InputError:
+        return InputError(f"{first.path} and {second.path} cannot be compared: {why} ({of_one} and {of_two})")
 
     targets = [plan.fingerprints["target"][:12] for plan in (one, two)]
     if targets[0] != targets[1]:
@@ -94,14 +92,14 @@ def _check(first: Folder, second: Folder) -> None:
         raise refuse("another cap of new tokens", one.max_new_tokens, two.max_new_tokens)
 
 
-Asking = Mapping[tuple[int, ...], Pairing]  # requests by their prompts
+ByPrompt = Mapping[tuple[int, ...], Pairing]
 
 
-def _by_arm(folder: Folder, whatever: bool) -> dict[Key, tuple[str, Asking]]:
-    """(label, requests) of each arm that speculates."""
+def _by_arm(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPrompt]]:
+    """Map each arm that speculates to (its label, its requests by prompt)."""
     prints = folder.plan.fingerprints
     return {
-        (setting, arm.k, arm.draft_vocab, None if whatever else prints.get(f"drafter {arm.drafter}", arm.drafter)): (
+        (setting, arm.k, arm.draft_vocab, None if any_drafter else prints.get(f"drafter {arm.drafter}", arm.drafter)): (
             folder.plan.label(arm),
             {each.asked.prompt_ids: each for each in some},
         )
@@ -113,8 +111,8 @@ def _by_arm(folder: Folder, whatever: bool) -> dict[Key, tuple[str, Asking]]:
 def _differences(
     setting: Setting,
     label: str,
-    left: Asking,
-    right: Asking,
+    left: ByPrompt,
+    right: ByPrompt,
 ) -> Iterator[Difference]:
     both = [(left[prompt], right[prompt]) for prompt in left if prompt in right]
     drafted = [(a, b) for a, b in both if a.counters.num_steps and b.counters.num_steps]
@@ -129,25 +127,27 @@ def _differences(
         table = np.array([[*row(a), *row(b)] for a, b in pairs], np.float64)
         half = table.shape[1] // 2
 
-        def less(sums: np.ndarray, statistic: Statistic = statistic, half: int = half) -> np.ndarray:
+        def minus(sums: np.ndarray, statistic: Statistic = statistic, half: int = half) -> np.ndarray:
             return statistic(sums[:, half:]) - statistic(sums[:, :half])
 
         sums = table.sum(axis=0)[None]
         one, two = (float(statistic(part)[0]) for part in (sums[:, :half], sums[:, half:]))
         apart = figure != "speed-up" or _repeats_apart(timed)
-        if (found := estimate(table, less, [a.asked.row for a, _ in pairs])) is not None:
+        if (found := estimate(table, minus, [a.asked.row for a, _ in pairs])) is not None:
             yield Difference(setting, label, figure, one, two, found, len(pairs), apart)
 
 
 def _length(each: Pairing) -> tuple[float, float]:
-    """Tokens and steps."""
+    """Return (tokens, steps)."""
     counters = each.counters
     return float(counters.num_accepted + counters.num_steps), float(counters.num_steps)
 
 
 def _repeats_apart(timed: Sequence[tuple[Pairing, Pairing]]) -> bool:
-    """Whether the speed-ups of one run's repeats all lie beyond those of the other's. What slows a whole repeat down is
-    shared by its requests, so that resampling requests does not see it."""
+    """Test whether the speed-ups of all repeats of one run lie beyond those of the other.
+
+    A whole repeat may be slow, which resampling requests cannot show.
+    """
     spans = []
     for side in (0, 1):
         repeats = zip(*(pair[side].timed for pair in timed), strict=False)

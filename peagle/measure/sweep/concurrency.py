@@ -1,18 +1,17 @@
-"""Figures of many requests at once: each arm's over the number of slots, and plain decoding's beside them.
+"""Compute figures of many requests at once, by arm and number of slots.
 
-A load is all requests of a setting, decoded by an arm with so many slots, once a repetition. All requests are added
+A load is all requests of a setting, decoded by an arm in that many slots, once per repetition. All requests are added
 together and wait for a slot; one that ends is replaced at the next dispatch. An Estimate's interval is by bootstrap:
 
     tok_per_s           sum (tokens - 1) / seconds in which at least one request was between its first and last token
-    speedup             tok_per_s / plain decoding's with as many slots, in the same repetitions
+    speedup             tok_per_s / plain decoding's with the same slots, in the same repetitions
     speedup_median      median of the repetitions' ratios
-    ttft_s, itl_s       median over repetitions of the median over requests. ttft counts from when the requests were
-                        added: it holds the wait for a slot
+    ttft_s, itl_s       median over repetitions of the median over requests. ttft counts from the moment the requests
+                        were added: it includes the wait for a slot
     acceptance_length   1 + sum accepted / sum steps
 
-Requests of a load share the time, so whole repetitions are resampled for every figure of time; of fewer than FEWEST
-there is no interval, and the least and the greatest repetition say how sure a figure is. Acceptance length depends on
-the text alone: it is resampled over conversations.
+Requests of a load share the time, so figures of time resample whole repetitions; fewer than FEWEST have no interval,
+only the least and the greatest repetition. Acceptance length depends only on the text, so it resamples conversations.
 """
 
 import dataclasses
@@ -37,26 +36,26 @@ from peagle.measure.sweep.folder import ITL_QUANTILES, Folder, Sample
 from peagle.measure.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
 
 RULE = (
-    "at each number of active requests the K whose tokens a second in all are greatest, by the median over greedy "
-    "settings and repetitions of their ratio to plain decoding's with as many at once; 0 if that median is not above "
-    "1; requests with a temperature draft if that of one request by some K is above 1 in settings with a temperature"
+    "at each number of active requests, the K of the highest total tokens a second, by the median over greedy settings "
+    "and repetitions of the ratio to plain decoding of as many requests at once; 0 if that median is not above 1; "
+    "requests with a temperature draft if one of them gains by some K in settings with a temperature"
 )
 
-Row = Mapping[str, Any]  # the figures of one arm with so many slots in one setting, as JSON
+Row = Mapping[str, Any]  # the figures of one arm with one number of slots in one setting, as JSON
 Load = Sequence[Sample]  # every request of a setting, in order
 
 
 def rows(folder: Folder) -> list[dict[str, Any]]:
-    """The figures of every setting, number of slots and arm, of the repetitions that are whole."""
-    plan, known = folder.plan, folder.asked()
-    if known is None or not plan.loads:
+    """Compute the figures of every setting, number of slots and arm from complete repetitions."""
+    plan, prompts = folder.plan, folder.asked()
+    if prompts is None or not plan.loads:
         return []
     found: dict[tuple[Setting, Arm, int], dict[int, Sample]] = {}
     for sample in folder.samples():
         found.setdefault((sample.setting, sample.arm, sample.repeat), {})[sample.request] = sample
     made = []
     for setting, arm in itertools.product(plan.settings, plan.loads):
-        asked = [each for each in known[0] if (each.prompts, each.raw) == (setting.prompts, setting.raw)]
+        asked = [each for each in prompts[0] if (each.prompts, each.raw) == (setting.prompts, setting.raw)]
         plain_arm = dataclasses.replace(PLAIN, concurrency=arm.concurrency)
         fast, plain = (
             {
@@ -73,9 +72,9 @@ def rows(folder: Folder) -> list[dict[str, Any]]:
 
 
 def ratios(loads: Sequence[Row]) -> dict[int, dict[int, float]]:
-    """The median ratio to plain decoding of each fixed K at each number of slots, over settings and repetitions.
+    """Compute median ratios to plain decoding over settings and repetitions: {slots: {K: ratio}}.
 
-    A K that some setting has not, since it failed there, has none.
+    Only for fixed K that succeeded in all settings.
     """
     found: dict[int, dict[int, float]] = {}
     for slots in dict.fromkeys(row["concurrency"] for row in loads):
@@ -107,7 +106,10 @@ def best_table(loads: Sequence[Row]) -> WidthTable | None:
 def _row(
     plan: Plan, setting: Setting, arm: Arm, both: Sequence[tuple[Load, Load]], conversations: Sequence[int]
 ) -> dict[str, Any]:
-    """Of the repetitions' loads, the arm's and plain decoding's."""
+    """Compute the figures of one arm.
+
+    `both`: the loads (arm, plain decoding) of each repetition.
+    """
     fast = [load for load, _ in both]
     sums = np.array([(*_tokens_and_seconds(load), *_tokens_and_seconds(plain)) for load, plain in both], np.float64)
     timed = sums[(sums > 0).all(axis=1)]
@@ -136,15 +138,17 @@ def _row(
 
 
 def _tokens_and_seconds(load: Load) -> tuple[float, float]:
-    """Tokens behind the first of each request, and the seconds in which at least one was decoding. All requests were
-    added at the same time, from which ttft counts."""
+    """Return (tokens after each request's first, seconds in which at least one was decoding).
+
+    All requests of a load were added at one time, from which ttft counts.
+    """
     timed = [each for each in load if each.ttft_s is not None and each.decode_s is not None]
     spans = [(each.ttft_s or 0.0, (each.ttft_s or 0.0) + (each.decode_s or 0.0)) for each in timed]
     return float(sum(each.output_tokens - 1 for each in timed)), busy_s(spans)
 
 
 def _of_loads(loads: Sequence[Load], value: Callable[[Sample], float | None]) -> Estimate | None:
-    """The median over repetitions of the median over requests."""
+    """Estimate the median over repetitions of the median over requests."""
     each = [[found for sample in load if (found := value(sample)) is not None] for load in loads]
     medians = [float(np.median(some)) for some in each if some]
     return estimate_median(medians, range(len(medians)))
@@ -155,7 +159,7 @@ def _wait(quantile: int) -> Callable[[Sample], float | None]:
 
 
 def _acceptance_length(loads: Sequence[Load], conversations: Sequence[int]) -> Estimate | None:
-    """Over conversations, whose repetitions and turns stay together."""
+    """Estimate acceptance length over conversations; repetitions and turns of one stay together."""
     pooled = [total([sample.counters for sample in request]) for request in zip(*loads, strict=True)]
     drafted = [(each, row) for each, row in zip(pooled, conversations, strict=True) if each.num_steps]
     table = [(float(each.num_accepted), float(each.num_steps)) for each, _ in drafted]

@@ -1,7 +1,9 @@
-"""From raw lines to figures. Counters and their ratios are peagle.result'; here is what is said of many requests.
+"""Compute the figures of many requests from raw lines.
+
+Counters and their ratios are in peagle.result.
 
 Every figure is an Estimate: its value, and a 95 % interval by bootstrap over conversations (the turns of one and their
-repeats stay together); of fewer than FEWEST conversations there is no interval. With n over requests:
+repeats stay together); fewer than FEWEST conversations have no interval. With n over requests:
 
     acceptance_length        1 + sum accepted_n / sum steps_n           (pooled; steps that verified drafts)
     acceptance_length_mean   mean of 1 + accepted_n / steps_n           (per request)
@@ -13,18 +15,17 @@ repeats stay together); of fewer than FEWEST conversations there is no interval.
     ttft_s, tpot_s           median over requests of the median over repeats
     itl_s                    quantiles .5, .9, .99 of a request's waits, the median of each over requests
     step_s                   sum decode_s / sum passes of the target
-    tokens_per_step          sum (tokens_n - 1) / sum passes of the target: what a pass gave, plain ones of `auto` and
-                             what the end of an output cut off counted
-    cycle_cost, c(K)         step_s / plain decoding's step_s: passes a step costs; speedup = tokens_per_step / c(K)
+    tokens_per_step          sum (tokens_n - 1) / sum passes of the target: emitted tokens a pass, plain passes of
+                             `auto` included
+    cycle_cost, c(K)         step_s / plain decoding's step_s: a step in plain passes; speedup = tokens_per_step / c(K)
     draft_s, verify_s        step_s times the part's share of a step in some requests under the profiler
-                             (peagle.measure.profile); host_s is all the rest: accepting, committing, the runtime
+                             (peagle.measure.profile); host_s is the rest: accepting, committing, the runtime
                              between operations, the host
     verify_cost, v(T)        verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
 
-A request loops where the loop share of any of the arm's repeats is above 0.3; `without_loops` are the same figures of
-the others. `by_category` and `by_bucket` are the same again of some of the requests. Steps of LOOKED_AT conversations
-are looked at under the profiler: intervals of their shares are rougher, and where few of them are among the requests
-there are none.
+A request loops if the loop share of any of the arm's repeats is above 0.3; `without_loops` has the same figures of the
+other requests. `by_category` and `by_bucket` have them of parts of the requests. Only PROFILED conversations run under
+the profiler: the intervals of their shares are wider, and missing if few of them are among the requests.
 """
 
 import dataclasses
@@ -37,14 +38,14 @@ import numpy as np
 from scipy import stats
 
 from peagle.measure.metrics import total
-from peagle.measure.sweep.folder import ITL_QUANTILES, Asked, Folder, Json, Sample, where
+from peagle.measure.sweep.folder import ITL_QUANTILES, Folder, Json, Sample, SweepRequest, arm_of
 from peagle.measure.sweep.plan import AUTO, PLAIN, Arm, Plan, Setting
 from peagle.result import LOOPING_ABOVE, Counters
 
 RESAMPLES = 2000
-FEWEST = 8  # conversations of which a bootstrap says anything
-SHARES = {"draft": "draft_ms", "verify": "verify_ms", "host": "other_ms"}  # of a step's time, as run.json names them
-SLOWER = 0.97  # a request whose interval lies wholly below is slower with speculation
+FEWEST = 8  # conversations for a bootstrap interval
+SHARES = {"draft": "draft_ms", "verify": "verify_ms", "host": "other_ms"}  # part of a step -> key in run.json
+SLOWER = 0.97  # a request is slower with speculation if its interval lies wholly below
 
 Row = Mapping[str, Any]  # the figures of one arm in one setting, as JSON
 Statistic = Callable[[np.ndarray], np.ndarray]  # sums of a table's columns [R, c] -> [R]
@@ -52,7 +53,7 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # sums of a table's columns [R, 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval; none where there were too few conversations for one."""
+    """A figure with its 95 % interval, or none if there are too few conversations."""
 
     value: float
     low: float | None
@@ -60,30 +61,34 @@ class Estimate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
-    """A figure, and what it is of each of RESAMPLES draws of conversations; no draws where those were too few."""
+class Bootstrap:
+    """A figure, and its values in RESAMPLES draws of conversations; None if there are too few."""
 
     value: float
     draws: np.ndarray | None
 
     @property
     def estimate(self) -> Estimate:
-        if self.draws is None or np.isinf(self.draws).any():  # sums of some draws are zero, and others divide by them
+        if self.draws is None or np.isinf(self.draws).any():  # infinite if a draw's denominator is zero
             return Estimate(self.value, None, None)
         low, high = np.nanquantile(self.draws, (0.025, 0.975))
         return Estimate(self.value, float(low), float(high))
 
-    def times(self, other: "Drawn") -> "Drawn":
+    def times(self, other: "Bootstrap") -> "Bootstrap":
         if self.draws is None or other.draws is None:
-            return Drawn(self.value * other.value, None)
-        with np.errstate(invalid="ignore"):  # infinity times nothing: see `estimate`
-            return Drawn(self.value * other.value, self.draws * other.draws)
+            return Bootstrap(self.value * other.value, None)
+        with np.errstate(invalid="ignore"):  # infinity times zero: see `estimate`
+            return Bootstrap(self.value * other.value, self.draws * other.draws)
 
 
-def drawn(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None, seed: int = 0) -> Drawn | None:
-    """A statistic of the sums of a table's [n, c] columns, a row per request, `groups` naming its conversation (each
-    its own where they are not given); None where it is not a number. The same draws for the same seed and number of
-    conversations."""
+def bootstrap(
+    table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None, seed: int = 0
+) -> Bootstrap | None:
+    """Bootstrap a statistic of the sums of a table's [n, c] columns; None if it is not a number.
+
+    The table has a row per request; groups[i] is its conversation (None: one request each). Draws are the same for the
+    same seed and number of conversations.
+    """
     if not len(table):
         return None
     names, group_of = np.unique(np.arange(len(table)) if groups is None else groups, return_inverse=True)
@@ -92,20 +97,23 @@ def drawn(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None 
         if not np.isfinite(value):
             return None
         if len(names) < FEWEST:
-            return Drawn(value, None)
+            return Bootstrap(value, None)
         sums = np.zeros((len(names), table.shape[1]))
         np.add.at(sums, group_of, table)
-        return Drawn(value, statistic(_times_drawn(len(names), seed) @ sums))
+        return Bootstrap(value, statistic(_times_drawn(len(names), seed) @ sums))
 
 
 def estimate(table: np.ndarray, statistic: Statistic, groups: Sequence[int] | None = None) -> Estimate | None:
-    """`drawn` with its 95 % interval."""
-    found = drawn(table, statistic, groups)
+    """Return the estimate of `bootstrap`."""
+    found = bootstrap(table, statistic, groups)
     return None if found is None else found.estimate
 
 
 def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate | None:
-    """The median of a value per request, `groups` naming its conversation; None of none."""
+    """Estimate the median of a value per request; groups[i] is its conversation.
+
+    None without values.
+    """
     if not values:
         return None
     names, group_of = np.unique(groups, return_inverse=True)
@@ -113,15 +121,16 @@ def estimate_median(values: Sequence[float], groups: Sequence[int]) -> Estimate 
         return Estimate(float(np.median(values)), None, None)
     order = np.argsort(values)
     ordered, weights = np.asarray(values)[order], _times_drawn(len(names), 0)[:, group_of[order]].cumsum(axis=1)
-    # of a draw's values the middle one, or the two: the first at or before which lies half, or more than half
+    # a draw's median is the mean of its two middle values: the first with a cumulative weight of at least half, and the
+    # first with more than half
     half = weights[:, -1:] / 2
     lower, upper = (weights >= half).argmax(axis=1), (weights > half).argmax(axis=1)
-    return Drawn(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2).estimate
+    return Bootstrap(float(np.median(values)), (ordered[lower] + ordered[upper]) / 2).estimate
 
 
 @functools.lru_cache(maxsize=32)
 def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
-    """[RESAMPLES, num_groups]: how often each group comes, in draws with replacement of as many as there are."""
+    """Draw num_groups groups with replacement, and count each; [RESAMPLES, num_groups]."""
     picks = np.random.default_rng(seed).integers(0, num_groups, (RESAMPLES, num_groups))
     found = np.zeros((RESAMPLES, num_groups))
     np.add.at(found, (np.arange(RESAMPLES)[:, None], picks), 1)
@@ -129,7 +138,7 @@ def _times_drawn(num_groups: int, seed: int) -> np.ndarray:
 
 
 def ratio(sums: np.ndarray) -> np.ndarray:
-    """Column 0 / column 1."""
+    """Divide column 0 by column 1."""
     return sums[:, 0] / sums[:, 1]
 
 
@@ -138,18 +147,18 @@ def one_more_than_ratio(sums: np.ndarray) -> np.ndarray:
 
 
 def ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
-    """(0 / 1) / (2 / 3)."""
+    """Compute (column 0 / column 1) / (column 2 / column 3)."""
     return ratio(sums[:, :2]) / ratio(sums[:, 2:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairing:
-    """All repeats of one request by one arm, and plain decoding's."""
+    """All repeats of one request by an arm, and by plain decoding."""
 
-    asked: Asked
+    asked: SweepRequest
     fast: tuple[Sample, ...]
     plain: tuple[Sample, ...]
-    share: Json  # of its steps under the profiler, if they were looked at: see SHARES
+    share: Json  # the profile of its steps (SHARES); empty if there is none
     plain_share: Json
 
     @property
@@ -163,24 +172,24 @@ class Pairing:
 
     @functools.cached_property
     def timed(self) -> tuple[tuple[Sample, Sample], ...]:
-        """Repeats in which both have a speed."""
+        """Repeats in which both have a time of two tokens or more."""
         pairs = zip(self.fast, self.plain, strict=True)
         return tuple((f, p) for f, p in pairs if all(s.output_tokens > 1 and s.decode_s for s in (f, p)))
 
 
 def pairings(folder: Folder) -> dict[tuple[Setting, Arm], list[Pairing]]:
-    """By setting and arm, in order: the requests whose repeats are all there, plain decoding's too."""
-    plan, known = folder.plan, folder.asked()
-    if known is None:
+    """Pair requests with plain decoding by setting and arm, in order; only those with all repeats."""
+    plan, prompts = folder.plan, folder.asked()
+    if prompts is None:
         return {}
     by_key: dict[tuple[Setting, Arm], dict[int, dict[int, Sample]]] = {}
     for sample in folder.samples():
         by_key.setdefault((sample.setting, sample.arm), {}).setdefault(sample.request, {})[sample.repeat] = sample
-    shares = {(*where(share), share["request"]): share for share in folder.record["shares"] if "why_not" not in share}
+    shares = {(*arm_of(share), share["request"]): share for share in folder.record["shares"] if "why_not" not in share}
     found = {}
     for setting, arm in itertools.product(plan.settings, plan.arms):
         fast, plain = by_key.get((setting, arm), {}), by_key.get((setting, PLAIN), {})
-        asked = [each for each in known[0] if (each.prompts, each.raw) == (setting.prompts, setting.raw)]
+        asked = [each for each in prompts[0] if (each.prompts, each.raw) == (setting.prompts, setting.raw)]
         found[setting, arm] = [
             Pairing(
                 each,
@@ -196,7 +205,7 @@ def pairings(folder: Folder) -> dict[tuple[Setting, Arm], list[Pairing]]:
 
 
 def rows(folder: Folder) -> list[dict[str, Any]]:
-    """The figures of every setting and arm for which there are any."""
+    """Compute the figures of every setting and arm that has complete requests."""
     return [_row(folder.plan, setting, arm, some) for (setting, arm), some in pairings(folder).items() if some]
 
 
@@ -209,7 +218,7 @@ def _row(plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing]) -> dic
         "label": plan.label(arm),
         **_all_figures(some),
         "num_slower": sum(compared),
-        "num_compared": len(compared),  # those with repeats enough to say whether they are slower
+        "num_compared": len(compared),  # requests with enough repeats for an interval
         "by_category": _parts(some, lambda each: each.asked.category),
         "by_bucket": _parts(some, lambda each: plan.bucket(len(each.asked.prompt_ids))),
         "per_request": requests,
@@ -218,11 +227,11 @@ def _row(plan: Plan, setting: Setting, arm: Arm, some: Sequence[Pairing]) -> dic
 
 
 def _all_figures(some: Sequence[Pairing]) -> dict[str, Any]:
-    quiet = [each for each in some if not each.loops]
+    without_loops = [each for each in some if not each.loops]
     return {
         **_counts(some),
         **_figures(some),
-        "without_loops": {"num_requests": len(quiet), **_figures(quiet)},
+        "without_loops": {"num_requests": len(without_loops), **_figures(without_loops)},
     }
 
 
@@ -254,8 +263,8 @@ def _figures(some: Sequence[Pairing]) -> dict[str, Estimate | list[Estimate | No
     def of_drafted(row: Callable[[Counters], Sequence[float]], statistic: Statistic) -> Estimate | None:
         return estimate(_table(row(counters) for _, counters in drafted), statistic, drafted_rows)
 
-    def of_timed(row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Drawn | None:
-        return drawn(_table(map(row, timed)), statistic, timed_rows)
+    def of_timed(row: Callable[[Pairing], Sequence[float]], statistic: Statistic) -> Bootstrap | None:
+        return bootstrap(_table(map(row, timed)), statistic, timed_rows)
 
     def of_all(value: Callable[[Pairing], float | None]) -> Estimate | None:
         known = [(found, each.asked.row) for each in some if (found := value(each)) is not None]
@@ -288,7 +297,7 @@ def _figures(some: Sequence[Pairing]) -> dict[str, Estimate | list[Estimate | No
 
 
 def _accepted(position: int, counters: Counters, *, tried: bool) -> tuple[float, float]:
-    """Steps that accepted the draft at a position; all steps, or those that came to it."""
+    """Return (steps that accepted draft `position`; all steps, or those that accepted all before)."""
     below = counters.tried[position] if tried else counters.num_steps
     return float(counters.accepted_per_position[position]), float(below)
 
@@ -298,13 +307,13 @@ def _wait(quantile: int, each: Pairing) -> float | None:
 
 
 def _passes(each: Pairing) -> tuple[float, float]:
-    """Passes of the target in the timed repeats, of the arm and of plain decoding."""
+    """Count passes of the target in the timed repeats: (of the arm, of plain decoding)."""
     fast, plain = (float(sum(pair[side].num_steps for pair in each.timed)) for side in (0, 1))
     return fast, plain
 
 
 def _speedup(each: Pairing) -> float:
-    """Plain decoding's seconds a token over the arm's, medians over repeats."""
+    """Divide plain decoding's seconds a token by the arm's, medians over repeats."""
     fast, plain = _seconds_per_token(each.timed)
     return plain / fast
 
@@ -319,7 +328,7 @@ def _table(rows: Iterable[Sequence[float]]) -> np.ndarray:
 
 
 def timed_sums(each: Pairing) -> tuple[float, float, float, float]:
-    """Tokens behind the first and seconds, of the arm and of plain decoding."""
+    """Sum (tokens after the first, seconds) of the arm, then of plain decoding."""
     fast, plain = (_sums([pair[side] for pair in each.timed]) for side in (0, 1))
     return *fast, *plain
 
@@ -329,13 +338,15 @@ def _sums(samples: Sequence[Sample]) -> tuple[float, float]:
 
 
 def _seconds_per_token(timed: Sequence[tuple[Sample, Sample]]) -> list[float]:
-    """The arm's and plain decoding's, medians over repeats: one noisy moment weighs little."""
+    """Return seconds a token of (the arm, plain decoding), medians over repeats."""
     return [float(np.median([s.seconds_per_token for s in samples])) for samples in zip(*timed, strict=True)]
 
 
 def _per_request(each: Pairing) -> dict[str, Any]:
-    """One request's acceptance and speed-up; of three repeats or more as pairs, a 95 % t-interval of the mean logarithm
-    of their ratio."""
+    """Compute one request's acceptance and speed-up.
+
+    With three repeats or more, the speed-up has a 95 % t-interval: of the mean logarithm of the ratios of repeats.
+    """
     counters, speedup = each.counters, None
     if each.timed:
         logs = np.log([plain.seconds_per_token / fast.seconds_per_token for fast, plain in each.timed])
@@ -357,7 +368,7 @@ def _per_request(each: Pairing) -> dict[str, Any]:
 
 
 def _parts(some: Sequence[Pairing], part: Callable[[Pairing], str | None]) -> list[dict[str, Any]]:
-    """All figures of each part; none where all is one part."""
+    """Compute the figures of each part of the requests; [] if there is only one part."""
     inside: dict[str, list[Pairing]] = {}
     for each in some:
         inside.setdefault(part(each) or "", []).append(each)
@@ -372,26 +383,26 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def _split(
-    some: Sequence[Pairing], timed_rows: Sequence[int], step: Drawn | None, cycle_cost: Drawn | None
-) -> dict[str, Drawn | None]:
-    """The parts of a step's time, and the cost of verifying in plain decoding's; null where no profile says so."""
+    some: Sequence[Pairing], timed_rows: Sequence[int], step: Bootstrap | None, cycle_cost: Bootstrap | None
+) -> dict[str, Bootstrap | None]:
+    """Split a step's time into parts, and compute v(T); None without profiles."""
 
     def fraction(
         of: Sequence[Pairing], row: Callable[[Pairing], Sequence[float]], statistic: Statistic
-    ) -> Drawn | None:
+    ) -> Bootstrap | None:
         rows = [each.asked.row for each in of]
-        # the draws of the times where they are of the same conversations, for what is slow is so in both
-        return drawn(_table(map(row, of)), statistic, rows, seed=0 if rows == timed_rows else 1)
+        # for the same conversations use the draws of the times, since a slow conversation is slow in both
+        return bootstrap(_table(map(row, of)), statistic, rows, seed=0 if rows == timed_rows else 1)
 
-    def of_step(part: str) -> Drawn | None:
-        return times(step, fraction(looked_at, lambda each: _share(part, each.share), ratio))
+    def of_step(part: str) -> Bootstrap | None:
+        return times(step, fraction(profiled, lambda each: _share(part, each.share), ratio))
 
-    def times(left: Drawn | None, right: Drawn | None) -> Drawn | None:
+    def times(left: Bootstrap | None, right: Bootstrap | None) -> Bootstrap | None:
         return left.times(right) if left is not None and right is not None else None
 
-    looked_at = [each for each in some if each.share]
-    # passes of `auto` have now so many rows, now so many
-    both = [each for each in looked_at if each.plain_share and each.share["k"] != AUTO]
+    profiled = [each for each in some if each.share]
+    # without `auto`, whose passes differ in their number of rows
+    both = [each for each in profiled if each.plain_share and each.share["k"] != AUTO]
     over_plain = fraction(
         both, lambda each: (*_share("verify", each.share), *_share("verify", each.plain_share)), ratio_of_ratios
     )
@@ -399,32 +410,34 @@ def _split(
 
 
 def _share(part: str, share: Json) -> tuple[float, float]:
-    """Of the steps that were looked at, those of a part and all."""
+    """Return the milliseconds of the profiled steps (in a part, in all)."""
     steps = share["num_steps"]
     return steps * share[SHARES[part]], steps * sum(share[name] for name in SHARES.values())
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Of one setting's rows the one with the highest pooled speed-up, plain decoding among them, of those that decoded
-    every request that plain decoding did."""
+    """Choose the row of the highest pooled speed-up in one setting, plain decoding included.
+
+    Only of rows with all requests that plain decoding has.
+    """
     most = max((row["num_requests"] for row in rows), default=0)
-    known = [
+    complete = [
         row
         for row in rows
         if row["speedup"] is not None
         and row["num_requests"] == most
         and (row["k"] == 0 or row["num_spec_steps"])  # an `auto` that never drafted is plain decoding
     ]
-    return max(known, key=lambda row: row["speedup"]["value"], default=None)
+    return max(complete, key=lambda row: row["speedup"]["value"], default=None)
 
 
 def sure(row: Row) -> bool:
-    """Whether a row is ahead of plain decoding by more than chance."""
+    """Test whether a row is significantly faster than plain decoding."""
     return (row["speedup"]["low"] or 0.0) > 1
 
 
 def json_ready(value: Any) -> Any:
-    """Estimates as objects."""
+    """Replace estimates by dicts."""
     if isinstance(value, Estimate):
         return dataclasses.asdict(value)
     if isinstance(value, dict):

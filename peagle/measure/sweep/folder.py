@@ -1,13 +1,14 @@
-"""The folder of a run, written so that a run that is killed at any moment loses at most the request it was in, or all
-that were decoded together with it.
+"""The folder of a run.
 
-    run.json        schema, plan, where it ran (one entry per sitting); at the end where the time of a step goes, and
-                    the figures
+A run that is killed at any moment loses at most the requests being decoded.
+
+    run.json        schema, plan, provenance (one entry per process: the run and each --resume); at the end profiles
+                    ("shares") and figures
     prompts.jsonl   a line per request: set, raw, row, turn, category, prompt_ids; and those left out, with the reason
-    asking.jsonl    as long as that is not whole: a line per conversation
-    raw.jsonl       a line per decoded request, in the order they were decoded
+    asking.jsonl    until prompts.jsonl is complete: a line per conversation
+    raw.jsonl       a line per decoded request, in order of decoding
 
-What else is there (README.md, report.html, pictures) follows from these.
+All other files (README.md, report.html, pictures) are made from these.
 """
 
 import contextlib
@@ -28,9 +29,9 @@ from peagle.ops.strict_json import dumps
 from peagle.result import Counters, Result
 
 SCHEMA, KIND = 3, "sweep"
-IN_SHORT = "sweep in short"  # what scripts.publish makes of a run
+IN_SHORT = "sweep in short"  # the kind of a run's summary by scripts.publish
 ITL_QUANTILES = (0.5, 0.9, 0.99)
-FEWEST_WAITS = 4  # between arrivals, of which a quantile says anything
+FEWEST_WAITS = 4  # between arrivals, for quantiles
 RUN, PROMPTS, ASKING, RAW = "run.json", "prompts.jsonl", "asking.jsonl", "raw.jsonl"
 
 Json = dict[str, Any]
@@ -38,12 +39,12 @@ Made = TypeVar("Made")
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class SweepRequest:
     """One request of a setting's prompts: the same for every arm and temperature."""
 
     prompts: str
     raw: bool
-    request: int  # its number among them
+    request: int  # its number among the setting's
     row: int  # of the conversation, from 0
     turn: int
     category: str | None
@@ -52,29 +53,28 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A conversation that was not asked, or not to its end, and why; or a row of the file that is none, which `why`
-    names."""
+    """A conversation that was left out or cut short, or a row of the file without a usable prompt."""
 
     prompts: str
     raw: bool | None
-    row: int | None
+    row: int | None  # None: a row of the file, which `why` names
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Posed:
-    """A conversation's requests, put together with the answers to its earlier turns; and why it ends early, if so."""
+class SweepConversation:
+    """A conversation's requests, with the answers to earlier turns in their prompts."""
 
     prompts: str
     raw: bool
     row: int
-    asked: tuple[Asked, ...]
-    why: str | None
+    asked: tuple[SweepRequest, ...]
+    why: str | None  # the reason, if it ends early
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What became of one request, decoded once: a line of raw.jsonl. Times in seconds."""
+    """The result of one request, decoded once: a line of raw.jsonl. Times in seconds."""
 
     prompts: str
     raw: bool
@@ -95,7 +95,7 @@ class Sample:
     verified: tuple[int, ...]
     tried: tuple[int, ...]
     num_plain_steps: int
-    output_sha256: str  # of the ids, shortened: tells whether two outputs are equal
+    output_sha256: str  # of the ids, shortened, to compare outputs
     output_ids: tuple[int, ...] | None = None  # of plain decoding's first repeat
     concurrency: int | None = None
 
@@ -113,16 +113,16 @@ class Sample:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of the tokens behind the first, of which there must be some."""
+        """Seconds per token after the first; needs two tokens."""
         return (self.decode_s or 0.0) / (self.output_tokens - 1)
 
     @property
     def num_steps(self) -> int:
-        """Passes of the target, plain ones among them."""
+        """Passes of the target, plain ones included."""
         return self.counters.num_steps + self.num_plain_steps
 
 
-Key = tuple[Setting, Arm, int, int]  # a sample's: repeat, request
+Key = tuple[Setting, Arm, int, int]  # of a sample: setting, arm, repeat, request
 
 
 def key(sample: Sample) -> Key:
@@ -130,7 +130,7 @@ def key(sample: Sample) -> Key:
 
 
 class Folder:
-    """A run's folder: begun by `begin`, opened again by `open_run`."""
+    """A run's folder, made by `begin` or opened by `open_run`."""
 
     def __init__(self, path: Path, record: Json) -> None:
         self.path, self.record = path, record
@@ -140,52 +140,57 @@ class Folder:
         except (KeyError, TypeError) as error:
             missing = [repr(error)]
         if missing:
-            raise InputError(f"{path / RUN} is not whole ({missing[0]}); expected what peagle sweep writes")
+            raise InputError(f"{path / RUN} is incomplete ({missing[0]}); expected a folder of peagle sweep")
 
     @property
     def finished(self) -> bool:
         return self.record["rows"] is not None
 
     def save(self, **changes: Any) -> None:
-        """run.json holds these, too."""
+        """Write run.json with these keys changed."""
         self.record = self.record | changes
         _write(self.path / RUN, dumps(self.record, indent=1) + "\n")
 
     def discard(self) -> None:
-        """The folder, as `begin` made it, is gone, unless anything was decoded: requests, or answers to ask with."""
+        """Remove the folder, unless it holds decoded requests or answers to earlier turns."""
         if not self.samples() and all(len(each.asked) < 2 for each in self.posed()):
             for name in (ASKING, RAW, RUN):
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
 
-    def asked(self) -> tuple[list[Asked], list[LeftOut]] | None:
-        """None where that is not known yet."""
+    def asked(self) -> tuple[list[SweepRequest], list[LeftOut]] | None:
+        """Read (requests, conversations and rows left out); None if they are not all determined yet."""
         if not (self.path / PROMPTS).exists():
             return None
         found = [
-            _made(LeftOut if "why" in line else Asked, line, self.path / PROMPTS, number)
+            _made(LeftOut if "why" in line else SweepRequest, line, self.path / PROMPTS, number)
             for number, line in _lines(self.path / PROMPTS)
         ]
-        return [each for each in found if isinstance(each, Asked)], [e for e in found if isinstance(e, LeftOut)]
+        return [each for each in found if isinstance(each, SweepRequest)], [e for e in found if isinstance(e, LeftOut)]
 
-    def save_asked(self, posed: Sequence[Posed], left_out: Mapping[str, Sequence[str]]) -> None:
-        """Write down all prompts, and the rows of each source that are left out; the file of those posed goes."""
+    def save_asked(self, posed: Sequence[SweepConversation], left_out: Mapping[str, Sequence[str]]) -> None:
+        """Write all prompts, and the rows left out of each source; then remove asking.jsonl."""
         lines = [dataclasses.asdict(asked) for each in posed for asked in each.asked]
         lines += [dataclasses.asdict(LeftOut(name, None, None, why)) for name, some in left_out.items() for why in some]
         lines += [dataclasses.asdict(LeftOut(each.prompts, each.raw, each.row, each.why)) for each in posed if each.why]
         _write(self.path / PROMPTS, "".join(dumps(line) + "\n" for line in lines))
         (self.path / ASKING).unlink(missing_ok=True)
 
-    def posed(self) -> list[Posed]:
-        """The conversations that were put together before the run was cut off."""
+    def posed(self) -> list[SweepConversation]:
+        """Read the conversations that were finished before the run was interrupted."""
         path = self.path / ASKING
         return [
-            _made(Posed, {**line, "asked": [_made(Asked, each, path, number) for each in line["asked"]]}, path, number)
+            _made(
+                SweepConversation,
+                {**line, "asked": [_made(SweepRequest, each, path, number) for each in line["asked"]]},
+                path,
+                number,
+            )
             for number, line in _lines(path)
         ]
 
     def samples(self) -> list[Sample]:
-        """All that was decoded; a last line that was cut off is not there."""
+        """Read all decoded requests, without an incomplete last line."""
         absent: Json = dict.fromkeys(("drafter", "draft_vocab", "loop_share", "ttft_s", "decode_s", "itl_s"))
         return [
             _made(Sample, absent | line, self.path / RAW, number)
@@ -194,17 +199,17 @@ class Folder:
         ]
 
     def errors(self) -> dict[tuple[Setting, Arm], str]:
-        """Why arms could not go on, as it was last; of those that did later there is none."""
+        """Read why arms failed; an arm that succeeded later is left out."""
         found: dict[tuple[Setting, Arm], str] = {}
         for _, line in _lines(self.path / RAW):
-            found.pop(where(line), None)
+            found.pop(arm_of(line), None)
             if "error" in line:
-                found[where(line)] = line["error"]
+                found[arm_of(line)] = line["error"]
         return found
 
     @contextlib.contextmanager
     def appending(self, name: str = RAW) -> Iterator["Appender"]:
-        """To raw.jsonl, or asking.jsonl. Raises InputError where another process is at it."""
+        """Append to raw.jsonl, or asking.jsonl. Raises InputError if another process is appending."""
         path = self.path / name
         try:
             file = path.open("a+b")
@@ -217,16 +222,16 @@ class Folder:
 
 
 class Appender:
-    """Lines at the end of a file: each is with the system before the next request begins."""
+    """Append lines to a file and flush them, so that they outlive the process."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
-    def posed(self, posed: Posed) -> None:
+    def posed(self, posed: SweepConversation) -> None:
         self._lines([dataclasses.asdict(posed)])
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Append lines that belong together: they are written together."""
+        """Append lines in a single write, since requests decoded together belong together."""
         self._lines(
             [
                 {name: value for name, value in dataclasses.asdict(sample).items() if value is not None}
@@ -243,17 +248,17 @@ class Appender:
             self._file.flush()
         except OSError as error:
             raise InputError(
-                f"{self._file.name} cannot be written: {error.strerror}; what was decoded before is kept: make room, "
-                "and go on with --resume"
+                f"{self._file.name} cannot be written: {error.strerror}; requests decoded before are kept: make room, "
+                "then continue with --resume"
             ) from None
 
 
 def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
-    """The new folder holds the plan. Raises InputError where there is something already."""
+    """Create a folder with a plan. Raises InputError if the path exists."""
     expect_new(path)
     record: Json = {"schema": SCHEMA, "kind": KIND, "plan": plan.to_json(), "sittings": [provenance]}
     record |= {"shares": [], "rows": None}
-    hidden = path.with_name(f".{path.name}.tmp")  # a folder without its plan is never there
+    hidden = path.with_name(f".{path.name}.tmp")  # so that no folder is without its plan
     try:
         hidden.mkdir(parents=True, exist_ok=True)
         Folder(hidden, record).save()
@@ -264,7 +269,10 @@ def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
 
 
 def open_run(path: Path) -> Folder:
-    """A run that was begun. Raises InputError for what is none, or of another schema."""
+    """Open the folder of a run.
+
+    Raises InputError for another kind of folder, or another schema.
+    """
     try:
         record = json.loads((path / RUN).read_text(encoding="utf-8"))
     except OSError as error:
@@ -273,18 +281,18 @@ def open_run(path: Path) -> Folder:
         raise InputError(f"{path / RUN} is not valid JSON ({error}); expected a folder of peagle sweep") from None
     schema = record.get("schema") if isinstance(record, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
-        raise InputError(f"{path} was written by a newer peagle (schema {schema}, this one knows {SCHEMA}); update it")
+        raise InputError(f"{path} has schema {schema} of a newer peagle; expected at most {SCHEMA}: update peagle")
     if isinstance(record, dict) and record.get("kind") == IN_SHORT:
-        raise InputError(f"{path} holds a run in short; expected the folder of peagle sweep, with its raw lines")
+        raise InputError(f"{path} holds the summary of a run; expected the folder of peagle sweep, with its raw lines")
     if schema not in (2, SCHEMA) or record.get("kind") != KIND:
         raise InputError(f"{path} holds no run of peagle sweep (schema {schema}); expected schema {SCHEMA}")
-    if schema == 2:  # whose shares are not of a request: where a step's time goes is not known
+    if schema == 2:  # its shares are of no single request, so they cannot be used
         record |= {"schema": SCHEMA, "shares": []}
     return Folder(path, record)
 
 
 def sample_of(setting: Setting, arm: Arm, repeat: int, result: Result) -> Sample:
-    """A result as its line."""
+    """Make the line of a result."""
     counters = result.counters
     itl = np.quantile(result.itl_s, ITL_QUANTILES) if len(result.itl_s) >= FEWEST_WAITS else None
     return Sample(
@@ -313,24 +321,26 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _made(kind: type[Made], line: Json, path: Path, number: int) -> Made:
-    """A line as what it stands for. Raises InputError for one that lacks something, or holds more."""
+    """Make an object from a line. Raises InputError if keys are missing or unknown."""
     try:
         return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in line.items()})
     except TypeError as error:
-        raise InputError(
-            f"{path} line {number} is not whole ({error}); take the line out, and resume the run"
-        ) from None
+        raise InputError(f"{path} line {number} is incomplete ({error}); remove the line, and resume the run") from None
 
 
-def where(line: Json) -> tuple[Setting, Arm]:
-    """The setting and the arm that a line, or a share, is of."""
+def arm_of(line: Json) -> tuple[Setting, Arm]:
+    """Return the setting and the arm of a line, or of a share."""
     setting = Setting(*(line[field.name] for field in dataclasses.fields(Setting)))
     return setting, Arm(line["k"], line.get("drafter"), line.get("draft_vocab"), line.get("concurrency"))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:
-    """Whole lines, numbered. Raises InputError for one that is no JSON object; a last one without its line break was
-    cut off, and is passed over."""
+    """Yield complete lines with their numbers.
+
+    Raises InputError for a line that is no JSON object.
+
+    A last line without a line break was cut off and is left out.
+    """
     if not path.exists():
         return
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
@@ -341,12 +351,12 @@ def _lines(path: Path) -> Iterator[tuple[int, Json]]:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise InputError(f"{path} line {number} is damaged; take the line out, and resume the run")
+            raise InputError(f"{path} line {number} is no JSON object; remove the line, and resume the run")
         yield number, value
 
 
 def _cut_torn_line(file: IO[bytes]) -> None:
-    """The file ends with a line break, or is empty."""
+    """Truncate the file after its last line break."""
     file.seek(0)
     whole = file.read().rfind(b"\n") + 1
     file.truncate(whole)
@@ -354,7 +364,7 @@ def _cut_torn_line(file: IO[bytes]) -> None:
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
-    """Held until the file is closed, however the process ends."""
+    """Lock the file until it is closed, however the process ends."""
     try:
         import fcntl
     except ImportError:  # not a POSIX system: nothing to lock with

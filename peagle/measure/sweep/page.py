@@ -1,4 +1,4 @@
-"""The pages of runs: the same blocks as Markdown, whose pictures are files, and as one HTML file that needs nothing."""
+"""Write the pages of runs: Markdown with pictures, and one self-contained HTML file."""
 
 import base64
 import dataclasses
@@ -13,7 +13,7 @@ from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import Difference
 from peagle.measure.sweep.figures import FEWEST, SLOWER, best, sure
 from peagle.measure.sweep.folder import Folder
-from peagle.measure.sweep.plan import AUTO, LOOKED_AT, Plan, Setting, short_names
+from peagle.measure.sweep.plan import AUTO, PROFILED, Plan, Setting, short_names
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded, printable, write_text_whole
 from peagle.result import LOOPING_ABOVE
@@ -54,7 +54,7 @@ class Heading:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A paragraph; `code` in backticks."""
+    """A paragraph, with `code` in backticks and **bold**."""
 
     text: str
 
@@ -67,7 +67,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    name: str  # of its file, without ending
+    name: str  # of its file, without .svg
     svg: str
     caption: str
 
@@ -75,34 +75,34 @@ class Picture:
 Block = Heading | Text | Table | Picture
 
 FORMULAS = (
-    "Acceptance length is 1 + accepted / steps, over all steps that verified drafts; mean: the same of each "
+    "Acceptance length: 1 + accepted / steps, over all steps that verified drafts; mean of requests: the same for each "
     "request, averaged. Per position: steps that accepted this draft / all steps; given those before: / steps "
-    "that verified it and had accepted all before it. tok/s: (tokens - 1) / (last - first token). Speed-up: "
-    "over plain decoding of the same requests in the same repeats, pooled; the median is of the requests'. "
-    "c(K): a pass's time in passes of plain decoding; tokens a pass: those behind the first / passes; speed- "
-    "up = tokens a pass / c(K). Drafting, verifying and the rest (accepting, the runtime, the host) by their "
-    f"shares in up to {LOOKED_AT} conversations under the profiler. v(T): a pass of the target over T = K + 1 rows, in "
-    "passes over one. ttft: time to the first token; tpot: time per token behind it; itl: time between arrivals, at "
-    "which the tokens of several steps may come together, quantiles of a request. A request loops where more than "
-    f"{LOOPING_ABOVE:.0%} of its 4-grams are repeated; slower requests: their 95 % interval over the repeats lies "
+    "that verified it and accepted all before it. tok/s: (tokens - 1) / (time of the last - time of the first token). "
+    "Speed-up: over plain decoding of the same requests in the same repeats, pooled, and the median of requests. "
+    "c(K): the time of a pass in passes of plain decoding; tokens a pass: tokens after the first / passes; speed-up = "
+    "tokens a pass / c(K). Drafting, verifying and the rest (accepting, the runtime, the host): by their shares in up "
+    f"to {PROFILED} conversations under the profiler. v(T): a pass of the target over T = K + 1 rows, in passes over "
+    "one row. ttft: time to the first token; tpot: time per token after it; itl: time between arrivals, at which "
+    "several tokens may arrive together, quantiles of a request. A request loops if more than "
+    f"{LOOPING_ABOVE:.0%} of its 4-grams are repeated. Slower requests: their 95 % interval over the repeats lies "
     f"wholly below {SLOWER}. Counts are of all repeats. In brackets: 95 % intervals, by bootstrap over "
-    "conversations; too few have none."
+    f"conversations; fewer than {FEWEST} have none."
 )
 
 
 LOADS = (
-    "Many requests at once: all requests of a repetition are added together and wait for one of so many slots; one "
-    "that ends is replaced at the next dispatch, and towards the end fewer are left than slots. tok/s in all: tokens "
-    "behind each request's first / the time in which at least one was decoding. Over plain decoding: with as many at "
-    "once, in the same repetitions, in which the arms take turns; least..greatest: of single repetitions. ttft counts "
-    "from when the requests were added, so it holds the wait for a slot. Requests that are decoded together share the "
-    f"time, so intervals of times are by bootstrap over repetitions here, and fewer than {FEWEST} have none; those of "
+    "Many requests at once: all requests of a repetition are added together and wait for a slot; one that ends is "
+    "replaced at the next dispatch; at the end fewer requests are left than slots. Total tok/s: tokens after each "
+    "request's first / the time in which at least one was decoding. Over plain decoding: of as many at once, in the "
+    "same repetitions, in which arms run in turns; least..greatest: of single repetitions. ttft counts from the moment "
+    "the requests were added, so it includes the wait for a slot. Requests that are decoded together share the time, "
+    f"so intervals of times are by bootstrap over repetitions, and fewer than {FEWEST} have none; intervals of "
     "acceptance length are over conversations."
 )
 
 
 def run_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -> list[Block]:
-    """The page of one run: figures and pictures of every setting. `loads`: the figures of many requests at once."""
+    """Lay out the page of one run. `loads`: the figures of many requests at once."""
     plan = folder.plan
     return [
         Heading(TITLE, 1),
@@ -119,7 +119,7 @@ def run_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -
 
 
 def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -> list[Block]:
-    """Lay out the page of one run in short: a table for every setting, and two pictures of the first."""
+    """Lay out the summary of one run: a table for every setting, and two pictures of the first."""
     plan = folder.plan
     shown = ("_speedup", "_concurrency" if loads else "_cycle")
     blocks: list[Block] = [Heading(TITLE, 1), *_origin(folder), *_failures(folder), *_summary(plan, rows)]
@@ -127,8 +127,8 @@ def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ())
         if some := _of(rows, setting):
             blocks += [*_about(setting, some), _headline(setting, some)]
             if setting == plan.settings[0]:
-                drawn = (block for block in _setting(plan, setting, some) if isinstance(block, Picture))
-                blocks += [each for each in drawn if each.name.endswith(shown)]
+                figures = (block for block in _setting(plan, setting, some) if isinstance(block, Picture))
+                blocks += [each for each in figures if each.name.endswith(shown)]
         for block in _loads(setting, _of(loads, setting)):
             if not isinstance(block, Picture) or setting == plan.settings[0]:
                 blocks.append(block)
@@ -136,7 +136,7 @@ def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ())
 
 
 def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequence[Difference]]) -> list[Block]:
-    """The page of several runs with their figures: all of them over K, and each against the first (`found`)."""
+    """Lay out the page of several runs: all of them over K, and each against the first (`found`)."""
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
     first = names[folders[0]]
@@ -156,9 +156,10 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequ
         blocks += [
             Heading(f"{names[folder]} against {first}"),
             Text(
-                f"{len(differences)} differences of the same requests, with 95 % bootstrap intervals; real where the "
-                "interval leaves out zero, which one in twenty does by chance. Speed-ups are each over plain decoding "
-                "of their own run, and real only where, too, each repeat of the one run is beyond all of the other's."
+                f"{len(differences)} differences of the same requests, with 95 % bootstrap intervals. A difference is "
+                "real if its interval excludes zero, as one in twenty does by chance. Speed-ups are over plain "
+                "decoding of the same run; a difference of speed-ups is real only if, besides, all repeats of one run "
+                "lie beyond all of the other."
             ),
             Table(
                 ("setting", "K", "figure", first, names[folder], "difference (95 %)", "requests", "real?"),
@@ -171,7 +172,7 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequ
                         f"{each.second:.2f}",
                         _signed(each),
                         str(each.num_requests),
-                        "yes" if each.real else "equal" if each.equal else "cannot be told",
+                        "yes" if each.real else "equal" if each.equal else "undecided",
                     )
                     for each in differences
                 ),
@@ -187,7 +188,7 @@ def _signed(each: Difference) -> str:
 
 
 def markdown(blocks: Sequence[Block]) -> str:
-    """Text whose pictures are files beside it (`pictures` gives them)."""
+    """Render as Markdown; the pictures are files beside it (`pictures`)."""
     parts = []
     for block in blocks:
         match block:
@@ -208,12 +209,12 @@ def _cell(text: str) -> str:
 
 
 def pictures(blocks: Sequence[Block]) -> dict[str, str]:
-    """SVG texts by the names of their files."""
+    """Collect SVG texts by file name."""
     return {f"{block.name}.svg": block.svg for block in blocks if isinstance(block, Picture)}
 
 
 def page(blocks: Sequence[Block]) -> str:
-    """One HTML file that asks nothing of a network and prints well."""
+    """Render as one HTML file that needs no network and prints well."""
     title = next(block.text for block in blocks if isinstance(block, Heading))
     body = "\n".join(_html(block) for block in blocks)
     return (
@@ -247,7 +248,7 @@ def _html(block: Block) -> str:
             lines = "".join(f"<tr>{''.join(f'<td>{_inline(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
             return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table></div>'
         case Picture(_, svg, caption):
-            # as an image: the ids inside one drawing must not meet those of another
+            # as an image, so that ids of different drawings do not clash
             data = base64.b64encode(encoded(svg)).decode()
             alt = html.escape(caption)
             image = f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}">'
@@ -255,7 +256,7 @@ def _html(block: Block) -> str:
 
 
 def _inline(text: str) -> str:
-    """Escaped; `code` in backticks, **bold**."""
+    """Escape, and render `code` and **bold**."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
     return re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text)
 
@@ -265,24 +266,24 @@ def _origin(folder: Folder) -> Iterator[Block]:
     sittings = folder.record["sittings"]
     yield Text(f"`{' '.join(sittings[0]['command'])}`")
     yield Text(
-        f"Target {plan.target}; drafters: {', '.join(plan.drafters)}; {plan.repeats} repeat(s), an arm "
-        f"decodes {plan.in_a_row} request(s) before the next has its turn, batch 1, at most {plan.max_new_tokens} new "
-        f"tokens, seed {plan.seed}; asked for: dtype {plan.dtype or 'auto'}, experts {plan.experts}, kernels "
-        f"{plan.kernels}; chat template {plan.template[:12] or 'none'}"
-        + ("." if folder.finished else "; **not finished: figures are of the requests whose repeats are all there.**")
+        f"Target {plan.target}; drafters: {', '.join(plan.drafters)}; {plan.repeats} repeat(s), an arm decodes "
+        f"{plan.in_a_row} request(s) before the next arm's turn, batch 1, at most {plan.max_new_tokens} new tokens, "
+        f"seed {plan.seed}; options: dtype {plan.dtype or 'auto'}, experts {plan.experts}, kernels {plan.kernels}; "
+        f"chat template {plan.template[:12] or 'none'}"
+        + ("." if folder.finished else "; **not finished: figures are of the requests with all repeats.**")
     )
     places = list(dict.fromkeys(place_text(sitting) for sitting in sittings))
-    warning = " **Sittings differ: their times are mixed.**" if len(places) > 1 else ""
-    yield Text(f"{len(sittings)} sitting(s), the first {sittings[0]['time']}: {'; '.join(places)}.{warning}")
-    known = folder.asked()
-    left_out = [] if known is None else known[1]
+    warning = " **They differ, so times are mixed.**" if len(places) > 1 else ""
+    yield Text(f"Run in {len(sittings)} process(es), the first {sittings[0]['time']}: {'; '.join(places)}.{warning}")
+    prompts = folder.asked()
+    left_out = [] if prompts is None else prompts[1]
     for source in plan.sources:
         rows = [each for each in left_out if each.prompts == source.name and each.row is None]
         some = [each for each in left_out if each.prompts == source.name and each.row is not None]
         yield Text(
             f"Prompts {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
             + ("" if source.max_turns is None else f", at most {source.max_turns} turn(s) of each")
-            + (f", {source.num_skipped} row(s) that cannot be asked" if source.num_skipped else "")
+            + (f", {source.num_skipped} row(s) without a usable prompt" if source.num_skipped else "")
             + (f", the first: {rows[0].why}" if rows else "")
             + f"; sha256 {source.sha256[:12]}."
             + (f" Left out of {len(some)} conversation(s), the first: {some[0].why}." if some else "")
@@ -290,7 +291,7 @@ def _origin(folder: Folder) -> Iterator[Block]:
 
 
 def place_text(sitting: Mapping[str, Any]) -> str:
-    """Machine, library and commit of a sitting."""
+    """Describe machine, library and commit of a process of a run (run.json, "sittings")."""
     device, git = sitting["device"], sitting["git"] or {}
     where = f"{sitting['cpu']}, {sitting['num_threads']} threads" if device["platform"] == "cpu" else device["kind"]
     commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
@@ -304,24 +305,24 @@ def _failures(folder: Folder) -> Iterator[Block]:
 
 
 def _summary(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
-    """Which K to use."""
+    """Name the fastest K of each setting."""
     lines = []
     for setting in plan.settings:
         chosen = best(_of(rows, setting))
         if chosen is None:
             continue
-        verdict = "plain decoding is fastest" if chosen["k"] == 0 else "yes" if sure(chosen) else "cannot be told"
-        length, quiet = chosen["acceptance_length"], chosen["without_loops"]["acceptance_length"]
-        figures = map(estimate_text, (chosen["speedup"], length, quiet))
+        verdict = "plain decoding is fastest" if chosen["k"] == 0 else "yes" if sure(chosen) else "undecided"
+        without_loops = chosen["without_loops"]["acceptance_length"]
+        figures = map(estimate_text, (chosen["speedup"], chosen["acceptance_length"], without_loops))
         lines.append((setting.label, chosen["label"], *figures, verdict))
     if lines:
         yield Heading("The K to use")
-        header = ("setting", "K", "speed-up", "acceptance length", "without loops", "ahead of plain decoding?")
+        header = ("setting", "K", "speed-up", "acceptance length", "without loops", "faster than plain decoding?")
         yield Table(header, tuple(lines))
 
 
 def _overview(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
-    """All settings in one picture each, where there are several."""
+    """Draw all settings together, if there are several."""
     if len(plan.settings) < 2:
         return
     series = {
@@ -344,7 +345,7 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
         tuple(_line(setting, row) for row in rows),
     )
     if all(row["draft_s"] is None for row in rows):
-        yield Text("No steps were looked at under the profiler: what drafting and verifying take is not known.")
+        yield Text("No steps were profiled, so the times of drafting and verifying are missing.")
     yield Table(
         ("K", "ms a step", "draft ms", "verify ms", "rest ms", "v(T)", "ttft ms", "tpot ms", "itl ms: .5, .9, .99"),
         tuple(_times(row) for row in rows),
@@ -366,7 +367,7 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
         )
     yield from _curves(_series(plan, rows), slug)
     pictures = [
-        ("cycle", "What a pass costs, by parts; dots: the tokens it gives.", charts.cycle(fast)),
+        ("cycle", "The time of a pass by parts; dots: its tokens.", charts.cycle(fast)),
         (
             "positions",
             "Acceptance by draft, at the largest K.",
@@ -377,11 +378,16 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
         caption = f"Each request's speed-up, K = {chosen['label']}."
         pictures.append(("requests", caption, charts.requests(chosen, LOOPING_ABOVE)))
     for name, caption, svg in pictures:
-        yield from _drawn(f"{slug}_{name}", svg, caption)
-    for key, what in (("by_category", "category"), ("by_bucket", "prompt tokens")):
-        parts = [(row, part) for row in fast for part in row[key]]
+        yield from _picture(f"{slug}_{name}", svg, caption)
+    yield from _parts(fast)
+
+
+def _parts(rows: Sequence[Row]) -> Iterator[Table]:
+    """Make the tables by category and by prompt length."""
+    for key, name in (("by_category", "category"), ("by_bucket", "prompt tokens")):
+        parts = [(row, part) for row in rows for part in row[key]]
         if parts:
-            header = (what, "K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)")
+            header = (name, "K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)")
             yield Table(
                 (*header, "tok/s", "ttft ms", "tpot ms", "without loops: acceptance", "speed-up"),
                 tuple(
@@ -404,14 +410,14 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
 
 
 def _loads(setting: Setting, loads: Sequence[Row]) -> Iterator[Block]:
-    """The figures of many requests at once, in one setting."""
+    """Show the figures of many requests at once in one setting."""
     if not loads:
         return
     yield Heading(f"{setting.label[:1].upper()}{setting.label[1:]}: many requests at once")
     by_label: dict[str, list[Row]] = {}
     for row in loads:
         by_label.setdefault("plain decoding" if row["k"] == 0 else f"K = {row['label']}", []).append(row)
-    header = ("at once", "K", "tok/s in all", "over plain decoding", "least..greatest", "acceptance length")
+    header = ("at once", "K", "total tok/s", "over plain decoding", "least..greatest", "acceptance length")
     yield Table(
         (*header, "ttft ms", "itl ms: .5", ".99", "outputs equal to plain"),
         tuple(
@@ -428,8 +434,8 @@ def _loads(setting: Setting, loads: Sequence[Row]) -> Iterator[Block]:
             for row in loads
         ),
     )
-    caption = "Tokens a second in all, over the requests decoded at once."
-    yield from _drawn(f"{_slug(setting.label)}_concurrency", charts.concurrency(by_label), caption)
+    caption = "Total tokens a second over the number of requests at once."
+    yield from _picture(f"{_slug(setting.label)}_concurrency", charts.concurrency(by_label), caption)
 
 
 def _about_loads(loads: Sequence[Row]) -> Iterator[Block]:
@@ -438,17 +444,17 @@ def _about_loads(loads: Sequence[Row]) -> Iterator[Block]:
 
 
 def _about(setting: Setting, rows: Sequence[Row]) -> Iterator[Block]:
-    """Head a setting's section, and say what plain decoding, the first row, did there."""
+    """Begin a setting's section with the outputs of plain decoding, its first row."""
     plain = rows[0]
     yield Heading(setting.label[:1].upper() + setting.label[1:])
     yield Text(
-        f"{plain['num_requests']} requests; of plain decoding's outputs {plain['finished_frac']:.0%} end by "
-        f"themselves, {plain['looping_frac']:.0%} loop."
+        f"{plain['num_requests']} requests; of plain decoding's outputs {plain['finished_frac']:.0%} end with a stop "
+        f"token, {plain['looping_frac']:.0%} loop."
     )
 
 
 def _headline(setting: Setting, rows: Sequence[Row]) -> Table:
-    """Make the table of the SHORT figures, and of the rates by position."""
+    """Make the table of the SHORT figures and of the rates by position."""
     lines = []
     for row in rows:
         cells = dict(zip(FIGURES, _line(setting, row), strict=True))
@@ -459,18 +465,18 @@ def _headline(setting: Setting, rows: Sequence[Row]) -> Table:
 def _curves(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
     series = {title or "all": rows for title, rows in series.items() if rows}
     if series:
-        yield from _drawn(f"{slug}_speedup", charts.speedup(series), "Speed-up over K.")
-        yield from _drawn(f"{slug}_acceptance", charts.acceptance_length(series), "Acceptance length over K.")
+        yield from _picture(f"{slug}_speedup", charts.speedup(series), "Speed-up over K.")
+        yield from _picture(f"{slug}_acceptance", charts.acceptance_length(series), "Acceptance length over K.")
 
 
-def _drawn(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
-    """The picture, if there is one to show."""
+def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:
+    """Yield the picture, if there is one."""
     if svg is not None:
         yield Picture(name, svg, caption)
 
 
 def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Speculative rows by what tells them apart beside K; "" where nothing does."""
+    """Group speculative rows by their label without K; "" if it is empty."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row["k"] != 0:
@@ -479,7 +485,7 @@ def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _widest(rows: Sequence[Row]) -> Row:
-    """The row of the largest K that every step drafted; of auto where there is no other."""
+    """Choose the row of the largest fixed K, or of `auto` if there is no other."""
     fixed = [row for row in rows if row["k"] != AUTO]
     return max(fixed or rows, key=lambda row: len(row["rate_per_position"]))
 
@@ -519,7 +525,7 @@ def _times(row: Row) -> tuple[str, ...]:
 
 
 def acceptance_text(row: Row) -> str:
-    """An arm's acceptance length; of a run that chose when to draft, in which of its passes that was."""
+    """Format an arm's acceptance length; for an adaptive arm, with the share of drafted passes."""
     text = estimate_text(row["acceptance_length"])
     if row["num_plain_steps"] and row["num_spec_steps"]:
         text += f" in {row['num_spec_steps'] / (row['num_spec_steps'] + row['num_plain_steps']):.1%} of the passes"
@@ -536,7 +542,7 @@ def _rounded_with_interval(figure: Mapping[str, float] | None) -> str:
 
 
 def _span(values: Sequence[float]) -> str:
-    """The least and the greatest."""
+    """Format the least and the greatest value."""
     return f"{min(values):.2f}..{max(values):.2f}" if values else "-"
 
 
@@ -549,7 +555,7 @@ def _ms(figure: Mapping[str, float] | None) -> str:
 
 
 def estimate_text(figure: Mapping[str, float | None] | None) -> str:
-    """A figure with its interval, as every table shows it."""
+    """Format a figure with its interval."""
     if figure is not None and figure["low"] is None:
         return f"{figure['value']:.2f}"
     return "-" if figure is None else f"{figure['value']:.2f} ({figure['low']:.2f}..{figure['high']:.2f})"
@@ -560,19 +566,22 @@ def _rates(rates: Sequence[Mapping[str, float] | None]) -> str:
 
 
 def _of_tried(row: Row) -> list[Mapping[str, float] | None]:
-    """Rates per position; none of a position at which no draft was ever checked."""
+    """Return rates per position; None if no step verified the draft after accepting all before it."""
     pairs = zip(row["rate_per_position"], row["conditional_rate"], strict=True)
     return [rate if given is not None else None for rate, given in pairs]
 
 
 def _slug(label: str) -> str:
-    """A file's name for it: told apart by a few digits where it holds more than plain letters."""
+    """Make a file name from a label, with a checksum if the label is not plain lower-case ASCII."""
     plain = re.sub(r"[^a-z0-9]+", "_", label.lower()).strip("_")
     return plain if label.isascii() and label == label.lower() else f"{plain}_{zlib.crc32(label.encode()):08x}"
 
 
 def write(path: Path, blocks: Sequence[Block]) -> None:
-    """README.md with its pictures, and report.html, in the folder. Raises InputError where they cannot be written."""
+    """Write README.md with its pictures and report.html.
+
+    Raises InputError if a file cannot be written.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         for name, text in {"README.md": markdown(blocks), "report.html": page(blocks), **pictures(blocks)}.items():

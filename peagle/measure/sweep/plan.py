@@ -1,4 +1,4 @@
-"""What a sweep decodes: frozen, checked, and the same after a way through JSON."""
+"""The plan of a sweep: frozen, checked, and unchanged by a round trip through JSON."""
 
 import dataclasses
 import itertools
@@ -10,22 +10,22 @@ from peagle.engine.engine import EngineConfig
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable
 
-AUTO: Literal["auto"] = "auto"  # as K: each step drafts what pays
+AUTO: Literal["auto"] = "auto"  # as K: draft by the pair's table, and pause if it does not pay
 FULL = "full"  # the drafter's whole vocabulary
 BUCKETS = (128, 512, 2048)  # prompt tokens at which a new bucket begins
-LOOKED_AT, LOOKED_AT_TOKENS = 12, 32  # conversations whose first steps are looked at under the profiler, in each arm
+PROFILED, PROFILED_TOKENS = 12, 32  # conversations of each arm that run under the profiler, and tokens of each
 
 K = int | Literal["auto"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way to decode; k 0 is plain decoding, and has no drafter."""
+    """One method of decoding; k 0 is plain decoding, without a drafter."""
 
     k: K
     drafter: str | None = None
     draft_vocab: str | None = None  # None: full
-    concurrency: int | None = None  # slots that all requests share; None: one request at a time, in turns with others
+    concurrency: int | None = None  # slots that all requests share; None: one request at a time, arms in turns
 
     @property
     def speculates(self) -> bool:
@@ -37,7 +37,7 @@ PLAIN = Arm(0)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One kind of question; arms are compared within it."""
+    """The conditions that arms share when they are compared."""
 
     prompts: str  # a source's name
     raw: bool  # without the chat template
@@ -54,18 +54,21 @@ class Source:
     """A file of prompts as it was read (published copies of a set differ)."""
 
     name: str
-    file: str  # as it was typed, or demo
+    file: str  # as typed, or demo
     layout: str
     sha256: str
     num_rows: int
-    num_skipped: int  # rows that cannot be asked
+    num_skipped: int  # rows without a usable prompt
     num_used: int  # conversations
-    max_turns: int | None  # asked of each; None: all
+    max_turns: int | None  # of each; None: all
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A whole sweep. `fingerprints`: of the files of "target" and of each "drafter NAME"."""
+    """A whole sweep.
+
+    `fingerprints`: hashes of the files of "target" and of each "drafter NAME".
+    """
 
     target: str
     drafters: tuple[str, ...]
@@ -85,10 +88,10 @@ class Plan:
     kernels: str
     template: str = ""  # sha256 of the target's chat template and tokenizer
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    in_a_row: int = 1  # requests of an arm before the next has its turn
-    special_tokens: bool = False  # those spelled in raw text are control tokens
-    aux_layer_ids: tuple[int, ...] | None = None  # of every drafter with weights; None: as its config.json says
-    concurrencies: tuple[int, ...] = ()  # numbers of slots in which every arm decodes all requests, too
+    in_a_row: int = 1  # requests of an arm before the next arm's turn
+    special_tokens: bool = False  # special tokens spelled in raw text are control tokens
+    aux_layer_ids: tuple[int, ...] | None = None  # of every drafter with weights; None: by its config.json
+    concurrencies: tuple[int, ...] = ()  # numbers of slots; with each, every arm also decodes all requests at once
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.max_new_tokens < 2:
@@ -96,7 +99,7 @@ class Plan:
         if self.in_a_row < 1:
             raise InputError(f"--in-a-row is {self.in_a_row}; expected 1 or more requests")
         if self.special_tokens and True not in self.raw:
-            raise InputError("--special-tokens are read in raw text alone; give --render raw, too, or leave them out")
+            raise InputError("--special-tokens applies to raw text only; give --render raw, too, or leave it out")
         if any(not 0 <= t < float("inf") for t in self.temperatures):
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
@@ -104,10 +107,10 @@ class Plan:
         if wrong := [slots for slots in self.concurrencies if slots < 1]:
             raise InputError(f"--concurrency is {wrong[0]}; expected 1 or more requests at once")
         for k in self.ks:
-            EngineConfig(k if isinstance(k, int) else 1)  # refuses what no engine takes
+            EngineConfig(k if isinstance(k, int) else 1)  # check K
         names = [source.name for source in self.sources]
         if len(set(names)) < len(names):
-            raise InputError(f"two files of prompts are called {_twice(names)}; give them different names")
+            raise InputError(f"two files of prompts have the name {_twice(names)}; give them different names")
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -117,7 +120,7 @@ class Plan:
 
     @property
     def loads(self) -> tuple[Arm, ...]:
-        """The arms once more with each number of slots."""
+        """The arms of many requests at once: each arm with each number of slots."""
         return tuple(
             dataclasses.replace(arm, concurrency=slots)
             for slots, arm in itertools.product(sorted(self.concurrencies), self.arms)
@@ -131,7 +134,7 @@ class Plan:
         )
 
     def label(self, arm: Arm) -> str:
-        """An arm's name among the others: what they all share goes without saying."""
+        """Name an arm by the parts in which arms differ."""
         parts = [str(arm.k)]
         if arm.drafter is not None and len(self.drafters) > 1:
             parts.append(short_names(self.drafters)[self.drafters.index(arm.drafter)])
@@ -142,7 +145,7 @@ class Plan:
         return ", ".join(parts)
 
     def bucket(self, prompt_tokens: int) -> str:
-        """The bucket of a prompt, such as 128..511."""
+        """Name the bucket of a prompt, such as 128..511."""
         edges = (0, *self.buckets)
         place = sum(prompt_tokens >= edge for edge in self.buckets)
         return f"{edges[place]}.." + (str(edges[place + 1] - 1) if place < len(self.buckets) else "")
@@ -152,21 +155,23 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Plan":
-        """Raises KeyError or TypeError for what `to_json` never gives."""
+        """Undo `to_json`. Raises KeyError or TypeError for any other value."""
         lists = {
             name: tuple(value[name]) for name in ("drafters", "draft_vocabs", "ks", "raw", "temperatures", "buckets")
         }
         if any(k != AUTO and not isinstance(k, int) for k in lists["ks"]):
             raise TypeError(f"ks is {value['ks']}")
-        for name in ("aux_layer_ids", "concurrencies"):  # which runs before them do not have
+        for name in ("aux_layer_ids", "concurrencies"):  # missing in older runs
             if value.get(name) is not None:
                 lists[name] = tuple(value[name])
         return cls(**{**value, **lists, "sources": tuple(Source(**source) for source in value["sources"])})
 
 
 def short_names(paths: Sequence[str | Path]) -> list[str]:
-    """Take as much of the end of each path as tells it from the others, printable. Example: runs/a/drafter and
-    runs/b/drafter are a/drafter and b/drafter."""
+    """Shorten paths to their shortest distinct ends, printable.
+
+    Example: runs/a/drafter and runs/b/drafter become a/drafter and b/drafter.
+    """
     parts = [Path(printable(str(path))).parts or ("",) for path in paths]
     for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -176,7 +181,10 @@ def short_names(paths: Sequence[str | Path]) -> list[str]:
 
 
 def parse_ks(text: str) -> tuple[K, ...]:
-    """Numbers of drafted tokens, ranges of them and auto: "1-3,5,auto". 0 may be named, and is there in any case."""
+    """Parse numbers of drafted tokens, ranges and auto: "1-3,5,auto".
+
+    0 is dropped: plain decoding always runs.
+    """
     found: list[K] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
@@ -188,19 +196,19 @@ def parse_ks(text: str) -> tuple[K, ...]:
                 raise InputError(f"-k is {text!r}: {part.strip()} is no range; expected the smaller number first")
             found += between
         else:
-            raise InputError(f"-k is {text!r}; expected numbers, ranges or auto with commas between, as 1-3,5,auto")
+            raise InputError(f"-k is {text!r}; expected numbers, ranges or auto, separated by commas, as 1-3,5,auto")
     unique = tuple(dict.fromkeys(k for k in found if k != 0))
     if not unique:
-        raise InputError(f"-k is {text!r}; expected at least one K of 1 or more, or auto, beside plain decoding")
+        raise InputError(f"-k is {text!r}; expected at least one K of 1 or more, or auto")
     return unique
 
 
 def numbers(flag: str, text: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
-    """Numbers with commas between."""
+    """Parse numbers separated by commas."""
     try:
         return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError:
-        raise InputError(f"{flag} is {text!r}; expected numbers with commas between") from None
+        raise InputError(f"{flag} is {text!r}; expected numbers separated by commas") from None
 
 
 def _twice(names: Sequence[str]) -> str:

@@ -116,7 +116,7 @@ def test_an_end_of_input_at_once_is_an_end(chat: Chat) -> None:
     ("options", "message"),
     [
         (("-k", "many"), "K is 'many'; expected a number of drafted tokens, or auto"),
-        (("-n", "0"), "0 new tokens are asked for"),
+        (("-n", "0"), "max_new_tokens is 0"),
         (("--context", "100000"), "context is 100000; expected 2.."),
         (("--stop", ""), "stop string 1 of 1 is empty"),
         (("--date", "today"), "date is 'today'"),

@@ -1,4 +1,4 @@
-"""Rows of sampling parameters, and what they mean, written with sorting in float64."""
+"""Rows of sampling parameters, and a reference of truncation that sorts in float64."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ from peagle.engine.state import SlotParams
 
 
 def rows_of(asked: Sequence[SamplingParams]) -> RowSampling:
-    """A row for each, of requests 0, 1, 2, ..."""
+    """Make a row for each, of requests 0, 1, 2, ..."""
     rows = [SlotParams.of(Request((0,), 1, each, index=place), (), 1).sampling for place, each in enumerate(asked)]
     stacked: RowSampling = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves)), *rows)
     return stacked
 
 
 def defined(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """One row: temperature, top-k with its ties, top-p with its ties, min-p, softmax; greedy, all on the argmax."""
+    """Compute one row: temperature, top-k and top-p with ties, min-p, softmax; greedy: the argmax."""
     if sampling.greedy:
         return np.eye(len(logits))[int(np.argmax(logits))]
     scaled = logits.astype(np.float64) / sampling.temperature

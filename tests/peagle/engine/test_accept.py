@@ -1,5 +1,7 @@
-"""The exact law of what a step emits, by integrating the shipped `accept` over its uniform numbers: for rows side by
-side that differ in what they ask for and in how many drafts they verify."""
+"""The exact law of a step's output, by integrating the shipped `accept` over its uniform numbers.
+
+Rows of one batch differ in sampling parameters and widths.
+"""
 
 import dataclasses
 import itertools
@@ -47,14 +49,14 @@ def log(p: np.ndarray) -> np.ndarray:
 
 
 def processed(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """The distributions that such rows are drawn from."""
+    """Compute the distributions from which such rows are drawn."""
     rows = [defined(row, sampling) for row in logits.reshape(-1, V)]
     return np.stack(rows).reshape(logits.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A target's logits for the first token, behind each first token, and behind each first two."""
+    """A target's logits: for the first token, after each first token, and after each first two."""
 
     first: np.ndarray  # [V]
     second: np.ndarray  # [V, V]
@@ -68,7 +70,7 @@ class Target:
         return Target(*(processed(logits, sampling) for logits in (self.first, self.second, self.third)))
 
     def behind(self, drafts: tuple[int, int]) -> np.ndarray:
-        """[K + 1, V]: what is known behind 0, 1, .. K of the drafts."""
+        """[K + 1, V]: the values after 0, 1, .. K of the drafts."""
         return np.stack([self.first, self.second[drafts[0]], self.third[drafts]])
 
     def law(self) -> np.ndarray:
@@ -78,7 +80,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row: the target, given drafts, their distributions [K, V] (None: one-hot), what is asked for, the width."""
+    """A row: target, drafts, their distributions [K, V] (None: one-hot), sampling, width."""
 
     target: Target
     drafts: tuple[int, int]
@@ -94,7 +96,7 @@ def cells(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def grid(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """(uniform numbers [cells, K + 1, 3], the probability of each cell): the decision is the same within a cell."""
+    """Cut the uniform numbers into cells of equal decision: (numbers [cells, K + 1, 3], probabilities)."""
     p = processed(case.target.behind(case.drafts), case.sampling)
     axes = []  # one per uniform number the decision may depend on: (position, purpose, midpoints, widths)
     for i in range(case.width + 1):
@@ -114,7 +116,7 @@ def grid(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def emitted_laws(cases: Sequence[Case]) -> list[Law]:
-    """The law of the emitted run for each case's drafts. All the cells of all the cases are rows of one batch."""
+    """Compute the law of the emitted run for each case's drafts; all cells are rows of one batch."""
     grids = [grid(case) for case in cases]
     counts = [len(weight) for _, weight in grids]
     total = sum(counts)
@@ -150,7 +152,7 @@ def emitted_laws(cases: Sequence[Case]) -> list[Law]:
 
 
 def continued(law: Law, p: Target) -> np.ndarray:
-    """Law of the first K + 1 tokens when plain decoding goes on behind the run."""
+    """Compute the law of the first K + 1 tokens if plain decoding continues after the run."""
     joint = np.zeros((V, V, V))
     for run, mass in law.items():
         if len(run) == 3:
@@ -164,8 +166,7 @@ def continued(law: Law, p: Target) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_sampled_drafts_emit_exactly_the_targets_law(seed: int) -> None:
-    """For all that is asked for and all widths in one batch; drafts come from the drafter's own law, which of a greedy
-    row is a point mass, too."""
+    """For all sampling parameters and widths in one batch, with drafts of the drafter's law (greedy: a point mass)."""
     rng = np.random.default_rng(seed)
     target, drafter = Target.random(rng), log(table(rng, K))
     if seed == 0:
@@ -190,7 +191,7 @@ def test_sampled_drafts_emit_exactly_the_targets_law(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_one_hot_drafts_emit_exactly_the_targets_law_whatever_they_are(seed: int) -> None:
-    """All drafts there are, with all that is asked for and all widths, in one batch."""
+    """For all drafts, sampling parameters and widths in one batch."""
     target = Target.random(np.random.default_rng(seed + 10))
     every = itertools.product(itertools.product(range(V), repeat=K), ASKED, range(K + 1))
     cases = [Case(target, drafts, None, sampling, width) for drafts, sampling, width in every]
@@ -208,9 +209,9 @@ def random_step(seed: int, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def many_rows() -> tuple[np.ndarray, RowSampling]:
-    """(widths, what is asked for) of a few hundred rows."""
+    """Make (widths, sampling parameters) of a few hundred rows."""
     pairs = list(itertools.product(range(K + 1), ASKED)) * 20
-    return np.array([width for width, _ in pairs], np.int32), rows_of([asked for _, asked in pairs])
+    return np.array([width for width, _ in pairs], np.int32), rows_of([sampling for _, sampling in pairs])
 
 
 @pytest.mark.parametrize("one_hot", [False, True])
@@ -282,7 +283,7 @@ def test_greedy_accepts_the_longest_agreeing_prefix() -> None:
 
 
 def test_synthetic_acceptance_has_the_rates_asked_for_whatever_the_drafts_are() -> None:
-    """Unconditional rates, over many draws; the token behind what is kept is still the target's own."""
+    """Unconditional rates, over many draws; the token after the kept drafts is the target's own."""
     rates, rows = (0.8, 0.5, 0.5, 0.0), 20_000
     logits = jax.random.normal(jax.random.key(0), (rows, 5, 7))
     drafts = jnp.full((rows, 4), 6, jnp.int32)

@@ -1,4 +1,4 @@
-"""Biases, penalties, min_tokens, masks, and log-probabilities: the same with speculation and without."""
+"""Biases, penalties, min_tokens, masks, log-probabilities: equal with and without speculation."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from peagle.engine.programs import Programs
 from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
 from peagle.engine.state import DecodeState, SlotParams, check_integrity
 from peagle.engine.step import StepKind, StepOutput
-from peagle.measure.logprobs import score
+from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from target.model import forward
 from tests.peagle.toys import CONFIG, tiny_target
@@ -58,7 +58,7 @@ def decode(engine: Engine, asked: list[Request]) -> tuple[list[list[int]], list[
 def by_definition(
     logits: np.ndarray, prompt: tuple[int, ...], emitted: list[int], wanted: SamplingParams, stops: tuple[int, ...]
 ) -> np.ndarray:
-    """The adjusted logits [V] of one row: transformers' processors where it has one, else OpenAI's formula."""
+    """Adjust the logits [V] of one row by transformers' processors, or by OpenAI's formula."""
     row = torch.from_numpy(logits.astype(np.float32))[None]
     least = MinNewTokensLengthLogitsProcessor(len(prompt), wanted.min_tokens, list(stops), device="cpu")
     row = least(torch.tensor([[*prompt, *emitted]]), row).clone()
@@ -161,10 +161,10 @@ def test_speculation_and_neighbours_change_nothing(target: Any, together: int) -
 
 @pytest.mark.parametrize("k", [0, K])
 def test_log_probabilities_are_those_of_the_finished_answer(target: Any, k: int) -> None:
-    """By teacher forcing: the targets' own, whatever the request does to its logits."""
+    """They are the target's own, by teacher forcing, whatever the request adjusts."""
     sampling = dataclasses.replace(HARD, temperature=1.1, seed=7)
     (tokens,), (said,) = decode(engine_of(target, k), [Request(PROMPTS[1], NEW, sampling, logprobs=4)])
-    expected = score(target, PROMPTS[1], tokens, 4)
+    expected = output_logprobs(target, PROMPTS[1], tokens, 4)
     assert [each.token_id for each in said] == tokens == [each.token_id for each in expected]
     for mine, theirs in zip(said, expected, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
@@ -197,7 +197,7 @@ def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) ->
 
 
 def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
-    """A rule of tokens by position: token i of an answer is even if i is even, and so is each draft judged."""
+    """The mask depends on the position: token i of an answer, and each draft for it, is even if i is even."""
 
     def answer(k: int) -> list[int]:
         programs = Programs(target, NGram(), 3, CAPACITY, K, 8, 1)
@@ -240,5 +240,5 @@ def test_adjustments_that_cannot_be_are_refused(options: dict[str, Any], message
 def test_a_bias_outside_the_vocabulary_is_refused(target: Any) -> None:
     with pytest.raises(InputError, match=r"names token id 37, outside the target.s vocabulary; expected 0..36"):
         engine_of(target, 0).add(Request((1,), 3, SamplingParams(logit_bias=((V, 1.0),))))
-    with pytest.raises(InputError, match=r"21 log-probabilities are asked for; expected 0..20"):
+    with pytest.raises(InputError, match=r"logprobs is 21; expected 0..20"):
         Request((1,), 3, logprobs=21)

@@ -1,4 +1,4 @@
-"""Losslessness of the loop: speculation emits plain decoding's tokens, whatever the drafter does, whoever is beside."""
+"""Losslessness of the loop: speculation emits plain decoding's tokens, whatever drafter and neighbours do."""
 
 import dataclasses
 import threading
@@ -28,7 +28,7 @@ PROMPTS = [
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens of each request, by order of the requests; the engine's state is whole afterwards."""
+    """Decode requests; return the tokens of each, in order, and check the engine's state."""
     tokens = decode(engine, requests)[0]
     assert engine._state is not None
     check_integrity(engine._state, engine.config.capacity)
@@ -242,8 +242,8 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
         (lambda: Request((), 5), "is empty"),
         (lambda: Request((1, 37), 5, name="prompt 3"), "prompt 3 holds token id 37, outside the target's vocabulary"),
         (lambda: Request((1, -1), 5), "token id -1"),
-        (lambda: Request((1,) * 90, 7), "90 tokens and 7 new ones are asked for, but the context holds 96"),
-        (lambda: Request((1,), 0), "0 new tokens asked for"),
+        (lambda: Request((1,) * 90, 7), "90 tokens and at most 7 new ones; expected a sum of at most 96, the context"),
+        (lambda: Request((1,), 0), "max_new_tokens is 0"),
         (lambda: Request((1,), 5, stop_token_ids=tuple(range(17))), "17 stop tokens are given; expected at most 16"),
         (lambda: Request((1,), 5, SamplingParams(float("nan"))), "temperature is nan"),
         (lambda: Request((1,), 5, SamplingParams(1.0, min_p=2.0)), "min-p is 2.0"),
@@ -286,7 +286,7 @@ def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dis
 
 
 def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
-    """At two active rows nothing is drafted, at one it is: the n-grams of the row left are those it has alone."""
+    """Nothing is drafted for two active rows; the last row then drafts as it does alone."""
     table = WidthTable({1: 3, 2: 0})
     short, long = Request(PROMPTS[1], 30), Request(PROMPTS[0], 60)
     alone = decode(Engine(target, NGram(), config(3)), [long])[1][0]
@@ -301,7 +301,7 @@ def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target
 
 
 def test_programs_by_width_run_no_wider_than_the_table(target, plain) -> None:
-    """Where rows that are not active take their time, a step that drafts less is another program."""
+    """If passes also compute inactive rows, each number of drafts has its own program."""
     table = WidthTable({1: 5, 2: 1, 3: 0})
     engine = Engine(target, NGram(), config(5, slots=3, widths=table, programs_by_width=True))
     engine.warm_up()
@@ -369,7 +369,7 @@ def test_two_threads_stream_from_one_engine(target, plain) -> None:
 
 
 def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target, plain) -> None:
-    """The request has ended, and its chunk is not in its inbox yet: another thread is between the two."""
+    """Another thread has ended the request, but not yet delivered its chunk."""
     engine = Engine(target, None, config(0, slots=2))
     short, long = engine.add_all([Request(PROMPTS[0], 2), Request(PROMPTS[1], 40)])
     chunks = engine.run([short])
@@ -380,7 +380,7 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
     class Turn:
         def __enter__(self) -> None:
             if ended.is_set():
-                looked.set()  # the reader asks for its turn, instead of taking nothing for the end
+                looked.set()  # the reader waits for its turn, instead of taking the empty inbox for the end
             turn.acquire()
 
         def __exit__(self, *_: object) -> None:
@@ -472,7 +472,7 @@ def test_what_drafting_costs_is_measured_once_for_each_number_of_rows(target, pl
 
 
 def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
-    """Token t is followed by t + 1; behind 5 and 0 every logit is NaN."""
+    """Token t is followed by t + 1; after 5 and 0 every logit is NaN."""
     table = np.full((9, 9), -9.0, np.float32)
     table[np.arange(9), (np.arange(9) + 1) % 9] = 9.0
     table[[0, 5]] = np.nan
@@ -493,13 +493,13 @@ def test_outputs_that_are_not_finite_end_their_request_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"adaptive": True}, "K = 0 leaves nothing to choose from"),
+        ({"adaptive": True}, "K is 0 in adaptive drafting"),
         ({"num_speculative_tokens": 129}, "K is 129; expected 0"),
         ({"slots": 0}, "slots are 0; expected 1 or more"),
         ({"chunk": 0}, "the prefill chunk is 0 tokens; expected 1 or more"),
         ({"capacity": 1}, "context is 1 positions"),
         ({"num_speculative_tokens": 2, "synthetic_acceptance": (0.5,)}, "has 1 rates for K = 2"),
-        ({"num_speculative_tokens": 1, "synthetic_acceptance": (0.5,), "draft_sampling": True}, "no account of the"),
+        ({"num_speculative_tokens": 1, "synthetic_acceptance": (0.5,), "draft_sampling": True}, "ignores the drafts"),
     ],
 )
 def test_engines_that_cannot_be_are_refused(options: dict, message: str) -> None:

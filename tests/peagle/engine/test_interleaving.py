@@ -1,4 +1,4 @@
-"""Any interleaving of add, abort and step gives each request what it gets alone."""
+"""Any interleaving of add, abort and step gives each request the tokens it gets alone."""
 
 import collections
 from random import Random
@@ -29,7 +29,7 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[int, int], list[int]]:
-    """What each prompt gets by itself, decoded plainly, in each sampling."""
+    """Decode each prompt alone and plainly, in each sampling."""
     target = tiny_target()
     asked = {
         (prompt, sampling): Request(PROMPTS[prompt], LONGEST, SAMPLINGS[sampling], index=prompt)
@@ -40,7 +40,7 @@ def alone() -> dict[tuple[int, int], list[int]]:
     return dict(zip(asked, decode(engine, list(asked.values()))[0], strict=True))
 
 
-# what must have happened in some of the interleavings, for them to mean anything
+# some interleavings must have exercised each of these
 WANTED = (
     "overlapped", "slot reused", "aborted in flight", "aborted waiting", "paused", "resumed", "stopped", "sampled",
 )  # fmt: skip
@@ -51,7 +51,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
     alone: dict[tuple[int, int], list[int]], together: int
 ) -> None:
     happened: collections.Counter[str] = collections.Counter()
-    # at three active rows nothing is drafted; a drafted step is said to cost more than it gives, so that rows pause
+    # at three active rows nothing is drafted; the given costs of a drafted step let rows pause
     table = WidthTable({1: 3, 2: 2, 3: 0}, {1: 1.9, 2: 1.9, 3: 1.9})
     engine = Engine(
         tiny_target(),
@@ -62,10 +62,10 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
     class Interleaving(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            self.asked: dict[Handle, list[int]] = {}  # what each is to get
+            self.asked: dict[Handle, list[int]] = {}  # the expected tokens
             self.got: dict[Handle, list[int]] = {}
             self.drafted: dict[Handle, list[int]] = {}
-            self.last: dict[int, Handle] = {}  # who was in each slot
+            self.last: dict[int, Handle] = {}  # the last request of each slot
 
         @rule(
             prompt=st.integers(0, len(PROMPTS) - 1),

@@ -1,4 +1,4 @@
-"""Truncation and draws, row by row, against their definitions, written with sorting in float64."""
+"""Truncation and draws, row by row, against definitions that sort in float64."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def test_each_row_has_the_distribution_its_own_request_defines(vocab_size: int) 
 
 
 def test_a_rows_distribution_is_the_one_it_has_alone() -> None:
-    """Bit for bit, whatever rows beside it ask for."""
+    """Bit for bit, whatever the sampling of other rows."""
     logits = np.random.default_rng(3).normal(0, 3, (len(SIDE_BY_SIDE), 2, 300)).astype(np.float32)
     together = np.asarray(probabilities(logits, rows_of(SIDE_BY_SIDE)))
     for row, asked in enumerate(SIDE_BY_SIDE):
@@ -94,8 +94,10 @@ CORNERS = [
 )
 @example(np.array(EXTREMES, np.float32))
 def test_all_that_may_be_asked_for_gives_probabilities(logits: np.ndarray) -> None:
-    """Finite ones that sum to 1, the largest among them that of the largest logit: of temperature, top-k, top-p and
-    min-p at the ends of what is allowed and between, for any finite logits, and minus infinity beside one."""
+    """They are finite, sum to 1, and the largest logit has the largest.
+
+    For any finite logits, or -inf beside a finite one, and for all allowed temperature, top-k, top-p and min-p.
+    """
     logits[:, 1] = np.where(np.isinf(logits).all(axis=1), 0, logits[:, 1])
     rows = np.asarray(probabilities(np.tile(logits, (len(CORNERS), 1, 1)), rows_of(CORNERS)))
     for sampling, found in zip(CORNERS, rows, strict=True):
@@ -108,7 +110,7 @@ def test_all_that_may_be_asked_for_gives_probabilities(logits: np.ndarray) -> No
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-12, 1e-9, float(np.nextafter(GREEDY_BELOW, 0))])
 def test_below_a_threshold_it_is_greedy(temperature: float) -> None:
-    """Beside sampled rows, too, where its uniform number would draw another token."""
+    """Beside sampled rows, too, although its uniform number would draw another token."""
     sampling = SamplingParams(temperature, top_k=3, top_p=0.9)
     assert sampling.greedy
     rows = rows_of([sampling, SamplingParams(1.0)])
@@ -200,7 +202,7 @@ def test_no_uniform_number_draws_what_weighs_nothing() -> None:
 
 
 def test_random_numbers_are_those_of_seed_request_and_token_alone() -> None:
-    """Of whatever slot, beside whatever rows, wherever in the pass; and no two of them the same."""
+    """They do not depend on slot, other rows or place in the pass, and no two are equal."""
     asked = [SamplingParams(0.5, seed=7), SamplingParams(0.0, seed=7), SamplingParams(1.0, 3, 0.5, seed=LARGEST_SEED)]
     rows = rows_of(asked)  # of requests 0, 1 and 2
     tokens = np.array([[5, 6, 7]] * 3, np.int32)

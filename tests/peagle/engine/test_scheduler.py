@@ -1,4 +1,4 @@
-"""The scheduler alone: first come, first served, and nobody starves, whatever things cost and whoever leaves."""
+"""The scheduler alone: first come, first served, without starvation, whatever costs and removals."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ COSTS = st.builds(Costs, st.floats(0, 10), st.floats(0, 10))
 
 
 class Simulation:
-    """Requests of (prompt length, steps until they end), added when `arrive` says, and what the device was sent."""
+    """Requests of (prompt length, steps until they end), and the dispatches they get."""
 
     def __init__(self, slots: int, chunk: int, most: int) -> None:
         self.scheduler: Scheduler[int] = Scheduler(slots, chunk, most)
@@ -25,7 +25,7 @@ class Simulation:
         self.prompts[key], self.left[key], self.seen[key] = prompt, steps, 0
 
     def turn(self, costs: Costs) -> bool:
-        """One dispatch; False where there was nothing to send."""
+        """Run one dispatch; return False if there is none."""
         action = self.scheduler.next(costs)
         if action is None:
             return False
@@ -110,9 +110,9 @@ def test_a_whole_prompt_waits_in_the_lane_and_takes_the_first_free_slot() -> Non
     costs = Costs(1e-4, 1e-4)
     assert scheduler.next(costs) == Chunk("a", 0, 3, True)
     assert scheduler.next(costs) == Admit("a", 0)
-    assert scheduler.next(costs) == Steps(1)  # half of what a chunk takes, at least one
+    assert scheduler.next(costs) == Steps(1)  # half the time of a chunk, at least one
     assert scheduler.next(costs) == Chunk("b", 0, 3, True)
-    assert scheduler.next(costs) == Steps(2)  # fewer, since somebody waits for a slot
+    assert scheduler.next(costs) == Steps(2)  # fewer, since a request waits for a slot
     assert scheduler.remove("a") == 0
     assert scheduler.next(costs) == Admit("b", 0)
     assert scheduler.next(costs) == Steps(8)

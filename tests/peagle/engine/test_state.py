@@ -1,5 +1,4 @@
-"""How a prompt gets into a slot: any cutting of it gives the same Prefix, and `insert` brings what is valid of it into
-the slot, and into no other."""
+"""Prefill and insertion: the Prefix does not depend on chunks; `insert` copies its valid positions into one slot."""
 
 import functools
 from collections.abc import Sequence
@@ -39,13 +38,13 @@ G, H, ROWS, ROW = 2, 3, 3, 1
 
 
 def of_positions(positions: np.ndarray) -> np.ndarray:
-    """[..., G, H]: values that tell a position, a head and a place apart."""
+    """[..., G, H]: distinct values for each position, head and channel."""
     places = np.arange(G * H, dtype=np.float32).reshape(G, H)
     return positions.astype(np.float32)[..., None, None] * 100 + places
 
 
 def lane(capacity: int, ring: bool, length: int) -> KVCache:
-    """One sequence's cache that holds positions 0..length-1, as far as they fit; NaN where nothing was written."""
+    """Make one sequence's cache of positions 0..length-1, as far as they fit, and NaN elsewhere."""
     held = np.asarray(slot_positions(KVCache(*[jnp.zeros((1, capacity, G, H))] * 2, ring), jnp.asarray([length - 1])))
     written = (held >= 0) & (held < length)
     keys = np.where(written[..., None, None], of_positions(held), np.nan).astype(np.float32)
@@ -54,7 +53,7 @@ def lane(capacity: int, ring: bool, length: int) -> KVCache:
 
 @functools.cache
 def filled(capacity: int, ring: bool) -> KVCache:
-    """Three sequences' caches, full of what is there already."""
+    """Make three sequences' caches, full of old values."""
     old = np.random.default_rng(capacity).standard_normal((2, ROWS, capacity, G, H), np.float32)
     return KVCache(jnp.asarray(old[0]), jnp.asarray(old[1]), ring)
 
@@ -63,7 +62,7 @@ copy = jax.jit(copy_positions, static_argnames="block")
 
 
 def assert_copied(into: KVCache, source: KVCache, after: KVCache, length: int) -> np.ndarray:
-    """Both held positions are in the row, the other rows are as they were; returns which slots of the row are not."""
+    """Check that the row holds both ranges of positions and other rows are unchanged; return the row's changes."""
     held = np.asarray(slot_positions(after, jnp.asarray([length - 1])))[0]
     reach = min(length, into.capacity, source.capacity)  # the last so many are in both, if one of them is a ring
     wanted = (held >= 0) & (held < length) & (held >= (length - reach if into.ring or source.ring else 0))
@@ -96,7 +95,7 @@ def test_a_full_cache_goes_into_a_ring(into: int) -> None:
 @pytest.mark.parametrize(("into", "source"), [(41, 41), (41, 50), (50, 41), (4, 4), (3, 3), (41, 3)])
 @pytest.mark.parametrize("block", [1, 4, 8, 128])
 def test_a_full_cache_goes_into_a_full_one_by_blocks(into: int, source: int, block: int) -> None:
-    """As many blocks as hold valid positions, and nothing behind them; the last block ends within both caches."""
+    """Only blocks with valid positions are copied, and the last block ends within both caches."""
     fits = min(into, source)
     width = min(block, fits)
     for length in {n for n in (0, 1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 39, 40, 41, fits - 1, fits) if n <= fits}:
@@ -162,7 +161,7 @@ class Models:
 
 @functools.cache
 def models(kind: str, root: Path) -> Models:
-    """The same weights as XLA's arrays, or as the kernels read them."""
+    """Load the same weights as XLA's arrays, or in the kernels' layout."""
     directory, dtype = root / kind, jnp.dtype(kind.split()[-1])
     on = kind.startswith("native")
     save_target(directory / "target", tiny_target().params, TARGET, dtype=np.float32, mxfp4=False)
@@ -173,7 +172,7 @@ def models(kind: str, root: Path) -> Models:
 
 
 def prefix_of(models: Models, chunk: int, counts: Sequence[int], native: bool) -> tuple[Prefix, np.ndarray]:
-    """(the Prefix of the first tokens of PROMPT, the logits behind them)."""
+    """Return (the Prefix of the first tokens of PROMPT, the logits after them)."""
     lane, begin = empty(models.target, models.drafter, CAPACITY, chunk), 0
     for count in counts:
         padded = np.full((1, chunk), TARGET.vocab_size - 1, np.int32)
@@ -205,8 +204,7 @@ def everything(prefix: Prefix, logits: np.ndarray) -> dict[str, np.ndarray]:
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_cutting_of_a_prompt_gives_the_same_bits(dtype: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Of the target's caches, the drafter's, the last hidden state and the logits, past the window and round the ring;
-    shorter prompts, too."""
+    """Caches of target and drafter, aux_hidden and logits, past the window and round the ring; shorter prompts, too."""
     given = models(f"native {dtype}", tmp_path_factory.getbasetemp())
     for length in (45, 1, 2, WINDOW, 17):
         whole = everything(*prefix_of(given, 64, [length], native=True))
@@ -221,7 +219,7 @@ def test_any_cutting_of_a_prompt_gives_the_same_bits(dtype: str, tmp_path_factor
 def test_any_cutting_of_a_prompt_gives_the_same_to_rounding(
     most_scores: int | None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On XLA, whose attention goes by blocks of keys where a chunk is long or stands far behind."""
+    """On XLA, whose attention uses blocks of keys if a chunk is long or begins late."""
     given = models("xla float32", tmp_path_factory.getbasetemp())
     run_on_xla.clear_cache()
     if most_scores is not None:
@@ -237,7 +235,7 @@ def test_any_cutting_of_a_prompt_gives_the_same_to_rounding(
 
 
 def shortened(counts: Sequence[int], length: int) -> list[int]:
-    """The same cutting of the first tokens alone."""
+    """For the first tokens only, in the same chunks."""
     ends = [min(end, length) for end in np.cumsum(counts)]
     return [int(n) for n in np.diff([0, *ends]) if n]
 
@@ -254,7 +252,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def noisy(state: DecodeState) -> DecodeState:
-    """Every leaf full of what other requests left there."""
+    """Make a state with old values of other requests in every leaf."""
     rng = np.random.default_rng(8)
 
     def one(leaf: jax.Array) -> jax.Array:
@@ -357,7 +355,7 @@ def test_states_that_are_no_caches_go_whole_and_there_may_be_none() -> None:
 def test_a_prefix_of_a_row_that_paused_is_that_of_its_tokens_and_drafts_on(
     dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Bit for bit; in another slot the row then drafts, accepts and emits what it does in its own."""
+    """Bit for bit; in another slot the row drafts, accepts and emits as in its own."""
     given = models(f"native {dtype}", tmp_path_factory.getbasetemp())
     programs = Programs(given.target, given.drafter, SLOTS, CAPACITY, NUM_DRAFTS, 16, 1)
     state, lane = programs.init()

@@ -100,6 +100,6 @@ def test_a_table_in_words() -> None:
 def test_a_table_that_is_none_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
     (tmp_path / SPECULATION_FILE).write_text(text)
     with pytest.raises(
-        InputError, match=r"speculation\.json holds no table of drafts; expected .*: mend it, or remove it"
+        InputError, match=r"speculation\.json holds no table of drafts; expected .*: correct it, or remove it"
     ):
         read_widths(tmp_path)

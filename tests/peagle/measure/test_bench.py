@@ -1,4 +1,4 @@
-"""`peagle bench`: what is counted and computed, what is written, what is refused. No test looks at how long it took."""
+"""`peagle bench`: counts, formulas, output and errors. No test depends on a measured time."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ def tiny() -> Pair:
     return Pair(target, target, None, None)
 
 
-# what is computed
+# formulas
 
 
 @given(
@@ -85,7 +85,7 @@ def test_ratios_are_of_medians_and_spreads_of_all() -> None:
 
 
 def test_decoding_is_asked_for_at_each_number_of_slots_and_alone_among_the_most() -> None:
-    """One slot is there in any case; prompts and verify passes are of one sequence then; nothing is there twice."""
+    """One slot is always included; prefill and verify then use one sequence; no case is repeated."""
     options = BenchOptions((5,), (3,), (2,), slots=(4, 2, 4), drafts=(2, 1))
     assert [(each.kind, each.size, each.slots, each.active, each.num_drafts) for each in options.cases] == [
         ("pp", 5, 1, 1, 0),
@@ -117,18 +117,18 @@ def test_ratios_of_slots_and_costs_of_drafts_are_of_medians() -> None:
     assert [done.v(each) for each in done.measurements] == [None] * 5
 
 
-# what is measured
+# measurements
 
 
 def scheduled(*chunks: tuple[int, float, int]) -> Generator[tuple[int, TokenChunk], None, None]:
-    """An engine's chunks: (place, time, steps in it)."""
+    """Make an engine's chunks from (place, time, steps)."""
     for place, time_s, steps in chunks:
         record = StepRecord(1, (), 0, 0)
         yield place, TokenChunk(Request((1,), 99), (0,) * max(steps, 1), time_s, (record,) * steps)
 
 
 def test_steps_are_timed_while_all_requests_are_at_work() -> None:
-    """From the last one's first token: what the first one decoded before does not count, even if it is told late."""
+    """From the last request's first token: earlier steps of the first one do not count, even if read later."""
     ready = ((0, 1.0, 0), (0, 2.0, 5), (0, 11.0, 3), (1, 10.0, 0), (1, 11.0, 3))
     for more in ((), ((0, 11.5, 1), (1, 11.5, 1))):
         chunks = scheduled(*ready, *more, (0, 13.0, 3), (1, 13.0, 3), (0, 99.0, 3))
@@ -140,15 +140,15 @@ def test_steps_are_timed_while_all_requests_are_at_work() -> None:
 
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
 def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch, steps_per_dispatch: int) -> None:
-    """However the engine cuts prompts and steps, with drafts and without, and in slots of which one is taken."""
+    """For all chunks and dispatches, drafted or plain, and with one active slot of several."""
     begun: dict[int, list[int]] = {}
-    real = Engine._hand_out
+    real = Engine._read_steps
 
     def watched(self: Engine, output: Any, sent: Any, now: float) -> Any:
         begun.setdefault(self.config.slots, []).append(sum(handle is not None for handle in sent.held))
         return real(self, output, sent, now)
 
-    monkeypatch.setattr(Engine, "_hand_out", watched)
+    monkeypatch.setattr(Engine, "_read_steps", watched)
     target = tiny_target()
     pair = Pair(target, target, NGram(), None, steps_per_dispatch=steps_per_dispatch)
     options = BenchOptions((), (5,), (), context=3, slots=(1, 3), drafts=(2,), repeats=1)
@@ -164,7 +164,7 @@ def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch
 def test_all_drafts_are_refused_so_that_a_drafted_step_is_at_a_plain_ones_position(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a target that counts in circles, which the n-gram drafter learns: else some would be accepted."""
+    """The target counts in cycles, which the n-gram drafter learns, so drafts would be accepted otherwise."""
     found: list[tuple[int, int, int]] = []
     real = Engine._chunk
 
@@ -193,7 +193,7 @@ def test_every_test_is_measured_and_its_tokens_counted(tiny: Pair) -> None:
 
 
 def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that plain decoding of such a request takes, behind a context of random tokens."""
+    """It runs the engine of plain decoding, after a context of random tokens."""
     used: list[tuple[Any, ...]] = []
     engine = Pair.engine
 
@@ -211,7 +211,7 @@ def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_measurement_of_verify_is_that_many_passes_over_new_tokens(tiny: Pair) -> None:
-    """What goes into its digest are the logits of each of them, going round the sets of tokens."""
+    """Its digest holds the logits of each pass, cycling through the sets of tokens."""
     target, rng = tiny.plain_target, np.random.default_rng(0)
     prompt, rows = rng.integers(0, 37, (2, 7), np.int32), rng.integers(0, 37, (4, 2, 2), np.int32)
     lengths, extend = jnp.full((2,), 7, jnp.int32), jax.jit(target.extend)
@@ -262,20 +262,20 @@ def test_an_interruption_leaves_what_there_is(tiny: Pair) -> None:
 def test_what_takes_more_positions_than_there_are_is_refused() -> None:
     options = BenchOptions(prompt_lengths=(16,), new_tokens=(5,), widths=(1, 6), context=10)
     options.check(16)
-    with pytest.raises(InputError, match=r"pp 16 takes 16 positions, but the target has 15; ask for less$"):
+    with pytest.raises(InputError, match=r"pp 16 takes 16 positions; expected at most 15, the target.s: lower -p$"):
         options.check(15)
     several = BenchOptions(prompt_lengths=(), new_tokens=(5,), widths=(1,), context=9, slots=(3, 1))
     several.check(9 + 1 + 2 + 5)  # two prompts of a chunk follow the first, with a step before each
-    with pytest.raises(InputError, match="tg 5 behind a context of 9 takes 17 positions"):
+    with pytest.raises(InputError, match="tg 5 after a context of 9 takes 17 positions"):
         several.check(16)
     several.check(9 + 1 + 2 * 4 + 8, steps_per_dispatch=4)
     with pytest.raises(InputError, match="takes 26 positions"):
         several.check(25, steps_per_dispatch=4)
     few = BenchOptions(prompt_lengths=(), new_tokens=(6,), widths=(1,), context=10)
-    with pytest.raises(InputError, match=r"tg 6 behind a context of 10 takes 17 positions.*lower --context"):
+    with pytest.raises(InputError, match=r"tg 6 after a context of 10 takes 17 positions.*lower -n or --context"):
         few.check(16)
     wide = BenchOptions(prompt_lengths=(), new_tokens=(), widths=(7,), context=10)
-    with pytest.raises(InputError, match="verify 7 behind a context of 10 takes 17 positions"):
+    with pytest.raises(InputError, match="verify 7 after a context of 10 takes 17 positions"):
         wide.check(16)
 
 
@@ -425,18 +425,18 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
         (["--slots", "1,x"], ["--slots is '1,x'", "commas"]),
         (["--slots", "1,-2"], ["number of slots is -2"]),
         (["--slots", "1,2", "-n", "0"], ["several --slots are given, but no decoding test"]),
-        (["--slots", "1,400"], ["tg 3", f"the target has {MAX_POSITIONS}"]),
+        (["--slots", "1,400"], ["tg 3", f"at most {MAX_POSITIONS}, the target's"]),
         (["--slots", "2", "--batch", "2"], ["--slots and --batch"]),
         (["-k", "0", "--drafter", "ngram"], ["K is 0", "1 or more"]),
         (["-k", "2,many", "--drafter", "ngram"], ["-k is '2,many'"]),
         (["-k", "200", "--drafter", "ngram"], ["K is 200", "128"]),
         (["-k", "2", "-n", "0", "--drafter", "ngram"], ["-k is given, but no decoding test"]),
-        (["-k", "2"], ["needs a drafter of its own"]),
+        (["-k", "2"], ["needs its own drafter"]),
         (["-k", "2", "--drafter", "absent"], ["absent does not exist"]),
         (["--drafter", "ngram"], ["--drafter is given without -k"]),
         (["--repeats", "0"], ["repeats is 0"]),
-        (["--context", "381"], ["tg 3", "takes 385 positions", f"the target has {MAX_POSITIONS}"]),
-        (["-p", "385"], ["pp 385", f"has {MAX_POSITIONS}"]),
+        (["--context", "381"], ["tg 3", "takes 385 positions", f"at most {MAX_POSITIONS}, the target's"]),
+        (["-p", "385"], ["pp 385", f"at most {MAX_POSITIONS}"]),
         (["-t", "379"], ["verify 379", "385"]),
         (["--json", "-", "--markdown", "-"], ["two files"]),
         (["--json", "no/such/folder/x"], ["--json", "cannot be written"]),

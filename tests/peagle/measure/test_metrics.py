@@ -65,7 +65,7 @@ def test_steps_of_chosen_widths_by_hand() -> None:
 
 
 def test_a_position_that_was_never_drafted_has_no_rate() -> None:
-    """Of a run that chose 3 drafts at most though K is 5; at place 2 none was right, which is a rate."""
+    """In a run of at most 3 drafts although K is 5; no draft 2 was right, which is a rate of 0."""
     steps = [step(1, 1), step(2, 3), step(0, 3), step(0, 0)]
     counters = Counters.of(steps, 5)
     assert counters.acceptance_rate_per_position == pytest.approx((2 / 3, 1 / 3, 0, None, None))
@@ -111,7 +111,7 @@ def test_the_block_has_vllms_names() -> None:
 
 
 def chunks(decided: list[tuple[list[int], int]], budget: int, stop: int) -> tuple[list[TokenChunk], Request]:
-    """What the engine gives: each step's run, cut at a stop token and at the budget."""
+    """Make the engine's output: each step's run, cut at a stop token and at the budget."""
     request = Request((7, 8), budget)
     out, emitted = [TokenChunk(request, (5,), 10.0)], 1
     for number, (run, accepted) in enumerate(decided):

@@ -1,4 +1,4 @@
-"""Where a step's time goes: every instant is counted once, and operations find their part."""
+"""The breakdown of a step's time: every instant counts once, and operations map to their part."""
 
 from pathlib import Path
 
@@ -19,8 +19,10 @@ def spans(*given: tuple[float, float, str]) -> list[Span]:
 
 
 def test_instants_are_shared_by_what_runs_in_them() -> None:
-    """Two steps in 20 ms: two parts at once count by halves, a gap inside the program is the runtime's, one outside of
-    it the host's, and what other programs did counts for nothing."""
+    """Two steps in 20 ms: two parts at once count half each, a gap inside the program is the runtime's.
+
+    A gap outside of it is the host's; the time of other programs is left out.
+    """
     steps = spans(
         (0, 12, ""),  # the program, twice
         (14, 20, ""),
@@ -63,7 +65,7 @@ def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParam
     found = profile(engine, requests, writable(tmp_path / "new" / "trace"))
     assert list((tmp_path / "new" / "trace").glob("**/*.xplane.pb"))
     assert found.num_steps == len(steps)
-    # which of them takes longer is the machine's to say
+    # which of them takes longer depends on the machine
     assert min(found.draft_ms, found.verify_ms, found.accept_ms) > 0
     assert found.step_ms == pytest.approx(sum(found.parts.values()))
     profile(engine, requests, tmp_path / "new" / "trace", perfetto=False)  # beside the first
@@ -72,5 +74,5 @@ def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParam
 
 def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be made"):
+    with pytest.raises(InputError, match="cannot be created"):
         writable(tmp_path / "file" / "trace")

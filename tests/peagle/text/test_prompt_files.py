@@ -1,4 +1,4 @@
-"""Prompt files in the layouts people have; what does not work is named with its row."""
+"""Prompt files in the common layouts; errors name the row."""
 
 import gzip
 import hashlib
@@ -147,7 +147,7 @@ def test_of_sharegpt_the_persons_messages_are_asked(tmp_path: Path) -> None:
         (("Hi", "Why?"), "Be kind."),
         (("and on",), None),
     ]
-    assert found.left_out == (f"{path} row 3 holds no message of a person",)
+    assert found.left_out == (f"{path} row 3 holds no message of a user",)
 
 
 def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_openai_messages_bring_their_history(tmp_path: Path) -> None:
     found = read_prompt_file(lines(tmp_path / "m.jsonl", *rows))
     assert found.layout == "messages"
     assert [(each.turns, each.history, each.system, each.num_requests) for each in found.conversations] == [
-        (("one two",), (), "S", 1),  # the last answer is what is asked for
+        (("one two",), (), "S", 1),  # the last answer is generated anew
         (("c",), (message("user", "a"), message("assistant", "b")), None, 1),
         (("d",), (), None, 1),
     ]
@@ -207,7 +207,7 @@ CALLED = {**said(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
          [user("a"), {**said(""), "tool_calls": [{"type": "function", "function": CALLED_FUNCTION}]},
           {"role": "tool", "name": "f", "content": "5"}],
          ()),
-        # what was thought is not remembered, what looks like it is
+        # analysis is left out of the history, text that looks like it is kept
         ({"messages": [user("a"), said("<|channel|>analysis<|message|>Hm."), user("b")]},
          "messages", [user("a"), said("")], ("b",)),
         ({"messages": [user("a"), said("Put <|message|> there"), user("b")]},
@@ -217,7 +217,7 @@ CALLED = {**said(""), "tool_calls": [{**CALL, "function": CALLED_FUNCTION}]}
 def test_chats_are_read_as_people_have_them(
     tmp_path: Path, row: Any, layout: str, history: list[Any], turns: tuple[str, ...]
 ) -> None:
-    """In lines, alone, in one list, and packed."""
+    """As lines, as a single object, as one list, and gzipped."""
     text = json.dumps(row)
     (tmp_path / "lines.jsonl").write_text(f"{text}\n{text}\n")
     (tmp_path / "one.jsonl").write_text(f"{text}\n")
@@ -314,10 +314,10 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ([{"conversations": "a"}], "expected a list of messages"),
         (
             [{"conversations": [{"from": "dog", "value": "a"}]}],
-            "message 0 is of the 'dog'; expected one of user, human",
+            "message 0 has the role 'dog'; expected one of user, human",
         ),
         ([{"conversations": [{"value": "a"}]}], "expected an object with role and content, or from and value"),
-        ([{"conversations": [{"from": "human", "value": None}]}], "holds no message of a person"),
+        ([{"conversations": [{"from": "human", "value": None}]}], "holds no message of a user"),
         ([{"messages": []}], "holds no prompts: "),
         ([{"messages": [user(" ")]}], "the last message of the user is empty"),
         ([{"messages": [said("a")]}], "holds no message of a user"),

@@ -11,7 +11,7 @@ from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 
 def test_ids_are_read_as_typed() -> None:
     assert parse_ids("1, 2,30").prompt_ids == (1, 2, 30)
-    assert parse_ids("-1").prompt_ids == (-1,)  # refused where the vocabulary is known, with its bounds
+    assert parse_ids("-1").prompt_ids == (-1,)  # refused by `Request.check_vocabulary`, with its bounds
 
 
 @pytest.mark.parametrize("typed", ["", "  ", "1,,2", "1,a", "1.5", "1_000", "٣", "1 2", "9" * 5000, "+1"])
@@ -81,7 +81,7 @@ def test_what_only_a_template_can_do_is_refused_without_it(tokenizer: ByteLevelT
         Conversation("it", turns=("a",), system="Be brief.").encode([], tokenizer, Rendering(raw=True))
     with pytest.raises(InputError, match="a history"):
         Conversation("it", history=({"role": "user", "content": "a"},)).encode([], tokenizer, Rendering(raw=True))
-    with pytest.raises(InputError, match="in raw text alone"):
+    with pytest.raises(InputError, match="only in raw text"):
         Rendering(special_tokens=True)
     with pytest.raises(InputError, match="--raw-prompt"):
         Rendering(raw=True, system="Be brief.")

@@ -1,4 +1,4 @@
-"""Text to ids and back: no character is split, no token is looked at twice, the date stands still."""
+"""Text to ids and back: no character is split, no token is converted twice, the date is fixed."""
 
 import json
 import shutil
@@ -126,7 +126,7 @@ def test_the_history_alternates_and_ends_with_the_last_turn(tokenizer: ByteLevel
         ("<|channel|>analysis<|message|>Hm.<|end|>", ""),
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin", ""),
         ("<|channel|>anal", ""),
-        ("<|channel|>final<|message|>4", "4"),  # inside its final part: that is what was said
+        ("<|channel|>final<|message|>4", "4"),  # inside the final channel: plain text
         # calls of tools, with the recipient in either place
         ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", ""),
         (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ""),
@@ -138,7 +138,7 @@ def test_the_history_alternates_and_ends_with_the_last_turn(tokenizer: ByteLevel
     ],
 )
 def test_only_the_final_part_of_an_answer_is_remembered(answer: str, final: str | None) -> None:
-    """None: the answer as it is."""
+    """None: the answer unchanged."""
     assert final_message(answer) == (answer if final is None else final)
 
 
@@ -215,7 +215,7 @@ def test_a_template_in_json_is_read_where_there_is_no_other(directories: Directo
     assert other.encode_chat(HI) == usual.encode_chat(HI)
 
 
-# what may make a control token: whole ones, parts of them, and the characters that stand for these while it is rendered
+# text that might become a control token: whole tokens, parts of them, and the characters that mask these
 PIECES = (*SPECIALS, "<", "<|", "|>", ">", "end", "|end|>", "<|end", "a", " ", "\n", "é", "\U000f0000", "\U000f0001")
 pieces = st.lists(st.sampled_from(PIECES), min_size=1, max_size=8).map("".join)
 
@@ -284,7 +284,7 @@ def test_what_a_template_puts_together_or_writes_as_json_is_characters_too(
     assert tokenizer is not None
     call = {"function": {"name": "<|end|>", "arguments": {"<|end|>": ["<|start|>", 1, None]}}}
     messages = [
-        {"role": "user", "content": "|end|>"},  # behind the template's own "<"
+        {"role": "user", "content": "|end|>"},  # after the template's own "<"
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": 'a "<|message|>"\n'},
     ]

@@ -1,5 +1,4 @@
-"""`peagle parity` on the demo pair: nothing is wrong with it; and each known cause of low acceptance, planted, is
-named."""
+"""`peagle parity` on the demo pair: it finds no fault, and names each planted cause of low acceptance."""
 
 import dataclasses
 import json
@@ -45,7 +44,7 @@ def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], t
     assert code == 0, said
     (why,) = json.loads((tmp_path / "parity.json").read_text())["left_out"]
     assert why.endswith("is empty; expected some text")
-    assert said.splitlines()[-1] == f"left out     1 row that cannot be asked, the first: {why}"
+    assert said.splitlines()[-1] == f"left out     1 row without a usable prompt, the first: {why}"
     assert "the same as the float64 reference" in said
     assert "in every step" in said
     assert "LIKELY CAUSE" not in said
@@ -83,11 +82,11 @@ def test_a_checkpoint_that_says_something_else_than_it_was_trained_with_is_named
     assert cause in first
     if cause == "taps: ":
         assert "off by -1" in first
-        # what belongs into the file, as it numbers them: the right value is not the one that stands there
+        # the right value in the file's numbering, which is not the planted one
         assert '"eagle_aux_hidden_state_layer_ids": [2, 5, 8]' in said
     if cause.startswith("mask token"):
         assert '"ptd_token_id": 7' in said
-    assert "in every step" in said  # the engine does what the checkpoint says
+    assert "in every step" in said  # the engine runs the checkpoint correctly
 
 
 def test_a_wrong_vocabulary_map_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -116,7 +115,7 @@ def test_tensors_that_are_not_what_they_should_be_are_named(
 
 
 def faulty(tmp_path: Path, fault: str) -> tuple[Path, str]:
-    """A drafter of the demo with a wrong tensor, and how the cause is called."""
+    """Plant a wrong tensor in a demo drafter; return it and the name of the cause."""
     params, config = load_drafter(DEMO_DRAFTER)
     if fault == "embedding":
         order = np.random.default_rng(0).permutation(config.vocab_size)
@@ -162,7 +161,7 @@ class Blind(PEagle):
 
 @flax.struct.dataclass
 class NeverBack(PEagle):
-    """Keeps the rows of rejected drafts: what is committed later stands behind them, in the cache and by position."""
+    """Keep the rows of rejected drafts: later rows follow them, in the cache and by position."""
 
     def init_state(self, batch: int, capacity: int, widest_write: int) -> Any:
         return PEagle.init_state(self, batch, capacity * (K + 1), widest_write), jnp.zeros((batch,), jnp.int32)

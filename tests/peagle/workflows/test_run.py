@@ -1,4 +1,4 @@
-"""Whole runs: order, history, slots, the baseline beside them, and what is left of a run that was interrupted."""
+"""Whole runs: order, history, slots, baseline, and the outcomes of interrupted runs."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from peagle.api import Pair
 from peagle.engine.engine import Engine
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, SamplingParams
-from peagle.measure.logprobs import score
+from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.result import Result
@@ -32,7 +32,7 @@ def ids(run: Run) -> list[tuple[int, ...]]:
 
 
 class Watcher(Observer):
-    """Writes down what it is told, and may interrupt."""
+    """Record the calls, and perhaps interrupt."""
 
     def __init__(self, interrupt_after: int | None = None) -> None:
         self.order: list[str] = []
@@ -61,7 +61,7 @@ def test_results_come_in_the_order_of_the_input_with_their_turns(toy: Pair) -> N
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_nobody(toy, slots) -> None:
-    # three prompts alone fit; with the answers between them, the third does not
+    # the three prompts fit; with the answers between them, the third does not
     long = Conversation("long", turns=("a" * 90, "b" * 90, "c" * 90), numbered=True)
     config = RunConfig(num_speculative_tokens=K, max_new_tokens=60, slots=slots)
     done = run(toy, [from_ids([50]), long, CHAT], config)
@@ -106,7 +106,7 @@ def test_plain_decoding_runs_beside_it_first_and_second_in_turn(toy: Pair) -> No
 
 
 def test_compilation_is_told_apart_from_running(toy: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which each program takes 1000 s to be compiled, and each look at it a millisecond."""
+    """By a fake clock: compiling a program takes 1000 s, reading the clock a millisecond."""
     looks, config = itertools.count(), dataclasses.replace(CONFIG, context=77)  # a shape that no other test has
     monkeypatch.setattr("time.perf_counter", lambda: 1000.0 * sum(trace_counts().values()) + 1e-3 * next(looks))
     done = run(toy, [from_ids([50])], config)
@@ -145,7 +145,7 @@ def test_the_streamed_pieces_are_the_text(toy: Pair) -> None:
 
 
 def test_a_divergence_is_reported_with_the_margin_there(toy: Pair) -> None:
-    # a plain target of which one row differs from the speculative one: they part where the token of that row is reached
+    # a plain target that differs in one row: outputs diverge after the token of that row
     fast = run(toy, [from_ids([50])], CONFIG).outcomes[0].result
     assert isinstance(toy.target, ToyTarget)
     last = fast.output_ids[3]
@@ -177,7 +177,7 @@ def test_an_interrupted_run_keeps_what_there_is(toy: Pair, after: int) -> None:
 
 
 def test_what_a_dispatch_gives_comes_at_once(tokenizer: Tokenizer) -> None:
-    """The tokens of its steps have one time, and are those that single steps give."""
+    """The tokens of a dispatch have one time, and are those of single steps."""
     one, four = (dataclasses.replace(toy_pair(tokenizer), steps_per_dispatch=number) for number in (1, 4))
     config = dataclasses.replace(CONFIG, baseline=False)
     single, several = (run(pair, [from_ids([50])], config).outcomes[0].result for pair in (one, four))
@@ -188,8 +188,10 @@ def test_what_a_dispatch_gives_comes_at_once(tokenizer: Tokenizer) -> None:
 
 
 def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> None:
-    """Three first turns for two slots: the third does not keep the other slot empty. The answers are those of one
-    slot."""
+    """Three first turns in two slots: the third keeps no slot empty.
+
+    The answers are those of one slot.
+    """
     conversations = [CHAT, dataclasses.replace(CHAT, turns=("a", "b", "c")), from_ids([50])]
     alone = run(toy, conversations, CONFIG)
     together = run(toy, conversations, dataclasses.replace(CONFIG, slots=2))
@@ -203,7 +205,7 @@ def test_conversations_go_on_while_others_are_at_their_first_turn(toy: Pair) -> 
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) -> None:
-    """What is in flight then is dropped, and the engines are whole: the same run gives all of it afterwards."""
+    """Dispatches in flight are dropped, and the engines stay intact: the same run then finishes."""
     conversations = [from_ids([50]), from_ids([51]), from_ids([52])]
     config = dataclasses.replace(CONFIG, slots=slots)
     whole = run(toy, conversations, config)
@@ -294,12 +296,12 @@ def test_scores_are_the_log_softmax_of_the_targets_logits(toy: Pair) -> None:
     table = np.array(toy.target.table, np.float64)
     logprobs = table - np.log(np.exp(table).sum(-1, keepdims=True))
     outputs = [int(i) for i in np.random.default_rng(1).integers(0, VOCAB_SIZE, 70)]  # several chunks
-    scores = score(toy.target, [3, 50], outputs, 4)
+    scores = output_logprobs(toy.target, [3, 50], outputs, 4)
     assert [token.token_id for token in scores] == outputs
     for before, token in zip([50, *outputs], scores, strict=False):
         assert token.logprob == pytest.approx(logprobs[before, token.token_id], abs=1e-4)
         assert [i for i, _ in token.best] == np.argsort(-logprobs[before])[:4].tolist()
-    assert score(toy.target, [3, 50], outputs[:1], 0)[0].best == ()
+    assert output_logprobs(toy.target, [3, 50], outputs[:1], 0)[0].best == ()
 
 
 def test_logprobs_of_a_greedy_run_name_the_emitted_token_first(toy: Pair) -> None:

@@ -102,7 +102,7 @@ def test_data_go_on_where_they_were_cut_off_and_are_the_same(
     assert not (copy / "shard_00001.safetensors").exists()
     code, said = run(*arguments, "--out", copy, "--slots", 2)
     assert code == 0
-    assert said.startswith(f"left out     1 row that cannot be asked, the first: {prompts} line {len(PROMPTS) + 1}")
+    assert said.startswith(f"left out     1 row without a usable prompt, the first: {prompts} line {len(PROMPTS) + 1}")
     code, said = run(*arguments, "--out", tmp_path / "strict", "--strict")
     assert (code, "is empty" in said, (tmp_path / "strict").exists()) == (2, True, False)
     assert (copy / "shard_00002.safetensors").stat().st_mtime_ns == before
@@ -142,7 +142,7 @@ def test_from_data_to_a_drafter_that_runs(
     evaluation = () if more else ("--evaluate", prompts, "--evaluate-every", 2, "-k", 3)
     code, said = run(*train(directories, data, out, *evaluation))
     assert code == 0
-    assert ("left out     of --evaluate 1 row that cannot be asked" in said) == bool(evaluation)
+    assert ("left out     of --evaluate 1 row without a usable prompt" in said) == bool(evaluation)
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "loss" in line][-1] == 4
     if not more:
@@ -210,7 +210,7 @@ def test_the_baseline_proposes_in_turn_and_changes_no_token(
     assert [result.output_ids for result in adaptive] == outputs
     widths = [len(step.draft_token_ids) for result in adaptive for step in result.steps]
     assert set(widths) == {0, 2}
-    with pytest.raises(InputError, match="no probabilities to be sampled from"):
+    with pytest.raises(InputError, match="no probabilities to sample drafts from"):
         speculative.generate(PROMPTS[0], num_speculative_tokens=2, temperature=1.0, draft_sampling=True)
     code, said = run("info", directories.target, out / "drafter")
     assert code == 0, said

@@ -37,7 +37,7 @@ def sweep(monkeypatch: pytest.MonkeyPatch, *arguments: object, pair: Pair | None
 
 
 def swept(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: object) -> Folder:
-    """A finished run of eight prompts, K = 1 and 3, two repeats."""
+    """Make a finished run of eight prompts, K = 1 and 3, two repeats."""
     prompts = prompt_file(out.parent)
     options = ("-k", "3,1", "--prompts", prompts, "--num-prompts", 8, "--repeats", 2, "-n", 24, "--render", "raw")
     assert sweep(monkeypatch, "--out", out, *options, *arguments) == 0

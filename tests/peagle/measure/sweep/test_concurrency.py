@@ -1,4 +1,4 @@
-"""Sweeps of many requests at once: what is decoded together, what follows from it, what a run that is cut off keeps."""
+"""Sweeps of many requests at once: decoding, figures, and interrupted runs."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ KS = (0, 1, 3)
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight prompts, plainly and by K = 1 and 3; two repeats; at one and at three at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peagle.measure.sweep.measure, "LOOKED_AT", 1)
+        patch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
         return swept(patch, tmp_path_factory.mktemp("swept") / "run", "--concurrency", "3,1").path
 
 
@@ -47,11 +47,11 @@ def finished(once: Path, tmp_path: Path) -> Folder:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peagle.measure.sweep.measure, "LOOKED_AT", 1)
+    monkeypatch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
 
 
 class Killed(BaseException):
-    """What no handler stops: as if the process had been killed."""
+    """An exception that no handler catches, like a killed process."""
 
 
 def rewrite(folder: Folder, change: Callable[[dict[str, Any]], object], repeats: int = 2) -> Folder:
@@ -72,7 +72,7 @@ def found_at(some: Sequence[dict[str, Any]], k: int, slots: int) -> dict[str, An
     return row
 
 
-# what is decoded
+# decoding
 
 
 def test_every_arm_decodes_all_requests_with_each_number_of_slots(finished: Folder) -> None:
@@ -88,7 +88,7 @@ def test_every_arm_decodes_all_requests_with_each_number_of_slots(finished: Fold
 
 
 def test_arms_with_as_many_slots_follow_one_another_and_take_turns(finished: Folder) -> None:
-    """So that plain decoding with as many at once is never far, and a drift falls on all alike."""
+    """So that drift of the machine affects all arms and plain decoding equally."""
     arms = [(s.repeat, s.concurrency, s.arm.k) for s in finished.samples() if s.concurrency is not None]
     order = [each for each, _ in itertools.groupby(arms)]
     assert len(order) == len(set(order)) == 2 * 2 * 3
@@ -99,19 +99,19 @@ def test_arms_with_as_many_slots_follow_one_another_and_take_turns(finished: Fol
 
 def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[int, set[int]] = {}
-    real = Engine._hand_out
+    real = Engine._read_steps
 
     def watched(self: Engine, output: Any, sent: Any, now: float) -> Any:
         active = sum(handle is not None for handle in sent.held)
         seen.setdefault(self.config.slots, set()).add(active)
         return real(self, output, sent, now)
 
-    monkeypatch.setattr(Engine, "_hand_out", watched)
+    monkeypatch.setattr(Engine, "_read_steps", watched)
     swept(monkeypatch, tmp_path / "run", "--concurrency", "3,5", "-k", "2", "--repeats", "1")
     assert {slots: max(active) for slots, active in seen.items()} == {1: 1, 3: 3, 5: 5}
 
 
-# what follows
+# figures
 
 
 def test_figures_follow_from_raw_lines(finished: Folder) -> None:
@@ -133,14 +133,14 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
         assert min(ratios) <= row["speedup"]["value"] * (1 + 1e-9)
         assert row["speedup"]["value"] <= max(ratios) * (1 + 1e-9)
         assert (row["num_requests"], row["num_repeats"], row["equal_to_plain_frac"]) == (8, 2, 1)
-        assert row["speedup"]["low"] is None, "of two repetitions no bootstrap says anything"
+        assert row["speedup"]["low"] is None, "two repetitions have no interval"
         assert (row["acceptance_length"] is None) == (row["k"] == 0)
         if row["k"]:
             assert row["acceptance_length"]["low"] is not None, "of eight conversations one does"
 
 
 def test_what_requests_share_of_the_time_counts_once(finished: Folder) -> None:
-    """Three that overlap wholly, in twice the time of plain decoding's: as fast as its, one after another."""
+    """Three that overlap fully, in twice the time of plain decoding's: as fast as plain ones in sequence."""
 
     def change(line: dict[str, Any]) -> None:
         line["output_tokens"] = 5
@@ -158,7 +158,7 @@ def test_what_requests_share_of_the_time_counts_once(finished: Folder) -> None:
 
 
 def test_times_are_resampled_by_repetitions_and_acceptance_by_conversations(finished: Folder) -> None:
-    """A machine that is slow in half of the repetitions slows both down: the ratio is sure, the speed is not."""
+    """A machine that is slow in half of the repetitions slows both: the ratio has a narrow interval."""
 
     def change(line: dict[str, Any]) -> None:
         line["decode_s"] = (2.0 if line["k"] else 3.0) * (1 + line["repeat"] % 2)
@@ -186,7 +186,7 @@ def test_spans_that_overlap_count_once() -> None:
     assert busy_s([]) == 0
 
 
-# what it shows
+# pages
 
 
 def test_the_page_has_a_table_a_picture_and_says_what_is_resampled(finished: Folder) -> None:
@@ -244,7 +244,7 @@ def load(k: int | str, slots: int, *speedups: float) -> dict[str, Any]:
 
 
 def test_the_best_k_is_that_of_the_greatest_median_and_none_where_plain_decoding_is() -> None:
-    """Over settings and repetitions; auto is no K, and one that failed in a setting cannot be chosen."""
+    """Over settings and repetitions; `auto`, and a K that failed in a setting, cannot be chosen."""
     plain = [load(0, slots, 1.0, 1.0) for slots in (1, 4, 8, 16) for _ in range(2)]
     some = [
         *(load(1, 1, 1.1, 1.2), load(1, 1, 1.3, 9.0), load(3, 1, 1.4, 1.5), load(3, 1, 1.2, 1.0)),
@@ -308,7 +308,7 @@ def test_a_run_writes_its_table_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_run_that_is_cut_off_goes_on_with_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
 ) -> None:
-    """Killed between loads, and with a line of one that got lost: that one is decoded again, all of it, and once."""
+    """After a kill between loads and a lost line, the load of that line is decoded again, whole and once."""
     calls = itertools.count(1)
     decoded: list[tuple[int, int, int]] = []
 
@@ -329,7 +329,7 @@ def test_a_run_that_is_cut_off_goes_on_with_what_is_missing(
     before = [key(sample) for sample in open_run(out).samples()]
     decoded.clear()
     assert sweep(monkeypatch, "--out", out, "--resume") == 0
-    assert decoded[:2] == [(3, 1, 8), (3, 3, 8)], "what lost a line, then what was next"
+    assert decoded[:2] == [(3, 1, 8), (3, 3, 8)], "the load that lost a line, then the next"
     folder = open_run(out)
     keys = [key(sample) for sample in folder.samples()]
     assert set(keys) == {key(sample) for sample in finished.samples()}
@@ -360,7 +360,7 @@ def test_an_arm_that_fails_at_many_at_once_need_not_cost_the_others(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--concurrency", "x"], "--concurrency is 'x'; expected numbers with commas"),
+        (["--concurrency", "x"], "--concurrency is 'x'; expected numbers separated by commas"),
         (["--concurrency", ""], "--concurrency is ''"),
         (["--concurrency", "1,0"], "--concurrency is 0; expected 1 or more"),
         (["--concurrency", "2,10"], "--concurrency is 10, but prompts has 9 requests"),

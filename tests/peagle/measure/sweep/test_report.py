@@ -1,4 +1,4 @@
-"""Reports: of a run, of an unfinished one, of two that are compared; what cannot be compared is said."""
+"""Reports of a run, of an unfinished one, of two compared runs; errors of runs that do not compare."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs(finished: Path, tmp_path: Path) -> tuple[Folder, Folder]:
-    """Two runs that found the same."""
+    """Make two runs of equal results."""
     one, two = (open_run(Path(shutil.copytree(finished, tmp_path / name))) for name in ("one", "two"))
     return one, two
 
@@ -39,7 +39,7 @@ def change(folder: Folder, **plan: object) -> None:
 
 
 def rewrite(folder: Folder, change: Callable[[dict[str, Any]], None]) -> None:
-    """Each generation with a made-up time, so that nothing here rests on how busy the machine was; then `change`."""
+    """Give each line a made-up time, so that no test depends on the machine; then `change` it."""
     lines = [json.loads(line) for line in (folder.path / RAW).read_text().splitlines()]
     for line in lines:
         line["decode_s"] = (2.0 if line["k"] == 0 else 1.0) + 0.01 * line["repeat"]
@@ -80,7 +80,7 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
 def test_a_run_in_short_has_the_figures_of_the_whole(
     runs: tuple[Folder, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rounded; the run itself stays as it was, and its pages can be made again, unlike those of what is in short."""
+    """It is rounded; the run itself stays unchanged, and only its pages can be made again."""
     folder, out = runs[0], tmp_path / "short"
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     publish(folder.path, out)
@@ -118,7 +118,7 @@ def three_are_slow(line: dict[str, Any]) -> None:
 
 
 def test_slower_requests_are_counted_where_repeats_are_enough(runs: tuple[Folder, Folder]) -> None:
-    """Of two repeats nothing is said; of three, those count whose interval lies below."""
+    """Two repeats give no interval; of three, a request counts if its interval lies below."""
     folder = runs[0]
     rewrite(folder, three_are_slow)
     assert {(row["num_slower"], row["num_compared"]) for row in rows(folder)} == {(0, 0)}
@@ -160,7 +160,7 @@ def test_equal_runs_do_not_differ(runs: tuple[Folder, Folder], tmp_path: Path) -
     assert "two against one" in text
     assert [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| prompts")][-4:] == [
         *["equal |"] * 3,
-        "cannot be told |",
+        "undecided |",
     ]
 
 
@@ -216,7 +216,7 @@ def test_several_runs_need_a_folder(runs: tuple[Folder, Folder], capsys: pytest.
 
 
 def test_intervals_cover_what_they_should() -> None:
-    """Of 200 samples from a known distribution, about 95 % have the truth in their interval."""
+    """For 200 samples of a known distribution, about 95 % of the intervals hold the true value."""
     rng = np.random.default_rng(1)
     inside = 0
     for _ in range(200):
@@ -231,7 +231,7 @@ def test_intervals_cover_what_they_should() -> None:
 
 
 def test_rows_of_a_group_stay_together() -> None:
-    """Ten groups of five equal rows say as much as ten rows."""
+    """Ten groups of five equal rows give the interval of ten rows."""
     values = np.stack([np.random.default_rng(0).normal(0, 1, 10), np.ones(10)], axis=1)
     alone = estimate(values, ratio)
     grouped = estimate(np.repeat(values, 5, axis=0), ratio, [i // 5 for i in range(50)])
@@ -244,7 +244,7 @@ def test_rows_of_a_group_stay_together() -> None:
 
 
 def test_medians_are_those_of_draws() -> None:
-    """Against numpy's median of as many draws, made one by one; conversations of one, two and three requests."""
+    """Against numpy's median, draw by draw, for conversations of one, two and three requests."""
     rng = np.random.default_rng(3)
     groups = [0, 1, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 8, 9]
     values = rng.normal(0, 1, len(groups)).round(1).tolist()  # some are equal

@@ -1,4 +1,4 @@
-"""The sweep: figures follow from raw lines, plain decoding is in it, nothing is overwritten, done twice or lost."""
+"""The sweep: figures follow from raw lines; nothing is overwritten, decoded twice or lost."""
 
 import dataclasses
 import itertools
@@ -39,23 +39,23 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(once: Path, tmp_path: Path) -> Folder:
-    """A finished run of the test's own: a copy, for each sweep takes seconds."""
+    """Copy a finished run for the test, since a sweep takes seconds."""
     return open_run(Path(shutil.copytree(once, tmp_path / "run")))
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sweeps but the finished one: no pictures, and the steps of one conversation under the profiler."""
+    """Sweep without pictures, with one profiled conversation."""
     monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
-    monkeypatch.setattr(peagle.measure.sweep.measure, "LOOKED_AT", 1)
+    monkeypatch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
 
 
 class Killed(BaseException):
-    """What no handler stops: as if the process had been killed."""
+    """An exception that no handler catches, like a killed process."""
 
 
 def counts(folder: Folder) -> dict[Any, Any]:
-    """What was decoded, without times."""
+    """Read the decoded results, without times."""
     return {
         key(sample): (sample.output_sha256, sample.histogram, sample.verified, sample.num_plain_steps)
         for sample in folder.samples()
@@ -110,14 +110,14 @@ def test_figures_follow_from_raw_lines(finished: Folder) -> None:
 def share(
     folder: Folder, k: int, request: int, steps: int, draft: float, verify: float, other: float
 ) -> dict[str, Any]:
-    """As if the profiler had seen this in a request."""
+    """Make a share as the profiler would for a request."""
     like = next(each for each in folder.record["shares"] if each["k"] == k)
     parts = {"draft_ms": draft, "verify_ms": verify, "other_ms": other}
     return like | parts | {"request": request, "num_steps": steps}
 
 
 def test_shares_of_a_step_are_those_of_all_that_was_looked_at(finished: Folder) -> None:
-    """Of as many steps as a request has; and with every conversation looked at there is an interval."""
+    """Weighted by the steps of requests; with every conversation profiled there is an interval."""
     kinds = [(1, 2.0, 6.0, 2.0), (3, 1.0, 8.0, 1.0)]  # steps; ms of drafting, verifying and the rest of each
     for num_looked, known in ((8, True), (2, False)):
         finished.record["shares"] = [share(finished, 3, n, *kinds[n % 2]) for n in range(num_looked)] + [
@@ -129,12 +129,14 @@ def test_shares_of_a_step_are_those_of_all_that_was_looked_at(finished: Folder) 
         assert row["verify_s"]["value"] == pytest.approx((1 * 6 + 3 * 8) / 40 * step["value"])
         assert row["verify_cost"]["value"] == pytest.approx(30 / 40 / 0.8 * cycle["value"])
         assert [row[name]["low"] is not None for name in ("draft_s", "verify_cost")] == [known, known]
-    assert rows(finished)[1]["draft_s"] is None  # K = 1 was not looked at
+    assert rows(finished)[1]["draft_s"] is None  # K = 1 was not profiled
 
 
 def test_what_is_alike_in_an_arm_and_in_plain_decoding_cancels_out_of_the_cost(finished: Folder) -> None:
-    """Requests differ in what verifying takes of a step, and both alike: the cost is as sure as the cycle's. An arm's
-    request that plain decoding was not looked at in counts for nothing there."""
+    """If requests differ in the share of verifying, in both arms alike, v(T) has an interval as narrow as c(K).
+
+    Requests without a profile of plain decoding are left out.
+    """
     plain = [share(finished, 0, n, 1, 0.0, 2.0 + n, 8.0 - n) for n in range(8)]
     mine = [each | {"k": 3, "drafter": "demo"} for each in plain]
     finished.record["shares"] = plain + mine
@@ -147,8 +149,8 @@ def test_what_is_alike_in_an_arm_and_in_plain_decoding_cancels_out_of_the_cost(f
 def test_steps_of_some_conversations_are_looked_at_and_what_is_missing_is_looked_at_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One request of a conversation, by every arm; killed in between, and with one that failed, no more and no less."""
-    monkeypatch.setattr(peagle.measure.sweep.measure, "LOOKED_AT", 2)
+    """One request of each conversation, by every arm, exactly once, even after a kill and a failure."""
+    monkeypatch.setattr(peagle.measure.sweep.measure, "PROFILED", 2)
     seen: list[tuple[int, int]] = []
     real = peagle.measure.sweep.measure.profile
 
@@ -184,7 +186,7 @@ def test_a_run_of_the_schema_before_has_its_figures_but_the_shares(finished: Fol
         assert before["speedup"] == now["speedup"]
         assert before["draft_s"] is before["verify_cost"] is None
     assert main(["report", str(finished.path), "--quiet"]) == 0
-    assert "No steps were looked at under the profiler" in (finished.path / "README.md").read_text()
+    assert "No steps were profiled" in (finished.path / "README.md").read_text()
 
 
 def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
@@ -196,7 +198,7 @@ def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
     for name in re.findall(r"\((\w+\.svg)\)", page):
         assert (finished.path / name).read_text().startswith("<?xml")
     assert html.count('<img src="data:image/svg+xml;base64,') >= 4
-    assert not re.search(r"(src|href)=.(?!data:)", html)  # asks nothing of a network
+    assert not re.search(r"(src|href)=.(?!data:)", html)  # needs no network
 
 
 def test_drafters_settings_and_vocabularies_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -252,7 +254,7 @@ def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch,
     assert whole == {*names, "label", "by_category", "by_bucket", "per_request", "num_slower", "num_compared"}
     everything = (folder.path / PROMPTS).read_text().splitlines(keepends=True)
     for part, lines in zip(parts, (everything[:2], everything[2:]), strict=True):
-        (folder.path / PROMPTS).write_text("".join(lines))  # as if the others had not been asked
+        (folder.path / PROMPTS).write_text("".join(lines))  # as if the others had not been used
         alone = rows(folder)[1]
         assert part == {name: alone.get(name, part["part"]) for name in part}
     assert sweep(monkeypatch, "--out", tmp_path / "raw", *options, "--render", "raw") == 0
@@ -276,7 +278,7 @@ def dying(after: int) -> Any:
 def test_killed_five_times_it_gives_the_counters_of_an_uninterrupted_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: Folder
 ) -> None:
-    """Between two lines, and within one: behind lines that this sitting wrote, and behind none."""
+    """Between two lines and within one; after lines of this process, and after none."""
     options = ["-k", "3,1", "--prompts", prompt_file(tmp_path), "--num-prompts", 8, "--repeats", 2, "-n", 24]
     options += ["--render", "raw"]
     out, torn = tmp_path / "killed", '{"prompts": "prom'
@@ -363,7 +365,7 @@ def failing(on: int) -> Any:
 def test_programs_that_the_system_has_no_mappings_for_are_refused_before_anything_is_decoded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """XLA crashes where it gets no more: nothing of ours could say so then."""
+    """XLA crashes without free mappings, so the error must come before."""
     options = ["-k", "1,2", "--prompts", prompt_file(tmp_path), "--repeats", 1, "-n", 9, "--render", "raw"]
     shares = iter([0.1, 0.5, 0.9])
     monkeypatch.setattr(peagle.measure.sweep.measure, "share_of_mappings", lambda: next(shares))
@@ -425,14 +427,14 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
         (["-k", "3-"], "expected numbers, ranges or auto"),
         (["-k", "0"], "at least one K of 1 or more"),
         (["-k", "1,100000", "--dry-run"], "K is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
-        (["--temperature", "hot"], "expected numbers with commas"),
+        (["--temperature", "hot"], "expected numbers separated by commas"),
         (["--temperature", "-1"], "expected finite numbers"),
         (["--buckets", "5,3"], "tokens that rise"),
         (["--repeats", "0"], "--repeats"),
         (["--prompts", "absent.jsonl"], "cannot be read"),
         (["--drafter", "absent"], "absent"),
         (["--resume"], "cannot be read"),
-        (["--max-prompt-tokens", "1"], "nothing of demo can be asked"),
+        (["--max-prompt-tokens", "1"], "demo has no usable prompt"),
         (["--max-prompt-tokens", "1", "--too-long", "error"], "expected at most 1"),
     ],
 )
@@ -466,13 +468,13 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
     record = json.loads((finished.path / RUN).read_text())
     prints = record["plan"]["fingerprints"]
     for change, message in (
-        ({"schema": 4}, "newer peagle (schema 4"),
+        ({"schema": 4}, "has schema 4 of a newer peagle"),
         ({"schema": 1}, "holds no run of peagle sweep"),
         ({"kind": "other"}, "holds no run of peagle sweep"),
         ({"kind": "sweep in short"}, "with its raw lines"),
-        ({"plan": {}}, "is not whole"),
-        ({"plan": []}, "is not whole"),
-        ({"plan": record["plan"] | {"ks": ["x"]}}, "is not whole"),
+        ({"plan": {}}, "is incomplete"),
+        ({"plan": []}, "is incomplete"),
+        ({"plan": record["plan"] | {"ks": ["x"]}}, "is incomplete"),
         (
             {"sittings": [record["sittings"][0] | {"ran": {"dtype": "float32", "experts": "e", "kernels": "other"}}]},
             "kernels other; now it is dtype float32",
@@ -488,7 +490,7 @@ def test_another_schema_another_checkpoint_and_damage_are_refused(
     with (finished.path / RAW).open("a") as file:
         file.write("damage\n")
     assert main(["report", str(finished.path)]) == 2
-    assert "line 49 is damaged" in capsys.readouterr().err
+    assert "line 49 is no JSON object" in capsys.readouterr().err
 
 
 def test_what_only_a_template_can_put_together_is_left_out_of_raw(
@@ -503,15 +505,14 @@ def test_what_only_a_template_can_put_together_is_left_out_of_raw(
     assert "Left out of 2 conversation(s)" in (tmp_path / "run" / "README.md").read_text()
     options[-1] = tmp_path / "raw"
     assert sweep(monkeypatch, *options, "--render", "raw") == 2
-    assert "only a chat template can put together" in capsys.readouterr().err
+    assert "which needs the chat template" in capsys.readouterr().err
     assert not (tmp_path / "raw").exists()
 
 
 def test_no_text_costs_a_sweep_its_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Names of files that are no UTF-8, categories with anything in them, rows that cannot be read; and a run that an
-    older release recorded with such names is reported, too."""
+    """File names that are not UTF-8, odd categories, malformed rows; also in a run of an older release."""
     prompts = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9 $x^{.jsonl"))
     rows = [{"prompt": text, "category": f"$a_{{\n|\x00{n % 2}"} for n, text in enumerate(TEXTS[:3])]
     prompt_file(tmp_path, *rows, {"prompt": "a", "category": "\ud800"}, {"prompt": ""}).rename(prompts)
@@ -529,10 +530,10 @@ def test_no_text_costs_a_sweep_its_report(
     ]
     pages = {name: (out / name).read_text(encoding="utf-8") for name in ("README.md", "report.html")}
     for text in pages.values():
-        assert "2 row(s) that cannot be asked, the first: " in text
+        assert "2 row(s) without a usable prompt, the first: " in text
         assert "caf\\udce9 $x^{, raw, greedy" in text
         assert "$a_{\\n" in text
-    assert "2 rows that cannot be asked, the first: " in capsys.readouterr().err
+    assert "2 rows without a usable prompt, the first: " in capsys.readouterr().err
     record = json.loads((out / RUN).read_text())
     record["plan"]["sources"][0]["name"] = "caf\udce9 $x^{"
     (out / RUN).write_text(json.dumps(record))
@@ -549,7 +550,7 @@ def test_special_tokens_are_read_in_raw_text_alone(
     options = ["--prompts", prompt_file(tmp_path, {"prompt": "<|start|>a"}), "-k", "1", "--repeats", 1, "-n", 2]
     options += ["--special-tokens", "--out", tmp_path / "run"]
     assert sweep(monkeypatch, *options, pair=toy_pair(tokenizer, ())) == 2
-    assert "in raw text alone" in capsys.readouterr().err
+    assert "applies to raw text only" in capsys.readouterr().err
     assert sweep(monkeypatch, *options, "--render", "both", pair=toy_pair(tokenizer, ())) == 0
     chat, raw = (each.prompt_ids for each in (open_run(tmp_path / "run").asked() or ([], []))[0])
     start = SPECIALS.index("<|start|>")
@@ -567,13 +568,13 @@ def test_lines_that_lack_something_are_named(finished: Folder, capsys: pytest.Ca
     record = json.loads((finished.path / RUN).read_text())
     (finished.path / RUN).write_text(json.dumps({name: record[name] for name in record if name != "shares"}))
     assert main(["report", str(finished.path)]) == 2
-    assert "is not whole (shares)" in capsys.readouterr().err
+    assert "is incomplete (shares)" in capsys.readouterr().err
     (finished.path / RUN).write_text(json.dumps(record))
     with (finished.path / RAW).open("a") as file:
         file.write('{"prompts": "prompts"}\n')
     assert main(["report", str(finished.path)]) == 2
     error = capsys.readouterr().err
-    assert "raw.jsonl line 49 is not whole" in error
+    assert "raw.jsonl line 49 is incomplete" in error
     assert error.count("\n") == 1
 
 
