@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from drafter.config import DrafterConfig
-from peagle.ops.linear import Panels
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import PackedMatrix
 
 
 @flax.struct.dataclass
@@ -20,14 +21,14 @@ class LayerParams:
 
     norm: jax.Array  # [D]
     hidden_norm: jax.Array | None  # [D] in layer 0, None elsewhere
-    qkv: jax.Array | Panels  # [2D or D, (N + 2G) H]: queries, keys, values side by side
+    qkv: jax.Array | PackedMatrix  # [2D or D, (N + 2G) H]: queries, keys, values side by side
     qkv_bias: jax.Array | None  # [(N + 2G) H]
-    out: jax.Array | Panels  # [N H, D]
+    out: jax.Array | PackedMatrix  # [N H, D]
     out_bias: jax.Array | None  # [D]
     mlp_norm: jax.Array  # [D]
-    gate_up: jax.Array | Panels  # [D, 2F]: gate, up side by side
+    gate_up: jax.Array | PackedMatrix  # [D, 2F]: gate, up side by side
     gate_up_bias: jax.Array | None  # [2F]
-    down: jax.Array | Panels  # [F, D]
+    down: jax.Array | PackedMatrix  # [F, D]
     down_bias: jax.Array | None  # [D]
 
 
@@ -38,23 +39,18 @@ class DrafterParams:
 
     embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     aux_norm: jax.Array | None  # [A]: weight of the norm before fc, if the config has one
-    fc: jax.Array | Panels  # [A, D]
+    fc: jax.Array | PackedMatrix  # [A, D]
     mask_hidden: jax.Array | None  # [M, A]: stand for the taps in mask slots, the first in the first; None: EAGLE-3
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
-    lm_head: jax.Array | Panels  # [D, U]
+    lm_head: jax.Array | PackedMatrix  # [D, U]
     draft_to_target: jax.Array | None  # [U] int32, absolute ids; None: the draft vocabulary is the target's
-    xla: bool = flax.struct.field(pytree_node=False, default=False)  # no kernels of ours compute, on GPUs neither
+    implementation: Implementation | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of activations and caches."""
         return self.norm.dtype
-
-    @property
-    def native(self) -> bool:
-        """Whether the matrices are panels."""
-        return isinstance(self.lm_head, Panels)
 
 
 def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> DrafterParams:

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.messages import Draft, Fresh, TargetOutput
+from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
 
 PyTree: TypeAlias = Any
 
@@ -51,7 +51,7 @@ class Target(Protocol):
         positions: Int[Array, "B T"],
         cache: PyTree,
         logit_rows: Int[Array, "B L"] | None = None,
-    ) -> tuple[TargetOutput, PyTree]:
+    ) -> tuple[VerifyOutput, PyTree]:
         """Run T rows at their positions and write them to the caches; logits of the named rows, of all by default. A
         row of negative position is inactive. Active positions of a sequence are consecutive."""
         ...
@@ -85,7 +85,9 @@ class Drafter(Protocol):
         position is inactive."""
         ...
 
-    def propose(self, state: PyTree, fresh: Fresh, widths: Int[Array, " B"], num_drafts: int) -> tuple[Draft, PyTree]:
+    def propose(
+        self, state: PyTree, drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
+    ) -> tuple[DraftOutput, PyTree]:
         """Take in the fresh rows and propose the num_drafts tokens that follow them; of row b only the first widths[b]
         are asked for."""
         ...

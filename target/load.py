@@ -17,9 +17,10 @@ import numpy as np
 
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, read_json, write_checkpoint
 from peagle.ops.errors import InputError
-from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts, alternate
-from peagle.ops.linear import Panels, arrange, arrange_embedding, as_matrix
-from peagle.ops.linear.panels import BFLOAT16, pack_floats, pack_mxfp4
+from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, NativeExperts, PackedExperts, alternate
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix
+from peagle.ops.linear.packed import BFLOAT16, pack_floats, pack_mxfp4
 from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import BLOCK, NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig, parse_config, render_config
@@ -82,11 +83,18 @@ def inspect_target(directory: Path) -> TargetFiles:
 
 
 def weight_bytes(
-    directory: Path, *, dtype: Any = jnp.float32, experts: ExpertsChoice = "auto", native: bool = False
+    directory: Path,
+    *,
+    dtype: Any = jnp.float32,
+    experts: ExpertsChoice = "auto",
+    implementation: Implementation | None = None,
 ) -> int:
-    """What load_target with these options will hold in memory, to a percent; no weight is read. Raises the same
-    InputErrors."""
+    """Compute the memory that load_target with these options will take, to a percent.
+
+    Reads no weights. Raises the same InputErrors.
+    """
     checkpoint, names, config, mxfp4 = _open(Path(directory))
+    native = implementation == "native"
     layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, Path(directory))
     wanted = np.dtype(dtype).itemsize
     total = 0
@@ -108,40 +116,40 @@ def load_target(
     *,
     dtype: Any = jnp.float32,
     experts: ExpertsChoice = "auto",
-    native: bool = False,
+    implementation: Implementation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedTarget:
-    """The model in a directory: float parameters in `dtype`, on JAX's default device, every tensor of the files used.
+    """Load the model in a directory: float parameters in `dtype`, on JAX's default device.
 
-    native: all matrices become panels for the compiled CPU kernels (peagle.ops.native.available() says whether they
-    run); bfloat16 matrices stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4 unless `expanded`
-    asks for bfloat16 ones.
+    experts "packed" keeps MXFP4 experts as they are, "expanded" dequantises them once, at load. "auto" expands on CPU
+    if that fits in free memory (dequantising inside the graph is many times slower there), and packs on accelerators.
+    Unquantised experts are always expanded. Calls progress(bytes read, bytes in all) while it reads.
 
-    `packed` keeps MXFP4 experts as they are, `expanded` dequantises them once, here. `auto` is expanded on CPU where
-    that fits in the memory that is free (dequantising inside the graph is many times slower there), and packed on
-    accelerators; unquantised experts are always expanded. `progress` is told (bytes read, bytes in all).
+    implementation "native" packs all matrices for the compiled CPU kernels, if they run (peagle.ops.native.available).
+    bfloat16 matrices then stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4 unless "expanded"
+    makes them bfloat16.
 
-    On CPU memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped, not read in, one expert is
-    here twice at a time, and of other matrices one, the largest of them first.
+    On CPU, memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped, not read in; at any time one
+    expert, or one other matrix, is in memory twice, and the largest matrix comes first.
 
     Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
-    and `packed` for a checkpoint that is not MXFP4.
+    and "packed" for a checkpoint that is not MXFP4.
     """
     directory = Path(directory)
     checkpoint, names, config, mxfp4 = _open(directory)
     stop_token_ids, _ = _stop_tokens(checkpoint)
-    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, directory)
+    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, implementation == "native", directory)
     if progress is not None:
         checkpoint.watch(progress)
-    params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4, native).params(layout)
+    params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4, implementation).params(layout)
     checkpoint.finish()
     return LoadedTarget(params, config, stop_token_ids, layout, mxfp4)
 
 
-def load_ends(directory: Path) -> tuple[jax.Array, jax.Array | Panels]:
+def load_ends(directory: Path) -> tuple[jax.Array, jax.Array | PackedMatrix]:
     """Read a target's embedding [V, D] and head [D, V] alone, in float32. Raises InputError as load_target does."""
     checkpoint, names, config, mxfp4 = _open(Path(directory))
-    return _Reader(checkpoint, names, config, np.dtype(np.float32), mxfp4, native=False).ends()
+    return _Reader(checkpoint, names, config, np.dtype(np.float32), mxfp4, None).ends()
 
 
 def save_target(
@@ -401,7 +409,7 @@ def _expanding_pays(config: TargetConfig, dtype: np.dtype) -> bool:
 
 
 class _Reader:
-    """Takes tensors from a checkpoint one by one and puts them where the parameters want them."""
+    """Reads a checkpoint's tensors one by one as parameters."""
 
     def __init__(
         self,
@@ -410,17 +418,17 @@ class _Reader:
         config: TargetConfig,
         dtype: np.dtype,
         mxfp4: bool,
-        native: bool,
+        implementation: Implementation | None,
     ) -> None:
         self._checkpoint, self._names, self._config, self._dtype = checkpoint, names, config, dtype
         self._shapes = _shapes(names, config, mxfp4)
-        self._mxfp4, self._native = mxfp4, native
+        self._mxfp4, self._implementation = mxfp4, implementation
 
-    def ends(self) -> tuple[jax.Array, jax.Array | Panels]:
-        """Take the embedding and the head."""
-        # the head first: the largest matrix, which is here twice for a moment, while nothing else is yet
+    def ends(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
+        """Read the embedding and the head."""
+        # the head first: the largest matrix is in memory twice for a moment, before anything else is
         lm_head = self._matrix(self._names.lm_head)
-        return arrange_embedding(self._floats(self._names.embedding), self._dtype, self._native), lm_head
+        return arrange_embedding(self._floats(self._names.embedding), self._dtype, self._implementation), lm_head
 
     def params(self, layout: Layout) -> TargetParams:
         embedding, lm_head = self.ends()
@@ -429,6 +437,7 @@ class _Reader:
             layers=tuple(self._layer(index, layout) for index in range(self._config.num_layers)),
             norm=self._vector(self._names.norm),
             lm_head=lm_head,
+            implementation=self._implementation,
         )
 
     def _layer(self, index: int, layout: Layout) -> LayerParams:
@@ -438,7 +447,8 @@ class _Reader:
             "expanded": self._expanded,
             "fused": self._fused,
         }
-        experts = self._panels(prefix, layout) if self._native else readers[layout](prefix)
+        native = self._implementation == "native"
+        experts = self._packed_for_native(prefix, layout) if native else readers[layout](prefix)
         return LayerParams(
             attention=AttentionParams(
                 norm=self._vector(prefix + names.attention_norm),
@@ -466,13 +476,13 @@ class _Reader:
             raise InputError(f"{self._checkpoint.directory}: tensor {name} has dtype {dtype}; expected floats")
 
     def _vector(self, *names: str) -> jax.Array:
-        """The tensors end to end, as they lie."""
+        """Read vectors and concatenate them."""
         return jnp.asarray(np.concatenate([self._floats(name).astype(self._dtype) for name in names]))
 
-    def _matrix(self, *names: str) -> jax.Array | Panels:
-        """Matrices of the file [outputs, inputs], as one with all their outputs."""
+    def _matrix(self, *names: str) -> jax.Array | PackedMatrix:
+        """Read matrices [outputs, inputs] and stack their outputs into one."""
         stacked = self._floats(names[0]) if len(names) == 1 else np.concatenate([self._floats(name) for name in names])
-        return arrange(stacked, self._dtype, self._native)
+        return arrange(stacked, self._dtype, self._implementation)
 
     def _packed_experts(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(blocks, scales) of one expert after the other."""
@@ -548,24 +558,24 @@ class _Reader:
             down_bias=self._vector(prefix + names.down_bias),
         )
 
-    def _panels(self, prefix: str, layout: Layout) -> PanelExperts:
+    def _packed_for_native(self, prefix: str, layout: Layout) -> NativeExperts:
         c, names = self._config, self._names
         gate_up_bias = alternate(self._floats(prefix + names.gate_up_bias).astype(np.float32))
-        data, scales = self._expert_panels(prefix + names.gate_up, layout, alternate)
-        gate_up = Panels(data, scales, c.hidden_size, gate_up_bias.shape[1])
-        data, scales = self._expert_panels(prefix + names.down, layout, lambda rows: rows)
-        return PanelExperts(
+        data, scales = self._pack_experts(prefix + names.gate_up, layout, alternate)
+        gate_up = PackedMatrix(data, scales, c.hidden_size, gate_up_bias.shape[1])
+        data, scales = self._pack_experts(prefix + names.down, layout, lambda rows: rows)
+        return NativeExperts(
             gate_up=gate_up,
             gate_up_bias=jnp.asarray(gate_up_bias),
-            down=Panels(data, scales, c.expert_width, c.hidden_size),
+            down=PackedMatrix(data, scales, c.expert_width, c.hidden_size),
             down_bias=jnp.asarray(self._floats(prefix + names.down_bias).astype(np.float32)),
             hidden=c.expert_width,
         )
 
-    def _expert_panels(
+    def _pack_experts(
         self, name: str, layout: Layout, order: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """(data, scales) of all experts' panels; `order` puts [1, outputs, *rest] into the order of the panels."""
+        """Pack all experts' matrices; return (data, scales). `order` reorders the outputs of [1, outputs, *rest]."""
         if layout == "packed":
             data, scales = self._on_device(
                 pack_mxfp4(order(blocks[None])[0], order(scales[None])[0])
@@ -648,8 +658,8 @@ def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool) -> dict
 def _dense_experts(experts: Experts, config: TargetConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(gate_up [E, D, 2F] interleaved, its bias [E, 2F] interleaved, down [E, F, D], its bias [E, D])."""
     count, width, hidden = config.num_experts, config.expert_width, config.hidden_size
-    if isinstance(experts, PanelExperts):
-        raise TypeError("experts in panels are for computing with; to save a model, load it with native=False")
+    if isinstance(experts, NativeExperts):
+        raise TypeError("a model packed for the native kernels cannot be saved; load it without an implementation")
     if isinstance(experts, PackedExperts):
         gate_up = dequantize(np.asarray(experts.gate_up_blocks), np.asarray(experts.gate_up_scales)).swapaxes(-1, -2)
         down = dequantize(np.asarray(experts.down_blocks), np.asarray(experts.down_scales)).swapaxes(-1, -2)

@@ -21,7 +21,7 @@ from peagle.ops.expert_matmul import expert_block
 from peagle.ops.kv_cache import KVCache, init_kv_cache, ring_capacity
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import causal_mask
-from peagle.ops.messages import TargetOutput
+from peagle.ops.messages import VerifyOutput
 from peagle.ops.norm import Norm
 from peagle.ops.rope import rope_tables
 from target.config import TargetConfig
@@ -96,8 +96,7 @@ def extend(
             config.num_heads,
             config.window(layer),
             p.sinks,
-            native=params.native,
-            xla=params.xla,
+            implementation=params.implementation,
         )
         return out
 
@@ -143,7 +142,7 @@ def _run_layers(
 ) -> tuple[jax.Array, jax.Array]:
     """(residual stream after the last layer [B, T, D], taps side by side [B, T, A * D])."""
     x = embed(params.embedding, token_ids, params.dtype)
-    cos, sin = rope_tables(config.rope, positions, x.dtype, native=params.native)
+    cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
     taps: dict[int, jax.Array] = {}
     for index, layer in enumerate(params.layers):
         p, moe = layer.attention, layer.moe
@@ -158,7 +157,7 @@ def _run_layers(
             config.top_k,
             config.swiglu_limit,
             positions,
-            xla=params.xla,
+            implementation=params.implementation,
         )
         if index in aux_layer_ids:
             taps[index] = x
@@ -215,12 +214,12 @@ class GptOss:
         positions: Int[Array, "B T"],
         cache: tuple[KVCache, ...],
         logit_rows: Int[Array, "B L"] | None = None,
-    ) -> tuple[TargetOutput, tuple[KVCache, ...]]:
+    ) -> tuple[VerifyOutput, tuple[KVCache, ...]]:
         """See `extend`."""
         logits, aux, cache = extend(
             self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows
         )
-        return TargetOutput(logits, aux), cache
+        return VerifyOutput(logits, aux), cache
 
     def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
         """Run the tokens through once more, and name the first output that is not finite; None where all are.

@@ -88,14 +88,14 @@ def _at_once(
         return jnp.concatenate(found, axis=1)
 
     slots = model.mask_slots(params, config)
-    hidden = [model.project_taps(params, config, aux_hidden)]
+    hidden = [model.project_aux(params, config, aux_hidden)]
     hidden += [
         jnp.broadcast_to(slots[min(slot, config.num_mask_hiddens - 1)], (batch, count, slots.shape[1]))
         for slot, count in enumerate(counts)
     ]
     masks = jnp.full((batch, sum(counts)), model.mask_token_of(config), jnp.int32)
     tokens = jnp.concatenate([token_ids[:, :width], masks], axis=1)
-    projected = model.rotated(config, attend)
+    projected = model.after_rope(config, attend)
     return model.run_layers(params, config, tokens, jnp.concatenate(hidden, axis=1), positions, projected)
 
 
@@ -122,13 +122,13 @@ def _in_turn(
         return _attention(query, keys, values, anchor[:, here], segment_ids, own)
 
     here = slice(0, width)
-    projected = model.rotated(config, attend)
-    hidden = model.project_taps(params, config, aux_hidden)
+    projected = model.after_rope(config, attend)
+    hidden = model.project_aux(params, config, aux_hidden)
     found = [model.run_layers(params, config, token_ids[:, :width], hidden, positions[:, here], projected)]
     for depth, here in enumerate(_depths(width, counts), 1):
         last = found[-1]
         before = jnp.take_along_axis(last, anchor[:, here, None], axis=1) if depth == 1 else last
-        hidden = model.fed_back(params, config, before[:, : here.stop - here.start])
+        hidden = model.next_input(params, config, before[:, : here.stop - here.start])
         place = jnp.minimum(anchor[:, here] + depth, token_ids.shape[1] - 1)
         tokens = jnp.take_along_axis(token_ids, place, axis=1)
         found.append(model.run_layers(params, config, tokens, hidden, positions[:, here], projected))

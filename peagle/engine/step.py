@@ -21,7 +21,7 @@ from peagle.engine.accept import Acceptance, accept, accept_by_rate
 from peagle.engine.adjust import adjust
 from peagle.engine.sampling import DRAFT, LogProbs, draw, log_probs, probabilities, uniforms
 from peagle.engine.state import DecodeState, is_stop
-from peagle.ops.messages import Fresh
+from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, Target
 
 DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # what operations are named by
@@ -147,7 +147,7 @@ def _propose(
     waiting = state.drafter_input
     first_position = jnp.where(state.done, -1, waiting.first_position)
     seen = kind.num_drafts + 1  # no more than one step commits: `absorb` has taken the rest
-    fresh = Fresh(waiting.token_ids[:, :seen], waiting.aux_hidden[:, :seen], waiting.num, first_position)
+    fresh = DrafterInput(waiting.token_ids[:, :seen], waiting.aux_hidden[:, :seen], waiting.num, first_position)
     draft, drafter_state = drafter.propose(state.drafter_state, fresh, widths, kind.num_drafts)
     state = dataclasses.replace(state, drafter_state=drafter_state)
     if not (kind.draft_sampling and kind.sampled):
@@ -212,7 +212,7 @@ def _commit(
     return after, output
 
 
-def _input_after(state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_new: jax.Array) -> Fresh | None:
+def _input_after(state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_new: jax.Array) -> DrafterInput | None:
     """What the drafter has not seen after a step: what was committed, in place of its input if it drafted, behind it
     if this was a plain step."""
     waiting = state.drafter_input
@@ -225,7 +225,7 @@ def _input_after(state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_
             return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
 
         token_ids, aux = put(waiting.token_ids, run), put(waiting.aux_hidden, aux_hidden)
-        return Fresh(token_ids, aux, num_new, state.length)
+        return DrafterInput(token_ids, aux, num_new, state.length)
     place = jnp.minimum(waiting.num, waiting.token_ids.shape[1] - 1)  # frozen slots are rewritten, which nobody reads
 
     def append(into: jax.Array, rows: jax.Array) -> jax.Array:
@@ -235,7 +235,7 @@ def _input_after(state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_
 
     num = jnp.where(state.done, waiting.num, waiting.num + 1)
     token_ids, aux = append(waiting.token_ids, run), append(waiting.aux_hidden, aux_hidden)
-    return Fresh(token_ids, aux, num, waiting.first_position)
+    return DrafterInput(token_ids, aux, num, waiting.first_position)
 
 
 def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
@@ -253,7 +253,7 @@ def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
         index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
         return jax.lax.dynamic_update_slice_in_dim(rows, jnp.take_along_axis(rows, index, axis=1), 0, 1)
 
-    left = Fresh(
+    left = DrafterInput(
         first(waiting.token_ids),
         first(waiting.aux_hidden),
         jnp.minimum(waiting.num, 1),

@@ -11,8 +11,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from peagle.ops import native as kernels
+from peagle.ops import native
 from peagle.ops.errors import InputError
+from peagle.ops.kernels import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,19 +202,25 @@ def _llama3_frequencies(plain: np.ndarray, scaling: Llama3) -> np.ndarray:
 
 
 def rope_tables(
-    config: RopeConfig, positions: Int[Array, "B T"], dtype: DTypeLike, *, native: bool = False
+    config: RopeConfig,
+    positions: Int[Array, "B T"],
+    dtype: DTypeLike,
+    *,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-    """(cos, sin) [B, T, head_dim/2] at the given positions: angles in float32, times the concentration, then cast
-    to the activation dtype before they rotate anything (openai/gpt-oss).
+    """Compute (cos, sin) [B, T, head_dim/2] at the given positions.
 
-    native: by the compiled kernels. XLA on CPU calls the C library for each cosine, which took a fifth of a small
-    model's prefill.
+    Angles are float32; cosines and sines are multiplied by the concentration, then cast to the activation dtype, before
+    they rotate anything (openai/gpt-oss). There is a native implementation since XLA on CPU calls the C library for
+    each cosine, which took a fifth of a small model's prefill. Raises InputError for "cuda", which has none.
     """
     frequencies, concentration = rope_frequencies(config)
-    if native:
+    if implementation == "cuda":
+        raise InputError("rope_tables has no CUDA kernel; leave the implementation out, or take 'xla'")
+    if implementation == "native":
         table = jax.ShapeDtypeStruct((*positions.shape, len(frequencies)), dtype)
         operands = positions, jnp.asarray(frequencies)
-        cos, sin = kernels.call("rope_tables", (table, table), *operands, concentration=np.float32(concentration))
+        cos, sin = native.call("rope_tables", (table, table), *operands, concentration=np.float32(concentration))
         return cos, sin
     angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(frequencies)[None, None, :]
     return (jnp.cos(angles) * concentration).astype(dtype), (jnp.sin(angles) * concentration).astype(dtype)

@@ -13,7 +13,7 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, init_params
 from drafter.propose import Eagle3, PEagle
 from peagle.ops.kv_cache import KVCache
-from peagle.ops.messages import Draft, Fresh
+from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.ops.rope import Llama3, RopeConfig
 
 LLAMA3 = Llama3(factor=4.0, original_length=24, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -171,10 +171,10 @@ def random_text(config: DrafterConfig, seed: int, length: int = 64) -> Text:
     return Text(tokens, (1.5 * rng.standard_normal((length, config.aux_width))).astype(np.float32))
 
 
-def stack_fresh(texts: Sequence[Text], firsts: Sequence[int], nums: Sequence[int], num_drafts: int) -> Fresh:
+def stack_fresh(texts: Sequence[Text], firsts: Sequence[int], nums: Sequence[int], num_drafts: int) -> DrafterInput:
     """One row per text: its rows first..first+num-1 (a negative first: inactive)."""
     rows = [t.fresh(max(first, 0), num, num_drafts) for t, first, num in zip(texts, firsts, nums, strict=True)]
-    return Fresh(
+    return DrafterInput(
         token_ids=jnp.asarray(np.stack([row[0] for row in rows])),
         aux_hidden=jnp.asarray(np.stack([row[1] for row in rows])),
         num=jnp.asarray(nums, jnp.int32),
@@ -217,13 +217,13 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames="num_drafts")
 def propose(
-    drafter: PEagle | Eagle3, state: Caches, fresh: Fresh, *, num_drafts: int, widths: jax.Array | None = None
-) -> tuple[Draft, Caches]:
+    drafter: PEagle | Eagle3, state: Caches, fresh: DrafterInput, *, num_drafts: int, widths: jax.Array | None = None
+) -> tuple[DraftOutput, Caches]:
     """All drafts of every row, unless widths say how many."""
     widths = jnp.full(fresh.num.shape, num_drafts, jnp.int32) if widths is None else widths
     return drafter.propose(state, fresh, widths, num_drafts)
 
 
-def logits_of(draft: Draft) -> np.ndarray:
+def logits_of(draft: DraftOutput) -> np.ndarray:
     assert draft.logits is not None
     return np.asarray(draft.logits)

@@ -13,7 +13,7 @@ from drafter import model, reference
 from drafter.load import load_drafter, to_tensors
 from drafter.propose import Eagle3, PEagle
 from drafter.train.forward import forward_chains
-from peagle.ops.messages import Fresh
+from peagle.ops.messages import DrafterInput
 from tests.drafter.cases import forward, logits_of, prefill, propose
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "drafter_speculators"
@@ -54,7 +54,7 @@ def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
     state = prefill(peagle, state, prompt, jnp.asarray([prefilled + 1]), aux)
     num = context - prefilled
     room = ((0, 0), (0, num_drafts + 1 - num))
-    fresh = Fresh(
+    fresh = DrafterInput(
         token_ids=jnp.asarray(np.pad(token_ids[None, prefilled + 1 :], room)),
         aux_hidden=jnp.asarray(np.pad(aux_hidden[None, prefilled:], (*room, (0, 0)))),
         num=jnp.asarray([num]),
@@ -97,7 +97,7 @@ def test_a_cached_step_in_turn_is_what_training_makes_of_its_drafts(name: str) -
     state = prefill(
         drafter, state, jnp.asarray(token_ids[None, :known]), jnp.asarray([known]), jnp.asarray(aux_hidden[None])
     )
-    fresh = Fresh(
+    fresh = DrafterInput(
         token_ids=jnp.asarray(np.pad(token_ids[None, known:], ((0, 0), (0, num_drafts)))),
         aux_hidden=jnp.asarray(np.pad(aux_hidden[None, known - 1 :], ((0, 0), (0, num_drafts), (0, 0)))),
         num=jnp.asarray([1]),

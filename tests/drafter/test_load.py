@@ -25,7 +25,7 @@ from drafter.load import (
     render_config,
     save_drafter,
     shared_tensors,
-    sort_taps,
+    sort_aux_layers,
     to_tensors,
 )
 from drafter.params import DrafterParams, init_params
@@ -179,7 +179,7 @@ def test_sorted_taps_draft_the_same(name: str) -> None:
     """fc, the norms of the taps and the mask hiddens go along with them; a second sorting changes nothing."""
     config = dataclasses.replace(CONFIGS[name], aux_layer_ids=(6, 1, 4))
     params = random_params(CONFIGS[name])
-    moved, in_order = sort_taps(params, config)
+    moved, in_order = sort_aux_layers(params, config)
     assert in_order.aux_layer_ids == (1, 4, 6)
     text = random_text(config, 0, length=5)
     first, *others = np.split(text.aux_hidden[:-1], 3, axis=-1)  # as the target gives them: of 6, then of 1 and 4
@@ -188,7 +188,7 @@ def test_sorted_taps_draft_the_same(name: str) -> None:
     aux = np.concatenate([*others, first], axis=-1)
     found = draft_logits(to_tensors(moved, in_order), in_order, token_ids, aux, 4)
     np.testing.assert_allclose(found, expected, atol=1e-9)
-    assert sort_taps(moved, in_order)[0] is moved
+    assert sort_aux_layers(moved, in_order)[0] is moved
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_what_the_target_shares_may_be_missing(tmp_path: Path) -> None:
     assert "lm_head.weight is missing: this drafter shares" in refusal(directory, target_embedding=embedding)
     line = refusal(directory, target_embedding=embedding[:, :-1])
     assert "embed_tokens.weight" in line
-    assert "[61, 19] where [61, 20] is expected" in line
+    assert "[61, 19]; expected [61, 20]" in line
     stored = write(tmp_path / "stored")
     assert_same(load_drafter(stored, target_embedding=embedding, target_lm_head=head)[0], params)
 
@@ -452,7 +452,7 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, r"k_proj.weight has shape \[16, 40\].*\[24, 40\]"),
         ({"intermediate_size": 27}, r"gate_proj.weight"),
         ({"draft_vocab_size": 62}, r"draft_vocab_size 62 exceeds its vocab_size 61"),
-        ({"target_hidden_size": 13}, r"fc.weight reads 36 values, which is not 3 taps of target_hidden_size 13"),
+        ({"target_hidden_size": 13}, r"fc.weight reads 36 values, expected 3 hidden states of target_hidden_size 13"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 5, 5]},

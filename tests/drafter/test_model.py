@@ -8,7 +8,7 @@ import pytest
 from drafter import model
 from drafter.propose import PEagle
 from peagle.ops.attention import MASKED
-from peagle.ops.messages import Fresh
+from peagle.ops.messages import DrafterInput
 from tests.drafter.cases import (
     EAGLE,
     FOUR,
@@ -294,7 +294,7 @@ def test_bfloat16_drafts_and_one_trace_serve_every_count() -> None:
     traces = []
 
     @jax.jit
-    def counted(peagle: PEagle, state, fresh: Fresh):
+    def counted(peagle: PEagle, state, fresh: DrafterInput):
         traces.append(1)
         return peagle.propose(state, fresh, jnp.asarray([K]), K)
 

@@ -14,8 +14,8 @@ from drafter.train.shards import Document, open_folder, write_shard
 from drafter.vocabulary import FREQUENT_TOKENS, DraftVocab, choose, narrow, write_frequent_tokens
 from peagle.ops.attention import MASKED
 from peagle.ops.errors import InputError
-from peagle.ops.linear import Panels
-from peagle.ops.linear.panels import pack_floats, panels, unpack_floats
+from peagle.ops.linear import PackedMatrix
+from peagle.ops.linear.packed import pack_floats, packed_matrix, unpack_floats
 from scripts import frequent_tokens
 from tests.drafter.cases import (
     CONFIGS,
@@ -57,10 +57,10 @@ def test_panels_are_narrowed_like_matrices() -> None:
     config = CONFIGS[TWO]
     params = random_params(config)
     rows = np.ascontiguousarray(np.asarray(params.lm_head).T)
-    packed = dataclasses.replace(params, lm_head=panels(pack_floats(rows), rows.shape[1], rows.shape[0]))
+    packed = dataclasses.replace(params, lm_head=packed_matrix(pack_floats(rows), rows.shape[1], rows.shape[0]))
     wanted = DraftVocab((40, 3, 17), "a test")
     narrowed = narrow(packed, config, wanted)[0]
-    assert isinstance(narrowed.lm_head, Panels)
+    assert isinstance(narrowed.lm_head, PackedMatrix)
     np.testing.assert_array_equal(unpack_floats(narrowed.lm_head), rows[[3, 17, 40]])
     assert np.asarray(narrowed.draft_to_target).tolist() == [3, 17, 40]
 

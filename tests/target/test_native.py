@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
-from peagle.ops.expert_matmul import PanelExperts
+from peagle.ops.expert_matmul import NativeExperts
+from peagle.ops.kernels import Implementation
 from peagle.ops.kv_cache import KVCache, ring_capacity
-from peagle.ops.linear import Panels
+from peagle.ops.linear import PackedMatrix
 from scripts.make_random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, save_target, write_target
 from target.model import GptOss
@@ -40,6 +41,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: at / name for name in ("float32", "bfloat16", "mxfp4")}
 
 
+FORMS: tuple[Implementation, ...] = ("native", "xla")
 STORED = {  # name: directory, experts, dtype of the experts' panels
     "float32": ("float32", "auto", jnp.float32),
     "bfloat16": ("bfloat16", "auto", jnp.bfloat16),
@@ -48,9 +50,11 @@ STORED = {  # name: directory, experts, dtype of the experts' panels
 }
 
 
-def load(directories: dict[str, Path], name: str, native: bool, dtype: object = jnp.float32) -> LoadedTarget:
+def load(
+    directories: dict[str, Path], name: str, form: Implementation = "native", dtype: object = jnp.float32
+) -> LoadedTarget:
     directory, experts, _ = STORED[name]
-    return load_target(directories[directory], dtype=dtype, experts=experts, native=native)
+    return load_target(directories[directory], dtype=dtype, experts=experts, implementation=form)
 
 
 def model(loaded: LoadedTarget, retain_full_kv: bool = False) -> GptOss:
@@ -71,25 +75,27 @@ def random_tokens(vocab: int, *shape: int, seed: int = 1) -> np.ndarray:
 
 @pytest.mark.parametrize("name", STORED)
 def test_every_matrix_is_in_panels_and_as_narrow_as_stored(directories: dict[str, Path], name: str) -> None:
-    params = load(directories, name, native=True).params
+    params = load(directories, name).params
     dense = jnp.float32 if name == "float32" else jnp.bfloat16
-    assert params.native
+    assert params.implementation == "native"
     assert params.dtype == jnp.float32
     assert params.embedding.dtype == (jnp.float32 if name == "float32" else jnp.uint16)
     matrices = [params.lm_head]
     for layer in params.layers:
         matrices += [layer.attention.qkv, layer.attention.out, layer.moe.router]
-        assert isinstance(layer.moe.experts, PanelExperts)
+        assert isinstance(layer.moe.experts, NativeExperts)
         for matrix in (layer.moe.experts.gate_up, layer.moe.experts.down):
             assert matrix.data.dtype == STORED[name][2]
     for matrix in matrices:
-        assert isinstance(matrix, Panels)
+        assert isinstance(matrix, PackedMatrix)
         assert matrix.data.dtype == dense
 
 
-def one_pass(directories: dict[str, Path], name: str, native: bool, dtype: object) -> tuple[np.ndarray, np.ndarray]:
+def one_pass(
+    directories: dict[str, Path], name: str, form: Implementation, dtype: object
+) -> tuple[np.ndarray, np.ndarray]:
     """Logits and aux hidden of all tokens at once: a cache is filled, and nothing is taken back."""
-    loaded = load(directories, name, native, dtype)
+    loaded = load(directories, name, form, dtype)
     made, tokens = model(loaded), random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
     empty = made.init_cache(BATCH, LENGTH, LENGTH)
     out, _ = extend(made, jnp.asarray(tokens), from_on(np.zeros(BATCH, np.int64), LENGTH), empty)
@@ -107,8 +113,8 @@ def test_every_way_through_the_caches_is_the_xla_form(
 ) -> None:
     """Chunks of prompts, decoding and rolled-back verification, in a ring and in a full cache, to 1e-4 of the logits'
     standard deviation."""
-    exact = one_pass(directories, name, False, jnp.float32)
-    loaded = load(directories, name, native=True)
+    exact = one_pass(directories, name, "xla", jnp.float32)
+    loaded = load(directories, name)
     assert ring_capacity(loaded.config.sliding_window, WIDTH) < LENGTH - WIDTH  # it wraps
     tokens = random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
 
@@ -122,8 +128,8 @@ def test_every_way_through_the_caches_is_the_xla_form(
 
 def test_bfloat16_is_nearer_to_float32_than_the_xla_form(directories: dict[str, Path]) -> None:
     """It rounds less often. The median token's error: where two experts tie nearly, either form may take the other."""
-    exact = one_pass(directories, "bfloat16", False, jnp.float32)
-    ours, theirs = (one_pass(directories, "bfloat16", on, jnp.bfloat16) for on in (True, False))
+    exact = one_pass(directories, "bfloat16", "xla", jnp.float32)
+    ours, theirs = (one_pass(directories, "bfloat16", form, jnp.bfloat16) for form in FORMS)
     for one, other, right in zip(ours, theirs, exact, strict=True):
         near, far = (np.median(np.square(part - right).mean(axis=-1)) for part in (one, other))
         assert near < 0.8 * far
@@ -178,7 +184,7 @@ CASES = {
 @pytest.fixture(scope="module", params=CASES)
 def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Decoded:
     name, dtype, rows = CASES[request.param]
-    loaded = load(directories, name, native=True, dtype=dtype)
+    loaded = load(directories, name, dtype=dtype)
     gpt, lengths, total = model(loaded), np.array(PROMPTS), max(PROMPTS) + STEPS
     tokens = random_tokens(loaded.config.vocab_size, BATCH, total)
     empty = gpt.init_cache(BATCH, total, WIDEST)

@@ -6,17 +6,17 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from peagle.ops import native
-from peagle.ops.expert_matmul.weights import PanelExperts
-from peagle.ops.linear.panels import ROWS, Panels, num_panels
+from peagle.ops.expert_matmul.weights import NativeExperts
+from peagle.ops.linear.packed import ROWS, PackedMatrix, num_panels
 from peagle.ops.norm import Norm
 
 
 def routed(
     x: Float[Array, "T D"],
     norm: Norm,
-    router: Panels,
+    router: PackedMatrix,
     router_bias: Float[Array, " E"],
-    experts: PanelExperts,
+    experts: NativeExperts,
     top_k: int,
     limit: float,
     positions: jax.Array | None = None,

@@ -18,7 +18,7 @@ from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import LOSSES, Labels, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache
-from peagle.ops.messages import Fresh
+from peagle.ops.messages import DrafterInput
 from peagle.ops.rope import RopeConfig
 
 CONFIG = DrafterConfig(
@@ -209,7 +209,7 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
     caches = model.init_caches(config, 1, 40, jnp.float32)
     caches = run_absorb(small, config, shifted, aux, rows_before(anchor), caches)
     one = jnp.full((1,), anchor, jnp.int32)
-    fresh = Fresh(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
+    fresh = DrafterInput(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
     drafted, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
         small, config, fresh, jnp.full((1,), depth, jnp.int32), caches, depth
     )
@@ -238,7 +238,7 @@ def test_drafting_in_turn_and_training_in_turn_are_as_sure_of_the_same_tokens(
     one = jnp.full((1,), anchor, jnp.int32)
     caches = model.init_caches(config, 1, 40, jnp.float32)
     caches = run_absorb(params, config, shifted, aux, rows_before(anchor), caches)
-    fresh = Fresh(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
+    fresh = DrafterInput(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
     given, logits_of = jnp.full((1,), depth, jnp.int32), model._logits
 
     @jax.jit

@@ -1,5 +1,6 @@
 """The GPU kernels of attention over a cache, on a CPU: they say what the XLA form says."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -11,6 +12,8 @@ from peagle.ops import cuda
 from peagle.ops.attention import cached, decode_attention
 from peagle.ops.attention import cuda as op
 from peagle.ops.cuda import calls
+from peagle.ops.errors import InputError
+from peagle.ops.kernels import Implementation
 from peagle.ops.kv_cache import KVCache
 
 H = calls.HEAD_DIM
@@ -42,7 +45,7 @@ def in_float32(case: Case) -> Case:
 
 
 kernels = jax.jit(op.decode_attention, static_argnames="window")
-on_xla = jax.jit(cached._decode_attention, static_argnames=("num_heads", "window"))
+on_xla = jax.jit(cached._on_xla, static_argnames=("num_heads", "window"))
 
 
 @pytest.mark.usefixtures("opened")
@@ -105,15 +108,17 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize(
-    ("dtype", "width", "xla", "runs"),
+    ("dtype", "width", "implementation", "runs"),
     [
-        ("bfloat16", 2, False, True),
-        ("bfloat16", 2, True, False),
-        ("float32", 2, False, False),
-        ("bfloat16", 17, False, False),
+        ("bfloat16", 2, None, True),
+        ("bfloat16", 2, "xla", False),
+        ("float32", 2, None, False),
+        ("bfloat16", 17, None, False),
     ],
 )
-def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, width: int, xla: bool, runs: bool) -> None:
+def test_what_a_gpu_runs(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, width: int, implementation: Implementation | None, runs: bool
+) -> None:
     monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
     case = jax.tree.map(
         lambda leaf: leaf if leaf.dtype == jnp.int32 else leaf.astype(dtype), random_case(width, 64, 4, 2, False, (3,))
@@ -121,8 +126,16 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, width: int
     qkv, cos, sin, cache, positions, sinks = case
 
     def attend(qkv: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        return decode_attention(qkv, cos, sin, cache, positions, 4, None, sinks, xla=xla)
+        return decode_attention(qkv, cos, sin, cache, positions, 4, None, sinks, implementation=implementation)
 
     traced = jax.jit(attend).trace(qkv, cache)
     assert ("peagle_cuda_decode_attention" in traced.lower(lowering_platforms=("cuda",)).as_text()) == runs
     assert "peagle_cuda_decode_attention" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    if implementation is None:  # by name it runs, or it is an error
+        by_name = functools.partial(decode_attention, num_heads=4, sinks=sinks, implementation="cuda")
+        if not runs:
+            with pytest.raises(InputError, match=r"do not take these operands; expected bfloat16, up to 16 rows"):
+                by_name(qkv, cos, sin, cache, positions)
+        else:
+            text = jax.jit(by_name).lower(qkv, cos, sin, cache, positions).as_text()
+            assert "peagle_cuda_decode_attention" in text

@@ -226,7 +226,7 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int,
     x = x.astype(dtype)
     chosen = jax.jit(api._on_gpu, static_argnums=(3, 4, 5))
     assert ("peagle_cuda_experts" in chosen.lower(x, logits, experts, 2, 7.0).as_text()) == runs
-    assert "peagle_cuda_experts" not in chosen.lower(x, logits, experts, 2, 7.0, True).as_text()
+    assert "peagle_cuda_experts" not in chosen.lower(x, logits, experts, 2, 7.0, "xla").as_text()
     plain = jax.jit(reference.all_pairs, static_argnums=(3, 4))(x, logits, experts, 2, 7.0)
     close = np.abs(np.asarray(plain, np.float32)).max() * 2**-6
     np.testing.assert_allclose(

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from peagle.ops.linear import Panels
-from peagle.ops.linear.panels import pack_floats, pack_mxfp4, panels
+from peagle.ops.linear import PackedMatrix
+from peagle.ops.linear.packed import pack_floats, pack_mxfp4, packed_matrix
 
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXACT = 1e-5  # of results around one, summed in float32
@@ -57,14 +57,14 @@ MATRICES: dict[str, Callable[..., Stored]] = {
 
 def to_panels(
     stored: np.ndarray | tuple[np.ndarray, np.ndarray], order: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
-) -> Panels:
+) -> PackedMatrix:
     """A stored matrix as the kernels read it, its rows put in order first."""
     if isinstance(stored, tuple):
         blocks, scales = map(order, stored)
         data, packed_scales = pack_mxfp4(blocks, scales)
-        return panels(data, blocks.shape[-2] * 32, blocks.shape[-3], packed_scales)
+        return packed_matrix(data, blocks.shape[-2] * 32, blocks.shape[-3], packed_scales)
     rows = order(stored)
-    return panels(pack_floats(rows), rows.shape[-1], rows.shape[-2])
+    return packed_matrix(pack_floats(rows), rows.shape[-1], rows.shape[-2])
 
 
 def each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:

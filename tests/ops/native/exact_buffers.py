@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from peagle.ops.memory import ALIGNMENT
 
-PANELS = importlib.import_module("peagle.ops.linear.panels")
+PANELS = importlib.import_module("peagle.ops.linear.packed")
 LIBC = ctypes.CDLL(None)
 
 

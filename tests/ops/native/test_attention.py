@@ -13,6 +13,7 @@ import pytest
 
 from peagle.ops import native
 from peagle.ops.attention import decode_attention
+from peagle.ops.kernels import Implementation
 from peagle.ops.kv_cache import KVCache
 from tests.ops.native.cases import EXACT, ROUNDED, assert_same_bits, each, one_set
 
@@ -131,10 +132,10 @@ def decode(
     heads: Heads,
     window: int | None = None,
     sinks: np.ndarray | None = None,
-    on: bool = True,
+    form: Implementation = "native",
 ) -> tuple[jax.Array, KVCache]:
     """One pass."""
-    outs, cache = decode_all([(qkv, positions)], cache, heads, window, sinks, on)
+    outs, cache = decode_all([(qkv, positions)], cache, heads, window, sinks, form)
     return outs[0], cache
 
 
@@ -144,10 +145,10 @@ def decode_all(
     heads: Heads,
     window: int | None = None,
     sinks: np.ndarray | None = None,
-    on: bool = True,
+    form: Implementation = "native",
 ) -> tuple[list[jax.Array], KVCache]:
     """Several (projections, positions) one after the other."""
-    outs, caches = one_after_the_other(passes, cache, heads, window, sinks, on)
+    outs, caches = one_after_the_other(passes, cache, heads, window, sinks, form)
     return outs, caches[-1]
 
 
@@ -157,7 +158,7 @@ def one_after_the_other(
     heads: Heads,
     window: int | None = None,
     sinks: np.ndarray | None = None,
-    on: bool = True,
+    form: Implementation = "native",
     restart: bool = False,
 ) -> tuple[list[jax.Array], list[KVCache]]:
     """The results and the cache of every pass, compiled as one; with `restart` all begin with the given cache."""
@@ -166,7 +167,7 @@ def one_after_the_other(
         outs, caches, logits = [], [cache], None if sinks is None else jnp.asarray(sinks)
         for qkv, cos, sin, at in given:
             before = caches[0 if restart else -1]
-            out, after = decode_attention(qkv, cos, sin, before, at, heads.queries, window, logits, native=on)
+            out, after = decode_attention(qkv, cos, sin, before, at, heads.queries, window, logits, implementation=form)
             outs.append(out)
             caches.append(after)
         return outs, caches[1:]
@@ -255,7 +256,7 @@ def xla_decoding(kind: str) -> tuple[list[jax.Array], KVCache]:
         empty_cache(heads, capacity, ring, np.float32, fill=0.0),
         random_sinks(np.random.default_rng(1), heads),
     )
-    return decode_all(some_passes(kind), empty, heads, window, sinks, on=False)
+    return decode_all(some_passes(kind), empty, heads, window, sinks, form="xla")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -289,11 +290,11 @@ def padded_passes(heads: Heads) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(random_projections(rng, heads, at.shape[1], np.float32), at) for at in passes]
 
 
-def assert_padding_is_nothing(kind: str, on: bool) -> None:
+def assert_padding_is_nothing(kind: str, form: Implementation) -> None:
     heads, (capacity, ring, window) = HEADS[0], CACHES[kind]
     sinks, passes = random_sinks(np.random.default_rng(15), heads), padded_passes(heads)
-    empty = empty_cache(heads, capacity, ring, np.float32, fill=np.nan if on else 0.0)
-    outs, caches = one_after_the_other(passes, empty, heads, window, sinks, on)
+    empty = empty_cache(heads, capacity, ring, np.float32, fill=np.nan if form == "native" else 0.0)
+    outs, caches = one_after_the_other(passes, empty, heads, window, sinks, form)
     memory = Memory(heads, window, sinks, np.float32)
     for (qkv, positions), out, before, after in zip(passes, outs, [empty, *caches], caches, strict=False):
         expected = memory.decode(qkv, *angles(positions, heads, np.float32), positions)
@@ -307,13 +308,13 @@ def assert_padding_is_nothing(kind: str, on: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "full, window", "ring"])
 def test_the_newest_position_of_a_pass_is_the_largest(kind: str) -> None:
-    assert_padding_is_nothing(kind, on=True)
+    assert_padding_is_nothing(kind, "native")
 
 
 @one_set  # of which XLA takes no notice
 @pytest.mark.parametrize("kind", ["full", "full, window", "ring"])
 def test_so_it_is_on_xla(kind: str) -> None:
-    assert_padding_is_nothing(kind, on=False)
+    assert_padding_is_nothing(kind, "xla")
 
 
 @pytest.mark.parametrize("window", [None, 5, 2])
@@ -462,7 +463,7 @@ def test_a_sequences_bits_do_not_depend_on_its_batch(heads: Heads, dtype: type, 
     def run(key: jax.Array, value: jax.Array, *rest: jax.Array) -> tuple[jax.Array, KVCache]:
         *rows, at = rest
         cache, logits = KVCache(key, value, before.ring), jnp.asarray(sinks)
-        return decode_attention(*rows, cache, at, heads.queries, window, logits, native=True)
+        return decode_attention(*rows, cache, at, heads.queries, window, logits, implementation="native")
 
     calls = []
     for rows in (1, 5, WIDEST):
@@ -493,7 +494,7 @@ def test_what_a_query_does_not_see_has_no_influence(heads: Heads, dtype: type, w
         assert_same_bits(out, whole[:, :rows], f"{rows} rows")
 
     def attend_one(qkv: jax.Array, cos: jax.Array, sin: jax.Array, at: jax.Array, *held: jax.Array) -> jax.Array:
-        return decode_attention(qkv, cos, sin, KVCache(*held), at, heads.queries, window, native=True)[0]
+        return decode_attention(qkv, cos, sin, KVCache(*held), at, heads.queries, window, implementation="native")[0]
 
     places, calls = (0, 7, 15, 16, 31, 40), []
     for row in places:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
-from peagle.ops.expert_matmul import ExpandedExperts, Experts, PackedExperts, PanelExperts, alternate, expert_block
-from peagle.ops.linear import Panels
+from peagle.ops.expert_matmul import ExpandedExperts, Experts, NativeExperts, PackedExperts, alternate, expert_block
+from peagle.ops.linear import PackedMatrix
 from peagle.ops.norm import Norm
 from tests.ops.native.cases import (
     EXACT,
@@ -65,7 +65,7 @@ class Block:
     gate_up_bias: np.ndarray  # [E, 2F]
     down: np.ndarray  # [E, D, F]
     down_bias: np.ndarray  # [E, D]
-    panels: PanelExperts
+    panels: NativeExperts
 
     def by_definition(self, x: np.ndarray, limit: float = LIMIT) -> np.ndarray:
         """One token and one selected expert at a time; of equal logits the lower expert is taken."""
@@ -116,7 +116,7 @@ def random_block(
     norm = rng.standard_normal(width, np.float32)
     own_router = 0.5 * rng.standard_normal((experts, width), np.float32)
     own_bias = rng.standard_normal(experts, np.float32)
-    panels = PanelExperts(
+    panels = NativeExperts(
         gate_up=to_panels(gate_up, alternate),
         gate_up_bias=jnp.asarray(alternate(gate_up_bias)),
         down=to_panels(down),
@@ -327,7 +327,7 @@ def good(name: str) -> tuple[dict[str, jax.Array], dict[str, np.generic]]:
     """Operands by name, in order, and attributes."""
     sizes, block = SIZES[name], random_block(SIZES[name])
     router = to_panels(block.router.astype(np.float32))
-    assert isinstance(block.panels.gate_up, Panels)
+    assert isinstance(block.panels.gate_up, PackedMatrix)
     operands = {
         "x": jnp.asarray(random_rows(sizes, 3)),
         "norm": jnp.asarray(block.norm),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
-from peagle.ops.linear import Panels, arrange, linear
+from peagle.ops.linear import PackedMatrix, arrange, linear
 from peagle.ops.norm import Norm
 from tests.ops.native.cases import (
     EXACT,
@@ -59,7 +59,7 @@ def by_definition(
 
 def run(
     x: np.ndarray,
-    weight: Panels | jax.Array,
+    weight: PackedMatrix | jax.Array,
     bias: np.ndarray | None = None,
     norm: np.ndarray | None = None,
     residual: np.ndarray | None = None,
@@ -116,7 +116,7 @@ def test_it_is_the_xla_form(name: str) -> None:
     assert isinstance(stored, np.ndarray)
     x, residual = random_rows(rng, 5, inputs), random_rows(rng, 5, outputs)
     bias, norm = random_rows(rng, outputs), random_rows(rng, inputs)
-    ours, theirs = (run(x, arrange(stored, np.float32, on), bias, norm, residual) for on in (True, False))
+    ours, theirs = (run(x, arrange(stored, np.float32, form), bias, norm, residual) for form in ("native", None))
     np.testing.assert_allclose(ours, theirs, atol=EXACT)
 
 
