@@ -312,7 +312,7 @@ VOCAB, KEPT = 61, np.arange(1, 38)
         (KEPT, KEPT, None),
         (KEPT, None, None),
         (np.roll(KEPT, 1), KEPT, None),  # in what order, t2d cannot say
-        (KEPT, np.arange(37), r"t2d marks other tokens \(36 of 37 are the same\); peagle parity tells"),
+        (KEPT, np.arange(37), r"t2d marks other tokens \(36 of 37 are the same\); peagle parity finds"),
     ],
 )
 def test_a_map_is_compared_with_its_mask(
@@ -452,14 +452,14 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, r"k_proj.weight has shape \[16, 40\].*\[24, 40\]"),
         ({"intermediate_size": 27}, r"gate_proj.weight"),
         ({"draft_vocab_size": 62}, r"draft_vocab_size 62 exceeds its vocab_size 61"),
-        ({"target_hidden_size": 13}, r"fc.weight reads 36 values, expected 3 hidden states of target_hidden_size 13"),
+        ({"target_hidden_size": 13}, r"fc.weight reads 36 values; expected 3 hidden states of target_hidden_size 13"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 5, 5]},
             r"layers \[1, 4, 4\], one of them twice; expected each .* once",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"is \[2, 4\] beside num_aux_hidden_states 3"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...}, r"reads 36 values.*2 taps"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...}, r"reads 36 values.*2 hidden states"),
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
         ({"norm_before_fc": True}, r"input_norm.weight is missing"),
         ({"fc_norm": True}, r"fc_norm.0.weight is missing"),
