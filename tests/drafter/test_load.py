@@ -459,7 +459,10 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
             r"layers \[1, 4, 4\], one of them twice; expected each .* once",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"is \[2, 4\] beside num_aux_hidden_states 3"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...}, r"reads 36 values.*2 hidden states"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...},
+            r"reads 36 values.*2 hidden states",
+        ),
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
         ({"norm_before_fc": True}, r"input_norm.weight is missing"),
         ({"fc_norm": True}, r"fc_norm.0.weight is missing"),
