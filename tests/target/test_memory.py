@@ -64,21 +64,23 @@ def test_memory_peaks_within_15_percent_of_weights_and_caches(directory: Path, k
 
 
 @pytest.mark.parametrize(
-    ("experts", "panels", "dtype"),
+    ("experts", "implementation", "dtype"),
     [
-        ("packed", True, jnp.float32),
-        ("packed", True, jnp.bfloat16),
-        ("packed", False, jnp.float32),
-        ("packed", False, jnp.bfloat16),
-        ("expanded", True, jnp.float32),
+        ("packed", "native", jnp.float32),
+        ("packed", "native", jnp.bfloat16),
+        ("packed", None, jnp.float32),
+        ("packed", None, jnp.bfloat16),
+        ("expanded", "native", jnp.float32),
     ],
 )
-def test_weight_bytes_are_those_of_the_loaded_weights(smaller: Path, experts: str, panels: bool, dtype: object) -> None:
-    if panels and not native.available():
+def test_weight_bytes_are_those_of_the_loaded_weights(
+    smaller: Path, experts: str, implementation: str | None, dtype: object
+) -> None:
+    if implementation == "native" and not native.available():
         pytest.skip(native.status()[1])
-    options = {"dtype": dtype, "experts": experts, "native": panels}
+    options = {"dtype": dtype, "experts": experts, "implementation": implementation}
     loaded = load_target(smaller, **options)  # type: ignore[arg-type]
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
     assert weight_bytes(smaller, **options) == pytest.approx(held, rel=0.01)  # type: ignore[arg-type]
-    if (experts, panels) == ("packed", True):
+    if (experts, implementation) == ("packed", "native"):
         assert held == pytest.approx(inspect_target(smaller).tensor_bytes, rel=0.01)  # as stored
