@@ -197,7 +197,7 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_step(tmp_path: Pat
             return dataclasses.replace(batch, trained=batch.trained * (np.nan if step == 6 else 1.0))
 
     broken.batches = Breaking()  # type: ignore[assignment]
-    with pytest.raises(TrainingStopped, match="the loss of step 7 is no finite number; the last good step is 4, in"):
+    with pytest.raises(TrainingStopped, match="the loss of step 7 is not finite; the last good step is 4, in"):
         broken.run(initial())
     assert sorted(path.name for path in (tmp_path / "run" / CHECKPOINTS).iterdir()) == ["4"]
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     first.run(initial())
     other = dataclasses.replace(CONFIG, mlp_width=16)
     second = dataclasses.replace(trainer(tmp_path / "run"), config=other)
-    why = r"step 4 cannot be gone on from: .*down is \(14, 12\) in it and \(16, 12\) in this"
+    why = r"cannot continue from step 4: .*down is \(14, 12\) in it and \(16, 12\) in this"
     with pytest.raises(InputError, match=why):
         second.run(init_params(other, jax.random.key(0)))
 
@@ -286,7 +286,7 @@ def test_a_checkpoint_that_was_cut_is_one_line(tmp_path: Path) -> None:
     trainer(out).run(initial())
     largest = max((out / CHECKPOINTS / "12").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     largest.write_bytes(largest.read_bytes()[:100])
-    with pytest.raises(InputError, match=r"step 12 cannot be gone on from: .* has 100 bytes, \d+ were") as error:
+    with pytest.raises(InputError, match=r"cannot continue from step 12: .* has 100 bytes, \d+ were") as error:
         trainer(out).run(initial())
     assert "\n" not in str(error.value)
     assert "go on from the one before" in str(error.value)
