@@ -1,4 +1,4 @@
-"""Every test that asks for `kernels` runs once per instruction set of this machine."""
+"""Every test with the fixture `kernels` runs once per instruction set of this machine."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import instruction_sets
 
-CANNOT = ("this CPU runs", "kernels are for CPUs")  # a set that is not compiled is no reason to skip
-SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that adds products of bytes to it and nothing else
+CANNOT = ("this CPU runs", "kernels are for CPUs")  # only these skip a test; a set that was not compiled fails it
+SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that differs by products of bytes alone
 
 
 @pytest.fixture(params=list(instruction_sets()))
