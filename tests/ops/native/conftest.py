@@ -14,11 +14,9 @@ SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that differs by product
 
 @pytest.fixture(params=list(instruction_sets()))
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The instruction set in use. Kernels are called by names that contain it, so operations that are not jitted as a
-    whole are never those of another set.
+    """Select an instruction set. Kernels' names contain it, so JAX caches no operation for another set.
 
-    Modules of operations that multiply no matrices say so by NO_MATRICES: those of the two sets of SIMPLER are of one
-    code, which is tested once.
+    A module of operations without matrices sets NO_MATRICES: the two sets of SIMPLER share their code, which runs once.
     """
     monkeypatch.delenv(native.VARIABLE, raising=False)
     native.status.cache_clear()

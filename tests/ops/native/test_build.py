@@ -18,7 +18,7 @@ from peagle.ops.native import build
 from peagle.ops.native.build import BuildError
 
 SETS = list(build.instruction_sets())
-AGAIN = f"{sys.executable} -P -m peagle.ops.native compiles them where a C++ compiler is"
+AGAIN = f"{sys.executable} -P -m peagle.ops.native compiles them, given a C++ compiler"
 needs_libraries = pytest.mark.usefixtures("fresh", "libraries")
 TINY = """
 #include "xla/ffi/api/c_api.h"

@@ -1,4 +1,4 @@
-"""The kernels access no memory beyond their buffers: their tests run again, with AddressSanitizer, in their own process.
+"""The kernels access no memory beyond their buffers: their tests again under AddressSanitizer, in their own process.
 
 And the sanitizer works: it reports every planted read of one element before or after an operand. Nothing is jitted
 there, so that every operand is a buffer of its own without slack; in a compiled program operands lie side by side.
