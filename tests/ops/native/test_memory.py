@@ -23,7 +23,7 @@ TESTS = [str(HERE / f"test_{name}.py") for name in ("linear", "experts", "attent
 # last slot in rings and beyond
 ESSENTIAL = (
     "definition and not full and not float32-True",
-    *("goes_with", "inactive", "different_experts", "ragged", "negative", "beyond"),
+    *("bias_norm", "inactive", "different_experts", "ragged", "negative", "beyond"),
 )
 EXACT = "tests.ops.native.exact_buffers"
 RECOVER = "-fsanitize-recover=address"
