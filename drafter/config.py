@@ -1,4 +1,4 @@
-"""What a drafter is. load.py reads it from a checkpoint's config.json, whichever dialect that speaks."""
+"""The geometry of a drafter. load.py reads it from a checkpoint's config.json, in any of its dialects."""
 
 import dataclasses
 from typing import Literal
@@ -11,16 +11,17 @@ from peagle.ops.rope import RopeConfig
 class DrafterConfig:
     """Geometry and constants of one drafter. Hashable: it may be a static argument of a jitted function.
 
-    mask_token_id: what a mask slot holds. None: there are no mask slots, this is an EAGLE-3 drafter, which proposes one
-    token after the other, in K passes.
+    Field names and values are keys of a training's recipe.json: a renamed one would keep it from continuing.
 
-    vocab_size is the target's: token ids that come in, and drafts that go out, are of it. draft_vocab_size is how many
-    of those the drafter can propose. aux_layer_ids are the tapped OUTPUTS of the target's 0-based layers; None leaves
-    them to the target's default. aux_norm normalises what fc reads: all taps as one vector, or each tap by itself.
+    mask_token_id: the token in a mask slot. None: an EAGLE-3 drafter, which has no mask slots and takes K passes.
+
+    vocab_size: the target's; input tokens and drafts are ids of it. draft_vocab_size: how many of them the drafter can
+    propose. num_taps: how many aux layers it reads. aux_layer_ids: those layers of the target, 0-based, by OUTPUT;
+    None: the target's default. aux_norm normalises aux_hidden before fc: jointly as one vector, or per layer.
     norm_before_residual: the residual stream starts from the normalised hidden state instead of the raw one.
-    norm_output: of an EAGLE-3 drafter, the next pass reads what came out behind the final norm, not before it.
-    num_mask_hiddens: of a P-EAGLE drafter, 1: all mask slots share one (the paper's best); more: each depth has its
-    own, the deepest share the last.
+    norm_output: an EAGLE-3 drafter's next pass reads the output of the final norm, not its input.
+    num_mask_hiddens: of a P-EAGLE drafter. 1: all mask slots share one (the paper's best). More: one per depth; depths
+    beyond the last share it.
     """
 
     hidden_size: int
@@ -57,7 +58,9 @@ class DrafterConfig:
                 f"the drafter's {self.num_heads} query heads do not divide among {self.num_kv_heads} key/value heads"
             )
         if self.head_dim % 2 or self.rope.head_dim != self.head_dim:
-            raise InputError(f"the drafter's head_dim is {self.head_dim}; expected an even number that its rope shares")
+            raise InputError(
+                f"the drafter's head_dim is {self.head_dim}, its RoPE's {self.rope.head_dim}; expected one even number"
+            )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise InputError(f"the drafter's mask token {self.mask_token_id} lies outside 0..{self.vocab_size - 1}")
         if self.draft_vocab_size > self.vocab_size:
@@ -66,29 +69,29 @@ class DrafterConfig:
             )
         if self.aux_layer_ids is not None and len(self.aux_layer_ids) != self.num_taps:
             raise InputError(
-                f"the drafter names {len(self.aux_layer_ids)} tapped layers {list(self.aux_layer_ids)} but reads "
-                f"{self.num_taps} taps; expected one id per tap"
+                f"the drafter names {len(self.aux_layer_ids)} aux layers {list(self.aux_layer_ids)} but reads "
+                f"{self.num_taps}; expected one id for each"
             )
         if len(set(self.aux_layer_ids or ())) < len(self.aux_layer_ids or ()):
             raise InputError(
-                f"the drafter taps the outputs of layers {list(self.aux_layer_ids or ())}, one of them twice; expected "
-                "each layer once, since other servers read each once: train it on distinct layers"
+                f"the drafter reads the outputs of layers {list(self.aux_layer_ids or ())}, one of them twice; "
+                "expected each layer once, since other servers read each once: train it on distinct layers"
             )
         if any(layer < 0 for layer in self.aux_layer_ids or ()):
             raise InputError(
-                f"the drafter taps the outputs of layers {list(self.aux_layer_ids or ())}; expected 0 or more"
+                f"the drafter reads the outputs of layers {list(self.aux_layer_ids or ())}; expected 0 or more each"
             )
 
     @property
     def parallel(self) -> bool:
-        """Whether all drafts of a step come out of one pass: P-EAGLE. Otherwise one of each: EAGLE-3."""
+        """Whether one pass proposes all drafts (P-EAGLE) rather than one draft a pass (EAGLE-3)."""
         return self.mask_token_id is not None
 
     @property
     def aux_width(self) -> int:
-        """Width A of the taps side by side, which fc reads."""
+        """Width A of aux_hidden, the input of fc: num_taps hidden states side by side."""
         return self.num_taps * self.target_hidden_size
 
     def layer_input(self, layer: int) -> int:
-        """Width that a layer's queries, keys and values read: layer 0 reads [embedding, hidden], the others hidden."""
+        """Return the input width of a layer's qkv projection: layer 0 reads [embedding, hidden], the others hidden."""
         return self.hidden_size * (2 if layer == 0 else 1)

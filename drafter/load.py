@@ -1,4 +1,4 @@
-"""Drafter checkpoints, read and written. The only file here that knows their names.
+"""Read and write drafter checkpoints. The only file here with their tensor and setting names.
 
 Three dialects (vllm llama_eagle3.py; speculators models/peagle, models/eagle3):
 
@@ -6,13 +6,13 @@ Three dialects (vllm llama_eagle3.py; speculators models/peagle, models/eagle3):
     pard naming  the same with `pard_token` or `mask_token_id`
     speculators  geometry under `transformer_layer_config`; layer 0 is `layers.0.*`; mask id in `mask_token_id`
 
-An EAGLE-3 drafter is the same with neither a mask id nor `mask_hidden`. NeMo puts `model.` before the names of the
-inner tensors, SpecForge the target's model_type above Llama layers; both are read.
+An EAGLE-3 drafter is the same with neither a mask id nor `mask_hidden`. Two variants load as well: NeMo's, with
+`model.` before the inner tensors' names, and SpecForge's, with the target's model_type above Llama layers.
 
-A file is taken whole or refused: every tensor is consumed or named, every parameter is filled or named, and a setting
-that would change the result is followed or named. `t2d` says nothing that `d2t` does not: the two are compared.
+A file loads whole or not at all: every tensor is consumed or named in an error, every parameter is filled or named, and
+a setting that would change the result is followed or named. `t2d` repeats what `d2t` states, so the two are compared.
 `norm_output` concerns EAGLE-3 alone. A `mask_hidden` of more than one vector is this project's own extension;
-`refused_by` says which other servers load what is written.
+`refused_by` lists the servers that cannot load a file.
 """
 
 import dataclasses
@@ -30,8 +30,9 @@ from drafter.config import DrafterConfig
 from drafter.params import DrafterParams, LayerParams
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
-from peagle.ops.linear import Panels, arrange, arrange_embedding, as_matrix, take_outputs
-from peagle.ops.linear.panels import BFLOAT16
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix, take_outputs
+from peagle.ops.linear.packed import BFLOAT16
 from peagle.ops.rope import RopeConfig, Yarn, parse_rope
 
 Dialect = Literal["vllm", "speculators"]
@@ -42,18 +43,18 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of both kinds
 _EMBEDDING, _LM_HEAD, _FC, _MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
 
 _STRIPPED = "model."  # NeMo's prefix
-VLLM, PACKAGE = "vLLM", "the speculators package"  # who else loads drafters
+VLLM, PACKAGE = "vLLM", "the speculators package"  # other loaders of drafters
 
 SPECULATORS = {"peagle": "PEagleSpeculator", "eagle3": "Eagle3Speculator"}  # speculators_model_type: architecture
-DRAFTS_ELSEWHERE = {"peagle": 7, "eagle3": 3}  # the K that other servers take from a speculators config by default
+DRAFTS_ELSEWHERE = {"peagle": 7, "eagle3": 3}  # the default K that other servers read from a speculators config
 
-# settings that change the result and have one supported value: (key, supported, what that value says)
+# settings that change the result and have one supported value: (key, supported, its meaning)
 _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("hidden_act", "silu", "a SiLU MLP"),
     ("is_causal", True, "causal attention"),
     ("logit_scale", 1.0, "unscaled logits"),
     ("partial_rotary_factor", 1.0, "heads rotated as a whole"),
-    ("use_aux_hidden_state", True, "tapped hidden states"),
+    ("use_aux_hidden_state", True, "aux hidden states"),
     ("quantization_config", None, "plain weights"),
     ("use_sliding_window", False, "full attention"),
 )
@@ -63,27 +64,28 @@ def load_drafter(
     directory: Path,
     dtype: DTypeLike | None = None,
     *,
-    native: bool = False,
+    implementation: Implementation | None = None,
     target_embedding: jax.Array | np.ndarray | None = None,
-    target_lm_head: jax.Array | np.ndarray | Panels | None = None,
+    target_lm_head: jax.Array | np.ndarray | PackedMatrix | None = None,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> tuple[DrafterParams, DrafterConfig]:
-    """The drafter in a directory, in the given dtype or that of its fc weight; with `native` its matrices are panels
-    for the compiled CPU kernels, in which bfloat16 stays bfloat16. aux_layer_ids: outputs of the target's layers, in
-    place of those that config.json names.
+    """Load the drafter in a directory, in the given dtype or that of its fc weight.
+
+    implementation "native" packs the matrices for the compiled CPU kernels and keeps bfloat16 ones bfloat16.
+    aux_layer_ids: the target's layers whose outputs it reads, in place of those in config.json.
 
     Some drafters share the target's embedding or head and do not store it. Such a file loads only together with the
-    target's own, as it was loaded, with the same `native`: target_embedding [V, D], target_lm_head [D, V] (narrowed to
-    the draft vocabulary here). What the file stores wins over what is given.
+    target's tensors, loaded with the same implementation: target_embedding [V, D], target_lm_head [D, V] (narrowed to
+    the draft vocabulary here). A stored tensor wins over a given one.
 
-    Raises InputError, in one line, for whatever is missing, surplus, wrongly shaped or not supported. Warns where the
-    map from draft ids to the target's looks wrong.
+    Raises InputError, in one line, for anything missing, surplus, wrongly shaped or not supported. Warns if the map
+    from draft ids to the target's looks wrong.
     """
     checkpoint = read_checkpoint(directory).without_prefix(_STRIPPED)
     config = parse_config(checkpoint, aux_layer_ids)
     dtype = jnp.dtype(checkpoint.dtype(_FC) if dtype is None else dtype)
     dtype = jnp.dtype(jnp.float32) if dtype == np.float64 else dtype
-    reader = _Reader(checkpoint, config, dtype, native)
+    reader = _Reader(checkpoint, config, dtype, implementation)
     draft_to_target = _draft_to_target(checkpoint, config)
     if (doubt := doubtful_map(checkpoint, config)) is not None:
         warnings.warn(doubt, InputWarning, stacklevel=2)
@@ -96,49 +98,55 @@ def load_drafter(
         norm=reader.vector("norm.weight", config.hidden_size),
         lm_head=reader.lm_head(target_lm_head, draft_to_target),
         draft_to_target=None if draft_to_target is None else jnp.asarray(draft_to_target),
+        implementation=implementation,
     )
     checkpoint.ignore("t2d")
     checkpoint.finish()
     return params, config
 
 
-def weight_bytes(directory: Path, dtype: DTypeLike, *, native: bool = False) -> int:
-    """What load_drafter with these options will hold in memory beside the target, to a percent; no weight is read.
-    Raises InputError where the files cannot be read."""
+def weight_bytes(directory: Path, dtype: DTypeLike, *, implementation: Implementation | None = None) -> int:
+    """Compute the memory that load_drafter with these options will take beside the target, to a percent.
+
+    Reads no weights. Raises InputError if the files cannot be read.
+    """
     checkpoint = read_checkpoint(directory)
     total = 0
     for name in checkpoint.names - {"d2t", "t2d"}:
         stored = checkpoint.dtype(name)
-        itemsize = stored.itemsize if native and stored == BFLOAT16 else jnp.dtype(dtype).itemsize
+        stays = implementation == "native" and stored == BFLOAT16
+        itemsize = stored.itemsize if stays else jnp.dtype(dtype).itemsize
         total += int(np.prod(checkpoint.shape(name))) * itemsize
     return total
 
 
 def shared_tensors(directory: Path) -> list[str]:
-    """List what a drafter takes from its target, not being stored: its embedding, its head. No weight is read."""
+    """List the tensors that a drafter takes from its target: its embedding, its head. Reads no weights."""
     names = read_checkpoint(directory).without_prefix(_STRIPPED).names
     return [name for name in (_EMBEDDING, _LM_HEAD) if name not in names]
 
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config.json is a drafter's: by its architecture, a mask token or nested geometry.
+    """Recognise a drafter's config.json by its architecture, a mask token or nested geometry.
 
-    Whoever trains or serves drafters names the architecture after EAGLE: LlamaForCausalLMEagle3 (SGLang, SpecForge),
-    Eagle3LlamaForCausalLM and PEagleDraftModel (vLLM), PEagleSpeculator, LlamaEagle3DraftModel (NeMo).
+    Every project names the architecture after EAGLE: LlamaForCausalLMEagle3 (SGLang, SpecForge), Eagle3LlamaForCausalLM
+    and PEagleDraftModel (vLLM), PEagleSpeculator, LlamaEagle3DraftModel (NeMo).
     """
     named = "eagle" in str(config.get("architectures")).lower()
     return named or NESTED in config or any(key in config for key in MASK_TOKEN_KEYS)
 
 
 def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = None) -> DrafterConfig:
-    """The DrafterConfig of a checkpoint: config.json, completed by the shapes of its tensors where that is silent (head
-    geometry, width of the taps). aux_layer_ids win over those of config.json. Raises InputError naming what is missing,
-    contradictory or not supported."""
+    """Read the DrafterConfig from config.json, completed by tensor shapes (head geometry, width of aux_hidden).
+
+    aux_layer_ids win over those of config.json. Raises InputError naming the setting that is missing, contradictory or
+    not supported.
+    """
     try:
         return _parse_config(checkpoint.without_prefix(_STRIPPED), aux_layer_ids)
     except InputError as error:
-        where = str(checkpoint.directory)
-        raise error if str(error).startswith(where) else InputError(f"{where}: {error}") from None
+        directory = str(checkpoint.directory)
+        raise error if str(error).startswith(directory) else InputError(f"{directory}: {error}") from None
     except KeyError as missing:
         raise InputError(f"{checkpoint.directory}: config.json lacks {missing}, which a drafter needs") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -149,11 +157,11 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
 
 @dataclasses.dataclass(frozen=True)
 class NamedAuxLayers:
-    """Aux layers as a place in a config.json names them.
+    """Aux layers as one key of a config.json names them.
 
-    The place decides what an id means. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write and
-    read it so, vLLM does not read that place. At the top, or among a speculators drafter's geometry, id i is the INPUT
-    of layer i, the output of layer i - 1: so vLLM reads it. Example: inputs [2, 12, 21] are outputs (1, 11, 20).
+    The key decides what an id means. In `eagle_config` id i is the OUTPUT of layer i: SpecForge and SGLang write and
+    read it so, vLLM ignores that key. At the top, or in a speculators drafter's geometry, id i is the INPUT of layer i,
+    which is the output of layer i - 1: so vLLM reads it. Example: inputs [2, 12, 21] are outputs (1, 11, 20).
     """
 
     key: str
@@ -162,36 +170,38 @@ class NamedAuxLayers:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The tapped outputs of the target's 0-based layers. Raises InputError where an id is none's."""
+        """The target's 0-based layers, by output. Raises InputError if an id names no layer's output."""
         first = self.written((0,))[0]
         if any(each < first for each in self.ids):
             hint = (
                 "" if self.are_outputs else " (id i is the input of layer i, and that of layer 0 is no layer's output)"
             )
             raise InputError(
-                f"config.json's {self.key} is {list(self.ids)}; expected {first} or more each{hint}: write what it was "
-                "trained with, or give its outputs with --aux-layer-ids"
+                f"config.json's {self.key} is {list(self.ids)}; expected {first} or more each{hint}: write the ids it "
+                "was trained with, or give its outputs with --aux-layer-ids"
             )
         return tuple(each - first for each in self.ids)
 
     def written(self, outputs: Sequence[int]) -> list[int]:
-        """The ids that mean these outputs in this place."""
+        """Return the ids that mean these outputs under this key."""
         return [layer if self.are_outputs else layer + 1 for layer in outputs]
 
     @property
     def meaning(self) -> str:
-        """What the ids were taken for, and why."""
+        """How the ids are read, and why, in words."""
         if self.are_outputs:
             return "outputs, as SpecForge and SGLang write them there"
         return "inputs, each the output of the layer before, as vLLM reads them there"
 
 
-TOP_AUX_LAYERS = NamedAuxLayers(AUX_LAYER_IDS, (), are_outputs=False)  # where to name them if no place does
+TOP_AUX_LAYERS = NamedAuxLayers(AUX_LAYER_IDS, (), are_outputs=False)  # the key to write if a config.json has none
 
 
 def named_aux_layers(config: Mapping[str, Any]) -> list[NamedAuxLayers]:
-    """Every place of a config.json that names aux layers, the one that counts first. Raises InputError for ids that are
-    no list of numbers."""
+    """List every key of a config.json that names aux layers; the first one counts.
+
+    Raises InputError if the ids are not a list of numbers.
+    """
     geometry = config.get(NESTED) or {}
     places = (
         (AUX_LAYER_IDS, config, False),
@@ -216,18 +226,20 @@ def save_drafter(
     verifier: str | None = None,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """The directory holds the drafter in that dialect; load_drafter gives the same bits and the same config back.
-    verifier: how the speculators package finds the target (it will not load a drafter without)."""
+    """Write the drafter to a directory in that dialect; load_drafter returns the same bits and the same config.
+
+    verifier: the name or path by which the speculators package finds the target (it loads no drafter without one).
+    """
     tensors = to_tensors(params, config, dialect)
     rendered = render_config(config, dialect, str(params.dtype), verifier)
     write_checkpoint(directory, rendered, tensors, extra_files=extra_files)
 
 
 def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
-    """Say who else cannot load a drafter in that dialect, and why: {VLLM or PACKAGE: the reason}.
+    """List the other loaders that refuse a drafter in that dialect: {VLLM or PACKAGE: the reason}.
 
-    As found with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks a width against its heads;
-    vLLM builds one in its own dialect alone.
+    Found with vLLM 0.32, speculators 0.9 and transformers 5.19, whose LlamaConfig checks the width against the heads;
+    vLLM builds a LlamaConfig in its own dialect alone.
     """
     if config.num_mask_hiddens > 1:
         why = f"it has {config.num_mask_hiddens} mask hiddens, expected one"
@@ -240,10 +252,10 @@ def refused_by(config: DrafterConfig, dialect: Dialect) -> dict[str, str]:
     return {}
 
 
-def sort_taps(params: DrafterParams, config: DrafterConfig) -> tuple[DrafterParams, DrafterConfig]:
-    """Put the taps into the order of the target's layers, as vLLM reads them whatever their order in config.json.
+def sort_aux_layers(params: DrafterParams, config: DrafterConfig) -> tuple[DrafterParams, DrafterConfig]:
+    """Sort the aux layers ascending, since vLLM reads them in that order whatever config.json says.
 
-    What reads them goes along: fc, the norm of the taps, mask_hidden. The drafter stays the same.
+    Permutes fc, the norm before it and mask_hidden to match, so the drafter's outputs stay the same.
     """
     ids = config.aux_layer_ids
     if ids is None or list(ids) == sorted(ids):
@@ -251,7 +263,8 @@ def sort_taps(params: DrafterParams, config: DrafterConfig) -> tuple[DrafterPara
     order = np.argsort(ids)
 
     def sort(values: np.ndarray) -> jax.Array:  # [..., A]
-        return jnp.asarray(np.concatenate([np.split(values, config.num_taps, axis=-1)[tap] for tap in order], axis=-1))
+        parts = np.split(values, config.num_taps, axis=-1)
+        return jnp.asarray(np.concatenate([parts[layer] for layer in order], axis=-1))
 
     moved = dataclasses.replace(
         params,
@@ -263,14 +276,16 @@ def sort_taps(params: DrafterParams, config: DrafterConfig) -> tuple[DrafterPara
 
 
 def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = "vllm") -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint by name, output dimension first, as every dialect stores them."""
+    """Return a checkpoint's tensors by name, output dimension first, as every dialect stores them."""
     tensors: dict[str, np.ndarray] = {}
 
-    def put(name: str, value: jax.Array | Panels | None) -> None:
+    def put(name: str, value: jax.Array | PackedMatrix | None) -> None:
         if value is not None:
             tensors[name] = np.ascontiguousarray(as_matrix(value).T)
 
-    def put_parts(names: list[str], widths: list[int], weight: jax.Array | Panels, bias: jax.Array | None) -> None:
+    def put_parts(
+        names: list[str], widths: list[int], weight: jax.Array | PackedMatrix, bias: jax.Array | None
+    ) -> None:
         cuts = np.cumsum(widths)[:-1].tolist()
         for name, part in zip(names, np.split(as_matrix(weight), cuts, axis=1), strict=True):
             tensors[f"{name}.weight"] = np.ascontiguousarray(part.T)
@@ -287,8 +302,8 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
     if params.aux_norm is not None and config.aux_norm == "joint":
         put("input_norm.weight", params.aux_norm)
     elif params.aux_norm is not None:
-        for tap, weight in enumerate(np.split(np.asarray(params.aux_norm), config.num_taps)):
-            tensors[f"fc_norm.{tap}.weight"] = weight
+        for number, weight in enumerate(np.split(np.asarray(params.aux_norm), config.num_taps)):
+            tensors[f"fc_norm.{number}.weight"] = weight
     for index, layer in enumerate(params.layers):
         prefix = "midlayer" if index == 0 and dialect == "vllm" else f"layers.{index}"
         attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -303,7 +318,7 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
         put(f"{mlp}.down_proj.weight", layer.down)
         put(f"{mlp}.down_proj.bias", layer.down_bias)
     ids = params.draft_to_target
-    if ids is not None and not np.array_equal(ids, np.arange(config.vocab_size)):  # vLLM has no place for a map to all
+    if ids is not None and not np.array_equal(ids, np.arange(config.vocab_size)):  # vLLM refuses a map to all tokens
         target_ids = np.asarray(ids).astype(np.int64)
         tensors["d2t"] = target_ids - np.arange(config.draft_vocab_size)
         tensors["t2d"] = np.isin(np.arange(config.vocab_size), target_ids)
@@ -311,7 +326,7 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
 
 
 def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier: str | None = None) -> dict[str, Any]:
-    """The config.json of a drafter in that dialect.
+    """Render a drafter's config.json in that dialect.
 
     In the speculators dialect vLLM reads fc_norm and num_aux_hidden_states from the nested geometry alone.
     """
@@ -341,7 +356,7 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
         "norm_before_fc": config.aux_norm == "joint",
         "fc_norm": config.aux_norm == "per_tap",
     }
-    if config.aux_layer_ids is not None:  # named by the layer whose input is tapped
+    if config.aux_layer_ids is not None:  # at the top an id names a layer's input
         common["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in config.aux_layer_ids]
     kind = "peagle" if config.parallel else "eagle3"
     if config.parallel:
@@ -362,14 +377,16 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
 
 
 class _Reader:
-    """Takes a checkpoint's tensors as parameters: vectors cast, matrices arranged for `linear`."""
+    """Reads a checkpoint's tensors as parameters: vectors cast, matrices arranged for `linear`."""
 
-    def __init__(self, checkpoint: Checkpoint, config: DrafterConfig, dtype: jnp.dtype, native: bool) -> None:
-        self.checkpoint, self.config, self.dtype, self.native = checkpoint, config, dtype, native
+    def __init__(
+        self, checkpoint: Checkpoint, config: DrafterConfig, dtype: jnp.dtype, implementation: Implementation | None
+    ) -> None:
+        self.checkpoint, self.config, self.dtype, self.implementation = checkpoint, config, dtype, implementation
         self.first_layer = _first_layer_prefix(checkpoint)
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """The tensor as it is stored. Raises InputError where it does not hold floating-point numbers."""
+        """Return the tensor as stored. Raises InputError if it does not hold floating-point numbers."""
         stored = self.checkpoint.dtype(name)
         if not jnp.issubdtype(stored, jnp.floating):
             raise InputError(
@@ -381,12 +398,12 @@ class _Reader:
     def vector(self, name: str, width: int) -> jax.Array:
         return jnp.asarray(self.take(name, (width,)).astype(self.dtype))
 
-    def matrix(self, name: str, inputs: int, outputs: int) -> jax.Array | Panels:
+    def matrix(self, name: str, inputs: int, outputs: int) -> jax.Array | PackedMatrix:
         return self._fused([name], inputs, [outputs])
 
-    def _fused(self, names: list[str], inputs: int, outputs: list[int]) -> jax.Array | Panels:
+    def _fused(self, names: list[str], inputs: int, outputs: list[int]) -> jax.Array | PackedMatrix:
         parts = [self.take(f"{n}.weight", (o, inputs)) for n, o in zip(names, outputs, strict=True)]
-        return arrange(np.concatenate(parts, axis=0), self.dtype, self.native)
+        return arrange(np.concatenate(parts, axis=0), self.dtype, self.implementation)
 
     def _fused_bias(self, names: list[str], outputs: list[int], present: bool) -> jax.Array | None:
         if not present:
@@ -419,7 +436,8 @@ class _Reader:
             return None
         if c.aux_norm == "joint":
             return self.vector("input_norm.weight", c.aux_width)
-        return jnp.concatenate([self.vector(f"fc_norm.{i}.weight", c.target_hidden_size) for i in range(c.num_taps)])
+        names = [f"fc_norm.{number}.weight" for number in range(c.num_taps)]
+        return jnp.concatenate([self.vector(name, c.target_hidden_size) for name in names])
 
     def mask_hidden(self) -> jax.Array | None:
         if not self.config.parallel:
@@ -429,30 +447,30 @@ class _Reader:
         if not shape or shape[-1] != width or np.prod(shape) != count * width:
             raise InputError(
                 f"{self.checkpoint.directory}: tensor {name} has shape {list(shape)}; expected [1, {count}, {width}], "
-                f"the width of {self.config.num_taps} taps of {self.config.target_hidden_size}"
+                f"the width of {self.config.num_taps} hidden states of {self.config.target_hidden_size}"
             )
         return jnp.asarray(self.take(name).reshape(count, width).astype(self.dtype))
 
     def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.checkpoint.has(_EMBEDDING):
-            return arrange_embedding(self.take(_EMBEDDING, shape), self.dtype, self.native)
+            return arrange_embedding(self.take(_EMBEDDING, shape), self.dtype, self.implementation)
         if shared is None:
             raise self._not_shared(_EMBEDDING)
         self._check_shared(_EMBEDDING, shared.shape, shape)
-        return jnp.asarray(shared) if self.native else jnp.asarray(shared).astype(self.dtype)
+        return jnp.asarray(shared) if self.implementation == "native" else jnp.asarray(shared).astype(self.dtype)
 
     def lm_head(
-        self, shared: jax.Array | np.ndarray | Panels | None, draft_to_target: np.ndarray | None
-    ) -> jax.Array | Panels:
+        self, shared: jax.Array | np.ndarray | PackedMatrix | None, draft_to_target: np.ndarray | None
+    ) -> jax.Array | PackedMatrix:
         c = self.config
         if self.checkpoint.has(_LM_HEAD):
             return self.matrix("lm_head", c.hidden_size, c.draft_vocab_size)
         if shared is None:
             raise self._not_shared(_LM_HEAD)
-        shape = (shared.inputs, shared.outputs) if isinstance(shared, Panels) else shared.shape
+        shape = (shared.inputs, shared.outputs) if isinstance(shared, PackedMatrix) else shared.shape
         self._check_shared(_LM_HEAD, shape, (c.hidden_size, c.vocab_size))
-        head = shared if isinstance(shared, Panels) else jnp.asarray(shared).astype(self.dtype)
+        head = shared if isinstance(shared, PackedMatrix) else jnp.asarray(shared).astype(self.dtype)
         return head if draft_to_target is None else take_outputs(head, draft_to_target)
 
     def _not_shared(self, name: str) -> InputError:
@@ -462,11 +480,11 @@ class _Reader:
         )
 
     def _check_shared(self, name: str, seen: tuple[int, ...], expected: tuple[int, int]) -> None:
-        """Raises InputError where what the target gives in place of a tensor does not fit."""
+        """Raises InputError if the target's tensor cannot stand in for the missing one."""
         if tuple(seen) != expected:
             raise InputError(
-                f"{self.checkpoint.directory}: tensor {name} is missing, and the target's has shape {list(seen)} where "
-                f"{list(expected)} is expected: this drafter cannot share it; store the tensor in it"
+                f"{self.checkpoint.directory}: tensor {name} is missing, and the target's has shape {list(seen)}; "
+                f"expected {list(expected)} to share it: store the tensor in the drafter"
             )
 
 
@@ -491,8 +509,8 @@ def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> Drafte
     num_taps = int(settings.get("num_aux_hidden_states") or (len(aux_layer_ids) if aux_layer_ids else 3))
     if given is None and named and len(named[0].ids) != num_taps:
         raise InputError(
-            f"config.json's {named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_taps}; expected "
-            "one id for each"
+            f"config.json's {named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_taps}; "
+            "expected one id for each"
         )
     head_dim, num_kv_heads = _head_geometry(checkpoint, geometry, num_heads)
     joint, per_tap = bool(settings.get("norm_before_fc")), bool(settings.get("fc_norm"))
@@ -525,7 +543,7 @@ def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> Drafte
 
 
 def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The geometry with what config.json says of the rotation outside of it. Raises InputError where they disagree."""
+    """Add RoPE settings outside the nested geometry to it. Raises InputError if the two places disagree."""
     keys = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
     outer = {key: config[key] for key in keys if key in config}
     for key, value in outer.items():
@@ -540,7 +558,7 @@ def _with_outer_rope(geometry: Mapping[str, Any], config: Mapping[str, Any]) -> 
 def _refuse_variants(
     settings: Mapping[str, Any], config: Mapping[str, Any], geometry: Mapping[str, Any], parallel: bool
 ) -> None:
-    """Raises InputError for a setting that asks for another model than this one."""
+    """Raises InputError for a setting that means another model than this one."""
     expected = "peagle" if parallel else "eagle3"
     if NESTED in config and (kind := config.get("speculators_model_type")) != expected:
         raise InputError(
@@ -548,8 +566,8 @@ def _refuse_variants(
             f"{'a' if parallel else 'no'} tensor {_MASK_HIDDEN}"
         )
     kind = geometry.get("model_type", "llama")
-    # SpecForge keeps the target's model_type above layers that are Llama's by their architecture, and reads the file as
-    # a LlamaConfig: what it leaves out (theta, say) is Llama's default, too
+    # SpecForge writes the target's model_type above Llama layers and reads the file as a LlamaConfig, so a missing
+    # setting (theta, say) has Llama's default here as well
     of_target = kind == "gpt_oss" and "llama" in str(config.get("architectures")).lower()
     if kind != "llama" and not of_target:
         raise InputError(f"config.json says the drafter's layers are model_type {kind!r}; expected 'llama'")
@@ -583,13 +601,13 @@ def _mask_token_id(checkpoint: Checkpoint) -> int | None:
 
 
 def _num_mask_hiddens(checkpoint: Checkpoint) -> int:
-    """The rows of a mask_hidden [1, M, A]; one of any other shape holds one."""
+    """Return M of a mask_hidden [1, M, A]; any other shape holds one vector."""
     shape = checkpoint.shape(_MASK_HIDDEN)
     return shape[1] if len(shape) == 3 and shape[0] == 1 else 1
 
 
 def _head_geometry(checkpoint: Checkpoint, geometry: Mapping[str, Any], num_heads: int) -> tuple[int, int]:
-    """(head_dim, num_kv_heads) as config.json says, else as the projections' shapes do."""
+    """Return (head_dim, num_kv_heads) from config.json, else from the projections' shapes."""
     prefix = _first_layer_prefix(checkpoint)
     if num_heads < 1:
         raise InputError(f"config.json says num_attention_heads {num_heads}; expected 1 or more")
@@ -602,12 +620,12 @@ def _head_geometry(checkpoint: Checkpoint, geometry: Mapping[str, Any], num_head
 
 
 def _target_hidden_size(checkpoint: Checkpoint, named: int | None, num_taps: int) -> int:
-    """The width of one tap, from fc's; config.json may name it, too."""
+    """Return the width of one of the target's hidden states, from fc's width; check config.json's, if any."""
     width = checkpoint.shape(_FC)[-1]
     if width % num_taps or (named is not None and int(named) * num_taps != width):
         size = "a target" if named is None else f"target_hidden_size {named}"
         raise InputError(
-            f"tensor {_FC} reads {width} values, which is not {num_taps} taps of {size}; check "
+            f"tensor {_FC} reads {width} values; expected {num_taps} hidden states of {size}: check "
             "eagle_aux_hidden_state_layer_ids and target_hidden_size"
         )
     return width // num_taps
@@ -624,7 +642,7 @@ def _first_layer_prefix(checkpoint: Checkpoint) -> str:
 
 
 def _draft_to_target(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarray | None:
-    """Absolute target ids, int32, of the draft vocabulary; None where the two are the same.
+    """Return the draft vocabulary's absolute target ids, int32; None if the vocabularies are the same.
 
     Example: d2t [0, 0, 3] -> ids [0, 1, 5].
     """
@@ -647,12 +665,15 @@ def _draft_to_target(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarra
 
 
 STORE_OFFSETS = "store d2t - arange(len(d2t)) as d2t"
-_CHANCE = 20.0  # exp(-20): of a map whose ids never are neighbours, for no accident
+_CHANCE = 20.0  # exp(-20): the chance below which a map without neighbouring ids is no accident
 
 
 def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
-    """A line where d2t, read as offsets, cannot be what was meant: t2d marks other tokens, or, without a t2d, no two of
-    its tokens are neighbours; None where all is well. Reads no other tensor."""
+    """Describe in one line why d2t, read as offsets, looks wrong; None if it looks right.
+
+    It looks wrong if t2d marks other tokens, or, without a t2d, if no two of its tokens are neighbours. Reads no other
+    tensor.
+    """
     if not checkpoint.has("d2t"):
         return None
     stored = _stored_map(checkpoint, config)
@@ -669,7 +690,7 @@ def doubtful_map(checkpoint: Checkpoint, config: DrafterConfig) -> str | None:
         said = f"{taken} t2d marks other tokens ({len(np.intersect1d(read, marked))} of {len(marked)} are the same)"
         if np.array_equal(np.sort(stored), marked):
             return f"{said}; read as absolute ids it agrees with t2d: {STORE_OFFSETS}"
-        return f"{said}; peagle parity tells which of the two the drafter follows"
+        return f"{said}; peagle parity finds which of the two the drafter follows"
     if len(stored) ** 2 > _CHANCE * config.vocab_size and (np.diff(stored) > 0).all():
         return (
             f"{taken} then no two of its {len(stored)} tokens are neighbours; if it holds absolute ids, {STORE_OFFSETS}"
@@ -682,7 +703,7 @@ def _stored_map(checkpoint: Checkpoint, config: DrafterConfig) -> np.ndarray:
 
 
 def _map_fault(target_ids: np.ndarray, vocab_size: int) -> str | None:
-    """Why these cannot be the target's ids of a draft vocabulary; None where they can."""
+    """Describe why these are not valid target ids of a draft vocabulary; None if they are."""
     if target_ids.min() < 0 or target_ids.max() >= vocab_size:
         return f"maps to ids {target_ids.min()}..{target_ids.max()}; expected 0..{vocab_size - 1}"
     if (different := len(np.unique(target_ids))) < len(target_ids):

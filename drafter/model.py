@@ -1,14 +1,13 @@
-"""P-EAGLE and EAGLE-3: one stack of layers, and the ways through it.
+"""P-EAGLE and EAGLE-3 drafters: one stack of layers, four passes over it.
 
     forward           no cache: rows (anchor, depth) under the group-causal mask (references)
-    absorb            rows that were committed, written to the caches; no logits
-    propose           the rows committed last and K-1 mask slots, written to the caches, then attended: P-EAGLE
-    propose_in_turn   the rows committed last, then K-1 passes of one row, each of the draft before it: EAGLE-3
+    absorb            write committed rows to the caches; no logits
+    propose           P-EAGLE: one pass over the rows committed last and K-1 mask slots
+    propose_in_turn   EAGLE-3: one pass over the rows committed last, then K-1 passes over the latest draft
 
 Positions do not shift, tokens do: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and
-predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)); the row of a draft is (its
-embedding, what the layers made of the row before). All run `run_layers`; they differ in what attention reads, which
-each passes in as `attend`.
+predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)). A draft's row is (its embedding,
+the last layer's output for the row before). Every pass runs `run_layers` with its own attention, `attend`.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from peagle.ops.kv_cache import KVCache, init_kv_cache
 from peagle.ops.likeliest import argmax
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
-from peagle.ops.messages import Fresh
+from peagle.ops.messages import DrafterInput
 from peagle.ops.norm import Norm, rms_norm
 from peagle.ops.rope import rope_tables
 
@@ -38,12 +37,12 @@ AttendProjected = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 @flax.struct.dataclass
 class Rows:
-    """What one proposing pass computes, row by row (`lay_out_rows`)."""
+    """The rows of one proposing pass (`lay_out_rows`)."""
 
     token_ids: jax.Array  # [B, T], T = F+K-1
     positions: jax.Array  # [B, T]; -1 in padding, and in an inactive sequence
-    committed: jax.Array  # [B, T] bool: rows with a true aux hidden; the others are mask slots or padding
-    draft_rows: jax.Array  # [B, K]: the row that gives draft i
+    committed: jax.Array  # [B, T] bool: rows with a true aux_hidden; the others are mask slots or padding
+    draft_rows: jax.Array  # [B, K]: the row that predicts draft i
 
 
 def forward(
@@ -55,12 +54,12 @@ def forward(
     depth: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T U"]:
-    """A P-EAGLE drafter's logits over the draft vocabulary of every row (anchor, depth), without a cache, under
-    `group_causal_mask`.
+    """Return a P-EAGLE drafter's logits of every row (anchor, depth), without a cache.
 
-    A row of depth 0 at anchor p carries token[p+1] and aux_hidden[p]; whatever a row of depth > 0 carries is replaced
-    by the mask token and mask_hidden. Row (p, d) stands at RoPE position p + d and predicts token[p + d + 2]. Rows of
-    negative anchor are padding. Segments, if given, do not see one another (anchors may repeat across them).
+    Attention is masked by `group_causal_mask`. A row of depth 0 at anchor p holds token[p+1] and aux_hidden[p]; the
+    content of a row of depth > 0 is replaced by the mask token and mask_hidden. Row (p, d) has RoPE position p + d and
+    predicts token[p + d + 2]. Rows of negative anchor are padding. Rows attend within their own segment only, if
+    segments are given; anchors may repeat across segments.
     """
     mask = group_causal_mask(anchor, depth)
     if segment_ids is not None:
@@ -72,14 +71,17 @@ def forward(
     masked = depth > 0
     token_ids = jnp.where(masked, mask_token_of(config), token_ids)
     slots = mask_slots(params, config)[jnp.clip(depth - 1, 0, config.num_mask_hiddens - 1)]
-    hidden = jnp.where(masked[:, :, None], slots, project_taps(params, config, aux_hidden.astype(params.dtype)))
-    x = run_layers(params, config, token_ids, hidden, anchor + depth, rotated(config, attend))
+    hidden = jnp.where(masked[:, :, None], slots, project_aux(params, config, aux_hidden.astype(params.dtype)))
+    x = run_layers(params, config, token_ids, hidden, anchor + depth, after_rope(config, attend))
     return _logits(params, config, x)
 
 
 def init_caches(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeLike) -> tuple[KVCache, ...]:
-    """Empty full caches, one per layer. The capacity must hold the widest write: 2K positions from the highest first
-    position on; rows beyond it would be dropped and not seen."""
+    """Make empty full caches, one per layer.
+
+    The capacity must hold the widest write: 2K positions from the highest first position on. Rows beyond the capacity
+    would be dropped silently.
+    """
     return tuple(
         init_kv_cache(batch, capacity, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)
     )
@@ -93,30 +95,31 @@ def absorb(
     positions: Int[Array, "B T"],
     caches: tuple[KVCache, ...],
 ) -> tuple[KVCache, ...]:
-    """Write committed rows to the caches; nothing is proposed.
+    """Write committed rows to the caches, without proposing.
 
     token_ids are already shifted: the row at position p is (token[p+1], aux_hidden[p]). Rows of negative position are
-    inactive and never written. Example: of a prompt of P tokens rows 0..P-2 can be written; row P-1 needs the first
+    inactive and never written. Example: of a prompt of P tokens, rows 0..P-2 can be written; row P-1 needs the first
     sampled token and comes with the first `propose`.
     """
-    # what the last layer does after its keys and values is not used, so a compiled program does not contain it
-    hidden = project_taps(params, config, aux_hidden.astype(params.dtype), positions)
+    # XLA drops the last layer's work after its keys and values, since nothing reads it
+    hidden = project_aux(params, config, aux_hidden.astype(params.dtype), positions)
     return _cached_pass(params, config, token_ids, hidden, positions, caches)[1]
 
 
 def lay_out_rows(
-    fresh_token_ids: Int[Array, "B F"],
-    num_fresh: Int[Array, " B"],
+    token_ids: Int[Array, "B F"],
+    num_committed: Int[Array, " B"],
     first_position: Int[Array, " B"],
     num_drafts: int,
     mask_token_id: int,
     widths: Int[Array, " B"] | None = None,
 ) -> Rows:
-    """The F+K-1 rows of one proposing pass: C = num_fresh committed rows, K-1 mask slots, padding, at consecutive
-    positions. Draft i is read from row C-1+i. With F = K+1, what one step commits at most, that is 2K rows. If widths
-    are given, row b proposes widths[b] <= K drafts: its further mask slots are padding, too.
+    """Lay out the F+K-1 rows of one proposing pass: C = num_committed committed rows, K-1 mask slots, padding.
 
-    Example (the rows of vLLM's own test; K = 3, mask id M): C = 3 fresh rows 11 12 100 from position 5, and C = 4,
+    Positions are consecutive. Draft i is read from row C-1+i. With F = K+1, the most that one step commits, a pass has
+    2K rows. If widths are given, sequence b proposes widths[b] <= K drafts and its further mask slots are padding.
+
+    Example (the rows of vLLM's own test; K = 3, mask id M): C = 3 committed rows 11 12 100 from position 5, and C = 4,
     21 22 23 200, from 10:
 
         row          0    1    2    3    4    5
@@ -125,45 +128,46 @@ def lay_out_rows(
         token_ids    21   22   23   200  M    M        draft_rows 3 4 5
         positions    10   11   12   13   14   15
 
-    A padding row is inactive: it has no position, and writes nothing. The mask slots' cache entries are written over
-    before they are read: a query sees what lies before it, and all that lies between the committed rows and it is
-    written by its own pass.
+    A padding row is inactive: it has no position and writes nothing. The mask slots' cache entries are overwritten
+    before they are read: a query attends to earlier positions, and its own pass writes every position between the
+    committed rows and the query.
     """
-    width = fresh_token_ids.shape[1] + num_drafts - 1
+    width = token_ids.shape[1] + num_drafts - 1
     row = jnp.arange(width, dtype=jnp.int32)[None, :]
-    committed = row < num_fresh[:, None]
+    committed = row < num_committed[:, None]
     first_position = first_position[:, None]
     num_masks = num_drafts - 1 if widths is None else jnp.maximum(widths - 1, 0)[:, None]
-    active = (first_position >= 0) & (row < num_fresh[:, None] + num_masks)
-    padded = jnp.pad(fresh_token_ids, ((0, 0), (0, width - fresh_token_ids.shape[1])))
+    active = (first_position >= 0) & (row < num_committed[:, None] + num_masks)
+    padded = jnp.pad(token_ids, ((0, 0), (0, width - token_ids.shape[1])))
     draft = jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
     return Rows(
         token_ids=jnp.where(committed, padded, mask_token_id),
         positions=jnp.where(active, first_position + row, -1),
         committed=committed,
-        draft_rows=jnp.maximum(num_fresh[:, None] - 1, 0) + draft,
+        draft_rows=jnp.maximum(num_committed[:, None] - 1, 0) + draft,
     )
 
 
 def propose(
     params: DrafterParams,
     config: DrafterConfig,
-    fresh: Fresh,
+    drafter_input: DrafterInput,
     widths: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
 ) -> tuple[Float[Array, "B K U"], tuple[KVCache, ...]]:
-    """(logits of the K drafts over the draft vocabulary, caches), in one pass of F+K-1 rows.
+    """Propose K drafts in one pass of F+K-1 rows; return (logits over the draft vocabulary, caches).
 
-    The caches hold rows 0..first_position-1. Afterwards they hold those and the fresh rows, and what lies behind is
-    dead (`lay_out_rows`): nothing has to be taken back when drafts are rejected. Draft i predicts
-    token[first_position + num + 1 + i]; logits of drafts from widths[b] on mean nothing. A sequence of negative
-    first_position is inactive: it writes nothing and its logits mean nothing.
+    The caches hold rows 0..first_position-1 before the pass, and the input's committed rows as well after it. Later
+    entries are dead (`lay_out_rows`), so rejected drafts need no rollback. Draft i predicts
+    token[first_position + num + 1 + i]; ignore logits of drafts from widths[b] on. A sequence of negative
+    first_position is inactive: it writes nothing; ignore its logits.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
-    rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, num_drafts, mask_token_of(config), widths)
-    hidden = _slot_hidden(params, config, fresh, rows)
+    given = drafter_input
+    rows = lay_out_rows(given.token_ids, given.num, given.first_position, num_drafts, mask_token_of(config), widths)
+    hidden = _slot_hidden(params, config, drafter_input, rows)
     wanted = jnp.where(jnp.arange(num_drafts, dtype=jnp.int32)[None, :] < widths[:, None], rows.draft_rows, -1)
     x, caches = _cached_pass(params, config, rows.token_ids, hidden, rows.positions, caches, wanted)
     return _logits(params, config, x, wanted), caches
@@ -172,60 +176,61 @@ def propose(
 def propose_in_turn(
     params: DrafterParams,
     config: DrafterConfig,
-    fresh: Fresh,
+    drafter_input: DrafterInput,
     widths: Int[Array, " B"],
     caches: tuple[KVCache, ...],
     num_drafts: int,
 ) -> tuple[Int[Array, "B K"], tuple[KVCache, ...]]:
-    """(drafts, ids of the target's vocabulary; caches): a pass over the fresh rows, then one over each draft but the
-    last. Everything else is as `propose` says.
+    """Propose K drafts in K passes; return (drafts as ids of the target's vocabulary, caches).
 
-    Row first_position + num - 1 + i, i >= 1, is (embedding of draft i-1, what came out of the row before) and
-    gives draft i.
+    The first pass covers the committed rows, each later pass one draft; the last draft needs none. Row
+    first_position + num - 1 + i, i >= 1, is (embedding of draft i-1, `next_input` of the row before) and predicts
+    draft i. Caches and inactive sequences are as in `propose`.
     """
     if num_drafts < 1:
         raise ValueError(f"{num_drafts} drafts; expected K >= 1")
-    # without mask slots: a layout of one draft
-    rows = lay_out_rows(fresh.token_ids, fresh.num, fresh.first_position, 1, 0)
+    given = drafter_input
+    # a layout of one draft has no mask slots
+    rows = lay_out_rows(given.token_ids, given.num, given.first_position, 1, 0)
     real = jnp.where(rows.committed, 0, -1)
-    hidden = project_taps(params, config, fresh.aux_hidden.astype(params.dtype), real)
+    hidden = project_aux(params, config, given.aux_hidden.astype(params.dtype), real)
     drafts = []
     token_ids, positions = rows.token_ids, rows.positions
     wanted: jax.Array | None = jnp.where(widths[:, None] > 0, rows.draft_rows, -1)
     for number in range(num_drafts):
         x, caches = _cached_pass(params, config, token_ids, hidden, positions, caches, wanted)
-        asked = jnp.where(fresh.first_position >= 0, widths, 0)[:, None] > number
-        drafts.append(to_target_ids(params, argmax(_logits(params, config, x, jnp.where(asked, 0, -1)))))
-        token_ids, hidden, wanted = drafts[-1], fed_back(params, config, x), None
+        needed = jnp.where(given.first_position >= 0, widths, 0)[:, None] > number
+        drafts.append(to_target_ids(params, argmax(_logits(params, config, x, jnp.where(needed, 0, -1)))))
+        token_ids, hidden, wanted = drafts[-1], next_input(params, config, x), None
         positions = jnp.where(
-            widths > number + 1, jnp.where(fresh.first_position < 0, -1, fresh.first_position + fresh.num + number), -1
+            widths > number + 1, jnp.where(given.first_position < 0, -1, given.first_position + given.num + number), -1
         )[:, None]
     return jnp.concatenate(drafts, axis=1), caches
 
 
-def fed_back(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """What an EAGLE-3 drafter's next pass reads, of what came out of the layers."""
+def next_input(params: DrafterParams, config: DrafterConfig, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Turn the last layer's output into the hidden state that an EAGLE-3 drafter's next pass reads."""
     return rms_norm(x, params.norm, config.rms_norm_eps) if config.norm_output else x
 
 
 def to_target_ids(params: DrafterParams, draft_ids: Int[Array, "B K"]) -> Int[Array, "B K"]:
-    """Ids of the target's vocabulary for ids of the draft vocabulary; NO_TOKEN stays."""
+    """Map ids of the draft vocabulary to ids of the target's; NO_TOKEN stays."""
     if params.draft_to_target is None:
         return draft_ids
     return jnp.where(draft_ids < 0, draft_ids, params.draft_to_target[jnp.maximum(draft_ids, 0)])
 
 
 def mask_token_of(config: DrafterConfig) -> int:
-    """The token of a P-EAGLE drafter's mask slots. Raises ValueError for a drafter that has none."""
+    """Return the token of a P-EAGLE drafter's mask slots. Raises ValueError for an EAGLE-3 drafter."""
     if config.mask_token_id is None:
         raise ValueError("an EAGLE-3 drafter has no mask slots; it proposes in turn")
     return config.mask_token_id
 
 
 def mask_slots(params: DrafterParams, config: DrafterConfig) -> Float[Array, "M D"]:
-    """fc of every mask_hidden."""
+    """Project every mask_hidden by fc."""
     assert params.mask_hidden is not None
-    return project_taps(params, config, params.mask_hidden[None])[0]
+    return project_aux(params, config, params.mask_hidden[None])[0]
 
 
 def _cached_pass(
@@ -237,13 +242,15 @@ def _cached_pass(
     caches: tuple[KVCache, ...],
     wanted: Int[Array, "B K"] | None = None,
 ) -> tuple[Float[Array, "B t D"], tuple[KVCache, ...]]:
-    """(residual stream of the wanted rows, or of all; caches with the rows written): each row sees what the caches hold
-    up to it."""
+    """Write the rows to the caches, then let each row attend up to its own position.
+
+    Returns (residual stream of the wanted rows, of all by default; caches).
+    """
     written = list(caches)
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         out, written[layer] = decode_attention(
-            qkv, cos, sin, caches[layer], positions, config.num_heads, native=params.native, xla=params.xla
+            qkv, cos, sin, caches[layer], positions, config.num_heads, implementation=params.implementation
         )
         return out
 
@@ -251,39 +258,41 @@ def _cached_pass(
     return x, tuple(written)
 
 
-def _slot_hidden(params: DrafterParams, config: DrafterConfig, fresh: Fresh, rows: Rows) -> jax.Array:
-    """fc of the true aux hiddens in committed rows and of mask_hidden elsewhere [B, T, D], reading fc once."""
+def _slot_hidden(params: DrafterParams, config: DrafterConfig, drafter_input: DrafterInput, rows: Rows) -> jax.Array:
+    """Project aux_hidden in committed rows and mask_hidden elsewhere [B, T, D], reading fc once."""
     assert params.mask_hidden is not None
-    batch, width, aux_width = fresh.aux_hidden.shape
+    batch, width, aux_width = drafter_input.aux_hidden.shape
     masks = params.mask_hidden.shape[0]
     mask_hidden = jnp.broadcast_to(params.mask_hidden[None], (batch, masks, aux_width))
-    aux_hidden = jnp.concatenate([fresh.aux_hidden.astype(params.dtype), mask_hidden], axis=1)
+    aux_hidden = jnp.concatenate([drafter_input.aux_hidden.astype(params.dtype), mask_hidden], axis=1)
     wanted = jnp.pad(jnp.where(rows.committed[:, :width], 0, -1), ((0, 0), (0, masks)))
-    hidden = project_taps(params, config, aux_hidden, wanted)
-    # row r reads fresh row r; the mask slots those behind them, one after the other as far as there are different ones
+    hidden = project_aux(params, config, aux_hidden, wanted)
+    # committed row r reads projection r; mask slot m reads projection F + m, or the last one if there are fewer
     row = jnp.arange(rows.committed.shape[1], dtype=jnp.int32)[None, :]
-    source = jnp.where(rows.committed, row, width + jnp.clip(row - fresh.num[:, None], 0, masks - 1))
+    source = jnp.where(rows.committed, row, width + jnp.clip(row - drafter_input.num[:, None], 0, masks - 1))
     return jnp.take_along_axis(hidden, source[:, :, None], axis=1)
 
 
-def project_taps(
+def project_aux(
     params: DrafterParams,
     config: DrafterConfig,
     aux_hidden: Float[Array, "B T A"],
     positions: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """fc of the taps, normalised first where the config says so. mask_hidden takes the same way. Rows of negative
-    position, where positions are given, mean nothing."""
+    """Project aux_hidden (or mask_hidden) by fc, after the config's norm, if any.
+
+    If positions are given, ignore the result of rows of negative position.
+    """
     if config.aux_norm is not None and params.aux_norm is not None:
         groups = config.num_taps if config.aux_norm == "per_tap" else 1
-        taps, weights = jnp.split(aux_hidden, groups, axis=-1), jnp.split(params.aux_norm, groups)
-        normed = [rms_norm(tap, weight, config.rms_norm_eps) for tap, weight in zip(taps, weights, strict=True)]
+        parts, weights = jnp.split(aux_hidden, groups, axis=-1), jnp.split(params.aux_norm, groups)
+        normed = [rms_norm(part, weight, config.rms_norm_eps) for part, weight in zip(parts, weights, strict=True)]
         aux_hidden = jnp.concatenate(normed, axis=-1)
     return linear(aux_hidden, params.fc, positions=positions)
 
 
-def rotated(config: DrafterConfig, attend: Attend) -> AttendProjected:
-    """The same on projections that are still side by side and not yet rotated."""
+def after_rope(config: DrafterConfig, attend: Attend) -> AttendProjected:
+    """Wrap `attend` to take the qkv projection: split it into heads and apply RoPE first."""
 
     def projected(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
@@ -301,11 +310,13 @@ def run_layers(
     attend: AttendProjected,
     wanted: Int[Array, "B K"] | None = None,
 ) -> jax.Array:
-    """Residual stream after the last layer [B, T, D], from the tokens and fc's output for each row; of the `wanted`
-    rows alone [B, K, D], where some are named: of the others the last layer needs only keys and values. A wanted row of
-    negative index means nothing."""
+    """Return the residual stream after the last layer [B, T, D], from each row's token and fc output.
+
+    If `wanted` names rows, return those alone [B, K, D]: the last layer then computes only keys and values for the
+    others. Ignore the result of a negative index.
+    """
     eps = config.rms_norm_eps
-    cos, sin = rope_tables(config.rope, positions, hidden.dtype, native=params.native)
+    cos, sin = rope_tables(config.rope, positions, hidden.dtype, implementation=params.implementation)
     x = hidden
     for index, p in enumerate(params.layers):
         if p.hidden_norm is None:

@@ -1,8 +1,8 @@
 """The parameters of a drafter as a pytree, and their random initialisation.
 
-Matrices are arrays with the input dimension first (`x @ w`), or all of them panels for the native kernels
-(peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, F MLP width,
-V the target's vocabulary, U the draft vocabulary, A the width of the taps side by side. Absent biases are None.
+Matrices are arrays with the input dimension first (`x @ w`), or all of them packed matrices for the native kernels
+(peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, F MLP width, V the target's vocabulary, U the
+draft vocabulary, A the width of aux_hidden. Absent biases are None.
 """
 
 import flax.struct
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from drafter.config import DrafterConfig
-from peagle.ops.linear import Panels
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import PackedMatrix
 
 
 @flax.struct.dataclass
@@ -20,47 +21,48 @@ class LayerParams:
 
     norm: jax.Array  # [D]
     hidden_norm: jax.Array | None  # [D] in layer 0, None elsewhere
-    qkv: jax.Array | Panels  # [2D or D, (N + 2G) H]: queries, keys, values side by side
+    qkv: jax.Array | PackedMatrix  # [2D or D, (N + 2G) H]: queries, keys, values side by side
     qkv_bias: jax.Array | None  # [(N + 2G) H]
-    out: jax.Array | Panels  # [N H, D]
+    out: jax.Array | PackedMatrix  # [N H, D]
     out_bias: jax.Array | None  # [D]
     mlp_norm: jax.Array  # [D]
-    gate_up: jax.Array | Panels  # [D, 2F]: gate, up side by side
+    gate_up: jax.Array | PackedMatrix  # [D, 2F]: gate, up side by side
     gate_up_bias: jax.Array | None  # [2F]
-    down: jax.Array | Panels  # [F, D]
+    down: jax.Array | PackedMatrix  # [F, D]
     down_bias: jax.Array | None  # [D]
 
 
 @flax.struct.dataclass
 class DrafterParams:
-    """All of a drafter. `draft_to_target` is the one leaf that is not trained: a trainer sets it aside
-    (`params.replace(draft_to_target=None)`); only proposing reads it."""
+    """All parameters of a drafter.
+
+    `draft_to_target` is the one leaf that is not trained: only proposing reads it, and a trainer removes it
+    (`params.replace(draft_to_target=None)`).
+    """
 
     embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     aux_norm: jax.Array | None  # [A]: weight of the norm before fc, if the config has one
-    fc: jax.Array | Panels  # [A, D]
-    mask_hidden: jax.Array | None  # [M, A]: stand for the taps in mask slots, the first in the first; None: EAGLE-3
+    fc: jax.Array | PackedMatrix  # [A, D]
+    mask_hidden: jax.Array | None  # [M, A]: aux_hidden of mask slots, one per depth or one for all; None: EAGLE-3
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
-    lm_head: jax.Array | Panels  # [D, U]
+    lm_head: jax.Array | PackedMatrix  # [D, U]
     draft_to_target: jax.Array | None  # [U] int32, absolute ids; None: the draft vocabulary is the target's
-    xla: bool = flax.struct.field(pytree_node=False, default=False)  # no kernels of ours compute, on GPUs neither
+    implementation: Implementation | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations and caches."""
+        """The dtype of activations and caches."""
         return self.norm.dtype
-
-    @property
-    def native(self) -> bool:
-        """Whether the matrices are panels."""
-        return isinstance(self.lm_head, Panels)
 
 
 def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> DrafterParams:
-    """Random parameters to train from: matrices normal with variance 1/input (outputs into the residual stream further
-    divided by 2 * layers), mask_hidden standard normal, norms one, biases zero. A reduced draft vocabulary is the
-    lowest ids of the target's until the caller chooses better ones."""
+    """Make random parameters to train from.
+
+    Matrices are normal with variance 1/input, divided by 2 * layers for outputs into the residual stream; mask_hidden
+    is standard normal, norms are one, biases zero. A reduced draft vocabulary is the lowest ids of the target's, until
+    the caller chooses better ones.
+    """
     c = config
     residual_scale = (2 * c.num_layers) ** -0.5
     qkv_width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim

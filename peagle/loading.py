@@ -20,6 +20,7 @@ from peagle.engine.widths import read_widths
 from peagle.ops import cuda
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.memory import refuse_too_large, size_in_words
 from peagle.ops.native import available as native_available
@@ -80,13 +81,19 @@ def load(
         _vocabulary(target_directory, drafter_directory, draft_vocab)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
-    native = _native(kernels)
+    implementation = _implementation(kernels)
 
-    _refuse_too_large(target_directory, drafter_directory, dtype, experts, native)
-    loaded = load_target(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native, progress=progress)
+    _refuse_too_large(target_directory, drafter_directory, dtype, experts, implementation)
+    loaded = load_target(
+        target_directory,
+        dtype=jnp.dtype(dtype),
+        experts=experts,
+        implementation=implementation,
+        progress=progress,
+    )
     if not loaded.stop_token_ids:
         warnings.warn(f"{target_directory}: {NO_STOP_TOKEN}", InputWarning, stacklevel=2)
-    plain = GptOss(dataclasses.replace(loaded.params, xla=kernels == "xla"), loaded.config)
+    plain = GptOss(loaded.params, loaded.config)
     pair = Pair(
         target=plain,
         plain_target=plain,
@@ -97,13 +104,17 @@ def load(
         experts=loaded.experts,
         kernels=kernels_in_words() if kernels != "xla" else "XLA",
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
-        programs_by_width=not native,
+        programs_by_width=implementation != "native",
     )
     return with_drafter(pair, target, drafter, draft_vocab=draft_vocab, aux_layer_ids=aux_layer_ids)
 
 
 def _refuse_too_large(
-    target_directory: Path, drafter_directory: Path | None, dtype: DtypeName, experts: ExpertsChoice, native: bool
+    target_directory: Path,
+    drafter_directory: Path | None,
+    dtype: DtypeName,
+    experts: ExpertsChoice,
+    implementation: Implementation | None,
 ) -> None:
     """Raise InputError for weights that take more memory than there is; it names the smallest choice."""
     from drafter.load import weight_bytes as drafter_bytes
@@ -111,9 +122,12 @@ def _refuse_too_large(
     from target.load import weight_bytes as target_bytes
 
     def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
-        sizes = {"the target": target_bytes(target_directory, dtype=jnp.dtype(dtype), experts=experts, native=native)}
+        of_target = target_bytes(
+            target_directory, dtype=jnp.dtype(dtype), experts=experts, implementation=implementation
+        )
+        sizes = {"the target": of_target}
         if drafter_directory is not None:
-            sizes["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), native=native)
+            sizes["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), implementation=implementation)
         return sizes
 
     def least() -> str:
@@ -151,14 +165,14 @@ def with_drafter(
     widths = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
-        dtype, native = jnp.dtype(pair.dtype), plain.params.native
+        dtype, implementation = jnp.dtype(pair.dtype), plain.params.implementation
         widths = read_widths(drafter_directory) or widths
-        size = weight_bytes(drafter_directory, dtype, native=native)
+        size = weight_bytes(drafter_directory, dtype, implementation=implementation)
         refuse_too_large({f"the drafter {drafter}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
         params, config = load_drafter(
             drafter_directory,
             dtype,
-            native=native,
+            implementation=implementation,
             target_embedding=plain.params.embedding,
             target_lm_head=plain.params.lm_head,
             aux_layer_ids=aux_layer_ids,
@@ -166,7 +180,7 @@ def with_drafter(
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
-        drafting = drafter_of(dataclasses.replace(params, xla=plain.params.xla), config)
+        drafting = drafter_of(params, config)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
     tapped = GptOss(plain.params, plain.config, aux_layer_ids=() if layers is None else layers.outputs)
@@ -302,9 +316,9 @@ def fitting_aux_layers(
         outputs = default_aux_layer_ids(n)
         if len(outputs) != drafter.num_taps:
             raise InputError(
-                f"the drafter {drafter_name} reads {drafter.num_taps} taps and does not name their layers, and the "
-                f"default for the target {target_name} is {len(outputs)} taps {list(outputs)}; give --aux-layer-ids, "
-                f"or name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
+                f"the drafter {drafter_name} reads {drafter.num_taps} aux layers and does not name them, and the "
+                f"default for the target {target_name} is {len(outputs)}: {list(outputs)}; give --aux-layer-ids, or "
+                f"name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
             )
         return AuxLayers(outputs, aux_layers_in_words(outputs, named))
     if outside := [layer for layer in outputs if not 0 <= layer < n]:
@@ -372,14 +386,11 @@ def _steps_per_dispatch(params: PyTree) -> int:
     return int(np.clip(640_000_000 // weights, 1, MOST_STEPS_PER_DISPATCH))
 
 
-def _native(kernels: KernelsChoice) -> bool:
-    """Decide whether to load weights for the native CPU kernels.
-
-    Raises InputError for "native" if no native kernels run here.
-    """
+def _implementation(kernels: KernelsChoice) -> Implementation | None:
+    """Choose the implementation of a pair's ops. Raises InputError if "native" is named and no kernels run here."""
     if kernels == "native" and not (native_available() or cuda.available()):
         raise InputError(f"the native kernels do not run here: {kernels_in_words().removeprefix('XLA: ')}")
-    return kernels != "xla" and native_available()
+    return "xla" if kernels == "xla" else for_weights()
 
 
 def default_dtype() -> DtypeName:

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.messages import Draft, Fresh, TargetOutput
+from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
 
 PyTree: TypeAlias = Any
 
@@ -53,7 +53,7 @@ class Target(Protocol):
         positions: Int[Array, "B T"],
         cache: PyTree,
         logit_rows: Int[Array, "B L"] | None = None,
-    ) -> tuple[TargetOutput, PyTree]:
+    ) -> tuple[VerifyOutput, PyTree]:
         """Run T rows at their positions and write them to the caches.
 
         Computes the logits of `logit_rows`, by default of all. A row of negative position is inactive. Active positions
@@ -93,8 +93,8 @@ class Drafter(Protocol):
         ...
 
     def propose(
-        self, state: PyTree, drafter_input: Fresh, widths: Int[Array, " B"], num_drafts: int
-    ) -> tuple[Draft, PyTree]:
+        self, state: PyTree, drafter_input: DrafterInput, widths: Int[Array, " B"], num_drafts: int
+    ) -> tuple[DraftOutput, PyTree]:
         """Append the input's rows and propose the num_drafts tokens that follow them.
 
         Only the first widths[b] drafts of row b will be verified.

@@ -242,7 +242,7 @@ def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]
     most_rows = calls.MAX_ROWS if cuda.available() else 0
     cases = [(batch, context, params) for batch, context in ((1, 512), (4, 512), (8, 512), (32, 512), (1, 8192))]
     if cuda.available():
-        cases.insert(1, (1, 512, dataclasses.replace(params, xla=True)))
+        cases.insert(1, (1, 512, dataclasses.replace(params, implementation="xla")))
     for batch, context, weights in cases:
         pair = pair_of(weights, config, None)
         first = batch == 1 and context == 512 and weights is params

@@ -1,8 +1,8 @@
-"""Between directories and TargetParams: the only file of the target that knows tensor names.
+"""Read and write target checkpoints. The only file of the target with tensor names.
 
-Two layouts are read, the Hugging Face one and openai's `original/`; the Hugging Face one is written. Both interleave
-the experts' gate and up rows and store matrices output dimension first, but for unquantised Hugging Face experts, which
-are input dimension first.
+Reads two layouts, Hugging Face's and openai's `original/`, and writes Hugging Face's. Both interleave the experts' gate
+and up rows and store matrices output dimension first, except for unquantised Hugging Face experts, which are input
+dimension first.
 """
 
 import dataclasses
@@ -17,9 +17,10 @@ import numpy as np
 
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, read_json, write_checkpoint
 from peagle.ops.errors import InputError
-from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts, alternate
-from peagle.ops.linear import Panels, arrange, arrange_embedding, as_matrix
-from peagle.ops.linear.panels import BFLOAT16, pack_floats, pack_mxfp4
+from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, NativeExperts, PackedExperts, alternate
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix
+from peagle.ops.linear.packed import BFLOAT16, pack_floats, pack_mxfp4
 from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import BLOCK, NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig, parse_config, render_config
@@ -29,7 +30,7 @@ from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 # unselected ones costs that factor in multiplications and saves every gather: at 8 experts top-4 the plain matmuls win
 # at any number of rows; at 32 top-4 a decoded token would read eight times the weights it needs.
 FUSED_UP_TO = 4
-# of the memory that is free when loading starts; the rest is for caches, activations and other people
+# of the memory that is free when loading starts; the rest is for caches, activations and other processes
 _MEMORY_SHARE = 0.8
 
 ExpertsChoice = Literal["auto", "packed", "expanded"]
@@ -38,31 +39,31 @@ Layout = Literal["packed", "expanded", "fused"]
 
 @dataclasses.dataclass(frozen=True)
 class LoadedTarget:
-    """A model in memory, and what its directory says beside the weights."""
+    """A model in memory, and its directory's other settings."""
 
     params: TargetParams
     config: TargetConfig
-    stop_token_ids: tuple[int, ...]  # may be none
-    experts: Layout  # the layout they are in now
+    stop_token_ids: tuple[int, ...]  # may be empty
+    experts: Layout  # their layout in memory
     mxfp4: bool  # whether the files hold quantised experts
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetFiles:
-    """What a directory holds, by config.json and the headers of its tensors."""
+    """A directory's content, by config.json and the headers of its tensors."""
 
     config: TargetConfig
     stop_token_ids: tuple[int, ...]
     stop_tokens_from: str | None  # the file that names them
     mxfp4: bool
     num_parameters: int
-    num_expert_parameters: int  # of them, in the experts' matrices
+    num_expert_parameters: int  # of num_parameters, those in the experts' matrices
     tensor_bytes: int
-    expert_tensor_bytes: int  # of them, what `packed` keeps as it is
+    expert_tensor_bytes: int  # of tensor_bytes, those that experts "packed" leaves as they are
 
 
 def inspect_target(directory: Path) -> TargetFiles:
-    """Checks a directory as load_target does, short of reading a weight; raises the same InputErrors."""
+    """Check a directory as load_target does, without reading weights. Raises the same InputErrors."""
     checkpoint, names, config, mxfp4 = _open(Path(directory))
     counts = {True: 0, False: 0}
     sizes = {True: 0, False: 0}
@@ -82,11 +83,18 @@ def inspect_target(directory: Path) -> TargetFiles:
 
 
 def weight_bytes(
-    directory: Path, *, dtype: Any = jnp.float32, experts: ExpertsChoice = "auto", native: bool = False
+    directory: Path,
+    *,
+    dtype: Any = jnp.float32,
+    experts: ExpertsChoice = "auto",
+    implementation: Implementation | None = None,
 ) -> int:
-    """What load_target with these options will hold in memory, to a percent; no weight is read. Raises the same
-    InputErrors."""
+    """Compute the memory that load_target with these options will take, to a percent.
+
+    Reads no weights. Raises the same InputErrors.
+    """
     checkpoint, names, config, mxfp4 = _open(Path(directory))
+    native = implementation == "native"
     layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, Path(directory))
     wanted = np.dtype(dtype).itemsize
     total = 0
@@ -108,40 +116,40 @@ def load_target(
     *,
     dtype: Any = jnp.float32,
     experts: ExpertsChoice = "auto",
-    native: bool = False,
+    implementation: Implementation | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedTarget:
-    """The model in a directory: float parameters in `dtype`, on JAX's default device, every tensor of the files used.
+    """Load the model in a directory: float parameters in `dtype`, on JAX's default device.
 
-    native: all matrices become panels for the compiled CPU kernels (peagle.ops.native.available() says whether they
-    run); bfloat16 matrices stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4 unless `expanded`
-    asks for bfloat16 ones.
+    experts "packed" keeps MXFP4 experts as they are, "expanded" dequantises them once, at load. "auto" expands on CPU
+    if that fits in free memory (dequantising inside the graph is many times slower there), and packs on accelerators.
+    Unquantised experts are always expanded. Calls progress(bytes read, bytes in all) while it reads.
 
-    `packed` keeps MXFP4 experts as they are, `expanded` dequantises them once, here. `auto` is expanded on CPU where
-    that fits in the memory that is free (dequantising inside the graph is many times slower there), and packed on
-    accelerators; unquantised experts are always expanded. `progress` is told (bytes read, bytes in all).
+    implementation "native" packs all matrices for the compiled CPU kernels, if they run (peagle.ops.native.available).
+    bfloat16 matrices then stay bfloat16, for activations in `dtype`, and MXFP4 experts stay MXFP4 unless "expanded"
+    makes them bfloat16.
 
-    On CPU memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped, not read in, one expert is
-    here twice at a time, and of other matrices one, the largest of them first.
+    On CPU, memory peaks within 1.15 of the parameters (`weight_bytes`): files are mapped, not read in; at any time one
+    expert, or one other matrix, is in memory twice, and the largest matrix comes first.
 
     Raises InputError naming a tensor that is missing, surplus, wrongly shaped or corrupt, a config that is not GPT-OSS,
-    and `packed` for a checkpoint that is not MXFP4.
+    and "packed" for a checkpoint that is not MXFP4.
     """
     directory = Path(directory)
     checkpoint, names, config, mxfp4 = _open(directory)
     stop_token_ids, _ = _stop_tokens(checkpoint)
-    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, directory)
+    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, implementation == "native", directory)
     if progress is not None:
         checkpoint.watch(progress)
-    params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4, native).params(layout)
+    params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4, implementation).params(layout)
     checkpoint.finish()
     return LoadedTarget(params, config, stop_token_ids, layout, mxfp4)
 
 
-def load_ends(directory: Path) -> tuple[jax.Array, jax.Array | Panels]:
+def load_ends(directory: Path) -> tuple[jax.Array, jax.Array | PackedMatrix]:
     """Read a target's embedding [V, D] and head [D, V] alone, in float32. Raises InputError as load_target does."""
     checkpoint, names, config, mxfp4 = _open(Path(directory))
-    return _Reader(checkpoint, names, config, np.dtype(np.float32), mxfp4, native=False).ends()
+    return _Reader(checkpoint, names, config, np.dtype(np.float32), mxfp4, None).ends()
 
 
 def save_target(
@@ -156,14 +164,14 @@ def save_target(
     tokenizer_files: Mapping[str, bytes] | None = None,
     shard_bytes: int | None = None,
 ) -> None:
-    """The directory is a Hugging Face checkpoint of these parameters, whatever layout their experts are in.
+    """Write parameters to a directory as a Hugging Face checkpoint, from any expert layout but NativeExperts.
 
     Experts are rounded to MXFP4, or without `mxfp4` stored in `dtype` like everything else. With dtype float32 and
-    mxfp4 False, load_target gives equal parameters back; so it does for experts that were MXFP4 before.
+    mxfp4 False, load_target returns equal parameters; so it does for experts that were MXFP4 before.
 
-    Raises InputError where MXFP4 is asked for widths that are not multiples of 32, or a value is not finite.
+    Raises InputError if MXFP4 is wanted for widths that are not multiples of 32, or if a value is not finite.
     """
-    tensor_shapes(config, mxfp4)  # refuses widths that do not fit before anything is written
+    tensor_shapes(config, mxfp4)  # raises for widths that do not fit, before anything is written
     write_target(
         directory,
         config,
@@ -187,7 +195,7 @@ def write_target(
     extra_files: Mapping[str, bytes] | None = None,
     shard_bytes: int | None = None,
 ) -> None:
-    """save_target for tensors that already have their names and shapes (`tensor_shapes`), made one by one."""
+    """Write a checkpoint of tensors with their final names and shapes (`tensor_shapes`), made one by one."""
     rendered = render_config(config)
     if stop_token_ids:
         rendered["eos_token_id"] = stop_token_ids[0]
@@ -205,7 +213,7 @@ def write_target(
 
 
 def tensor_shapes(config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Hugging Face checkpoint of this geometry with its shape, in the order of the layers."""
+    """List every tensor of a Hugging Face checkpoint of this geometry with its shape, by layer."""
     return _shapes(_HUGGING_FACE, config, mxfp4)
 
 
@@ -214,7 +222,7 @@ class _Names:
     embedding: str
     lm_head: str
     norm: str
-    layer: str  # prefix of what follows; {} is the layer's number
+    layer: str  # prefix of the names below; {} is the layer's number
     attention_norm: str
     qkv: tuple[str, ...]  # modules with .weight and .bias: three, or one that has them side by side
     out: str
@@ -270,7 +278,7 @@ _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "mode
 
 
 def _open(directory: Path) -> tuple[Checkpoint, _Names, TargetConfig, bool]:
-    """(the checkpoint with every tensor there and rightly shaped, its names, its config, whether it is MXFP4)."""
+    """Open a checkpoint and check its tensors; return (checkpoint, names, config, whether it is MXFP4)."""
     checkpoint = read_checkpoint(directory)
     names = _ORIGINAL if _is_original(checkpoint) else _HUGGING_FACE
     config = parse_config(_from_original(checkpoint.config) if names is _ORIGINAL else checkpoint.config)
@@ -285,8 +293,7 @@ def _is_original(checkpoint: Checkpoint) -> bool:
 
 
 def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:
-    """openai's config.json in the words of parse_config: other names for the same, a rotation that is always YaRN, and
-    layers that always alternate."""
+    """Translate openai's config.json for parse_config: other names, RoPE that is always YaRN, alternating layers."""
     factor = config.get("rope_scaling_factor", 1.0)
     yarn = {
         "rope_type": "yarn",
@@ -342,8 +349,10 @@ def _shapes(names: _Names, config: TargetConfig, mxfp4: bool) -> dict[str, tuple
 
 
 def _stop_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str | None]:
-    """(the stop tokens, the file that names them): of the first of these that names any: generation_config.json,
-    config.json, the tokenizer's files; none, and None, where no file does."""
+    """Find (the stop tokens, the file that names them); ((), None) if no file does.
+
+    The first of these that names any counts: generation_config.json, config.json, the tokenizer's files.
+    """
     directory, generation = checkpoint.directory, "generation_config.json"
     configs = {"config.json": checkpoint.config}
     if (directory / generation).exists():
@@ -365,7 +374,7 @@ def _stop_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str | None]:
 
 
 def _token_id(directory: Path, token: str) -> int | None:
-    """The id of a special token, by its spelling; None where tokenizer.json does not know it."""
+    """Look up a special token's id by its spelling; None if tokenizer.json does not list it."""
     if not (directory / "tokenizer.json").exists():
         return None
     tokenizer = read_json(directory, "tokenizer.json")
@@ -401,7 +410,7 @@ def _expanding_pays(config: TargetConfig, dtype: np.dtype) -> bool:
 
 
 class _Reader:
-    """Takes tensors from a checkpoint one by one and puts them where the parameters want them."""
+    """Reads a checkpoint's tensors one by one as parameters."""
 
     def __init__(
         self,
@@ -410,17 +419,17 @@ class _Reader:
         config: TargetConfig,
         dtype: np.dtype,
         mxfp4: bool,
-        native: bool,
+        implementation: Implementation | None,
     ) -> None:
         self._checkpoint, self._names, self._config, self._dtype = checkpoint, names, config, dtype
         self._shapes = _shapes(names, config, mxfp4)
-        self._mxfp4, self._native = mxfp4, native
+        self._mxfp4, self._implementation = mxfp4, implementation
 
-    def ends(self) -> tuple[jax.Array, jax.Array | Panels]:
-        """Take the embedding and the head."""
-        # the head first: the largest matrix, which is here twice for a moment, while nothing else is yet
+    def ends(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
+        """Read the embedding and the head."""
+        # the head first: the largest matrix is in memory twice for a moment, before anything else is
         lm_head = self._matrix(self._names.lm_head)
-        return arrange_embedding(self._floats(self._names.embedding), self._dtype, self._native), lm_head
+        return arrange_embedding(self._floats(self._names.embedding), self._dtype, self._implementation), lm_head
 
     def params(self, layout: Layout) -> TargetParams:
         embedding, lm_head = self.ends()
@@ -429,6 +438,7 @@ class _Reader:
             layers=tuple(self._layer(index, layout) for index in range(self._config.num_layers)),
             norm=self._vector(self._names.norm),
             lm_head=lm_head,
+            implementation=self._implementation,
         )
 
     def _layer(self, index: int, layout: Layout) -> LayerParams:
@@ -438,7 +448,8 @@ class _Reader:
             "expanded": self._expanded,
             "fused": self._fused,
         }
-        experts = self._panels(prefix, layout) if self._native else readers[layout](prefix)
+        native = self._implementation == "native"
+        experts = self._packed_for_native(prefix, layout) if native else readers[layout](prefix)
         return LayerParams(
             attention=AttentionParams(
                 norm=self._vector(prefix + names.attention_norm),
@@ -466,16 +477,16 @@ class _Reader:
             raise InputError(f"{self._checkpoint.directory}: tensor {name} has dtype {dtype}; expected floats")
 
     def _vector(self, *names: str) -> jax.Array:
-        """The tensors end to end, as they lie."""
+        """Read vectors and concatenate them."""
         return jnp.asarray(np.concatenate([self._floats(name).astype(self._dtype) for name in names]))
 
-    def _matrix(self, *names: str) -> jax.Array | Panels:
-        """Matrices of the file [outputs, inputs], as one with all their outputs."""
+    def _matrix(self, *names: str) -> jax.Array | PackedMatrix:
+        """Read matrices [outputs, inputs] and stack their outputs into one."""
         stacked = self._floats(names[0]) if len(names) == 1 else np.concatenate([self._floats(name) for name in names])
-        return arrange(stacked, self._dtype, self._native)
+        return arrange(stacked, self._dtype, self._implementation)
 
     def _packed_experts(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(blocks, scales) of one expert after the other."""
+        """Read (blocks, scales) of one expert after the other."""
         names = [name + suffix for suffix in (self._names.blocks_suffix, self._names.scales_suffix)]
         for each in names:
             if (dtype := self._checkpoint.dtype(each)) != np.uint8:
@@ -488,7 +499,7 @@ class _Reader:
             yield blocks, scales
 
     def _expert_matrices(self, name: str) -> Iterator[np.ndarray]:
-        """[inputs, outputs] of one expert after the other, not yet in the wanted dtype."""
+        """Read [inputs, outputs] of one expert after the other, not yet in the wanted dtype."""
         if self._mxfp4:
             for blocks, scales in self._packed_experts(name):
                 yield dequantize(blocks, scales).T
@@ -510,7 +521,7 @@ class _Reader:
         )
 
     def _packed_pair(self, name: str) -> tuple[jax.Array, jax.Array]:
-        """(blocks, scales) of all experts, as they lie in the file."""
+        """Read (blocks, scales) of all experts, as stored."""
         blocks, scales = self._on_device(self._packed_experts(name))
         return blocks, scales
 
@@ -548,24 +559,24 @@ class _Reader:
             down_bias=self._vector(prefix + names.down_bias),
         )
 
-    def _panels(self, prefix: str, layout: Layout) -> PanelExperts:
+    def _packed_for_native(self, prefix: str, layout: Layout) -> NativeExperts:
         c, names = self._config, self._names
         gate_up_bias = alternate(self._floats(prefix + names.gate_up_bias).astype(np.float32))
-        data, scales = self._expert_panels(prefix + names.gate_up, layout, alternate)
-        gate_up = Panels(data, scales, c.hidden_size, gate_up_bias.shape[1])
-        data, scales = self._expert_panels(prefix + names.down, layout, lambda rows: rows)
-        return PanelExperts(
+        data, scales = self._pack_experts(prefix + names.gate_up, layout, alternate)
+        gate_up = PackedMatrix(data, scales, c.hidden_size, gate_up_bias.shape[1])
+        data, scales = self._pack_experts(prefix + names.down, layout, lambda rows: rows)
+        return NativeExperts(
             gate_up=gate_up,
             gate_up_bias=jnp.asarray(gate_up_bias),
-            down=Panels(data, scales, c.expert_width, c.hidden_size),
+            down=PackedMatrix(data, scales, c.expert_width, c.hidden_size),
             down_bias=jnp.asarray(self._floats(prefix + names.down_bias).astype(np.float32)),
             hidden=c.expert_width,
         )
 
-    def _expert_panels(
+    def _pack_experts(
         self, name: str, layout: Layout, order: Callable[[np.ndarray], np.ndarray]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """(data, scales) of all experts' panels; `order` puts [1, outputs, *rest] into the order of the panels."""
+        """Pack all experts' matrices; return (data, scales). `order` reorders the outputs of [1, outputs, *rest]."""
         if layout == "packed":
             data, scales = self._on_device(
                 pack_mxfp4(order(blocks[None])[0], order(scales[None])[0])
@@ -581,7 +592,7 @@ class _Reader:
         return data, None
 
     def _on_device(self, experts: Iterable[tuple[np.ndarray, ...]]) -> tuple[jax.Array, ...]:
-        """For each of the arrays that all experts have, one of all experts. No more than one expert is there twice."""
+        """Stack the experts' arrays on the device; at most one expert is in memory twice."""
         return tuple(map(to_device, stack(experts, self._config.num_experts)))
 
     def _gate_and_up_bias(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
@@ -592,7 +603,7 @@ class _Reader:
 def _tensors(
     params: TargetParams, config: TargetConfig, dtype: np.dtype, mxfp4: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of the Hugging Face layout with its name, made when it is asked for."""
+    """Yield every tensor of the Hugging Face layout with its name."""
     names = _HUGGING_FACE
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     splits = (queries, queries + keys)
@@ -646,10 +657,10 @@ def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool) -> dict
 
 
 def _dense_experts(experts: Experts, config: TargetConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(gate_up [E, D, 2F] interleaved, its bias [E, 2F] interleaved, down [E, F, D], its bias [E, D])."""
+    """Return (gate_up [E, D, 2F] interleaved, its bias [E, 2F] interleaved, down [E, F, D], its bias [E, D])."""
     count, width, hidden = config.num_experts, config.expert_width, config.hidden_size
-    if isinstance(experts, PanelExperts):
-        raise TypeError("experts in panels are for computing with; to save a model, load it with native=False")
+    if isinstance(experts, NativeExperts):
+        raise TypeError("a model packed for the native kernels cannot be saved; load it without an implementation")
     if isinstance(experts, PackedExperts):
         gate_up = dequantize(np.asarray(experts.gate_up_blocks), np.asarray(experts.gate_up_scales)).swapaxes(-1, -2)
         down = dequantize(np.asarray(experts.down_blocks), np.asarray(experts.down_scales)).swapaxes(-1, -2)

@@ -1,6 +1,6 @@
 """The parameters of a GPT-OSS model as a pytree, and their random initialisation.
 
-Matrices are arrays with the input dimension first (`x @ w`), or all of them panels for the native kernels
+Matrices are arrays with the input dimension first (`x @ w`), or all of them packed matrices for the native kernels
 (peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, V vocabulary.
 """
 
@@ -10,16 +10,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from peagle.ops.expert_matmul import Experts, FusedExperts
-from peagle.ops.linear import Panels
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import PackedMatrix
 from target.config import TargetConfig
 
 
 @flax.struct.dataclass
 class AttentionParams:
     norm: jax.Array  # [D]
-    qkv: jax.Array | Panels  # [D, (N + 2G) H]: queries, keys, values side by side
+    qkv: jax.Array | PackedMatrix  # [D, (N + 2G) H]: queries, keys, values side by side
     qkv_bias: jax.Array  # [(N + 2G) H]
-    out: jax.Array | Panels  # [N H, D]
+    out: jax.Array | PackedMatrix  # [N H, D]
     out_bias: jax.Array  # [D]
     sinks: jax.Array  # [N]
 
@@ -27,7 +28,7 @@ class AttentionParams:
 @flax.struct.dataclass
 class MoeParams:
     norm: jax.Array  # [D]
-    router: jax.Array | Panels  # [D, E]
+    router: jax.Array | PackedMatrix  # [D, E]
     router_bias: jax.Array  # [E]
     experts: Experts
 
@@ -43,23 +44,21 @@ class TargetParams:
     embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
-    lm_head: jax.Array | Panels  # [D, V]
-    xla: bool = flax.struct.field(pytree_node=False, default=False)  # no kernels of ours compute, on GPUs neither
+    lm_head: jax.Array | PackedMatrix  # [D, V]
+    implementation: Implementation | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations and caches."""
+        """The dtype of activations and caches."""
         return self.norm.dtype
-
-    @property
-    def native(self) -> bool:
-        """Whether the matrices are panels."""
-        return isinstance(self.lm_head, Panels)
 
 
 def init_params(config: TargetConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> TargetParams:
-    """Random parameters to train from: matrices normal with variance 1/input (outputs into the residual stream further
-    divided by 2 * layers), norms one, biases and sinks zero; experts in the fused layout."""
+    """Make random parameters to train from, with experts in the fused layout.
+
+    Matrices are normal with variance 1/input, divided by 2 * layers for outputs into the residual stream; norms are
+    one, biases and sinks zero.
+    """
     c = config
     residual_scale = (2 * c.num_layers) ** -0.5
 

@@ -150,7 +150,10 @@ def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
         ("drafter/train/loop.py", "import optax\nfrom drafter.model import forward\nfrom . import loss"),
         ("peagle/engine/engine.py", "from peagle.engine.step import step\nfrom peagle.protocols import Target"),
         ("peagle/engine/programs.py", "from peagle.engine import prefill\nfrom peagle.ops import native"),
-        ("peagle/drafters/ngram.py", "from peagle.ops.messages import Draft\nfrom peagle.protocols import Drafter"),
+        (
+            "peagle/drafters/ngram.py",
+            "from peagle.ops.messages import DraftOutput\nfrom peagle.protocols import Drafter",
+        ),
         ("peagle/text/prompts.py", "from peagle.text.tokenizer import Tokenizer"),
         ("peagle/result.py", "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer"),
         ("peagle/workflows/run.py", "from peagle.api import Pair\nfrom target.model import GptOss"),

@@ -1,15 +1,15 @@
-"""The drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
+"""Compute a drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
-A row sees two things only (peagle.ops.mask.group_causal_mask): the context, rows of depth 0 up to its anchor, and its
-own chain. A P-EAGLE drafter runs all rows in one pass, an EAGLE-3 drafter those of one depth after the other. So
-attention is two pieces under one softmax: every row against the T context keys, and row (chain, d) against the d keys
-of its own chain, which, with chains longest first (drafter/train/cod.py), are the same places of the depth 1..d blocks:
+A row attends to two things only (peagle.ops.mask.group_causal_mask): the context, rows of depth 0 up to its anchor, and
+its own chain. A P-EAGLE drafter runs all rows in one pass, an EAGLE-3 drafter one depth after the other. So attention
+is two pieces under one softmax: every row against the T context keys, and row (chain, d) against the d keys of its own
+chain. With chains longest first (drafter/train/cod.py), those are at the same index in each of the depth 1..d blocks:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
 
-Scores are rows * (T + D) instead of rows^2, and of long sequences only a block's are there at once; for P-EAGLE the
-same function as drafter.model.forward, for EAGLE-3 as the float64 reference (tests hold it).
+There are rows * (T + D) scores instead of rows^2, and long sequences hold only a block's in memory. The result equals
+drafter.model.forward for P-EAGLE, and the float64 reference for EAGLE-3 (tested).
 """
 
 from collections.abc import Callable
@@ -25,15 +25,15 @@ from drafter.params import DrafterParams
 from drafter.train.blocks import in_blocks
 from peagle.ops.attention import MASKED
 
-CONTEXT_BLOCK = 128  # context rows that are scored together: what lies behind them is left out
-# From so many tokens on, blocks, sequences and kv heads are looped over on the device, and a block's scores are made
-# again for its gradient instead of kept: memory is that of one block.
+CONTEXT_BLOCK = 128  # context rows that are scored together; later keys are left out
+# From this many tokens on, loops on the device go over blocks, sequences and kv heads, and a block's scores are
+# recomputed for its gradient instead of kept: memory is that of one block.
 LONG = 1024
-LONG_BLOCK = 512  # rows of a block there, at most
+LONG_BLOCK = 512  # the most rows of such a block
 
 
 def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
-    """(anchor, depth) [B, T + sum(counts)] of every row, block by block."""
+    """Return (anchor, depth) [B, T + sum(counts)] of every row, block by block."""
     batch = anchors.shape[0]
     context = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
     anchor = jnp.concatenate([context, *(anchors[:, :count] for count in counts)], axis=1)
@@ -53,10 +53,10 @@ def forward_chains(
     anchors: Int[Array, "B n"],
     counts: tuple[int, ...],
 ) -> Float[Array, "B R D"]:
-    """Residual stream of every row, R = T + sum(counts), before the final norm and head.
+    """Compute the residual stream of every row, R = T + sum(counts), before the final norm and head.
 
-    token_ids are shifted: row p carries token[p+1] and aux_hidden[p]; N >= T, since an EAGLE-3 chain reads what lies
-    behind its anchor. anchors are places in the row of T; positions are RoPE positions and may restart in each segment.
+    token_ids are shifted: row p holds token[p+1] and aux_hidden[p]; N >= T, since an EAGLE-3 chain reads the tokens
+    after its anchor. anchors are indices into the T rows; positions are RoPE positions and may restart in each segment.
     """
     anchor, depth = rows_of(anchors, counts, segment_ids.shape[1])
     row_positions = jnp.take_along_axis(positions, anchor, axis=1) + depth
@@ -74,7 +74,7 @@ def _at_once(
     anchor: Int[Array, "B R"],
     counts: tuple[int, ...],
 ) -> Float[Array, "B R D"]:
-    """P-EAGLE: all rows in one pass, those of the chains as mask slots."""
+    """Compute P-EAGLE: all rows in one pass, chain rows as mask slots."""
     batch, width = segment_ids.shape
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # noqa: ARG001
@@ -88,14 +88,14 @@ def _at_once(
         return jnp.concatenate(found, axis=1)
 
     slots = model.mask_slots(params, config)
-    hidden = [model.project_taps(params, config, aux_hidden)]
+    hidden = [model.project_aux(params, config, aux_hidden)]
     hidden += [
         jnp.broadcast_to(slots[min(slot, config.num_mask_hiddens - 1)], (batch, count, slots.shape[1]))
         for slot, count in enumerate(counts)
     ]
     masks = jnp.full((batch, sum(counts)), model.mask_token_of(config), jnp.int32)
     tokens = jnp.concatenate([token_ids[:, :width], masks], axis=1)
-    projected = model.rotated(config, attend)
+    projected = model.after_rope(config, attend)
     return model.run_layers(params, config, tokens, jnp.concatenate(hidden, axis=1), positions, projected)
 
 
@@ -109,8 +109,10 @@ def _in_turn(
     anchor: Int[Array, "B R"],
     counts: tuple[int, ...],
 ) -> Float[Array, "B R D"]:
-    """EAGLE-3: a pass per depth, over what the pass before made of each chain and the token that truly follows
-    (training-time test, arXiv 2503.01840)."""
+    """Compute EAGLE-3: one pass per depth, over each chain's last hidden state and the true next token.
+
+    This is training-time test (arXiv 2503.01840).
+    """
     width = segment_ids.shape[1]
     seen: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_layers)]
 
@@ -122,13 +124,13 @@ def _in_turn(
         return _attention(query, keys, values, anchor[:, here], segment_ids, own)
 
     here = slice(0, width)
-    projected = model.rotated(config, attend)
-    hidden = model.project_taps(params, config, aux_hidden)
+    projected = model.after_rope(config, attend)
+    hidden = model.project_aux(params, config, aux_hidden)
     found = [model.run_layers(params, config, token_ids[:, :width], hidden, positions[:, here], projected)]
     for depth, here in enumerate(_depths(width, counts), 1):
         last = found[-1]
         before = jnp.take_along_axis(last, anchor[:, here, None], axis=1) if depth == 1 else last
-        hidden = model.fed_back(params, config, before[:, : here.stop - here.start])
+        hidden = model.next_input(params, config, before[:, : here.stop - here.start])
         place = jnp.minimum(anchor[:, here] + depth, token_ids.shape[1] - 1)
         tokens = jnp.take_along_axis(token_ids, place, axis=1)
         found.append(model.run_layers(params, config, tokens, hidden, positions[:, here], projected))
@@ -136,7 +138,7 @@ def _in_turn(
 
 
 def _depths(width: int, counts: tuple[int, ...]) -> list[slice]:
-    """Where the rows of each depth from 1 on are."""
+    """Return the slice of rows of each depth from 1 on."""
     starts = [width + sum(counts[:i]) for i in range(len(counts))]
     return [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
@@ -149,11 +151,11 @@ def _attention(
     segment_ids: Int[Array, "B T"],
     chain: list[tuple[jax.Array, jax.Array]],
 ) -> Float[Array, "B n N H"]:
-    """Attention of the rows of one depth: to the context up to their anchors, and to the rows of their own chain, whose
-    keys and values [B, n, G, H] are given by depth. Without a chain these are the context rows themselves.
+    """Attend from the rows of one depth to the context up to their anchors, and to their own chain.
 
-    Plain matrix products and elementwise sums, one sequence and kv head at a time: on a CPU several times faster than
-    batched products of such small matrices.
+    `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. Plain
+    matrix products and elementwise sums, one sequence and kv head at a time: on a CPU several times faster than batched
+    products of such small matrices.
     """
     batch, rows, heads, head_dim = query.shape
     if not rows:
@@ -173,7 +175,7 @@ def _attention(
 
 
 def _unrolled(function: Callable[[Any], jax.Array], parts: Any) -> jax.Array:
-    """jax.lax.map without a loop."""
+    """Compute jax.lax.map, unrolled."""
     count = jax.tree.leaves(parts)[0].shape[0]
     return jnp.stack([function(jax.tree.map(lambda part, at=at: part[at], parts)) for at in range(count)])
 
@@ -186,7 +188,7 @@ def _one(
     anchors: Int[Array, " n"],
     segment_ids: Int[Array, " T"],
 ) -> Float[Array, "n M H"]:
-    """One sequence and kv head."""
+    """Attend within one sequence and kv head."""
     if chain:
         return _block(q, k, v, anchors, segment_ids, chain)
     cuts = [slice(start, start + CONTEXT_BLOCK) for start in range(0, q.shape[0], CONTEXT_BLOCK)]
@@ -202,7 +204,7 @@ def _one_long(
     anchors: Int[Array, " n"],
     segment_ids: Int[Array, " T"],
 ) -> Float[Array, "n M H"]:
-    """The same, block after block, each against all of the context."""
+    """Attend within one sequence and kv head, block after block, each against all of the context."""
 
     def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         keys, values, segments = fixed
@@ -220,8 +222,11 @@ def _block(
     segment_ids: Int[Array, " T"],
     chain: list[tuple[jax.Array, jax.Array]],
 ) -> Float[Array, "n M H"]:
-    """Attention of n rows (M query heads, scaled) to the first S context keys, up to their anchors in their segments,
-    and of each row to its own key and value in every member (keys [n, H], values [n, H]) of its chain."""
+    """Attend from n rows (M query heads, scaled) to the first S context keys and to their own chains.
+
+    Of the context a row attends to keys up to its anchor, in its segment. `chain` lists (keys [n, H], values [n, H]) by
+    depth, one key and value per row.
+    """
     count, heads, head_dim = query.shape
     keys = key.shape[0]
     mask = (jnp.arange(keys, dtype=jnp.int32)[None, :] <= anchors[:, None]) & (

@@ -17,7 +17,7 @@ def export_command(settings: ExportSettings) -> int:
     found = export(source, out, settings.dialect, settings.verifier, parse_layers(settings.aux_layer_ids))
     lines = [f"drafter      {out} | {settings.dialect} | read back bit for bit"]
     if found.config.aux_layer_ids != found.stored.aux_layer_ids:
-        lines.append("taps         sorted, with the weights that read them: vLLM takes them in the order of the layers")
+        lines.append("aux layers   sorted, with the weights that read them: vLLM takes them in the order of the layers")
     lines += [f"refused      by {who}: {why}" for who, why in found.refused.items()]
     Display(text=False, quiet=settings.quiet, total=1, streaming=False).summary(lines)
     return 0

@@ -26,6 +26,7 @@ from peagle.loading import (
 )
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
+from peagle.ops.kernels import for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import KVCache, cache_bytes
 from peagle.ops.memory import available_memory_bytes
@@ -178,7 +179,8 @@ def _target_memory(files: TargetFiles) -> str:
 def _loaded_here(path: Path) -> str:
     """What the default options load, and whether there is memory for it now."""
     dtype = default_dtype()
-    needed, available = weight_bytes(path, dtype=jnp.dtype(dtype), native=native_available()), available_memory_bytes()
+    needed = weight_bytes(path, dtype=jnp.dtype(dtype), implementation=for_weights())
+    available = available_memory_bytes()
     fits = "fits" if needed <= available else "does not fit"
     return f"{_bytes(needed)} for {dtype} arithmetic; {fits} into the {_bytes(available)} available now"
 

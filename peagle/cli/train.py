@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafter.load import sort_taps
+from drafter.load import sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.batches import Batches
 from drafter.train.cod import Cod
@@ -134,7 +134,7 @@ def train_command(settings: TrainSettings) -> int:
     trained = dataclasses.replace(params, draft_to_target=None)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
     shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
-    shipped, config = sort_taps(shipped, with_positions(config, files.config, out))
+    shipped, config = sort_aux_layers(shipped, with_positions(config, files.config, out))
     write_with_card(out / "drafter", shipped, config, settings.dialect, name, files.config, out)
     lines = [f"drafter      {out / 'drafter'} | {steps_done(out)} steps | {time.monotonic() - started:.0f} s now"]
     lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.messages import Draft, Fresh
+from peagle.ops.messages import DrafterInput, DraftOutput
 
 
 @flax.struct.dataclass
@@ -52,17 +52,17 @@ class NGram:
     def propose(
         self,
         state: History,
-        drafter_input: Fresh,
+        drafter_input: DrafterInput,
         widths: Int[Array, " B"],  # noqa: ARG002
         num_drafts: int,
-    ) -> tuple[Draft, History]:
+    ) -> tuple[DraftOutput, History]:
         """Append the tokens of the input and look up the num_drafts that follow."""
         offsets = jnp.arange(drafter_input.token_ids.shape[1], dtype=jnp.int32)[None, :]
         taken = (offsets < drafter_input.num[:, None]) & (drafter_input.first_position[:, None] >= 0)
         positions = jnp.where(taken, drafter_input.first_position[:, None] + offsets, -1)
         state = self.absorb(state, drafter_input.token_ids, drafter_input.aux_hidden, positions)
         drafts = jax.vmap(self._look_up, (0, 0, None))(state.token_ids, state.num, num_drafts)
-        return Draft(drafts), state
+        return DraftOutput(drafts), state
 
     def _look_up(self, tokens: jax.Array, num: jax.Array, num_drafts: int) -> jax.Array:
         index = jnp.arange(tokens.shape[0], dtype=jnp.int32)

@@ -24,7 +24,7 @@ from peagle.engine.request import MOST_STOP_TOKENS, Request
 from peagle.engine.sampling import RowSampling
 from peagle.engine.widths import allowance
 from peagle.ops.kv_cache import KVCache, copy_positions
-from peagle.ops.messages import Fresh
+from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, PyTree, Target
 
 NO_STOP = -2  # fills unused stop token entries; neither a token nor NO_TOKEN
@@ -36,7 +36,7 @@ INPUT_ROOM = 128  # rows of drafter_input, at least; a row whose drafter is furt
 class DecodeState:
     length: jax.Array  # [B] int32
     pending_token: jax.Array  # [B] int32
-    drafter_input: Fresh | None  # None: this engine never drafts
+    drafter_input: DrafterInput | None  # None: this engine never drafts
     target_cache: PyTree
     drafter_state: PyTree
     done: jax.Array  # [B] bool
@@ -104,7 +104,7 @@ def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: in
         drafter_state = drafter.init_state(slots, capacity, max(2 * num_drafts, room))
         token_ids = jnp.zeros((slots, room), jnp.int32)
         aux_hidden = jax.eval_shape(target.extend, token_ids, token_ids, cache)[0].aux_hidden
-        drafter_input = Fresh(token_ids, jnp.zeros(aux_hidden.shape, aux_hidden.dtype), zero, zero)
+        drafter_input = DrafterInput(token_ids, jnp.zeros(aux_hidden.shape, aux_hidden.dtype), zero, zero)
     real = jnp.zeros((slots,), jnp.float32)
     return DecodeState(
         length=zero,
@@ -138,7 +138,7 @@ def insert(
     drafter_input = state.drafter_input
     if drafter_input is not None:
         # one row: the first token, with the aux_hidden of the last prompt position
-        drafter_input = Fresh(
+        drafter_input = DrafterInput(
             put_column(drafter_input.token_ids, first_token, slot),
             put_column(drafter_input.aux_hidden, prefix.aux_hidden.astype(drafter_input.aux_hidden.dtype), slot),
             put(drafter_input.num, jnp.ones((1,), jnp.int32)),

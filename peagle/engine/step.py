@@ -23,7 +23,7 @@ from peagle.engine.adjust import adjust
 from peagle.engine.sampling import DRAFT, LogProbs, draw, log_probs, probabilities, uniforms
 from peagle.engine.state import NO_CREDIT, DecodeState, is_stop
 from peagle.engine.widths import credit_after
-from peagle.ops.messages import Fresh
+from peagle.ops.messages import DrafterInput
 from peagle.protocols import Drafter, Target
 
 DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # named scopes, for the profiler
@@ -170,7 +170,9 @@ def _propose(
     whole = state.drafter_input
     first_position = jnp.where(state.done | (state.credit < 0), -1, whole.first_position)
     num_rows = kind.num_drafts + 1  # a step commits no more; `absorb` has taken the rest
-    drafter_input = Fresh(whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position)
+    drafter_input = DrafterInput(
+        whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position
+    )
     draft, drafter_state = drafter.propose(state.drafter_state, drafter_input, widths, kind.num_drafts)
     state = dataclasses.replace(state, drafter_state=drafter_state)
     if not (kind.draft_sampling and kind.sampled):
@@ -244,7 +246,7 @@ def _commit(
 
 def _input_after(
     state: DecodeState, run: jax.Array, aux_hidden: jax.Array, num_new: jax.Array
-) -> tuple[Fresh | None, jax.Array]:
+) -> tuple[DrafterInput | None, jax.Array]:
     """Replace the drafter's input by the committed rows; after a plain step, append its row.
 
     Returns (the input, [B] whether it had no room left for the row).
@@ -259,7 +261,7 @@ def _input_after(
             return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
 
         token_ids, aux = put(before.token_ids, run), put(before.aux_hidden, aux_hidden)
-        return Fresh(token_ids, aux, num_new, state.length), jnp.zeros_like(state.done)
+        return DrafterInput(token_ids, aux, num_new, state.length), jnp.zeros_like(state.done)
     full = ~state.done & (before.num >= before.token_ids.shape[1])
     place = jnp.minimum(before.num, before.token_ids.shape[1] - 1)  # frozen slots are rewritten, but never read
 
@@ -270,7 +272,7 @@ def _input_after(
 
     num = jnp.where(state.done | full, before.num, before.num + 1)
     token_ids, aux = append(before.token_ids, run), append(before.aux_hidden, aux_hidden)
-    return Fresh(token_ids, aux, num, before.first_position), full
+    return DrafterInput(token_ids, aux, num, before.first_position), full
 
 
 def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
@@ -288,7 +290,7 @@ def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
         index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
         return jax.lax.dynamic_update_slice_in_dim(rows, jnp.take_along_axis(rows, index, axis=1), 0, 1)
 
-    left = Fresh(
+    left = DrafterInput(
         first(before.token_ids),
         first(before.aux_hidden),
         jnp.minimum(before.num, 1),

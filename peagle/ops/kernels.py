@@ -1,12 +1,26 @@
-"""What computes on this machine: the compiled kernels of its device, or XLA's own code."""
+"""The implementations that an op may run as, and the one that this machine runs."""
+
+from typing import Literal, TypeAlias
 
 import jax
 
 from peagle.ops import cuda, native
 
+# One argument of every op that has a choice: a name means this implementation or an InputError. None means the CUDA
+# kernels if they run here and take the operands, else XLA. The native CPU kernels run by name, or for weights that
+# were loaded for them: so no model mixes two ways to sum.
+Implementation: TypeAlias = Literal["native", "cuda", "xla"]
+
+
+def for_weights() -> Implementation | None:
+    """Pick the implementation to load weights for: the native kernels if they run here."""
+    return "native" if native.available() else None
+
 
 def in_words() -> str:
-    """One line that names the kernels that run here, or says why there are none. Raises InputError where PEAGLE_KERNELS
-    names what does not exist here."""
+    """Describe in one line the kernels that run here, or why none do.
+
+    Raises InputError if PEAGLE_KERNELS names kernels that do not run here.
+    """
     _, of_the_cpu = native.status()
     return cuda.status()[1] if jax.default_backend() == "gpu" else of_the_cpu

@@ -1,24 +1,23 @@
-"""What the engine, a target and a drafter hand to each other. They live in the leaf so that both sides can name
-them."""
+"""The values that pass between the engine, a target and a drafter. In the leaf, so that all three can import them."""
 
 import flax.struct
 import jax
 
 
 @flax.struct.dataclass
-class TargetOutput:
-    """What a target computes beside its caches."""
+class VerifyOutput:
+    """A target's results of one pass, beside its caches."""
 
-    logits: jax.Array  # [B, L, V]: of the rows that were asked for
-    aux_hidden: jax.Array  # [B, T, A]: the taps side by side; A is 0 without taps
+    logits: jax.Array  # [B, L, V]: of the requested rows
+    aux_hidden: jax.Array  # [B, T, A]: the aux layers' hidden states side by side; A is 0 without aux layers
 
 
 @flax.struct.dataclass
-class Fresh:
-    """The tokens committed since the drafter proposed last and the hiddens they follow from: row i pairs token[p+1]
-    with aux_hidden[p] at p = first_position + i, for i < num. Rows from num on are leftovers.
+class DrafterInput:
+    """The tokens committed since the drafter proposed last, each with the aux_hidden that predicts it.
 
-    One step commits up to K+1 rows. first_position is the one behind what the drafter took in last: no row is left out.
+    Row i pairs token[p+1] with aux_hidden[p] at p = first_position + i, for i < num; later rows are leftovers. One step
+    commits up to K+1 rows. first_position follows the last row that the drafter has absorbed: no row is left out.
     """
 
     token_ids: jax.Array  # [B, F] int32, F >= K+1
@@ -28,10 +27,11 @@ class Fresh:
 
 
 @flax.struct.dataclass
-class Draft:
-    """K proposed tokens: the drafter's most likely ones, and the logits they come from where it has any.
+class DraftOutput:
+    """K proposed tokens, the drafter's argmax, with its logits, if it has any.
 
-    logits is over the target's vocabulary; tokens the drafter cannot propose are at -inf or a very large negative."""
+    logits is over the target's vocabulary; tokens that the drafter cannot propose are at -inf or a very large negative.
+    """
 
     token_ids: jax.Array  # [B, K] int32
     logits: jax.Array | None = None  # [B, K, V]

@@ -19,7 +19,7 @@ from drafter.load import (
     refused_by,
     save_drafter,
     shared_tensors,
-    sort_taps,
+    sort_aux_layers,
 )
 from drafter.params import DrafterParams
 from drafter.train.folder import LOG, RECIPE, read_log
@@ -86,7 +86,7 @@ def export(
     if VLLM in refused:  # which reads both dialects
         todo = "" if VLLM in refused_by(stored, "speculators") else "; take --dialect speculators, which it does load"
         raise InputError(f"{source} cannot be loaded by {' or '.join(refused)}: {refused[VLLM]}{todo}")
-    params, config = sort_taps(params, with_positions(stored, target, source))
+    params, config = sort_aux_layers(params, with_positions(stored, target, source))
     beside = {name: source / name for name in (FREQUENT_TOKENS, SPECULATION_FILE)}
     files = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
     write_with_card(out, params, config, dialect, verifier, target, source.parent, files)

@@ -17,7 +17,7 @@ import numpy as np
 
 from peagle.measure.sweep.figures import Estimate, estimate, ratio
 from peagle.ops import interrupt
-from peagle.ops.messages import Draft, Fresh
+from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.protocols import Drafter
 
 FOLLOWS = 0.9  # share of the steps that must follow a fault's pattern
@@ -63,14 +63,14 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
     positions = np.where(row < prompt - 1, row, -1)[None]
     state = empty if blind else jax.jit(type(drafter).absorb)(drafter, empty, ids, aux, positions)
     propose = jax.jit(type(drafter).propose, static_argnames="num_drafts")
-    found: list[Draft] = []
+    found: list[DraftOutput] = []
     held = prompt - 1
     for place in text.places:
         interrupt.check()
         first = max(held, place - widest)
         rows = slice(first, place)
         num = place - first
-        drafter_input = Fresh(
+        drafter_input = DrafterInput(
             token_ids=_padded(text.token_ids[first + 1 : place + 1], widest),
             aux_hidden=_padded(text.aux_hidden[rows], widest),
             num=np.array([num], np.int32),  # type: ignore[arg-type]  # NumPy's, too

@@ -21,6 +21,7 @@ from peagle.ops import cuda
 from peagle.ops.attention import decode_attention
 from peagle.ops.expert_matmul import expert_mlp, reference
 from peagle.ops.expert_matmul.routing import route_top_k
+from peagle.ops.kernels import Implementation
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.linear import linear
 from peagle.ops.rope import rope_tables
@@ -30,7 +31,7 @@ from target.params import TargetParams
 
 Json = dict[str, Any]
 CACHED = 128e6  # bytes: twice a large GPU's second-level cache
-FORMS = (("XLA", True), ("CUDA", False))  # of attention
+FORMS: tuple[tuple[str, Implementation | None], ...] = (("XLA", "xla"), ("CUDA", None))  # of attention
 REPEATS, PASSES = 5, 10  # so many times, so many passes sent off together
 
 
@@ -114,8 +115,10 @@ def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: 
             operands = [(drawn(1, rows, heads * config.head_dim), *cos_sin, positions) for _ in own]
             seen = context + rows if window is None else min(context, window - 1) + rows
             read = 2 * seen * config.num_kv_heads * config.head_dim * dtype.itemsize
-            for form, xla in FORMS if cuda.available() else FORMS[:1]:
-                one = functools.partial(_attention, num_heads=config.num_heads, window=window, xla=xla)
+            for form, implementation in FORMS if cuda.available() else FORMS[:1]:
+                one = functools.partial(
+                    _attention, num_heads=config.num_heads, window=window, implementation=implementation
+                )
                 written = jax.tree.map(jnp.copy, own)  # which is donated
                 yield Operation(f"{name}, behind {context}: {form}", one, written, operands, read)
 
@@ -158,6 +161,6 @@ def _attention(
     positions: jax.Array,
     num_heads: int,
     window: int | None,
-    xla: bool,
+    implementation: Implementation | None,
 ) -> tuple[jax.Array, KVCache]:
-    return decode_attention(qkv, cos, sin, cache, positions, num_heads, window, xla=xla)
+    return decode_attention(qkv, cos, sin, cache, positions, num_heads, window, implementation=implementation)

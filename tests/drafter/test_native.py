@@ -1,4 +1,4 @@
-"""The whole drafter on the compiled kernels: the XLA form's function; a draft's bits whatever it is computed with."""
+"""The whole drafter on the native kernels: XLA's results, and a draft's bits independent of its batch."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle
 from peagle.ops import native
 from peagle.ops.errors import InputError
-from peagle.ops.linear import Panels, arrange, arrange_embedding
-from peagle.ops.messages import Draft
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding
+from peagle.ops.messages import DraftOutput
 from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import (
     CONFIGS,
@@ -32,17 +33,18 @@ from tests.drafter.test_load import Tensors, cast, write
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1])
 
+FORMS: tuple[Implementation, ...] = ("native", "xla")
 LENGTHS = (5, 9)
-NUM_DRAFTS = {ONE: 8, TWO: 5}  # the same ones throughout: every other one is compiled anew
+NUM_DRAFTS = {ONE: 8, TWO: 5}  # the same ones throughout, since every other one compiles anew
 
 
-def load(directory: Path, on: bool, dtype: Any = jnp.float32, **shared: Any) -> PEagle:
-    params, config = load_drafter(directory, dtype, native=on, **shared)
-    assert params.native == on
+def load(directory: Path, form: Implementation, dtype: Any = jnp.float32, **shared: Any) -> PEagle:
+    params, config = load_drafter(directory, dtype, implementation=form, **shared)
+    assert params.implementation == form
     return PEagle(params, config, deterministic=False)
 
 
-def steps(peagle: PEagle, num_drafts: int) -> list[Draft]:
+def steps(peagle: PEagle, num_drafts: int) -> list[DraftOutput]:
     """Two sequences of different length; per step none, some and all of K drafts are accepted; one pauses."""
     some = num_drafts // 2
     accepted = [(0, num_drafts), (num_drafts, some), (some, 0), (num_drafts, num_drafts)]
@@ -75,20 +77,20 @@ def assert_alike(ours: PEagle, theirs: PEagle, num_drafts: int) -> None:
         (FOUR, 3, ml_dtypes.bfloat16),
     ],
 )
-def test_proposing_is_the_xla_form(tmp_path: Path, name: str, num_drafts: int, stored: type) -> None:
+def test_proposing_agrees_with_xla(tmp_path: Path, name: str, num_drafts: int, stored: type) -> None:
     config = CONFIGS[name]
     save_drafter(tmp_path / "drafter", cast(random_params(config), stored), config)
-    ours, theirs = (load(tmp_path / "drafter", on) for on in (True, False))
+    ours, theirs = (load(tmp_path / "drafter", form) for form in FORMS)
     for matrix in (ours.params.fc, ours.params.lm_head, *(layer.qkv for layer in ours.params.layers)):
-        assert isinstance(matrix, Panels)
+        assert isinstance(matrix, PackedMatrix)
         assert matrix.data.dtype == stored
     assert_alike(ours, theirs, num_drafts)
 
 
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [ONE, TWO])
-def test_a_shared_embedding_and_head_are_the_targets_panels(tmp_path: Path, name: str, stored: type) -> None:
-    """Narrowed to the draft vocabulary where there is one."""
+def test_a_shared_embedding_and_head_are_the_targets_own(tmp_path: Path, name: str, stored: type) -> None:
+    """Narrowed to the draft vocabulary, if there is one."""
 
     def drop(_config: dict[str, Any], tensors: Tensors) -> None:
         del tensors["lm_head.weight"], tensors["embed_tokens.weight"]
@@ -97,18 +99,18 @@ def test_a_shared_embedding_and_head_are_the_targets_panels(tmp_path: Path, name
     directory = write(tmp_path / "drafter", name, edit=drop)
     rows, table = np.random.default_rng(0).standard_normal((2, config.vocab_size, config.hidden_size)).astype(stored)
     peagles = []
-    for on in (True, False):
-        head, embedding = arrange(rows, jnp.float32, on), arrange_embedding(table, jnp.float32, on)
-        peagles.append(load(directory, on, target_lm_head=head, target_embedding=embedding))
+    for form in FORMS:
+        head, embedding = arrange(rows, jnp.float32, form), arrange_embedding(table, jnp.float32, form)
+        peagles.append(load(directory, form, target_lm_head=head, target_embedding=embedding))
     ours, theirs = peagles
     shared = ours.params.lm_head
-    assert isinstance(shared, Panels)
+    assert isinstance(shared, PackedMatrix)
     assert (shared.inputs, shared.outputs, shared.data.dtype) == (config.hidden_size, config.draft_vocab_size, stored)
     assert ours.params.embedding.dtype == (jnp.float32 if stored == np.float32 else jnp.uint16)
     assert_alike(ours, theirs, NUM_DRAFTS[name])
-    head = arrange(rows[:, 1:], jnp.float32, True)
-    with pytest.raises(InputError, match="cannot share it"):
-        load(directory, True, target_lm_head=head, target_embedding=ours.params.embedding)
+    head = arrange(rows[:, 1:], jnp.float32, "native")
+    with pytest.raises(InputError, match="to share it"):
+        load(directory, "native", target_lm_head=head, target_embedding=ours.params.embedding)
 
 
 # A draft's bits are its own
@@ -118,14 +120,14 @@ propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", com
 
 @pytest.fixture(scope="module", params=[(ONE, "float32"), (TWO, "bfloat16")], ids=str)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PEagle, int]:
-    """(a drafter, K)."""
+    """Load (a drafter, K)."""
     name, dtype = request.param
     at = tmp_path_factory.mktemp("drafter")
     save_drafter(at, random_params(CONFIGS[name]), CONFIGS[name])
-    return load(at, True, jnp.dtype(dtype)), NUM_DRAFTS[name]
+    return load(at, "native", jnp.dtype(dtype)), NUM_DRAFTS[name]
 
 
-def bits(draft: Draft) -> np.ndarray:
+def bits(draft: DraftOutput) -> np.ndarray:
     return logits_of(draft).view(np.uint32)
 
 
@@ -144,7 +146,7 @@ def test_a_sequence_alone_is_the_sequence_in_a_batch(case: tuple[PEagle, int]) -
             np.testing.assert_array_equal(one, np.asarray(other)[b : b + 1])
 
 
-def test_a_draft_does_not_depend_on_how_many_there_are(case: tuple[PEagle, int]) -> None:
+def test_a_draft_does_not_depend_on_the_number_of_drafts(case: tuple[PEagle, int]) -> None:
     peagle, most = case
     texts, lengths = [random_text(peagle.config, seed) for seed in (1, 2)], (5, 9)
     firsts, nums = [n - 1 for n in lengths], [1, 2]

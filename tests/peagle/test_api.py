@@ -311,7 +311,7 @@ def test_layers_out_of_range_are_named_as_the_file_numbers_them(tmp_path: Path) 
         ({"target_hidden_size": 32}, ("32", "64", "hidden states")),
         ({"vocab_size": 300, "draft_vocab_size": 300}, ("300", str(VOCAB_SIZE), "vocabulary")),
         ({"aux_layer_ids": (0, 1, 3)}, ("[1, 2, 4]", "4 names no layer", "1..3")),
-        ({"aux_layer_ids": None}, ("no default taps", "eagle_aux_hidden_state_layer_ids")),
+        ({"aux_layer_ids": None}, ("no default aux layers", "eagle_aux_hidden_state_layer_ids")),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused(
@@ -332,7 +332,7 @@ def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
     write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
     write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
     assert check_fit(tmp_path / "deep", tmp_path / "three").outputs == (1, 3, 5)
-    with pytest.raises(InputError, match=r"reads 2 taps .* 3 taps \[1, 3, 5\]"):
+    with pytest.raises(InputError, match=r"reads 2 aux layers .* 3: \[1, 3, 5\]"):
         check_fit(tmp_path / "deep", tmp_path / "two")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, StepRecord
-from peagle.ops.messages import Draft, Fresh, TargetOutput
+from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
 from target.model import GptOss
@@ -55,9 +55,11 @@ class Scripted:
     def absorb(self, state: None, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> None:
         pass
 
-    def propose(self, state: None, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, None]:
+    def propose(self, state: None, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, None]:
         index = (fresh.first_position + fresh.num + 1)[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
-        return Draft(jnp.take_along_axis(self.script, jnp.clip(index, 0, self.script.shape[1] - 1), axis=1)), state
+        return DraftOutput(
+            jnp.take_along_axis(self.script, jnp.clip(index, 0, self.script.shape[1] - 1), axis=1)
+        ), state
 
 
 @flax.struct.dataclass
@@ -79,9 +81,9 @@ class MarkovTarget:
 
     def extend(
         self, token_ids: jax.Array, positions: jax.Array, cache: None, logit_rows: jax.Array | None = None
-    ) -> tuple[TargetOutput, None]:
+    ) -> tuple[VerifyOutput, None]:
         read = token_ids if logit_rows is None else jnp.take_along_axis(token_ids, logit_rows, axis=1)
-        return TargetOutput(self.table[read], jnp.zeros((*token_ids.shape, 0))), cache
+        return VerifyOutput(self.table[read], jnp.zeros((*token_ids.shape, 0))), cache
 
 
 @flax.struct.dataclass
@@ -96,10 +98,10 @@ class FixedLogits:
     def absorb(self, state: None, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> None:
         pass
 
-    def propose(self, state: None, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, None]:
+    def propose(self, state: None, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, None]:
         batch = fresh.num.shape[0]
         logits = jnp.broadcast_to(self.logits[None], (batch, *self.logits.shape))
-        return Draft(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits), state
+        return DraftOutput(jnp.argmax(logits, axis=-1).astype(jnp.int32), logits), state
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[StepRecord]]]:

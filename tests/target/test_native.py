@@ -1,4 +1,4 @@
-"""The whole target on the compiled kernels: the XLA form's function; a token's bits whatever it is computed with."""
+"""The whole target on the native kernels: XLA's results, and a token's bits independent of its batch."""
 
 import dataclasses
 from pathlib import Path
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
-from peagle.ops.expert_matmul import PanelExperts
+from peagle.ops.expert_matmul import NativeExperts
+from peagle.ops.kernels import Implementation
 from peagle.ops.kv_cache import KVCache, ring_capacity
-from peagle.ops.linear import Panels
+from peagle.ops.linear import PackedMatrix
 from scripts.make_random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, save_target, write_target
 from target.model import GptOss
@@ -31,7 +32,7 @@ extend = jax.jit(GptOss.extend, compiler_options=AS_FOR_USERS)
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints that store the same kind of model in every way; widths are no multiples of 16 but in MXFP4."""
+    """Write checkpoints in every storage format; only MXFP4's widths are multiples of 16."""
     at: Path = tmp_path_factory.mktemp("native")
     params = random_params()
     save_target(at / "float32", params, CONFIG, dtype=np.float32, mxfp4=False)
@@ -40,7 +41,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: at / name for name in ("float32", "bfloat16", "mxfp4")}
 
 
-STORED = {  # name: directory, experts, dtype of the experts' panels
+FORMS: tuple[Implementation, ...] = ("native", "xla")
+STORED = {  # name: directory, experts, dtype of the experts' packed matrices
     "float32": ("float32", "auto", jnp.float32),
     "bfloat16": ("bfloat16", "auto", jnp.bfloat16),
     "mxfp4 packed": ("mxfp4", "packed", jnp.uint32),
@@ -48,9 +50,11 @@ STORED = {  # name: directory, experts, dtype of the experts' panels
 }
 
 
-def load(directories: dict[str, Path], name: str, native: bool, dtype: object = jnp.float32) -> LoadedTarget:
+def load(
+    directories: dict[str, Path], name: str, form: Implementation = "native", dtype: object = jnp.float32
+) -> LoadedTarget:
     directory, experts, _ = STORED[name]
-    return load_target(directories[directory], dtype=dtype, experts=experts, native=native)
+    return load_target(directories[directory], dtype=dtype, experts=experts, implementation=form)
 
 
 def model(loaded: LoadedTarget, retain_full_kv: bool = False) -> GptOss:
@@ -58,7 +62,7 @@ def model(loaded: LoadedTarget, retain_full_kv: bool = False) -> GptOss:
 
 
 def from_on(firsts: np.ndarray, rows: int, lengths: np.ndarray | None = None) -> jax.Array:
-    """Positions [B, rows] from each sequence's first one on; -1 from its length on, if it has one."""
+    """Return positions [B, rows] from each sequence's first one on; -1 from its length on, if given."""
     positions = firsts[:, None] + np.arange(rows)
     if lengths is not None:
         positions = np.where(positions < lengths[:, None], positions, -1)
@@ -70,26 +74,28 @@ def random_tokens(vocab: int, *shape: int, seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_every_matrix_is_in_panels_and_as_narrow_as_stored(directories: dict[str, Path], name: str) -> None:
-    params = load(directories, name, native=True).params
+def test_every_matrix_is_packed_and_as_narrow_as_stored(directories: dict[str, Path], name: str) -> None:
+    params = load(directories, name).params
     dense = jnp.float32 if name == "float32" else jnp.bfloat16
-    assert params.native
+    assert params.implementation == "native"
     assert params.dtype == jnp.float32
     assert params.embedding.dtype == (jnp.float32 if name == "float32" else jnp.uint16)
     matrices = [params.lm_head]
     for layer in params.layers:
         matrices += [layer.attention.qkv, layer.attention.out, layer.moe.router]
-        assert isinstance(layer.moe.experts, PanelExperts)
+        assert isinstance(layer.moe.experts, NativeExperts)
         for matrix in (layer.moe.experts.gate_up, layer.moe.experts.down):
             assert matrix.data.dtype == STORED[name][2]
     for matrix in matrices:
-        assert isinstance(matrix, Panels)
+        assert isinstance(matrix, PackedMatrix)
         assert matrix.data.dtype == dense
 
 
-def one_pass(directories: dict[str, Path], name: str, native: bool, dtype: object) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and aux hidden of all tokens at once: a cache is filled, and nothing is taken back."""
-    loaded = load(directories, name, native, dtype)
+def one_pass(
+    directories: dict[str, Path], name: str, form: Implementation, dtype: object
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute logits and aux_hidden of all tokens in one pass over a cache, without a rollback."""
+    loaded = load(directories, name, form, dtype)
     made, tokens = model(loaded), random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
     empty = made.init_cache(BATCH, LENGTH, LENGTH)
     out, _ = extend(made, jnp.asarray(tokens), from_on(np.zeros(BATCH, np.int64), LENGTH), empty)
@@ -98,17 +104,17 @@ def one_pass(directories: dict[str, Path], name: str, native: bool, dtype: objec
 
 @pytest.mark.parametrize(
     ("name", "retained"),
-    # caches do not know how weights are stored
+    # caches do not depend on the weights' format
     [*((name, (False,)) for name in STORED if name != "float32"), ("float32", (False, True))],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_every_way_through_the_caches_is_the_xla_form(
+def test_every_pass_over_the_caches_agrees_with_xla(
     directories: dict[str, Path], name: str, retained: tuple[bool, ...]
 ) -> None:
     """Chunks of prompts, decoding and rolled-back verification, in a ring and in a full cache, to 1e-4 of the logits'
     standard deviation."""
-    exact = one_pass(directories, name, False, jnp.float32)
-    loaded = load(directories, name, native=True)
+    exact = one_pass(directories, name, "xla", jnp.float32)
+    loaded = load(directories, name)
     assert ring_capacity(loaded.config.sliding_window, WIDTH) < LENGTH - WIDTH  # it wraps
     tokens = random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
 
@@ -120,35 +126,35 @@ def test_every_way_through_the_caches_is_the_xla_form(
         assert min(walk(model(loaded, retain_full_kv), tokens, PROMPTS, check, decoded=4)) > LENGTH // 2
 
 
-def test_bfloat16_is_nearer_to_float32_than_the_xla_form(directories: dict[str, Path]) -> None:
-    """It rounds less often. The median token's error: where two experts tie nearly, either form may take the other."""
-    exact = one_pass(directories, "bfloat16", False, jnp.float32)
-    ours, theirs = (one_pass(directories, "bfloat16", on, jnp.bfloat16) for on in (True, False))
+def test_bfloat16_is_nearer_to_float32_than_xlas(directories: dict[str, Path]) -> None:
+    """It rounds less often. By the median token's error: if two experts nearly tie, either may be selected."""
+    exact = one_pass(directories, "bfloat16", "xla", jnp.float32)
+    ours, theirs = (one_pass(directories, "bfloat16", form, jnp.bfloat16) for form in FORMS)
     for one, other, right in zip(ours, theirs, exact, strict=True):
         near, far = (np.median(np.square(part - right).mean(axis=-1)) for part in (one, other))
         assert near < 0.8 * far
         assert near < 1e-3 * right.var()
 
 
-# A token's bits are its own: what a verifying pass computes is what decoding one token at a time computes
+# A token's bits are its own: a verify pass computes the bits of decoding one token at a time
 
-WIDEST, STEPS = 16, 48  # rows of the widest pass; tokens behind the prompts
+WIDEST, STEPS = 16, 48  # rows of the widest pass; tokens after the prompts
 Bits = tuple[np.ndarray, np.ndarray]  # of logits and aux hidden [B, T, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Prompts of different lengths, and what decoding gives one token at a time."""
+    """Prompts of different lengths, and the results of decoding one token at a time."""
 
     model: GptOss
     tokens: np.ndarray  # [B, total]
     lengths: np.ndarray  # of the prompts
     caches: list[tuple[KVCache, ...]]  # after the prompts and n tokens each
-    bits: list[Bits]  # of token n behind the prompts
+    bits: list[Bits]  # of token n after the prompts
     rows: tuple[int, ...]  # widths to verify
 
     def verify(self, start: int, rows: int, some: slice = slice(None)) -> tuple[Bits, tuple[KVCache, ...]]:
-        """One pass of several rows from token `start` on, for some of the sequences."""
+        """Run one pass of several rows from token `start` on, for some of the sequences."""
         lengths = self.lengths[some] + start
         tokens = self.tokens[some][np.arange(len(lengths))[:, None], lengths[:, None] + np.arange(rows)]
         caches = jax.tree.map(lambda part: jnp.asarray(np.asarray(part)[some]), self.caches[start])
@@ -167,7 +173,7 @@ def assert_same(ours: Bits, theirs: Bits, what: str) -> None:
 
 
 CASES = {
-    # every width up to the widest in one of them; tests/ops/native goes through all of them for each op
+    # every width up to the widest in one of the cases; tests/ops/native covers all of them for each op
     "float32": ("float32", jnp.float32, (1, 2, 3, 5, 7, 9, 11, WIDEST)),
     "bfloat16 in float32": ("bfloat16", jnp.float32, (2, 8, 13)),
     "bfloat16": ("bfloat16", jnp.bfloat16, (4, 6, 12, 15)),
@@ -178,7 +184,7 @@ CASES = {
 @pytest.fixture(scope="module", params=CASES)
 def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Decoded:
     name, dtype, rows = CASES[request.param]
-    loaded = load(directories, name, native=True, dtype=dtype)
+    loaded = load(directories, name, dtype=dtype)
     gpt, lengths, total = model(loaded), np.array(PROMPTS), max(PROMPTS) + STEPS
     tokens = random_tokens(loaded.config.vocab_size, BATCH, total)
     empty = gpt.init_cache(BATCH, total, WIDEST)
@@ -193,13 +199,13 @@ def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Dec
 
 
 def wraps(decoded: Decoded) -> list[int]:
-    """The token behind the prompt, of each sequence, that goes to its ring's first slot again."""
+    """Return each sequence's token after the prompt that wraps to its ring's first slot."""
     (ring,) = {cache.capacity for cache in decoded.caches[0] if cache.ring}
     return [ring - length for length in PROMPTS]
 
 
 def test_verifying_rows_is_decoding_them_one_at_a_time(decoded: Decoded) -> None:
-    """Bit for bit, from the prompt's end on and across the ring's wrap; caches, too."""
+    """Bit for bit, caches included, from the prompt's end on and across the ring's wrap."""
     for rows in decoded.rows:
         for start in (0, *(max(0, wrap - rows // 2) for wrap in wraps(decoded))):
             ours, caches = decoded.verify(start, rows)

@@ -1,5 +1,8 @@
-"""Attention with a cache: in XLA, or in the compiled kernels, which read what a query sees and nothing else. With those
-a query's bits depend on its position and on the keys and values it sees alone."""
+"""Attention over a KV cache, in XLA or in the compiled kernels.
+
+The kernels read only the slots that a query attends to. With them a query's bits depend on its position and on those
+keys and values alone.
+"""
 
 import functools
 
@@ -8,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from peagle.ops import native as kernels
+from peagle.ops import native
 from peagle.ops.attention import cuda
 from peagle.ops.attention.reference import attention, attention_by_keys
+from peagle.ops.cuda import not_taken
+from peagle.ops.kernels import Implementation
 from peagle.ops.kv_cache import KVCache, slot_positions, write_kv
 from peagle.ops.mask import causal_mask
 from peagle.ops.rope import apply_rope
 
-MOST_SCORES = 1 << 18  # of a head, in memory together
+MOST_SCORES = 1 << 18  # attention scores of one head in memory at once
 
 
 def split_heads(
@@ -25,7 +30,7 @@ def split_heads(
     cos: Float[Array, "B T h"],
     sin: Float[Array, "B T h"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T G H"], Float[Array, "B T G H"]]:
-    """(queries, keys, values) of a projection that holds them side by side; queries and keys rotated."""
+    """Split a qkv projection into (queries, keys, values); apply RoPE to queries and keys."""
     batch, width, outputs = qkv.shape
     head_dim = outputs // (num_heads + 2 * num_kv_heads)
     heads = qkv.reshape(batch, width, -1, head_dim)
@@ -43,26 +48,45 @@ def decode_attention(
     window: int | None = None,
     sinks: Float[Array, " N"] | None = None,
     *,
-    native: bool = False,
-    xla: bool = False,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T out"], KVCache]:
-    """(attention's output [B, T, N H], the cache with the rows' keys and values): rotated, written, then attended.
+    """Rotate the rows, write their keys and values to the cache, then attend; return (output [B, T, N H], cache).
 
-    A query at position p sees positions max(0, p - window + 1) .. p, all of them without a window; the newest position
-    that a ring holds is the largest of the pass. A query of negative position, wherever it stands among the rows,
-    writes nothing, and what comes out of it is finite and means nothing. `native` is for CPUs; `xla`: no kernels on
-    GPUs either.
+    A query at position p sees positions max(0, p - window + 1) .. p, or 0 .. p without a window. The newest position of
+    a ring is the largest of the pass. A query of negative position, anywhere among the rows, writes nothing; its output
+    is finite and to be ignored. Raises InputError if the named implementation does not run here or does not take these
+    operands.
     """
-    if not native:
-        on_xla = functools.partial(_decode_attention, num_heads=num_heads, window=window)
-        operands = (qkv, cos, sin, cache, positions, sinks)
-        if xla or not cuda.takes(qkv, cache):
-            return on_xla(*operands)
-        on_gpu = functools.partial(cuda.decode_attention, window=window)
+    if implementation == "native":
+        return _on_native(qkv, cos, sin, cache, positions, sinks, num_heads=num_heads, window=window)
+    operands = (qkv, cos, sin, cache, positions, sinks)
+    on_gpu = functools.partial(cuda.decode_attention, window=window)
+    on_xla = functools.partial(_on_xla, num_heads=num_heads, window=window)
+    if implementation == "xla":
+        return on_xla(*operands)
+    if cuda.takes(qkv, cache):
+        if implementation == "cuda":
+            return on_gpu(*operands)
         return jax.lax.platform_dependent(*operands, cuda=on_gpu, default=on_xla)
+    if implementation == "cuda":
+        raise not_taken(f"bfloat16, up to {cuda.MAX_WIDTH} rows and heads of {cuda.HEAD_DIM}")
+    return on_xla(*operands)
+
+
+def _on_native(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    cache: KVCache,
+    positions: jax.Array,
+    sinks: jax.Array | None,
+    *,
+    num_heads: int,
+    window: int | None,
+) -> tuple[jax.Array, KVCache]:
     outputs = num_heads * cache.key.shape[3]
     stored = jax.ShapeDtypeStruct(cache.key.shape, cache.key.dtype)
-    out, key, value = kernels.call(
+    out, key, value = native.call(
         "decode_attention",
         (jax.ShapeDtypeStruct((*qkv.shape[:2], outputs), cache.key.dtype), stored, stored),
         qkv,
@@ -71,7 +95,7 @@ def decode_attention(
         cache.key,
         cache.value,
         positions,
-        kernels.optional(sinks),
+        native.optional(sinks),
         in_place={3: 1, 4: 2},
         window=np.int64(window or 0),
         ring=np.bool_(cache.ring),
@@ -79,7 +103,7 @@ def decode_attention(
     return out, KVCache(key, value, cache.ring)
 
 
-def _decode_attention(
+def _on_xla(
     qkv: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
@@ -92,7 +116,7 @@ def _decode_attention(
 ) -> tuple[jax.Array, KVCache]:
     query, key, value = split_heads(qkv, num_heads, cache.key.shape[2], cos, sin)
     cache = write_kv(cache, key, value, positions)
-    # not the last row's: rows that are padding, of negative position, may stand behind
+    # the largest position, not the last row's: padding rows may follow
     held = slot_positions(cache, jnp.max(positions, axis=1))
     if query.shape[1] * cache.capacity > MOST_SCORES:
         block = max(MOST_SCORES // query.shape[1], 1)

@@ -1,4 +1,4 @@
-"""Attention over a cache in the GPU kernels."""
+"""Attention over a KV cache, in the CUDA kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -6,16 +6,17 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
+from peagle.ops.cuda.calls import HEAD_DIM
 from peagle.ops.kv_cache import KVCache
 
-MAX_WIDTH = 16  # rows of a sequence: what a verify pass has
+MAX_WIDTH = 16  # rows of a sequence: enough for a verify pass
 
 
 def takes(qkv: jax.Array, cache: KVCache) -> bool:
-    """Whether the kernels are for such operands, and run here."""
+    """Check that the kernels run here and take such operands."""
     if not cuda.available():
         return False
-    fits = qkv.shape[1] <= MAX_WIDTH and cache.key.shape[3] == calls.HEAD_DIM
+    fits = qkv.shape[1] <= MAX_WIDTH and cache.key.shape[3] == HEAD_DIM
     return fits and qkv.dtype == cache.key.dtype == jnp.bfloat16
 
 
@@ -29,8 +30,10 @@ def decode_attention(
     *,
     window: int | None,
 ) -> tuple[BFloat16[Array, "B T out"], KVCache]:
-    """See `peagle.ops.attention.decode_attention`. Slots that no query sees are not read, and a row's bits do not
-    depend on the other rows."""
+    """See `peagle.ops.attention.decode_attention`.
+
+    Slots that no query attends to are not read, and a row's bits do not depend on the other rows.
+    """
     out, key, value = calls.decode_attention(
         qkv, cos, sin, cache.key, cache.value, positions, sinks, window=window, ring=cache.ring
     )

@@ -1,11 +1,13 @@
-"""The kernels for NVIDIA GPUs, called through XLA's FFI: whether they run here.
+"""The CUDA kernels, called through XLA's FFI, and whether they run here.
 
-Sources: common.cuh, experts.cu, attention.cu (what runs on the GPU), nvrtc.py (compiles it, for the device at hand),
-launch.cc (checked and launched, as XLA calls it; compiled as the CPU kernels are, by peagle.ops.native.build), calls.py
-(as JAX calls it), check.py (what they compute before they are used). Where anything fails XLA's own code runs instead,
-and `status` says so.
+    common.cuh, experts.cu, attention.cu   the kernels
+    nvrtc.py     compiles them for the GPU at hand
+    launch.cc    XLA's entry: checks shapes and launches; compiled beside the CPU kernels (peagle.ops.native.build)
+    calls.py     JAX's entry
+    check.py     compares them with a reference before their first use
 
-PEAGLE_KERNELS=xla asks for XLA's own code here, too.
+If any of this fails, XLA's own code runs instead and `status` gives the reason. PEAGLE_KERNELS=xla switches the
+kernels off.
 """
 
 import ctypes
@@ -17,6 +19,7 @@ import jax
 from peagle.ops import native
 from peagle.ops.cuda.check import check
 from peagle.ops.cuda.nvrtc import CudaError, compile_kernels
+from peagle.ops.errors import InputError
 from peagle.ops.native.build import LAUNCHER
 
 HANDLERS = ("experts", "decode_attention")
@@ -26,7 +29,7 @@ _MAJOR = 8  # compute capability: bfloat16 tensor cores
 
 @functools.cache
 def status() -> tuple[bool, str]:
-    """(whether the GPU kernels run here, one line that says so, or why they do not)."""
+    """Open and check the kernels once; return (whether they run here, one line that says so or why not)."""
     if native.wants_xla():
         return False, f"XLA ({native.VARIABLE}={native.XLA})"
     try:
@@ -34,23 +37,30 @@ def status() -> tuple[bool, str]:
             raise CudaError(f"the GPU kernels are for NVIDIA GPUs, this is {jax.default_backend()}")
         capability = _capability()
         open_kernels(LAUNCHER, DRIVER, compile_kernels("sm_" + capability.replace(".", "")), "CUDA")
-        # whatever is being traced, and for whatever device
+        # on the GPU at once, even if the first call comes while a program is traced
         with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
             check()
-    except Exception as error:  # a driver, a compiler or a library that is not as expected
+    except Exception as error:  # an unexpected driver, compiler or library
         return False, f"XLA: {' '.join(str(error).split())[:200]}"
     return True, f"CUDA, compute capability {capability}"
 
 
 def available() -> bool:
-    """Whether the GPU kernels run here."""
+    """Whether the CUDA kernels run here."""
     return status()[0]
 
 
+def not_taken(limits: str) -> InputError:
+    """Make the error of an op that is to run in the CUDA kernels by name and cannot."""
+    runs, line = status()
+    why = f"take these operands; expected {limits}" if runs else f"run here ({line.removeprefix('XLA: ')})"
+    return InputError(f"the CUDA kernels do not {why}; leave the implementation out, or take 'xla'")
+
+
 def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str) -> None:
-    """`calls` are of these kernels, on that platform, from here on. Raises CudaError."""
+    """Register the kernels with XLA for that platform, for `calls`. Raises CudaError."""
     if not launcher.exists():
-        raise CudaError("what launches the GPU kernels was not compiled; python -m peagle.ops.native compiles it")
+        raise CudaError("the GPU kernels' launcher was not compiled; python -m peagle.ops.native compiles it")
     opened = ctypes.CDLL(str(launcher))
     opened.peagle_cuda_open.restype = ctypes.c_char_p
     if said := opened.peagle_cuda_open(driver.encode(), cubin, ctypes.c_int64(len(cubin))):
@@ -61,7 +71,7 @@ def open_kernels(launcher: Path, driver: str, cubin: bytes, platform: str) -> No
 
 
 def _capability() -> str:
-    """That of the first device, as 9.0."""
+    """Return the first GPU's compute capability, as "9.0". Raises CudaError if it is too old."""
     said = str(getattr(jax.local_devices()[0], "compute_capability", "unknown"))
     major = said.split(".")[0]
     if not major.isdecimal() or int(major) < _MAJOR:

@@ -2,14 +2,14 @@
 
 from peagle.ops.expert_matmul.api import expert_block, expert_mlp
 from peagle.ops.expert_matmul.native import alternate
-from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
+from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, NativeExperts, PackedExperts
 
 __all__ = [
     "ExpandedExperts",
     "Experts",
     "FusedExperts",
+    "NativeExperts",
     "PackedExperts",
-    "PanelExperts",
     "alternate",
     "expert_block",
     "expert_mlp",

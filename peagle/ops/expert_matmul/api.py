@@ -1,40 +1,49 @@
-"""The public entry: picks the form that suits the layout and the number of rows."""
+"""The public entries: pick the form that suits the layout and the number of rows."""
 
 import functools
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from peagle.ops.cuda import not_taken
 from peagle.ops.cuda.calls import MAX_ROWS
+from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import cuda, native, reference
-from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, PackedExperts, PanelExperts
-from peagle.ops.linear import Panels, linear
+from peagle.ops.expert_matmul.weights import ExpandedExperts, Experts, FusedExperts, NativeExperts, PackedExperts
+from peagle.ops.kernels import Implementation
+from peagle.ops.linear import PackedMatrix, linear
 from peagle.ops.norm import Norm, rms_norm
 
-DECODE_ROWS = 16  # as wide as verify passes get: one sequence with K = 15, or a batch of small ones
+DECODE_ROWS = 16  # the widest verify pass: one sequence with K = 15, or a batch with smaller K
 
 
 def expert_block(
     x: Float[Array, "*rows D"],
     norm: Norm,
-    router: jax.Array | Panels,
+    router: jax.Array | PackedMatrix,
     router_bias: Float[Array, " E"],
     experts: Experts,
     top_k: int,
     swiglu_limit: float,
     positions: Int[Array, "*rows"] | None = None,
     *,
-    xla: bool = False,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "*rows D"]:
-    """x + expert_mlp of norm(x), routed by its router logits: the second half of a layer. Rows of negative position are
-    inactive, as in `linear`. `xla`: no kernels on GPUs."""
+    """Compute the second half of a layer: x + expert_mlp of norm(x), routed by its router logits.
+
+    Rows of negative position are inactive, as in `linear`. NativeExperts run in the native kernels, and nothing else
+    does. Raises InputError if the named implementation does not run here or does not take these operands.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    if isinstance(experts, PanelExperts):
-        assert isinstance(router, Panels)
+    if isinstance(experts, NativeExperts):
+        if implementation not in (None, "native"):
+            raise InputError(f"the weights are packed for the native kernels; load them for {implementation!r}")
+        assert isinstance(router, PackedMatrix)
         out = native.routed(rows, norm, router, router_bias, experts, top_k, swiglu_limit, positions)
         return out.reshape(x.shape)
     rows = rms_norm(rows, norm.weight, norm.epsilon)
-    out = expert_mlp(rows, linear(rows, router, router_bias), experts, top_k, swiglu_limit, xla=xla)
+    logits = linear(rows, router, router_bias)
+    out = expert_mlp(rows, logits, experts, top_k, swiglu_limit, implementation=implementation)
     return x + out.reshape(x.shape)
 
 
@@ -45,15 +54,21 @@ def expert_mlp(
     top_k: int,
     swiglu_limit: float,
     *,
-    xla: bool = False,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "T D"]:
-    """sum over the top_k selected experts e of softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e).
+    """Sum softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e) over the top_k selected experts e.
 
-    Whatever XLA layout the weights are in, the result is the same function, in x's dtype. Panels are for
-    `expert_block`.
+    All layouts but NativeExperts, which only `expert_block` takes, give the same function, in x's dtype. Raises
+    InputError as `expert_block` does.
     """
-    if isinstance(experts, PanelExperts):
-        raise TypeError("experts in panels are computed with their norm and router: see expert_block")
+    if isinstance(experts, NativeExperts):
+        raise TypeError("the native kernels compute experts with their norm and router; call expert_block")
+    if implementation == "native":
+        raise InputError("the weights are not packed for the native kernels; load them for 'native'")
+    if implementation == "cuda":
+        if not isinstance(experts, PackedExperts) or not cuda.takes(x, experts):
+            raise not_taken(f"MXFP4 experts, bfloat16 activations and up to {MAX_ROWS} rows")
+        return cuda.routed(x, router_logits, experts, top_k, swiglu_limit)
     if isinstance(experts, FusedExperts):
         return reference.fused(x, router_logits, experts, top_k, swiglu_limit)
     if isinstance(experts, PackedExperts) and x.shape[0] <= MAX_ROWS:
@@ -61,7 +76,7 @@ def expert_mlp(
             x,
             router_logits,
             experts,
-            cuda=functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit, xla=xla),
+            cuda=functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit, implementation=implementation),
             default=functools.partial(_visit, top_k=top_k, limit=swiglu_limit),
         )
     return _visit(x, router_logits, experts, top_k, swiglu_limit)
@@ -73,9 +88,9 @@ def _on_gpu(
     experts: PackedExperts,
     top_k: int,
     limit: float,
-    xla: bool = False,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "T D"]:
-    if not xla and cuda.takes(x, experts):
+    if implementation != "xla" and cuda.takes(x, experts):
         return cuda.routed(x, router_logits, experts, top_k, limit)
     form = reference.all_pairs if x.shape[0] <= DECODE_ROWS else _visit
     return form(x, router_logits, experts, top_k, limit)
@@ -88,7 +103,7 @@ def _visit(
     top_k: int,
     limit: float,
 ) -> Float[Array, "T D"]:
-    # Few rows touch few experts: read just those. Many rows touch all: read each expert once for all rows.
+    # Few rows select few experts: read just those. Many rows select all: read each expert once for all rows.
     if x.shape[0] * top_k < experts.num_experts:
         return reference.selected(x, router_logits, experts, top_k, limit)
     return reference.each_expert_once(x, router_logits, experts, top_k, limit)

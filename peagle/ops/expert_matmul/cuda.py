@@ -1,4 +1,4 @@
-"""The op in the GPU kernels."""
+"""The mixture-of-experts op in the CUDA kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from peagle.ops.expert_matmul.weights import PackedExperts
 
 
 def takes(x: jax.Array, experts: PackedExperts) -> bool:
-    """Whether the kernels are for such operands, and run here."""
+    """Check that the kernels run here and take such operands."""
     if not cuda.available():
         return False
     return x.shape[0] <= calls.MAX_ROWS and x.dtype == experts.gate_up_bias.dtype == jnp.bfloat16
@@ -20,8 +20,10 @@ def takes(x: jax.Array, experts: PackedExperts) -> bool:
 def routed(
     x: BFloat16[Array, "T D"], router_logits: Float[Array, "T E"], experts: PackedExperts, top_k: int, limit: float
 ) -> BFloat16[Array, "T D"]:
-    """See `expert_mlp`. Each selected expert is read once, for all rows that selected it, and a row's bits do not
-    depend on the other rows. T is at most calls.MAX_ROWS."""
+    """See `expert_mlp`. T is at most calls.MAX_ROWS.
+
+    Each selected expert is read once for all rows that selected it. A row's bits do not depend on the other rows.
+    """
     ids, weights = route_top_k(router_logits, top_k)
     gate_up = experts.gate_up_blocks, experts.gate_up_scales, experts.gate_up_bias
     down = experts.down_blocks, experts.down_scales, experts.down_bias

@@ -1,4 +1,4 @@
-"""The public entries: the layout of the weights decides what runs."""
+"""The public entries: the layout of the weights decides the implementation."""
 
 import jax
 import jax.numpy as jnp
@@ -7,29 +7,28 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle.ops import native
-from peagle.ops.linear.panels import Panels
+from peagle.ops.linear.packed import PackedMatrix
 from peagle.ops.norm import Norm, rms_norm
 
-FEW = 8  # tokens: what most steps embed; each is an operation
+FEW = 8  # tokens, as many as most steps embed; each is an operation of its own
 
 
 def linear(
     x: Float[Array, "... inputs"],
-    weight: jax.Array | Panels,
+    weight: jax.Array | PackedMatrix,
     bias: Float[Array, " outputs"] | None = None,
     *,
     norm: Norm | None = None,
     residual: Float[Array, "... outputs"] | None = None,
     positions: Int[Array, "..."] | None = None,
 ) -> Float[Array, "... outputs"]:
-    """x, normalised first where there is a norm, times the weight (an array is [inputs, outputs]), plus the bias, plus
-    the residual; in x's dtype.
+    """Multiply x, normalised first if there is a norm, by the weight; add the bias and the residual; in x's dtype.
 
-    A row of negative position, where positions are given, is inactive: what comes out for it is finite and means
-    nothing. With `Panels` it is not computed, and every other row's bits are a function of that row and the weights
-    alone: it does not matter how many rows there are.
+    An array is [inputs, outputs]. If positions are given, a row of negative position is inactive: its output is finite
+    and to be ignored. A PackedMatrix runs in the native kernels, which skip inactive rows, and every other row's bits
+    are a function of that row and the weights alone: the number of rows does not matter.
     """
-    if not isinstance(weight, Panels):
+    if not isinstance(weight, PackedMatrix):
         out = (x if norm is None else rms_norm(x, norm.weight, norm.epsilon)) @ weight
         out = out if bias is None else out + jnp.expand_dims(bias, tuple(range(x.ndim - 1)))
         return out if residual is None else residual + out
@@ -50,10 +49,10 @@ def linear(
 
 
 def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:
-    """The tokens' rows of the table [V, width], in `dtype`.
+    """Look up the tokens' rows in the table [V, width], in `dtype`.
 
-    A table of uint16 holds the bits of bfloat16: XLA on CPU would convert a whole bfloat16 table to gather from it. It
-    also takes a gather for as costly as the whole table and cuts it over threads, which takes longer than few rows do.
+    A table of uint16 holds the bits of bfloat16, since XLA on CPU would convert a whole bfloat16 table to gather from
+    it. XLA also prices a gather at the whole table and splits it over threads, which takes longer than a few slices.
     """
     if table.dtype == jnp.uint16 and token_ids.size <= FEW:
         flat = token_ids.reshape(-1)

@@ -1,5 +1,6 @@
-"""The GPU kernels of attention over a cache, on a CPU: they say what the XLA form says."""
+"""The CUDA attention kernels, on a CPU, against XLA."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -11,6 +12,8 @@ from peagle.ops import cuda
 from peagle.ops.attention import cached, decode_attention
 from peagle.ops.attention import cuda as op
 from peagle.ops.cuda import calls
+from peagle.ops.errors import InputError
+from peagle.ops.kernels import Implementation
 from peagle.ops.kv_cache import KVCache
 
 H = calls.HEAD_DIM
@@ -20,7 +23,7 @@ Case = tuple[jax.Array, jax.Array, jax.Array, KVCache, jax.Array, jax.Array]
 def random_case(
     width: int, capacity: int, heads: int, kv_heads: int, ring: bool, lengths: tuple[int, ...], seed: int = 0
 ) -> Case:
-    """Operands of passes behind so many tokens; a row of negative length is inactive."""
+    """Draw operands of passes after so many tokens; a sequence of negative length is inactive."""
     rng, batch = np.random.default_rng(seed), len(lengths)
 
     def drawn(*shape: int) -> jax.Array:
@@ -42,7 +45,7 @@ def in_float32(case: Case) -> Case:
 
 
 kernels = jax.jit(op.decode_attention, static_argnames="window")
-on_xla = jax.jit(cached._decode_attention, static_argnames=("num_heads", "window"))
+on_xla = jax.jit(cached._on_xla, static_argnames=("num_heads", "window"))
 
 
 @pytest.mark.usefixtures("opened")
@@ -50,16 +53,16 @@ on_xla = jax.jit(cached._decode_attention, static_argnames=("num_heads", "window
     ("width", "capacity", "heads", "kv_heads", "window", "ring", "lengths"),
     [
         (1, 64, 8, 1, None, False, (10,)),
-        (4, 300, 16, 2, None, False, (270, 3)),  # two chunks, of which one sequence has one
+        (4, 300, 16, 2, None, False, (270, 3)),  # two chunks; one sequence has only one
         (1, 300, 4, 4, 20, False, (280,)),  # a window in a full cache: the first chunk is not read
-        (5, 40, 8, 2, 24, True, (100,)),  # round the ring
+        (5, 40, 8, 2, 24, True, (100,)),  # the ring wraps
         (3, 140, 16, 2, 128, True, (5, 1000)),
-        (2, 129, 8, 8, 128, True, (127,)),  # a query head for each of the others
+        (2, 129, 8, 8, 128, True, (127,)),  # one query head per kv head
         (16, 600, 8, 1, None, False, (500,)),  # eight tiles of queries
         (2, 64, 4, 2, 8, False, (30, -5)),
     ],
 )
-def test_it_is_the_xla_form(
+def test_it_agrees_with_xla(
     width: int, capacity: int, heads: int, kv_heads: int, window: int | None, ring: bool, lengths: tuple[int, ...]
 ) -> None:
     case = random_case(width, capacity, heads, kv_heads, ring, lengths)
@@ -80,9 +83,9 @@ def test_it_is_the_xla_form(
 @pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize("rows", [range(9), (0, 1), (0, 2, 3, 7), (5, 8), ()], ids=str)
 @pytest.mark.parametrize(("ring", "window"), [(False, None), (False, 24), (True, 24)])
-def test_a_row_is_the_same_whatever_rows_are_beside_it(ring: bool, window: int | None, rows: Sequence[int]) -> None:
-    """Those behind it, and rows of negative position, of which there may be any, anywhere: the newest position of a
-    pass is the largest, and not the last row's."""
+def test_a_rows_bits_do_not_depend_on_the_others(ring: bool, window: int | None, rows: Sequence[int]) -> None:
+    """Neither on later rows, nor on rows of negative position anywhere: the newest position of a pass is the largest,
+    not the last row's."""
     qkv, cos, sin, cache, _, sinks = random_case(9, 40 if ring else 300, 8, 2, ring, (270,))
     positions = np.full((1, 9), -1, np.int32)
     positions[0, list(rows)] = 270 + np.arange(len(rows))
@@ -105,15 +108,17 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize(
-    ("dtype", "width", "xla", "runs"),
+    ("dtype", "width", "implementation", "runs"),
     [
-        ("bfloat16", 2, False, True),
-        ("bfloat16", 2, True, False),
-        ("float32", 2, False, False),
-        ("bfloat16", 17, False, False),
+        ("bfloat16", 2, None, True),
+        ("bfloat16", 2, "xla", False),
+        ("float32", 2, None, False),
+        ("bfloat16", 17, None, False),
     ],
 )
-def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, width: int, xla: bool, runs: bool) -> None:
+def test_what_a_gpu_runs(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, width: int, implementation: Implementation | None, runs: bool
+) -> None:
     monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
     case = jax.tree.map(
         lambda leaf: leaf if leaf.dtype == jnp.int32 else leaf.astype(dtype), random_case(width, 64, 4, 2, False, (3,))
@@ -121,8 +126,16 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, width: int
     qkv, cos, sin, cache, positions, sinks = case
 
     def attend(qkv: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        return decode_attention(qkv, cos, sin, cache, positions, 4, None, sinks, xla=xla)
+        return decode_attention(qkv, cos, sin, cache, positions, 4, None, sinks, implementation=implementation)
 
     traced = jax.jit(attend).trace(qkv, cache)
     assert ("peagle_cuda_decode_attention" in traced.lower(lowering_platforms=("cuda",)).as_text()) == runs
     assert "peagle_cuda_decode_attention" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    if implementation is None:  # by name it runs, or it is an error
+        by_name = functools.partial(decode_attention, num_heads=4, sinks=sinks, implementation="cuda")
+        if not runs:
+            with pytest.raises(InputError, match=r"do not take these operands; expected bfloat16, up to 16 rows"):
+                by_name(qkv, cos, sin, cache, positions)
+        else:
+            text = jax.jit(by_name).lower(qkv, cos, sin, cache, positions).as_text()
+            assert "peagle_cuda_decode_attention" in text

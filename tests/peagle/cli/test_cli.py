@@ -24,7 +24,7 @@ from peagle.cli import main
 from peagle.cli.display import Display
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
-from peagle.ops import native
+from peagle.ops.kernels import for_weights
 from tests.peagle.conftest import MASK, SPECIALS, STOP, VOCAB_SIZE, Directories, edit_json, toy_pair
 
 Run = Callable[..., tuple[int, str, str]]
@@ -548,7 +548,8 @@ def test_weights_that_do_not_fit_into_memory_are_refused_before_they_are_read(
         raise AssertionError("a weight was read")
 
     target_directory, drafter_directory = str(directories.target), str(directories.drafter)
-    needed = target.load.weight_bytes(directories.target, native=native.available() and kernels == "auto")
+    used = for_weights() if kernels == "auto" else "xla"
+    needed = target.load.weight_bytes(directories.target, implementation=used)
     for module in (peagle.ops.memory, peagle.cli.info):
         monkeypatch.setattr(module, "available_memory_bytes", lambda: needed)
     assert "fits into" in real("info", target_directory)[1]

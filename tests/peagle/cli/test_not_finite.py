@@ -17,7 +17,7 @@ from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request, SamplingParams
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import argmax
-from peagle.ops.messages import Draft, Fresh
+from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.protocols import Drafter
 from tests.peagle.conftest import toy_pair
 from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted, decode
@@ -172,10 +172,10 @@ def test_it_ends_one_request_and_those_beside_it_go_on(k: int) -> None:
 class Broken(FixedLogits):
     """A drafter that takes the likeliest token as a drafter with weights does."""
 
-    def propose(self, state: None, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, None]:
+    def propose(self, state: None, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, None]:
         draft, state = super().propose(state, fresh, widths, num_drafts)
         assert draft.logits is not None
-        return Draft(argmax(jax.lax.optimization_barrier(draft.logits)), draft.logits), state
+        return DraftOutput(argmax(jax.lax.optimization_barrier(draft.logits)), draft.logits), state
 
 
 @pytest.mark.parametrize(("sampling", "draft_sampling"), [(GREEDY, False), (SAMPLED, False), (SAMPLED, True)])

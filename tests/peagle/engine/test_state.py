@@ -166,8 +166,8 @@ def models(kind: str, root: Path) -> Models:
     on = kind.startswith("native")
     save_target(directory / "target", tiny_target().params, TARGET, dtype=np.float32, mxfp4=False)
     save_drafter(directory / "drafter", random_drafter(DRAFTER), DRAFTER)
-    loaded = load_target(directory / "target", dtype=dtype, native=on)
-    params, config = load_drafter(directory / "drafter", dtype, native=on)
+    loaded = load_target(directory / "target", dtype=dtype, implementation="native" if on else None)
+    params, config = load_drafter(directory / "drafter", dtype, implementation="native" if on else None)
     return Models(GptOss(loaded.params, loaded.config, (0, 1)), PEagle(params, config))
 
 

@@ -19,7 +19,7 @@ from drafter.vocabulary import choose, narrow
 from peagle.cli import main
 from peagle.loading import DEMO_DIRECTORY, HELD_OUT
 from peagle.ops.checkpoint import read_checkpoint
-from peagle.ops.messages import Draft, Fresh
+from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.text.prompt_files import read_prompt_file
 from peagle.workflows.parity import Reading, Text, causes, compare, replay
 from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings
@@ -155,7 +155,7 @@ def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
 class Blind(PEagle):
     """Forgets everything before the tokens committed last."""
 
-    def propose(self, state: Any, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, Any]:
+    def propose(self, state: Any, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, Any]:
         return PEagle.propose(self, jax.tree.map(jnp.zeros_like, state), fresh, widths, num_drafts)
 
 
@@ -169,7 +169,7 @@ class NeverBack(PEagle):
     def absorb(self, state: Any, token_ids: jax.Array, aux_hidden: jax.Array, positions: jax.Array) -> Any:
         return PEagle.absorb(self, state[0], token_ids, aux_hidden, positions), state[1]
 
-    def propose(self, state: Any, fresh: Fresh, widths: jax.Array, num_drafts: int) -> tuple[Draft, Any]:
+    def propose(self, state: Any, fresh: DrafterInput, widths: jax.Array, num_drafts: int) -> tuple[DraftOutput, Any]:
         caches, shift = state
         behind = fresh.replace(first_position=fresh.first_position + shift)
         draft, caches = PEagle.propose(self, caches, behind, widths, num_drafts)

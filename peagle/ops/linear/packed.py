@@ -1,0 +1,122 @@
+"""Packed matrices: weights in the order in which the native kernels read them (peagle/ops/native/kernels.h).
+
+A matrix is cut into panels of 16 output rows (BLIS calls them micro-panels), the row within the panel last, so that one
+vector register holds one input's weights of 16 outputs. Zero rows fill the last panel.
+
+    float32     [panels, inputs, 16]
+    bfloat16    [panels, inputs/2 rounded up, 16, 2]: neighbouring inputs of a row share 32 bits
+    MXFP4       uint32 [panels, inputs/8, 16]: eight neighbouring codes of a row, the first in the lowest four bits;
+                scales uint8 [panels, inputs/32, 16]
+
+Bfloat16 and MXFP4 values are multiplied exactly and summed in float32, whatever dtype the activations have. So weights
+that a checkpoint stores in bfloat16 stay bfloat16, and the result is that of float32 weights.
+"""
+
+import flax.struct
+import jax
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+
+from peagle.ops.kernels import Implementation
+from peagle.ops.memory import aligned, aligned_copy, to_device
+
+ROWS = 16
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@flax.struct.dataclass
+class PackedMatrix:
+    """One weight matrix, or several of one shape (experts: one more leading dimension)."""
+
+    data: jax.Array
+    scales: jax.Array | None  # in MXFP4
+    inputs: int = flax.struct.field(pytree_node=False)
+    outputs: int = flax.struct.field(pytree_node=False)
+
+
+def num_panels(outputs: int) -> int:
+    """Return the number of panels that hold so many output rows."""
+    return -(-outputs // ROWS)
+
+
+def pack_floats(matrix: np.ndarray) -> np.ndarray:
+    """Pack a matrix [..., outputs, inputs]; bfloat16 stays bfloat16, any other dtype becomes float32."""
+    *lead, outputs, inputs = matrix.shape
+    if matrix.dtype != BFLOAT16:
+        data = aligned((*lead, num_panels(outputs), inputs, ROWS), np.float32)
+        _fill(data.swapaxes(-1, -2), matrix)
+        return data
+    data = aligned((*lead, num_panels(outputs), (inputs + 1) // 2, ROWS, 2), BFLOAT16)
+    for half in range(2):
+        _fill(data[..., : (inputs + 1 - half) // 2, :, half].swapaxes(-1, -2), matrix[..., half::2])
+    return data
+
+
+def pack_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pack MXFP4 rows as checkpoints store them; return (data, scales).
+
+    blocks [..., outputs, inputs/32, 16], scales [..., outputs, inputs/32] (peagle.ops.mxfp4).
+    """
+    *lead, outputs, count, _ = blocks.shape
+    words = np.ascontiguousarray(blocks).view("<u4").reshape(*lead, outputs, count * 4)
+    packed = []
+    for rows in (words, scales):
+        packed.append(aligned((*lead, num_panels(outputs), rows.shape[-1], ROWS), rows.dtype))
+        _fill(packed[-1].swapaxes(-1, -2), rows)
+    return packed[0], packed[1]
+
+
+def _fill(panels: np.ndarray, rows: np.ndarray) -> None:
+    """Copy the rows [..., outputs, width] into the panels [..., panels, 16, width]; later rows stay zero."""
+    outputs, width = rows.shape[-2:]
+    whole = outputs // ROWS
+    panels[..., :whole, :, :] = rows[..., : whole * ROWS, :].reshape(*rows.shape[:-2], whole, ROWS, width)
+    if rest := outputs % ROWS:
+        panels[..., whole, :rest, :] = rows[..., whole * ROWS :, :]
+
+
+def packed_matrix(data: np.ndarray, inputs: int, outputs: int, scales: np.ndarray | None = None) -> PackedMatrix:
+    """Move a pack function's result to the device. It may share the arrays' memory: do not write to them any more."""
+    return PackedMatrix(to_device(data), None if scales is None else to_device(scales), inputs, outputs)
+
+
+def unpack_floats(packed: PackedMatrix) -> np.ndarray:
+    """Unpack the matrix [..., outputs, inputs]."""
+    data = np.asarray(packed.data)
+    if data.dtype == BFLOAT16:
+        rows = data.swapaxes(-2, -3).reshape(*data.shape[:-4], -1, ROWS, data.shape[-3] * 2)
+    else:
+        rows = data.swapaxes(-1, -2)
+    return rows.reshape(*rows.shape[:-3], -1, rows.shape[-1])[..., : packed.outputs, : packed.inputs]
+
+
+def as_matrix(weight: jax.Array | PackedMatrix) -> np.ndarray:
+    """Return the weight [inputs, outputs] on the host, from either layout."""
+    return unpack_floats(weight).T if isinstance(weight, PackedMatrix) else np.asarray(weight)
+
+
+def take_outputs(weight: jax.Array | PackedMatrix, outputs: np.ndarray) -> jax.Array | PackedMatrix:
+    """Select outputs of a weight, in the given order."""
+    if isinstance(weight, PackedMatrix):
+        return packed_matrix(pack_floats(unpack_floats(weight)[outputs]), weight.inputs, len(outputs))
+    return weight[:, outputs]
+
+
+def arrange(rows: np.ndarray, dtype: DTypeLike, implementation: Implementation | None) -> jax.Array | PackedMatrix:
+    """Arrange a checkpoint's matrix [outputs, inputs] for `linear` with activations of `dtype`.
+
+    Returns [inputs, outputs] in that dtype; for "native" a packed matrix, in which bfloat16 stays bfloat16.
+    """
+    if implementation == "native":
+        outputs, inputs = rows.shape
+        return packed_matrix(pack_floats(rows if rows.dtype == BFLOAT16 else rows.astype(dtype)), inputs, outputs)
+    return to_device(aligned_copy(rows.T, dtype))
+
+
+def arrange_embedding(table: np.ndarray, dtype: DTypeLike, implementation: Implementation | None) -> jax.Array:
+    """Arrange a table for `embed`: in `dtype`, or, for "native", bfloat16's bits if it is stored or wanted so."""
+    bits = implementation == "native" and BFLOAT16 in (table.dtype, np.dtype(dtype))
+    # aligned, since the device copies an unaligned array later and holds both copies until then
+    copy = aligned_copy(table, BFLOAT16 if bits else dtype)
+    return to_device(copy.view(np.uint16) if bits else copy)
