@@ -54,6 +54,7 @@ class Pair:
     kernels: str | None = None  # what computes: the compiled CPU kernels, or XLA and why
     aux_layers: str | None = None  # which hidden states the drafter reads, and what said so
     draft_vocab: str | None = None  # what the drafter proposes of all it could: how many tokens, and who chose them
+    drafter_window: str | None = None  # how many positions the drafter's attention sees, and what said so
     widths: WidthTable = DEFAULT_WIDTHS  # what auto drafts, by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip rows not active
@@ -247,14 +248,21 @@ class Pair:
     def engine(self, config: EngineConfig) -> Engine:
         """The engine of this shape, the same one for the same shape. K = 0 decodes plainly.
 
-        Raises InputError for a K that the positions do not allow, for K > 0 without a drafter, for drafts to be
-        sampled from a drafter that has no probabilities, and for caches that take more memory than there is.
+        Raises InputError for a K that the positions or the drafter's window do not allow, for K > 0 without a drafter,
+        for drafts to be sampled from a drafter that has no probabilities, and for caches that take more memory than
+        there is.
         """
         k = config.num_speculative_tokens
         if k > self.max_positions - 2:
             raise InputError(
                 f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step reaches K + 1 positions "
                 f"behind the prompt and the target has {self.max_positions}"
+            )
+        window = getattr(self.drafter, "window", None) if k else None
+        if window is not None and window < k + 1:
+            raise InputError(
+                f"the drafter's window is {window} positions; expected {k + 1} or more at K = {k}, since a step's rows "
+                f"must see the token they follow: raise --drafter-window, or lower -k to {max(window - 1, 0)}"
             )
         with self._making:
             if config not in self._engines:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.api import DEFAULT_WIDTHS, Pair
+from peagle.api import AUTO, DEFAULT_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
-from peagle.engine.widths import read_widths
+from peagle.engine.widths import OFF, SPECULATION_FILE, read_widths, read_window
 from peagle.ops import cuda
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
@@ -28,6 +28,7 @@ from peagle.protocols import Drafter, PyTree
 from peagle.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from drafter.config import DrafterConfig
     from drafter.load import NamedAuxLayers
     from drafter.vocabulary import DraftVocab
     from target.config import TargetConfig
@@ -53,6 +54,7 @@ def load(
     experts: ExpertsChoice = "auto",
     kernels: KernelsChoice = "auto",
     draft_vocab: int | str | None = None,
+    drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
@@ -63,13 +65,16 @@ def load(
     on CPU and bfloat16 elsewhere by default. experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load,
     "auto" takes what is fastest and fits. kernels: "native" runs the compiled CPU kernels or refuses, "xla" does
     without them, "auto" takes them where they run (`peagle info` says). draft_vocab: the drafter proposes so many of
-    the most frequent tokens alone, or those listed in a file (drafter.vocabulary). aux_layer_ids: the 0-based layers of
-    the target whose outputs the drafter reads, in place of those that its config.json names (`Pair.aux_layers` says
-    which, and why). progress is told (bytes of the target read, bytes in all) while it is read.
+    the most frequent tokens alone, or those listed in a file (drafter.vocabulary). drafter_window: the drafter's
+    attention sees the last so many positions alone, or all if it is "off"; "auto" takes what speculation.json beside
+    the drafter names, else the windows of its config.json (`Pair.drafter_window` says which). aux_layer_ids: the
+    0-based layers of the target whose outputs the drafter reads, in place of those that its config.json names
+    (`Pair.aux_layers` says which, and why). progress is told (bytes of the target read, bytes in all) while it is read.
 
     Raises InputError, in one line, for whatever does not work or does not fit, if it can be told before any weights are
     read; weights that take more memory than there is are among that. Warns, an InputWarning, of what works but may be
-    meant otherwise: aux layers or a vocabulary map that look like another convention's, no stop token.
+    meant otherwise: aux layers or a vocabulary map that look like another convention's, a window that hides nothing,
+    no stop token.
     """
     from drafter.load import weight_bytes as drafter_bytes
     from target.load import inspect_target, load_target
@@ -81,6 +86,7 @@ def load(
     _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     if draft_vocab is not None:
         _vocabulary(target_directory, drafter_directory, draft_vocab)
+    asked_window(drafter_directory, drafter_window)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     implementation = _implementation(kernels)
@@ -122,7 +128,9 @@ def load(
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
     )
-    return with_drafter(pair, target, drafter, draft_vocab=draft_vocab, aux_layer_ids=aux_layer_ids)
+    return with_drafter(
+        pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
+    )
 
 
 def with_drafter(
@@ -131,6 +139,7 @@ def with_drafter(
     drafter: str | Path | None,
     *,
     draft_vocab: int | str | None = None,
+    drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> Pair:
     """The pair with another drafter, as `load` would give it; the target's weights are the pair's own. `target` is what
@@ -145,8 +154,9 @@ def with_drafter(
     assert isinstance(plain, GptOss)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
-    said = None
+    said = window_said = None
     widths = DEFAULT_WIDTHS
+    window = asked_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
         dtype, implementation = jnp.dtype(pair.dtype), plain.params.implementation
@@ -164,6 +174,14 @@ def with_drafter(
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             said = f"{config.draft_vocab_size} tokens, by {vocab.source}"
+        config, window_said = windowed(config, window, given=drafter_window != AUTO)
+        if (widest := max((each or 0 for each in config.windows or ()), default=0)) > plain.max_positions:
+            warnings.warn(
+                f"the drafter's window of {widest} positions is larger than the target's {plain.max_positions}, so it "
+                "hides nothing",
+                InputWarning,
+                stacklevel=2,
+            )
         drafting = drafter_of(params, config)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
@@ -174,6 +192,7 @@ def with_drafter(
         drafter=drafting,
         aux_layers=None if layers is None else layers.said,
         draft_vocab=said,
+        drafter_window=window_said,
         widths=widths,
         _engines={},
     )
@@ -200,6 +219,47 @@ def _vocabulary(target_directory: Path, drafter_directory: Path | None, asked: i
         raise InputError("a draft vocabulary is given, but there is no drafter with weights whose head it narrows")
     files = inspect_target(target_directory)
     return choose(str(asked), drafter_directory, files.config.vocab_size, files.stop_token_ids)
+
+
+def asked_window(drafter_directory: Path | None, asked: int | str) -> int | Literal["off"] | None:
+    """The window asked for, or what speculation.json names; None: neither, so config.json decides. Raises InputError
+    for what is no window, and for one without a drafter to give it to."""
+    if asked == AUTO:
+        return None if drafter_directory is None else read_window(drafter_directory)
+    if drafter_directory is None:
+        raise InputError("a drafter window is given, but there is no drafter with weights; leave it out")
+    if asked == OFF:
+        return OFF
+    try:
+        window = int(asked)
+    except ValueError:
+        window = 0
+    if window < 1:
+        raise InputError(
+            f"the drafter window is {asked!r}; expected the positions that its attention sees, {AUTO} or {OFF}"
+        )
+    return window
+
+
+def windowed(
+    config: "DrafterConfig", window: int | Literal["off"] | None, *, given: bool
+) -> tuple["DrafterConfig", str]:
+    """(the config with that window in every layer, or as it is; the windows in words, with what named them)."""
+    if window is None:
+        return config, windows_in_words(config)
+    source = "given" if given else f"by {SPECULATION_FILE}"
+    config = config.with_window(None if window == OFF else window)
+    return config, f"{OFF if window == OFF else f'{window} positions'}, {source}"
+
+
+def windows_in_words(config: "DrafterConfig") -> str:
+    """Say how far the layers of a drafter see by its config.json. Example: 2048 positions in 3 of 4 layers, by
+    config.json."""
+    windows = [window for window in config.windows or () if window is not None]
+    if not windows:
+        return f"{OFF}, by default: no file names one"
+    where = "" if len(windows) == config.num_layers else f" in {len(windows)} of {config.num_layers} layers"
+    return f"{' and '.join(map(str, sorted(set(windows))))} positions{where}, by config.json"
 
 
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:

@@ -9,13 +9,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
-SPECULATION_FILE = "speculation.json"  # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}}
+# beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "drafter_window": POSITIONS}; one of the two may be left out
+SPECULATION_FILE = "speculation.json"
+WINDOW_KEY, OFF = "drafter_window", "off"
 
 PLAIN_STEPS_LOST = 4.0  # a row may lose so many plain steps,
 BUDGET_LOST = 0.05  # or this share of its budget, whichever is more, before it pauses
@@ -76,7 +78,10 @@ def read_widths(directory: Path) -> WidthTable | None:
     if not path.is_file():
         return None
     try:
-        drafts = {int(rows): number for rows, number in json.loads(path.read_text(encoding="utf-8"))["drafts"].items()}
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if "drafts" not in value and WINDOW_KEY in value:
+            return None
+        drafts = {int(rows): number for rows, number in value["drafts"].items()}
         if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in drafts.values()):
             raise ValueError
         return WidthTable(dict(sorted(drafts.items())))
@@ -85,6 +90,26 @@ def read_widths(directory: Path) -> WidthTable | None:
             f'{path} holds no table of drafts; expected {{"drafts": {{"1": 4, "4": 2}}}}, drafts by number of active '
             "requests, from 1 on: mend it, or remove it"
         ) from None
+
+
+def read_window(directory: Path) -> int | Literal["off"] | None:
+    """Read the window beside a drafter: the positions that its layers see, or "off" if they see all; None if no file
+    names one. Raises InputError for a file that holds something else."""
+    path = directory / SPECULATION_FILE
+    if not path.is_file():
+        return None
+    try:
+        window = json.loads(path.read_text(encoding="utf-8")).get(WINDOW_KEY)
+    except (OSError, ValueError, AttributeError):
+        raise InputError(f"{path} is no JSON object; mend it, or remove it") from None
+    if window is None or window == OFF:
+        return window
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise InputError(
+            f"{path} names the {WINDOW_KEY} {window!r}; expected the positions that the drafter sees, 1 or more, or "
+            f'"{OFF}": mend it, or remove it'
+        )
+    return window
 
 
 def widths_file(path: Path) -> Path:
