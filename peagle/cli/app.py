@@ -267,6 +267,16 @@ DraftVocab = Annotated[
         help="Draft only the N most frequent tokens, or the ids in a JSON list: a cheaper head, fewer hits.",
     ),
 ]
+DrafterWindow = Annotated[
+    str,
+    typer.Option(
+        "--drafter-window",
+        metavar="N|auto|off",
+        rich_help_panel=SPECULATION,
+        help="The drafter's attention sees the last N positions alone: holds acceptance up behind long prompts. auto: "
+        "as speculation.json beside it or its config.json says.",
+    ),
+]
 NoBaseline = Annotated[
     bool,
     typer.Option(
@@ -440,6 +450,7 @@ def speculate(
     draft_sampling: DraftSampling = False,
     synthetic_acceptance: SyntheticAcceptance = None,
     draft_vocab: DraftVocab = None,
+    drafter_window: DrafterWindow = "auto",
     no_baseline: NoBaseline = False,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -483,6 +494,7 @@ def speculate(
         draft_sampling=draft_sampling,
         synthetic_acceptance=synthetic_acceptance,
         draft_vocab=draft_vocab,
+        drafter_window=drafter_window,
         baseline=not no_baseline,
         sampling=SamplingSettings(
             temperature,
@@ -618,6 +630,7 @@ def chat(
     ] = None,
     num_speculative_tokens: NumSpeculative = None,
     draft_vocab: DraftVocab = None,
+    drafter_window: DrafterWindow = "auto",
     baseline: Annotated[
         bool,
         typer.Option(
@@ -650,6 +663,7 @@ def chat(
         context=context,
         num_speculative_tokens=num_speculative_tokens,
         draft_vocab=draft_vocab,
+        drafter_window=drafter_window,
         baseline=baseline,
         sampling=SamplingSettings(
             temperature,
@@ -735,6 +749,7 @@ def bench(
             "--drafter", metavar="DIR|ngram", rich_help_panel=MODEL, help="Its checkpoint, for -k. Default: the demo's."
         ),
     ] = None,
+    drafter_window: DrafterWindow = "auto",
     repeats: Annotated[int, typer.Option("--repeats", metavar="R", help="Measurements of each test.")] = 5,
     dtype: DtypeOption = None,
     experts: ExpertsOption = Experts.auto,
@@ -760,6 +775,7 @@ def bench(
         kernels=kernels.value,
         json=json,
         markdown=markdown,
+        drafter_window=drafter_window,
     )
 
     def run() -> int:

@@ -65,6 +65,7 @@ def bench_command(settings: BenchSettings) -> int:
             dtype=cast(Any, settings.dtype),
             experts=cast(Any, settings.experts),
             kernels=cast(Any, settings.kernels),
+            drafter_window=settings.drafter_window,
             progress=progress,
         )
     # not animated: a thread that redraws would be in the way of what is measured
@@ -116,6 +117,7 @@ def bench_report(
             "dtype": pair.dtype,
             "experts": pair.experts,
             "kernels": pair.kernels,
+            "drafter_window": pair.drafter_window,
             "steps_per_dispatch": pair.steps_per_dispatch,
             "interrupted": measured.interrupted,
         },

@@ -15,6 +15,7 @@ from peagle.cli.app import (
     SAMPLING,
     SPECULATION,
     AuxLayerIds,
+    DrafterWindow,
     DtypeOption,
     Experts,
     ExpertsOption,
@@ -123,6 +124,15 @@ def sweep(
             help="Numbers of tokens the drafter may propose, or files that list them: each K with each.",
         ),
     ] = "full",
+    drafter_window: Annotated[
+        str,
+        typer.Option(
+            "--drafter-window",
+            metavar="N,N|auto|off",
+            rich_help_panel=SPECULATION,
+            help="Positions that the drafter's attention sees, as of speculate: each K with each.",
+        ),
+    ] = "auto",
     target: Target = None,
     prompts: Annotated[
         list[Path] | None,
@@ -240,6 +250,7 @@ def sweep(
         target=target,
         drafters=drafter,
         draft_vocab=draft_vocab,
+        drafter_window=drafter_window,
         prompt_files=tuple(prompts or ()),
         num_prompts=num_prompts,
         strict=strict,
@@ -307,6 +318,7 @@ def parity(
         typer.Option("--drafter", metavar="DIR", rich_help_panel=MODEL, help="Its checkpoint. Default: the demo's."),
     ] = None,
     aux_layer_ids: AuxLayerIds = None,
+    drafter_window: DrafterWindow = "auto",
     prompts: Annotated[
         Path | None,
         typer.Option("--prompts", metavar="FILE", rich_help_panel=PROMPT, help="Default: the demo's held-out prompts."),
@@ -350,6 +362,7 @@ def parity(
         json=json,
         quiet=quiet,
         aux_layer_ids=aux_layer_ids,
+        drafter_window=drafter_window,
     )
 
     def run() -> int:

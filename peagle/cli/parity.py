@@ -21,6 +21,7 @@ from peagle.cli.display import Display
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.report import SCHEMA, dumps
 from peagle.cli.settings import ParitySettings, parse_layers
+from peagle.engine.widths import OFF, SPECULATION_FILE, WINDOW_KEY
 from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, load, resolve
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep.figures import estimate, json_ready, ratio
@@ -35,6 +36,7 @@ from peagle.workflows.parity import Cause, Difference, Reading, Text, accepted, 
 from target.model import GptOss
 
 MOST_MASK_TOKENS = 24  # other ids that are tried in the mask slots
+WINDOWS = (None, 128, 256, 512)  # positions that the drafter's layers are tried with; None: all
 # of the spread of the reference's logits, by our arithmetic; and the steps whose drafts rounding may turn over
 CLOSE, TURNED_FRAC = {"float32": 1e-3, "bfloat16": 0.2}, {"float32": 0.02, "bfloat16": 0.15}
 
@@ -113,7 +115,8 @@ def parity_command(settings: ParitySettings) -> int:
         display.note(f"left out: {left_out_line(prompts.left_out)}")
     with display.stage("loading") as progress:
         kinds: Any = {"dtype": settings.dtype, "kernels": settings.kernels}
-        pair = load(target, drafter, aux_layer_ids=aux_layer_ids, progress=progress, **kinds)
+        window = settings.drafter_window
+        pair = load(target, drafter, aux_layer_ids=aux_layer_ids, drafter_window=window, progress=progress, **kinds)
     model = cast(Model, pair.drafter)
     with display.stage("asking", animated=False):
         asked = ask(pair, conversations, settings, raw=settings.render == "raw")
@@ -122,7 +125,8 @@ def parity_command(settings: ParitySettings) -> int:
         layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.dtype)
     with display.stage("the drafter", animated=False) as progress:
         found = examine(pair, model, read_checkpoint(path), asked, conversations, settings, progress)
-    lines = [*layers.lines, f"aux layers   {pair.aux_layers}", *report_lines(found, settings)]
+    lines = [*layers.lines, f"aux layers   {pair.aux_layers}", f"window       {pair.drafter_window}"]
+    lines += report_lines(found, settings)
     if prompts.left_out:
         lines.append(f"left out     {left_out_line(prompts.left_out)}")
     if json_file is not None:
@@ -315,6 +319,15 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
         flipped = dataclasses.replace(config, norm_output=not config.norm_output)
         flipped_key = "norm_output", flipped.norm_output
         yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+    longest = max(len(text.token_ids) for text in texts)
+    for window in WINDOWS:
+        other = config.with_window(window)
+        hides = window is not None and window < longest
+        if other.windows != config.windows and (hides or (window is None and config.narrowest_window is not None)):
+            said = OFF if window is None else window
+            cure = f"give --drafter-window {said}, or write {strict_json.dumps({WINDOW_KEY: said})} into "
+            cure += f"{SPECULATION_FILE} beside the drafter"
+            yield Other(f"window: {said}", cure, dataclasses.replace(model, config=other), texts)
     for name, cure, ids in vocabularies(checkpoint, params, config):
         mapped = dataclasses.replace(params, draft_to_target=jnp.asarray(ids, jnp.int32))
         yield Other(f"vocabulary map: {name}", cure, dataclasses.replace(model, params=mapped), texts)

@@ -83,6 +83,7 @@ def load_pair(settings: Settings | ChatSettings, target: str, drafter: str | Non
             experts=cast(Any, settings.experts),
             kernels=cast(Any, settings.kernels),
             draft_vocab=settings.draft_vocab,
+            drafter_window=settings.drafter_window,
             aux_layer_ids=aux_layer_ids,
             progress=progress,
         )

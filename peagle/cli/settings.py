@@ -75,6 +75,7 @@ class Settings:
     profile: str | None
     quiet: bool
     aux_layer_ids: str | None = None
+    drafter_window: str = "auto"  # a number of positions, auto, or off
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class ChatSettings:
     stop: tuple[str, ...]
     quiet: bool
     aux_layer_ids: str | None = None
+    drafter_window: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class BenchSettings:
     kernels: str
     json: str | None
     markdown: str | None
+    drafter_window: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -245,6 +248,7 @@ class SweepSettings:
     aux_layer_ids: str | None = None
     concurrency: str | None = None
     write_widths: Path | None = None
+    drafter_window: str = "auto"  # several, with commas between
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,7 @@ class ParitySettings:
     strict: bool = False
     special_tokens: bool = False
     aux_layer_ids: str | None = None
+    drafter_window: str = "auto"
 
 
 def parse_layers(typed: str | None, option: str = "--aux-layer-ids") -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ from peagle.measure.sweep.figures import (
     timed_sums,
 )
 from peagle.measure.sweep.folder import Folder
-from peagle.measure.sweep.plan import K, Setting
+from peagle.measure.sweep.plan import Arm, Setting
 from peagle.ops.errors import InputError
 
 Row = Callable[[Pairing], Sequence[float]]
@@ -53,12 +53,12 @@ class Difference:
         return self.repeats_apart and low is not None and high is not None and (low > 0 or high < 0)
 
 
-Key = tuple[Setting, K, str | None, str | None]  # of an arm among those of two runs
+Key = tuple[Setting, Arm]  # of an arm among those of two runs; its drafter is known by its files
 
 
 def differences(first: Folder, second: Folder) -> list[Difference]:
-    """For each setting and arm of both runs (the same K, draft vocabulary and drafter; where each run has one drafter,
-    whatever it is): acceptance length, and pooled speed-up.
+    """For each setting and arm of both runs (the same K, draft vocabulary, window and drafter; where each run has one
+    drafter, whatever it is): acceptance length, and pooled speed-up.
 
     Raises InputError where the runs cannot be compared: another target, other prompts, another cap of tokens, nothing
     in common.
@@ -100,8 +100,12 @@ Asking = Mapping[tuple[int, ...], Pairing]  # requests by their prompts
 def _by_arm(folder: Folder, whatever: bool) -> dict[Key, tuple[str, Asking]]:
     """(label, requests) of each arm that speculates."""
     prints = folder.plan.fingerprints
+
+    def known(arm: Arm) -> Arm:
+        return dataclasses.replace(arm, drafter=None if whatever else prints.get(f"drafter {arm.drafter}", arm.drafter))
+
     return {
-        (setting, arm.k, arm.draft_vocab, None if whatever else prints.get(f"drafter {arm.drafter}", arm.drafter)): (
+        (setting, known(arm)): (
             folder.plan.label(arm),
             {each.asked.prompt_ids: each for each in some},
         )

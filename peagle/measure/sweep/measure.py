@@ -31,7 +31,7 @@ from peagle.result import decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Conversation, Rendering
 
-Loaded = tuple[str | None, str | None]  # drafter, draft vocabulary
+Loaded = tuple[str | None, str | None, str | None]  # drafter, draft vocabulary, window of the drafter
 Pairs = Mapping[Loaded, Pair | InputError]  # why a pair could not be loaded, where the others are to go on
 Progress = Callable[[int, int], None]
 
@@ -40,7 +40,7 @@ MOST_MAPPINGS = 0.85  # of those allowed: an arm's programs take up to a tenth
 
 def loaded(arm: Arm) -> Loaded:
     """Which pair an arm needs; plain decoding any."""
-    return arm.drafter, arm.draft_vocab
+    return arm.drafter, arm.draft_vocab, arm.drafter_window
 
 
 def ask(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:
