@@ -1,3 +1,3 @@
-"""P-EAGLE: the drafter, in JAX. Imports peagle.ops and nothing else of ours."""
+"""P-EAGLE and EAGLE-3 drafters in JAX. Imports no other package of the project but peagle.ops."""
 
-import peagle  # noqa: F401  whoever imports only this package gets a JAX that computes right, too (peagle.ops.jax_cure)
+import peagle  # noqa: F401  sets the XLA flag of peagle.ops.jax_cure, even if only this package is imported

@@ -1,8 +1,8 @@
 """The parameters of a drafter as a pytree, and their random initialisation.
 
-Matrices are arrays with the input dimension first (`x @ w`), or all of them panels for the native kernels
-(peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, F MLP width,
-V the target's vocabulary, U the draft vocabulary, A the width of the taps side by side. Absent biases are None.
+Matrices are arrays with the input dimension first (`x @ w`), or all of them packed matrices for the native kernels
+(peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, F MLP width, V the target's vocabulary, U the
+draft vocabulary, A the width of aux_hidden. Absent biases are None.
 """
 
 import flax.struct
@@ -34,13 +34,16 @@ class LayerParams:
 
 @flax.struct.dataclass
 class DrafterParams:
-    """All of a drafter. `draft_to_target` is the one leaf that is not trained: a trainer sets it aside
-    (`params.replace(draft_to_target=None)`); only proposing reads it."""
+    """All parameters of a drafter.
+
+    `draft_to_target` is the one leaf that is not trained: only proposing reads it, and a trainer removes it
+    (`params.replace(draft_to_target=None)`).
+    """
 
     embedding: jax.Array  # [V, D]; uint16 holds the bits of bfloat16
     aux_norm: jax.Array | None  # [A]: weight of the norm before fc, if the config has one
     fc: jax.Array | PackedMatrix  # [A, D]
-    mask_hidden: jax.Array | None  # [M, A]: stand for the taps in mask slots, the first in the first; None: EAGLE-3
+    mask_hidden: jax.Array | None  # [M, A]: aux_hidden of mask slots, one per depth or one for all; None: EAGLE-3
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | PackedMatrix  # [D, U]
@@ -49,14 +52,17 @@ class DrafterParams:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations and caches."""
+        """The dtype of activations and caches."""
         return self.norm.dtype
 
 
 def init_params(config: DrafterConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> DrafterParams:
-    """Random parameters to train from: matrices normal with variance 1/input (outputs into the residual stream further
-    divided by 2 * layers), mask_hidden standard normal, norms one, biases zero. A reduced draft vocabulary is the
-    lowest ids of the target's until the caller chooses better ones."""
+    """Make random parameters to train from.
+
+    Matrices are normal with variance 1/input, divided by 2 * layers for outputs into the residual stream; mask_hidden
+    is standard normal, norms are one, biases zero. A reduced draft vocabulary is the lowest ids of the target's, until
+    the caller chooses better ones.
+    """
     c = config
     residual_scale = (2 * c.num_layers) ** -0.5
     qkv_width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim

@@ -1,8 +1,8 @@
-"""The drafter once more: uncached, NumPy, float64. What parity is measured against, and not fast.
+"""A reference drafter in NumPy, float64, uncached and slow, for parity tests.
 
-It shares no code with model.py, nor with the loader: it reads a checkpoint's tensors as they are stored (output
-dimension first), and goes by the description of the model alone (arXiv 2602.01469; the checkpoints' layouts are those
-that vLLM and speculators read). Heads and rows are loops, so that there is nothing to get wrong by a shape.
+It shares no code with model.py or the loader: it reads a checkpoint's tensors as stored (output dimension first), and
+follows only the model's description (arXiv 2602.01469; checkpoint layouts as vLLM and speculators read them). Heads and
+rows are loops, so that no shape can be confused with another.
 """
 
 import math
@@ -19,18 +19,17 @@ Tensors = Mapping[str, np.ndarray]
 def draft_logits(
     tensors: Tensors, config: DrafterConfig, token_ids: Sequence[int], aux_hidden: np.ndarray, num_drafts: int
 ) -> np.ndarray:
-    """Logits [K, U] of the K drafts that follow token_ids [n+1], whose last token has no aux hidden yet
-    (aux_hidden [n, A], n >= 1).
+    """Compute the logits [K, U] of the K drafts that follow token_ids [n+1].
 
-    Rows 0..n-1 are (token[p+1], fc of aux_hidden[p]). At n..n+K-2 stand K-1 mask slots (P-EAGLE); or one row after the
-    other, each (the best draft of the row before, what the layers made of that row) (EAGLE-3). Each row sees those up
-    to itself, in a layer with a window of W the last W of them. Drafts are read from rows n-1..n+K-2: draft i predicts
-    token n+1+i.
+    aux_hidden is [n, A], n >= 1: the last token has none yet. Rows 0..n-1 are (token[p+1], fc of aux_hidden[p]). Rows
+    n..n+K-2 are K-1 mask slots (P-EAGLE), or computed in turn: (the best draft of the row before, that row's last
+    hidden state) (EAGLE-3). Each row attends to the rows up to itself, in a layer with a window of W to the last W of
+    them. Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i.
     """
     known = len(token_ids) - 1
     if len(aux_hidden) != known or known < 1:
         raise ValueError(
-            f"{len(aux_hidden)} aux hiddens for {known + 1} tokens; expected one less than tokens, and one"
+            f"{len(aux_hidden)} rows of aux_hidden for {known + 1} tokens; expected one less than tokens, at least one"
         )
     rows = [(int(token), projected(tensors, config, aux)) for token, aux in zip(token_ids[1:], aux_hidden, strict=True)]
     if config.mask_token_id is not None:
@@ -46,15 +45,15 @@ def draft_logits(
         found.append(logits[-1])
         best = int(logits[-1].argmax())
         token = best + int(tensors["d2t"][best]) if "d2t" in tensors else best
-        fed_back = _rms(hidden[-1], tensors["norm.weight"], config.rms_norm_eps) if config.norm_output else hidden[-1]
-        rows.append((token, fed_back))
+        last = _rms(hidden[-1], tensors["norm.weight"], config.rms_norm_eps) if config.norm_output else hidden[-1]
+        rows.append((token, last))
     return np.stack(found)
 
 
 def draft_ids(
     tensors: Tensors, config: DrafterConfig, token_ids: Sequence[int], aux_hidden: np.ndarray, num_drafts: int
 ) -> np.ndarray:
-    """The K drafts, ids of the target's vocabulary."""
+    """Compute the K drafts as ids of the target's vocabulary."""
     best = draft_logits(tensors, config, token_ids, aux_hidden, num_drafts).argmax(axis=-1)
     return best + tensors["d2t"][best] if "d2t" in tensors else best
 
@@ -67,9 +66,9 @@ def _causal(
 
 
 def projected(tensors: Tensors, config: DrafterConfig, aux_hidden: np.ndarray) -> np.ndarray:
-    """fc of one row's taps."""
+    """Project one row's aux_hidden by fc."""
     weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items() if "norm" in name}
-    out: np.ndarray = tensors["fc.weight"].astype(np.float64) @ _normed_taps(weights, config, aux_hidden)
+    out: np.ndarray = tensors["fc.weight"].astype(np.float64) @ _normed_aux(weights, config, aux_hidden)
     return out
 
 
@@ -80,8 +79,10 @@ def row_outputs(
     positions: Sequence[int],
     visible: Sequence[Sequence[int]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(logits [T, U], residual stream behind the last layer [T, D]) of rows (token, hidden state that layer 0 reads) at
-    RoPE positions, each seeing the listed rows."""
+    """Compute (logits [T, U], residual stream after the last layer [T, D]) of rows at RoPE positions.
+
+    A row is (token, hidden state that layer 0 reads); it attends to the rows that `visible` lists.
+    """
     weights = {name: np.asarray(value).astype(np.float64) for name, value in tensors.items() if name != "t2d"}
     eps = config.rms_norm_eps
     hidden = np.stack([np.asarray(state, np.float64) for _, state in rows])
@@ -104,14 +105,14 @@ def row_outputs(
     return _apply(weights, "lm_head", _rms(hidden, weights["norm.weight"], eps)), hidden
 
 
-def _normed_taps(weights: Tensors, config: DrafterConfig, aux: np.ndarray) -> np.ndarray:
+def _normed_aux(weights: Tensors, config: DrafterConfig, aux: np.ndarray) -> np.ndarray:
     aux = np.asarray(aux, np.float64)
     if "input_norm.weight" in weights:
         return _rms(aux, weights["input_norm.weight"], config.rms_norm_eps)
     if "fc_norm.0.weight" in weights:
-        taps = aux.reshape(config.num_taps, -1)
+        parts = aux.reshape(config.num_taps, -1)
         return np.concatenate(
-            [_rms(t, weights[f"fc_norm.{i}.weight"], config.rms_norm_eps) for i, t in enumerate(taps)]
+            [_rms(part, weights[f"fc_norm.{i}.weight"], config.rms_norm_eps) for i, part in enumerate(parts)]
         )
     return aux
 
@@ -143,7 +144,7 @@ def _attend(
 
 
 def _rotate(vector: np.ndarray, position: int, frequencies: np.ndarray) -> np.ndarray:
-    """Pairs (x_i, x_{i + half}) turned by position * frequency_i, as complex numbers."""
+    """Rotate pairs (x_i, x_{i + half}) by position * frequency_i, as complex numbers."""
     half = len(vector) // 2
     turned = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * frequencies)
     return np.concatenate([turned.real, turned.imag])
@@ -155,7 +156,7 @@ def _frequencies(config: DrafterConfig) -> np.ndarray:
     if rope.scaling is None:
         return np.array(plain)
     if not isinstance(rope.scaling, Llama3):
-        raise ValueError(f"the reference knows plain and llama3 rotation only, not {rope.scaling}")
+        raise ValueError(f"the reference has plain and llama3 RoPE only, not {rope.scaling}")
     scaled = []
     for frequency in plain:
         turns = rope.scaling.original_length * frequency / (2 * math.pi)  # within the original context

@@ -1,10 +1,11 @@
-"""A cheaper draft head: a drafter that proposes only tokens that are likely to come. The head is most of what a drafter
-of a real model reads each step, and most tokens of a large vocabulary come hardly ever; one that the drafter cannot
-propose is a rejected draft, never a wrong token (FR-Spec, arXiv 2502.14856).
+"""Narrow a drafter's head to the frequent tokens (FR-Spec, arXiv 2502.14856).
+
+The head is most of the weights that a real model's drafter reads each step, and most tokens of a large vocabulary are
+rare. A token that the drafter cannot propose costs a rejected draft, never a wrong token.
 
 A drafter's directory may hold `frequent_tokens.json`, a list of the target's token ids, the most frequent first
-(scripts/frequent_tokens.py counts them). Without one, ids stand in for frequency: byte-pair encoding numbers its
-tokens in the order it merged them, and it merges what is frequent; tokens that end answers come first.
+(scripts/frequent_tokens.py counts them). Without one, ids stand in for frequency, since byte-pair encoding numbers
+tokens in the order of merges, and frequent pairs merge first; tokens that end answers come before them.
 """
 
 import dataclasses
@@ -26,17 +27,17 @@ FREQUENT_TOKENS = "frequent_tokens.json"
 
 @dataclasses.dataclass(frozen=True)
 class DraftVocab:
-    """Which of the target's tokens are to be proposed, the most wanted first, and who says so."""
+    """The target's tokens that a drafter may propose, the most frequent first, and the source of that order."""
 
     token_ids: tuple[int, ...]
     source: str
 
 
 def choose(asked: str, directory: Path, vocab_size: int, first: Sequence[int] = ()) -> DraftVocab:
-    """The draft vocabulary that was asked for: a number of tokens, or a file that lists their ids.
+    """Choose the draft vocabulary that an option names: a number of tokens, or a file that lists their ids.
 
-    directory is the drafter's; `first` are tokens that are frequent for sure, where no list of it says more. Raises
-    InputError for a number below 1, and for a file that does not list ids of the target.
+    directory is the drafter's. `first` are tokens to put first if the directory has no list. Raises InputError for a
+    number below 1, and for a file that does not list ids of the target.
     """
     if not asked.lstrip("-").isdigit():
         return DraftVocab(_listed(Path(asked), vocab_size), asked)
@@ -50,7 +51,7 @@ def choose(asked: str, directory: Path, vocab_size: int, first: Sequence[int] = 
 
 
 def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> tuple[DrafterParams, DrafterConfig]:
-    """The drafter that proposes these tokens alone, as far as it could before. Raises InputError where it could none.
+    """Narrow a drafter to those of these tokens that it can propose. Raises InputError if there are none.
 
     Example: of a drafter whose vocabulary is the tokens 4 7 9, narrowed to 9 3 4, the head keeps the columns of 4 and
     9, and draft_to_target is [4, 9].
@@ -78,7 +79,7 @@ def _listed(path: Path, vocab_size: int) -> tuple[int, ...]:
         ids = None
     if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise InputError(
-            f"{path} is no draft vocabulary: expected a JSON list of token ids, each in 0..{vocab_size - 1}"
+            f"{path} is not a draft vocabulary: expected a JSON list of token ids, each in 0..{vocab_size - 1}"
         )
     return _unique(ids)
 
@@ -88,17 +89,17 @@ def _unique(ids: Iterable[int]) -> tuple[int, ...]:
 
 
 def first_of(wanted: Iterable[int], vocab_size: int, count: int) -> tuple[int, ...]:
-    """So many tokens: the wanted ones, and behind them all others in their order."""
+    """Return `count` tokens: the wanted ones, then all others by id."""
     return _unique([*wanted, *range(vocab_size)])[:count]
 
 
 def by_frequency(counts: np.ndarray) -> list[int]:
-    """Every token that was counted, the most frequent first; ties go to the lower id. counts [V]."""
+    """List every token with a count above 0, the most frequent first, then by id. counts [V]."""
     return [int(token) for token in np.argsort(-counts, kind="stable") if counts[token] > 0]
 
 
 def write_frequent_tokens(path: Path, counts: np.ndarray) -> int:
-    """The file lists the tokens `by_frequency`. Returns how many. counts [V]."""
+    """Write the tokens `by_frequency` to a file; return their number. counts [V]."""
     ids = by_frequency(counts)
     path.write_text(dumps(ids) + "\n")
     return len(ids)

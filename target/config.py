@@ -1,4 +1,4 @@
-"""What a GPT-OSS model is, read from config.json alone: 20b, 120b and the demo differ by values only."""
+"""The geometry of a GPT-OSS model, from config.json alone: 20b, 120b and the demo differ by values only."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from peagle.ops.rope import Llama3, RopeConfig, Yarn, parse_rope
 SLIDING, FULL = "sliding_attention", "full_attention"
 SWIGLU_ALPHA = 1.702
 DEFAULT_THETA = 150000.0
-# what a gpt_oss config.json that names no rotation means (transformers' GptOssConfig)
+# the default of a gpt_oss config.json without RoPE settings (transformers' GptOssConfig)
 _DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -53,26 +53,26 @@ class TargetConfig:
         return len(self.layer_types)
 
     def window(self, layer: int) -> int | None:
-        """Keys a layer sees back from the query, itself included; None: all."""
+        """Return how many keys a layer's query attends to, its own included; None: all."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
 
 def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
-    """The three taps P-EAGLE drafters are trained on, as OUTPUTS of 0-based layers: 1, n//2 - 1, n - 4.
+    """Return the default aux layers of P-EAGLE drafters, as OUTPUTS of 0-based layers: 1, n//2 - 1, n - 4.
 
-    (vLLM names the layers whose INPUT is tapped: 2, n//2, n - 3. 20b: 1, 11, 20; 120b: 1, 17, 32.)
-    Raises InputError below 7 layers, where the rule is not defined.
+    vLLM names layers by their INPUT: 2, n//2, n - 3. By output 20b has 1, 11, 20 and 120b has 1, 17, 32. Raises
+    InputError below 7 layers, for which the rule is not defined.
     """
     if num_layers < 7:
         raise InputError(
-            f"a target of {num_layers} layers has no default taps (defined from 7 layers on); the drafter's "
-            "config.json must name them in eagle_aux_hidden_state_layer_ids, or --aux-layer-ids"
+            f"a target of {num_layers} layers has no default aux layers (defined from 7 layers on); name them in the "
+            "drafter's config.json, under eagle_aux_hidden_state_layer_ids, or with --aux-layer-ids"
         )
     return (1, num_layers // 2 - 1, num_layers - 4)
 
 
 def parse_config(config: Mapping[str, Any]) -> TargetConfig:
-    """The TargetConfig of a parsed config.json. Raises InputError naming what is missing or not GPT-OSS."""
+    """Read the TargetConfig of a config.json. Raises InputError naming a setting that is missing or not GPT-OSS's."""
     kind = config.get("model_type")
     if kind != "gpt_oss":
         raise InputError(f"config.json says model_type {kind!r}; expected 'gpt_oss'")
@@ -115,7 +115,7 @@ def parse_config(config: Mapping[str, Any]) -> TargetConfig:
 
 
 def render_config(config: TargetConfig) -> dict[str, Any]:
-    """The config.json of a model: parse_config gives the same TargetConfig back, and transformers the same model."""
+    """Render a model's config.json; parse_config reads the same TargetConfig, transformers the same model."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -146,7 +146,7 @@ def _with_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _render_rope(rope: RopeConfig) -> dict[str, Any]:
-    if rope.scaling is None:  # only the new spelling can say "no scaling" (_DEFAULT_ROPE)
+    if rope.scaling is None:  # only the new spelling can express "no scaling" (_DEFAULT_ROPE)
         return {"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta}}
     scaling: dict[str, Any] = {
         "factor": rope.scaling.factor,

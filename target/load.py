@@ -1,8 +1,8 @@
-"""Between directories and TargetParams: the only file of the target that knows tensor names.
+"""Read and write target checkpoints. The only file of the target with tensor names.
 
-Two layouts are read, the Hugging Face one and openai's `original/`; the Hugging Face one is written. Both interleave
-the experts' gate and up rows and store matrices output dimension first, but for unquantised Hugging Face experts, which
-are input dimension first.
+Reads two layouts, Hugging Face's and openai's `original/`, and writes Hugging Face's. Both interleave the experts' gate
+and up rows and store matrices output dimension first, except for unquantised Hugging Face experts, which are input
+dimension first.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 # unselected ones costs that factor in multiplications and saves every gather: at 8 experts top-4 the plain matmuls win
 # at any number of rows; at 32 top-4 a decoded token would read eight times the weights it needs.
 FUSED_UP_TO = 4
-# of the memory that is free when loading starts; the rest is for caches, activations and other people
+# of the memory that is free when loading starts; the rest is for caches, activations and other processes
 _MEMORY_SHARE = 0.8
 
 ExpertsChoice = Literal["auto", "packed", "expanded"]
@@ -39,31 +39,31 @@ Layout = Literal["packed", "expanded", "fused"]
 
 @dataclasses.dataclass(frozen=True)
 class LoadedTarget:
-    """A model in memory, and what its directory says beside the weights."""
+    """A model in memory, and its directory's other settings."""
 
     params: TargetParams
     config: TargetConfig
-    stop_token_ids: tuple[int, ...]  # may be none
-    experts: Layout  # the layout they are in now
+    stop_token_ids: tuple[int, ...]  # may be empty
+    experts: Layout  # their layout in memory
     mxfp4: bool  # whether the files hold quantised experts
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetFiles:
-    """What a directory holds, by config.json and the headers of its tensors."""
+    """A directory's content, by config.json and the headers of its tensors."""
 
     config: TargetConfig
     stop_token_ids: tuple[int, ...]
     stop_tokens_from: str | None  # the file that names them
     mxfp4: bool
     num_parameters: int
-    num_expert_parameters: int  # of them, in the experts' matrices
+    num_expert_parameters: int  # of num_parameters, those in the experts' matrices
     tensor_bytes: int
-    expert_tensor_bytes: int  # of them, what `packed` keeps as it is
+    expert_tensor_bytes: int  # of tensor_bytes, those that experts "packed" leaves as they are
 
 
 def inspect_target(directory: Path) -> TargetFiles:
-    """Checks a directory as load_target does, short of reading a weight; raises the same InputErrors."""
+    """Check a directory as load_target does, without reading weights. Raises the same InputErrors."""
     checkpoint, names, config, mxfp4 = _open(Path(directory))
     counts = {True: 0, False: 0}
     sizes = {True: 0, False: 0}
@@ -164,14 +164,14 @@ def save_target(
     tokenizer_files: Mapping[str, bytes] | None = None,
     shard_bytes: int | None = None,
 ) -> None:
-    """The directory is a Hugging Face checkpoint of these parameters, whatever layout their experts are in.
+    """Write parameters to a directory as a Hugging Face checkpoint, from any expert layout but NativeExperts.
 
     Experts are rounded to MXFP4, or without `mxfp4` stored in `dtype` like everything else. With dtype float32 and
-    mxfp4 False, load_target gives equal parameters back; so it does for experts that were MXFP4 before.
+    mxfp4 False, load_target returns equal parameters; so it does for experts that were MXFP4 before.
 
-    Raises InputError where MXFP4 is asked for widths that are not multiples of 32, or a value is not finite.
+    Raises InputError if MXFP4 is wanted for widths that are not multiples of 32, or if a value is not finite.
     """
-    tensor_shapes(config, mxfp4)  # refuses widths that do not fit before anything is written
+    tensor_shapes(config, mxfp4)  # raises for widths that do not fit, before anything is written
     write_target(
         directory,
         config,
@@ -195,7 +195,7 @@ def write_target(
     extra_files: Mapping[str, bytes] | None = None,
     shard_bytes: int | None = None,
 ) -> None:
-    """save_target for tensors that already have their names and shapes (`tensor_shapes`), made one by one."""
+    """Write a checkpoint of tensors with their final names and shapes (`tensor_shapes`), made one by one."""
     rendered = render_config(config)
     if stop_token_ids:
         rendered["eos_token_id"] = stop_token_ids[0]
@@ -213,7 +213,7 @@ def write_target(
 
 
 def tensor_shapes(config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Hugging Face checkpoint of this geometry with its shape, in the order of the layers."""
+    """List every tensor of a Hugging Face checkpoint of this geometry with its shape, by layer."""
     return _shapes(_HUGGING_FACE, config, mxfp4)
 
 
@@ -222,7 +222,7 @@ class _Names:
     embedding: str
     lm_head: str
     norm: str
-    layer: str  # prefix of what follows; {} is the layer's number
+    layer: str  # prefix of the names below; {} is the layer's number
     attention_norm: str
     qkv: tuple[str, ...]  # modules with .weight and .bias: three, or one that has them side by side
     out: str
@@ -278,7 +278,7 @@ _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "mode
 
 
 def _open(directory: Path) -> tuple[Checkpoint, _Names, TargetConfig, bool]:
-    """(the checkpoint with every tensor there and rightly shaped, its names, its config, whether it is MXFP4)."""
+    """Open a checkpoint and check its tensors; return (checkpoint, names, config, whether it is MXFP4)."""
     checkpoint = read_checkpoint(directory)
     names = _ORIGINAL if _is_original(checkpoint) else _HUGGING_FACE
     config = parse_config(_from_original(checkpoint.config) if names is _ORIGINAL else checkpoint.config)
@@ -293,8 +293,7 @@ def _is_original(checkpoint: Checkpoint) -> bool:
 
 
 def _from_original(config: Mapping[str, Any]) -> dict[str, Any]:
-    """openai's config.json in the words of parse_config: other names for the same, a rotation that is always YaRN, and
-    layers that always alternate."""
+    """Translate openai's config.json for parse_config: other names, RoPE that is always YaRN, alternating layers."""
     factor = config.get("rope_scaling_factor", 1.0)
     yarn = {
         "rope_type": "yarn",
@@ -350,8 +349,10 @@ def _shapes(names: _Names, config: TargetConfig, mxfp4: bool) -> dict[str, tuple
 
 
 def _stop_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str | None]:
-    """(the stop tokens, the file that names them): of the first of these that names any: generation_config.json,
-    config.json, the tokenizer's files; none, and None, where no file does."""
+    """Find (the stop tokens, the file that names them); ((), None) if no file does.
+
+    The first of these that names any counts: generation_config.json, config.json, the tokenizer's files.
+    """
     directory, generation = checkpoint.directory, "generation_config.json"
     configs = {"config.json": checkpoint.config}
     if (directory / generation).exists():
@@ -373,7 +374,7 @@ def _stop_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str | None]:
 
 
 def _token_id(directory: Path, token: str) -> int | None:
-    """The id of a special token, by its spelling; None where tokenizer.json does not know it."""
+    """Look up a special token's id by its spelling; None if tokenizer.json does not list it."""
     if not (directory / "tokenizer.json").exists():
         return None
     tokenizer = read_json(directory, "tokenizer.json")
@@ -485,7 +486,7 @@ class _Reader:
         return arrange(stacked, self._dtype, self._implementation)
 
     def _packed_experts(self, name: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(blocks, scales) of one expert after the other."""
+        """Read (blocks, scales) of one expert after the other."""
         names = [name + suffix for suffix in (self._names.blocks_suffix, self._names.scales_suffix)]
         for each in names:
             if (dtype := self._checkpoint.dtype(each)) != np.uint8:
@@ -498,7 +499,7 @@ class _Reader:
             yield blocks, scales
 
     def _expert_matrices(self, name: str) -> Iterator[np.ndarray]:
-        """[inputs, outputs] of one expert after the other, not yet in the wanted dtype."""
+        """Read [inputs, outputs] of one expert after the other, not yet in the wanted dtype."""
         if self._mxfp4:
             for blocks, scales in self._packed_experts(name):
                 yield dequantize(blocks, scales).T
@@ -520,7 +521,7 @@ class _Reader:
         )
 
     def _packed_pair(self, name: str) -> tuple[jax.Array, jax.Array]:
-        """(blocks, scales) of all experts, as they lie in the file."""
+        """Read (blocks, scales) of all experts, as stored."""
         blocks, scales = self._on_device(self._packed_experts(name))
         return blocks, scales
 
@@ -591,7 +592,7 @@ class _Reader:
         return data, None
 
     def _on_device(self, experts: Iterable[tuple[np.ndarray, ...]]) -> tuple[jax.Array, ...]:
-        """For each of the arrays that all experts have, one of all experts. No more than one expert is there twice."""
+        """Stack the experts' arrays on the device; at most one expert is in memory twice."""
         return tuple(map(to_device, stack(experts, self._config.num_experts)))
 
     def _gate_and_up_bias(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
@@ -602,7 +603,7 @@ class _Reader:
 def _tensors(
     params: TargetParams, config: TargetConfig, dtype: np.dtype, mxfp4: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of the Hugging Face layout with its name, made when it is asked for."""
+    """Yield every tensor of the Hugging Face layout with its name."""
     names = _HUGGING_FACE
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     splits = (queries, queries + keys)
@@ -656,7 +657,7 @@ def _expert_tensors(experts: Experts, config: TargetConfig, mxfp4: bool) -> dict
 
 
 def _dense_experts(experts: Experts, config: TargetConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(gate_up [E, D, 2F] interleaved, its bias [E, 2F] interleaved, down [E, F, D], its bias [E, D])."""
+    """Return (gate_up [E, D, 2F] interleaved, its bias [E, 2F] interleaved, down [E, F, D], its bias [E, D])."""
     count, width, hidden = config.num_experts, config.expert_width, config.hidden_size
     if isinstance(experts, NativeExperts):
         raise TypeError("a model packed for the native kernels cannot be saved; load it without an implementation")

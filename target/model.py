@@ -1,10 +1,10 @@
-"""GPT-OSS: one stack of layers, two ways through it.
+"""GPT-OSS: one stack of layers, two passes over it.
 
     forward   no cache: a whole batch of sequences at once (training, references)
     extend    T rows per sequence at their positions, written to the caches, then attended: a chunk of a prompt, the
               pending token and its drafts, or one token
 
-Both run `_run_layers`; they differ in what attention reads, which each passes in as `attend`.
+Both run `_run_layers` with their own attention, `attend`.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,13 +43,13 @@ def forward(
     aux_layer_ids: Sequence[int] = (),
     attend: Attend | None = None,
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"]]:
-    """(logits [B, T, V], aux_hidden [B, T, len(aux_layer_ids) * D]) of whole sequences, without a cache.
+    """Compute (logits [B, T, V], aux_hidden [B, T, len(aux_layer_ids) * D]) of whole sequences, without a cache.
 
-    Each row attends causally by position within its own segment, if segments are given. A trainer may bring its own
-    form of that attention as `attend`.
+    Each row attends causally by position, and within its own segment if segments are given. A trainer may pass in
+    another implementation of that attention as `attend`.
     """
     attend = attend or _attend_within(config, positions, segment_ids)
-    projected = _rotated(config, attend)
+    projected = _after_rope(config, attend)
     x, aux_hidden = _run_layers(params, config, token_ids, positions, projected, aux_layer_ids)
     return _logits(params, config, x), aux_hidden
 
@@ -57,8 +57,11 @@ def forward(
 def init_caches(
     config: TargetConfig, batch: int, capacity: int, widest_write: int, dtype: DTypeLike, retain_full_kv: bool = False
 ) -> tuple[KVCache, ...]:
-    """Empty caches, one per layer: full layers hold `capacity` positions; sliding layers hold a ring that survives the
-    roll-back of `widest_write` rows, or everything with `retain_full_kv` (or where the ring would be no smaller)."""
+    """Make empty caches, one per layer.
+
+    Full layers hold `capacity` positions. Sliding layers hold a ring that survives the rollback of `widest_write` rows,
+    or all positions with `retain_full_kv`, or if the ring would not be smaller.
+    """
     windows = [None if retain_full_kv else config.window(layer) for layer in range(config.num_layers)]
     heads, width = config.num_kv_heads, config.head_dim
     return tuple(init_window_cache(batch, capacity, each, widest_write, heads, width, dtype) for each in windows)
@@ -73,11 +76,12 @@ def extend(
     aux_layer_ids: Sequence[int] = (),
     logit_rows: Int[Array, "B L"] | None = None,
 ) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
-    """Run T rows at their positions: write them to the caches, then attend to what each may see.
+    """Run T rows at their positions: write them to the caches, then attend.
 
-    Returns (logits of the rows that logit_rows names, of all by default; aux_hidden of every row; the caches). A row of
-    negative position is inactive: it writes nothing and its results mean nothing. How many of the written rows count is
-    the caller's `length`: rolling back is moving it. The positions of a sequence's active rows are consecutive.
+    Returns (logits of the rows in logit_rows, of all by default; aux_hidden of every row; the caches). A row of
+    negative position is inactive: it writes nothing, and its results are to be ignored. The caller's `length` decides
+    how many of the written rows count: moving it back is the rollback. The positions of a sequence's active rows are
+    consecutive.
     """
     written = list(caches)
 
@@ -103,7 +107,7 @@ def extend(
 
 
 def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None) -> Attend:
-    """Attention among the rows of one pass: causal by position, by each layer's window, and within segments."""
+    """Make the attention among the rows of one pass: causal by position, by each layer's window, within segments."""
     masks = {
         window: causal_mask(positions, positions, window) for window in map(config.window, range(config.num_layers))
     }
@@ -117,8 +121,8 @@ def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.
     return attend
 
 
-def _rotated(config: TargetConfig, attend: Attend) -> AttendProjected:
-    """The same on projections that are still side by side and not yet rotated."""
+def _after_rope(config: TargetConfig, attend: Attend) -> AttendProjected:
+    """Wrap `attend` to take the qkv projection: split it into heads and apply RoPE first."""
 
     def projected(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         query, key, value = split_heads(qkv, config.num_heads, config.num_kv_heads, cos, sin)
@@ -135,10 +139,10 @@ def _run_layers(
     attend: AttendProjected,
     aux_layer_ids: Sequence[int],
 ) -> tuple[jax.Array, jax.Array]:
-    """(residual stream after the last layer [B, T, D], taps side by side [B, T, A * D])."""
+    """Return (residual stream after the last layer [B, T, D], aux_hidden [B, T, A])."""
     x = embed(params.embedding, token_ids, params.dtype)
     cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
-    taps: dict[int, jax.Array] = {}
+    aux_hidden: dict[int, jax.Array] = {}
     for index, layer in enumerate(params.layers):
         p, moe = layer.attention, layer.moe
         qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps), positions=positions)
@@ -155,24 +159,26 @@ def _run_layers(
             implementation=params.implementation,
         )
         if index in aux_layer_ids:
-            taps[index] = x
-    no_taps = jnp.zeros((*token_ids.shape, 0), x.dtype)
-    return x, jnp.concatenate([taps[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else no_taps
+            aux_hidden[index] = x
+    none = jnp.zeros((*token_ids.shape, 0), x.dtype)
+    return x, jnp.concatenate([aux_hidden[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else none
 
 
 def _logits(params: TargetParams, config: TargetConfig, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
     return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
 
 
-LOOKED_AT = 32  # tokens that `first_not_finite` runs in one pass
+CHECKED_TOGETHER = 32  # tokens per pass of `first_not_finite`
 
 
 @jax.jit
 def _finite(
     model: "GptOss", token_ids: jax.Array, positions: jax.Array, caches: tuple[KVCache, ...]
 ) -> tuple[jax.Array, tuple[KVCache, ...]]:
-    """(whether all is finite that comes out of the embedding, of each layer, and of the head [L + 2, T], caches) of one
-    sequence's next tokens."""
+    """Run one sequence's next tokens; return (whether each output is finite [L + 2, T], caches).
+
+    The outputs are the embedding's, each layer's and the head's.
+    """
     embedded = embed(model.params.embedding, token_ids, model.params.dtype)
     output, caches = model.extend(token_ids, positions, caches)
     layers = jnp.split(output.aux_hidden, len(model.aux_layer_ids), axis=-1)
@@ -181,7 +187,7 @@ def _finite(
 
 @flax.struct.dataclass
 class GptOss:
-    """A model as the engine sees it (peagle.protocols.Target): parameters with what is static about them."""
+    """The engine's view of a model (peagle.protocols.Target): parameters with their static settings."""
 
     params: TargetParams
     config: TargetConfig = flax.struct.field(pytree_node=False)
@@ -197,8 +203,7 @@ class GptOss:
         return self.config.max_positions
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
-        """Empty caches for rows of up to `capacity` positions, with room for a pass of `widest_write` rows behind
-        them."""
+        """Make empty caches for `capacity` positions, plus room for a pass of `widest_write` rows."""
         return init_caches(
             self.config, batch, capacity + widest_write, widest_write, self.params.dtype, self.retain_full_kv
         )
@@ -217,18 +222,20 @@ class GptOss:
         return VerifyOutput(logits, aux), cache
 
     def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
-        """Run the tokens through once more, and name the first output that is not finite; None where all are.
+        """Run the tokens once more and name the first output that is not finite; None if all are.
 
-        First is what comes before all others in the model: a layer before the next, then an earlier position."""
+        Outputs are ordered by layer, then by position.
+        """
         last = self.config.num_layers - 1
         names = ["the embedding", *(f"layer {layer} of 0..{last}" for layer in range(last + 1)), "the head"]
-        tapped = self.replace(aux_layer_ids=tuple(range(last + 1)))  # type: ignore[attr-defined]
-        caches = tapped.init_cache(1, len(token_ids), LOOKED_AT)
-        for start in range(0, len(token_ids), LOOKED_AT):
-            part = np.zeros((1, LOOKED_AT), np.int32)
-            given = token_ids[start : start + LOOKED_AT]
+        every = self.replace(aux_layer_ids=tuple(range(last + 1)))  # type: ignore[attr-defined]
+        caches = every.init_cache(1, len(token_ids), CHECKED_TOGETHER)
+        for start in range(0, len(token_ids), CHECKED_TOGETHER):
+            part = np.zeros((1, CHECKED_TOGETHER), np.int32)
+            given = token_ids[start : start + CHECKED_TOGETHER]
             part[0, : len(given)] = given
-            finite, caches = _finite(tapped, part, np.arange(start, start + LOOKED_AT, dtype=np.int32)[None], caches)
+            positions = np.arange(start, start + CHECKED_TOGETHER, dtype=np.int32)[None]
+            finite, caches = _finite(every, part, positions, caches)
             bad = np.argwhere(~np.asarray(finite)[:, : len(given)])
             if len(bad):
                 output, row = bad[0]

@@ -1,6 +1,7 @@
-"""Attention over packed training rows, block by block: the same function as `peagle.ops.attention` under the mask of
-`target.model.forward`, several times faster on a CPU since scores stay in cache and blocks that no query sees are
-skipped.
+"""Attention over packed training rows, block by block.
+
+The same function as `peagle.ops.attention` under the mask of `target.model.forward`. Several times faster on a CPU,
+since scores stay in cache and fully masked blocks are skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MASKED = -1e30
 
 
 def attend_packed(config: TargetConfig, segment_ids: Int[Array, "B T"]) -> Attend:
-    """What `target.model.forward` takes as `attend` for packed rows."""
+    """Make `target.model.forward`'s `attend` for packed rows."""
 
     def attend(layer: int, p: AttentionParams, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return packed_attention(query, key, value, segment_ids, p.sinks, config.window(layer))
@@ -34,7 +35,7 @@ def packed_attention(
     sinks: Float[Array, " N"],
     window: int | None,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention by index within each segment, `window` keys back where there is one, with sinks."""
+    """Attend causally by index within each segment, over the last `window` keys if there is one, with sinks."""
     _, width, heads, head_dim = query.shape
     groups = key.shape[2]
     repeat = heads // groups
@@ -54,7 +55,7 @@ def packed_attention(
 def _one_group(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, sinks: jax.Array, window: int | None
 ) -> jax.Array:
-    """The heads that share a kv head: q [T, R, H], k and v [T, H]; q comes scaled."""
+    """Attend with the query heads of one kv head: q [T, R, H], already scaled, k and v [T, H]."""
     width, repeat, head_dim = q.shape
     index = jnp.arange(width, dtype=jnp.int32)
     blocks = []

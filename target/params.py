@@ -1,6 +1,6 @@
 """The parameters of a GPT-OSS model as a pytree, and their random initialisation.
 
-Matrices are arrays with the input dimension first (`x @ w`), or all of them panels for the native kernels
+Matrices are arrays with the input dimension first (`x @ w`), or all of them packed matrices for the native kernels
 (peagle.ops.linear). D hidden size, N query heads, G kv heads, H head_dim, V vocabulary.
 """
 
@@ -49,13 +49,16 @@ class TargetParams:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations and caches."""
+        """The dtype of activations and caches."""
         return self.norm.dtype
 
 
 def init_params(config: TargetConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> TargetParams:
-    """Random parameters to train from: matrices normal with variance 1/input (outputs into the residual stream further
-    divided by 2 * layers), norms one, biases and sinks zero; experts in the fused layout."""
+    """Make random parameters to train from, with experts in the fused layout.
+
+    Matrices are normal with variance 1/input, divided by 2 * layers for outputs into the residual stream; norms are
+    one, biases and sinks zero.
+    """
     c = config
     residual_scale = (2 * c.num_layers) ** -0.5
 

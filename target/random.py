@@ -1,7 +1,6 @@
-"""A GPT-OSS model of random weights, made where it is used: in the device's memory, without a file. For timing full
-geometries, not for sense.
+"""A GPT-OSS model of random weights, made in the device's memory without a file, to time full geometries.
 
-Experts are MXFP4 as checkpoints have them, the rest is in the dtype of the arithmetic. Scales are those of a fresh
+Experts are MXFP4 as in checkpoints, the rest is in the dtype of the arithmetic. Weights are scaled as at
 initialisation: activations stay finite, and routing is spread over the experts.
 """
 
@@ -17,13 +16,12 @@ from peagle.ops.mxfp4 import BLOCK
 from target.config import TargetConfig
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 
-CODE_SPREAD = 2.93  # root mean square of four-bit codes drawn evenly
+CODE_SPREAD = 2.93  # root mean square of uniformly drawn four-bit codes
 
 
 def random_params(config: TargetConfig, seed: int, dtype: DTypeLike = jnp.bfloat16) -> TargetParams:
-    """Parameters drawn on JAX's default device, one layer after the other: no more memory than they take, and a
-    layer's."""
-    # not threefry: drawing 65 GB has to take seconds
+    """Draw parameters on JAX's default device, layer by layer: peak memory is theirs plus one layer's."""
+    # not threefry: drawing 65 GB must take only seconds
     keys = jax.random.split(jax.random.key(seed, impl="unsafe_rbg"), config.num_layers + 2)
     hidden, vocab = config.hidden_size, config.vocab_size
     layer = jax.jit(functools.partial(_layer, config=config, dtype=dtype))
@@ -37,7 +35,7 @@ def random_params(config: TargetConfig, seed: int, dtype: DTypeLike = jnp.bfloat
 
 
 def random_bytes(config: TargetConfig, dtype: DTypeLike = jnp.bfloat16) -> int:
-    """What `random_params` takes; nothing is allocated."""
+    """Compute the memory of `random_params` without allocating it."""
     shapes = jax.eval_shape(lambda: random_params(config, 0, dtype))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 

@@ -1,4 +1,4 @@
-"""The target as a drafter's trainer sees it: whole packed rows in, what it says and its taps out."""
+"""The trainer's view of the target: from whole packed rows to logits and aux_hidden."""
 
 import flax.struct
 import jax
@@ -12,7 +12,7 @@ from target.params import TargetParams
 
 @flax.struct.dataclass
 class Teacher:
-    """Parameters as arrays (loaded with native=False); aux_layer_ids are the outputs that the drafter reads."""
+    """A target whose parameters are arrays (loaded without an implementation), and the aux layers by output."""
 
     params: TargetParams
     config: TargetConfig = flax.struct.field(pytree_node=False)
@@ -21,7 +21,7 @@ class Teacher:
     def __call__(
         self, token_ids: Int[Array, "B T"], positions: Int[Array, "B T"], segment_ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T V"], Float[Array, "B T A"]]:
-        """(logits, aux_hidden) of every token; segments do not see one another. No gradient flows into it."""
+        """Compute (logits, aux_hidden) of every token, each segment by itself. No gradient flows into the target."""
         found = model.forward(
             self.params,
             self.config,

@@ -1,7 +1,7 @@
-"""From documents to the batches of a training: packed rows in an order that depends on the seed alone.
+"""The batches of a training: documents packed into rows, in an order that depends on the seed alone.
 
-A row holds several documents side by side, told apart by segment_ids (1, 2, ...; 0 is padding). The batch of a step is
-a function of (data, recipe, step): a training that goes on after an interruption sees what it would have seen.
+A row holds several documents, each with its own segment id (1, 2, ...; 0 is padding). The batch of a step is a function
+of (data, recipe, step), so a resumed training gets the batches of an uninterrupted one.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from drafter.train.shards import TEACHER, Document
 from peagle.ops.errors import InputError
 
 Values: TypeAlias = Any  # an array on the host or on the devices
-OPEN_ROWS = 64  # rows that are looked at for room, when a document is packed
+OPEN_ROWS = 64  # rows that a document may be packed into
 
 
 @flax.struct.dataclass
@@ -27,20 +27,20 @@ class Batch:
     token_ids: Values  # [R, T]
     positions: Values  # [R, T]: from 0 in each segment
     segment_ids: Values  # [R, T]
-    trained: Values  # [R, T] float32: 1 where predicting the token counts
+    trained: Values  # [R, T] float32: 1 if predicting the token counts
     anchors: tuple[Values, ...]  # per part [R, n]
     reach: tuple[Values, ...]  # per part [R, n]
-    teacher: dict[str, Values]  # what the data holds of TEACHER, [R, T, ...]
+    teacher: dict[str, Values]  # those of TEACHER that the data holds, [R, T, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Documents of one packed row."""
+    """The documents of one packed row."""
 
     documents: tuple[Document, ...]
 
     def arrays(self, width: int) -> dict[str, np.ndarray]:
-        """token_ids, segment_ids, positions, trained and what there is of TEACHER, padded to the width."""
+        """Return token_ids, segment_ids, positions, trained and the stored ones of TEACHER, padded to the width."""
         parts: dict[str, list[np.ndarray]] = {"token_ids": [], "segment_ids": [], "positions": [], "trained": []}
         for segment, document in enumerate(self.documents, 1):
             size = len(document.token_ids)
@@ -58,7 +58,7 @@ class Row:
 
 
 def pack(documents: Sequence[Document], width: int) -> list[Row]:
-    """Rows of at most `width` tokens that hold all documents. Raises InputError for a document longer than a row."""
+    """Pack documents into rows of at most `width` tokens. Raises InputError for a document longer than a row."""
     if too_long := [len(each.token_ids) for each in documents if len(each.token_ids) > width]:
         raise InputError(
             f"{len(too_long)} of {len(documents)} documents are longer than the {width} tokens of a row, the longest "
@@ -69,7 +69,7 @@ def pack(documents: Sequence[Document], width: int) -> list[Row]:
 
 
 def fill_rows(sizes: Sequence[int], width: int) -> list[list[int]]:
-    """The places of the sizes by row: each goes to the fullest of the newest rows that has room for it."""
+    """Assign sizes to rows: each goes to the fullest of the newest rows with room. Returns their indices by row."""
     rows: list[list[int]] = []
     rooms: list[int] = []
     for place, size in enumerate(sizes):
@@ -87,26 +87,26 @@ def fill_rows(sizes: Sequence[int], width: int) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=8)
 def _order(seed: int, epoch: int, size: int) -> np.ndarray:
-    """The order in which an epoch takes the rows."""
+    """Draw the order of an epoch's rows."""
     return np.random.default_rng((seed, epoch)).permutation(size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The rows of one folder, and how many of each step's rows are its."""
+    """The rows of one folder, and its number of rows in each step."""
 
     rows: Sequence[Row]
     rows_per_step: int
 
     def at(self, place: int, seed: int) -> Row:
-        """The row at a place of an endless order, which takes every row once before any twice."""
+        """Return the row at a place in an endless order, in which every row comes once per epoch."""
         size = len(self.rows)
         return self.rows[_order(seed, place // size, size)[place % size]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The batches of a training; `counts` are the chains a batch has room for, by part, then by depth."""
+    """The batches of a training; `counts` is a batch's room for chains, by part, then by depth."""
 
     sources: tuple[Source, ...]
     width: int
@@ -116,7 +116,7 @@ class Batches:
     seed: int
 
     def at(self, step: int) -> Batch:
-        """The batch of a step."""
+        """Make the batch of a step."""
         picked = [
             source.at(step * source.rows_per_step + i, self.seed)
             for source in self.sources
@@ -128,7 +128,7 @@ class Batches:
             sample_chains(self.cod, row["trained"] > 0, row["segment_ids"], self.segments, self.counts, rng)
             for row in rows
         ]
-        # what the target said is of use where all rows have it: the target runs for all of a batch, or for none
+        # stored results of the target count only if all rows have them: the target runs for a whole batch or not at all
         shared = [name for name in rows[0] if all(name in row for row in rows)]
         stacked = {name: np.stack([row[name] for row in rows]) for name in shared}
         parts = range(len(self.counts))

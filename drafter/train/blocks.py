@@ -1,4 +1,4 @@
-"""Long computations over rows in the memory of one block."""
+"""Compute over many rows in the memory of one block."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,10 +10,10 @@ Result = TypeVar("Result")
 
 
 def in_blocks(function: Callable[[Any, Any], Result], fixed: Any, rows: Any, most: int) -> Result:
-    """function(fixed, rows), computed for at most so many rows at a time, one block after the other; for the gradient
-    a block is computed again.
+    """Compute function(fixed, rows) in blocks of at most `most` rows; recompute a block for its gradient.
 
-    rows and the result are pytrees whose arrays have a row per row [n, ...]; what a row gives may not depend on others.
+    rows and the result are pytrees of arrays [n, ...] with one entry per row. A row's result must not depend on other
+    rows.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
     blocks = -(-count // most)
@@ -30,11 +30,11 @@ def in_blocks(function: Callable[[Any, Any], Result], fixed: Any, rows: Any, mos
 
 
 def _recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The same function of its arguments (pytrees), of which nothing but those is kept for its gradient."""
+    """Wrap a function of pytrees so that only its arguments are kept for its gradient."""
 
     def at_once(*arguments: Any) -> Result:
-        # Tied together: else, inside a loop, what does not depend on what is differentiated (masks, labels) would be
-        # made for all turns in a loop of its own, and kept.
+        # The barrier ties the arguments together. Without it XLA would compute values that need no gradient (masks,
+        # labels) for all blocks in a loop of their own, and keep them.
         return function(*jax.lax.optimization_barrier(arguments))
 
     result: Callable[..., Result] = jax.checkpoint(at_once)

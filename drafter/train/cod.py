@@ -1,12 +1,11 @@
-"""Conditional-on-depth sampling (COD; arXiv 2602.01469, section 4): which (anchor, depth) rows a sequence is trained
-on, and in which part of a partitioned sequence (its Algorithm 1).
+"""Conditional-on-depth sampling (COD; arXiv 2602.01469, section 4) and sequence partition (its Algorithm 1).
 
-Depth 0 keeps every anchor. Depth d keeps a random part of the chains that depth d - 1 kept and whose label still lies
-in the sequence's trained region: about ratio^d of them, never less than min_ratio. So a kept row has its whole chain
-kept.
+COD draws the (anchor, depth) rows that a sequence is trained on. Depth 0 keeps every anchor. Depth d keeps a random
+part of the chains that depth d - 1 kept and whose label still lies in the sequence's trained region: about ratio^d of
+them, never less than min_ratio. So a kept row has its whole chain kept.
 
-Chains are returned longest first, so the chains that reach depth d are a prefix of all chains, and depth d's rows
-attend to their own chain by slicing (drafter/train/forward.py):
+Chains are sorted longest first, so the chains that reach depth d are a prefix of all chains, and depth d's rows attend
+to their own chain by slicing (drafter/train/forward.py):
 
     chain    0   1   2   3   4   5      anchors[chain]: the anchor it grows from
     depth 1  x   x   x   x   x   x      counts[0] = 6
@@ -20,8 +19,8 @@ import numpy as np
 
 from peagle.ops.errors import InputError
 
-# Of a partition's share of the chains, what it has room for; what exceeds that in a batch is cut from the longest
-# depths. 1 where the sequence is whole.
+# A part's room, relative to its share of the chains. A batch's excess is cut from the longest depths. A whole sequence
+# needs no extra room.
 ROOM = 1.25
 
 
@@ -41,18 +40,17 @@ class Cod:
             )
 
     def counts(self, num_anchors: int) -> tuple[int, ...]:
-        """How many chains reach depth 1, 2, ..., depth - 1, given anchors at depth 0 (arXiv 2602.01469,
-        conditional-on-depth sampling)."""
+        """Count the chains that reach depth 1, 2, ..., depth - 1, given the anchors at depth 0 (arXiv 2602.01469)."""
         return tuple(max(0, int((num_anchors - d) * max(self.ratio**d, self.min_ratio))) for d in range(1, self.depth))
 
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """A sequence cut in parts whose gradients are taken one after the other and add up to the whole one's.
+    """A sequence cut into parts whose gradients are computed one after the other and add up to the whole one's.
 
     Part s holds the context rows (depth 0) of anchors starts[s] .. ends[s] - 1, and the chains of anchors one less,
-    starts[s] - 1 .. ends[s] - 2: a row of depth 1 belongs where its position does, deeper ones to where the row before
-    them does. Its context is everything before ends[s].
+    starts[s] - 1 .. ends[s] - 2: a row of depth 1 belongs to the part of its position, a deeper row to the part of the
+    row before it. A part's context is everything before ends[s].
     """
 
     width: int
@@ -67,7 +65,7 @@ class Segments:
 
     @classmethod
     def even(cls, width: int, parts: int) -> "Segments":
-        """Parts of one length, but for rounding."""
+        """Cut a sequence into parts of equal length, up to rounding."""
         if not 1 <= parts <= width:
             raise InputError(f"{parts} parts of a sequence of {width}; expected 1 or more, and no more than its tokens")
         return cls(width, tuple(part * width // parts for part in range(parts)))
@@ -77,11 +75,11 @@ class Segments:
         return (*self.starts[1:], self.width)
 
     def of_chain(self, anchors: np.ndarray) -> np.ndarray:
-        """The part that holds each anchor's chain."""
+        """Return the part that holds each anchor's chain."""
         return np.searchsorted(np.asarray(self.starts), np.minimum(anchors + 1, self.width - 1), side="right") - 1
 
     def counts(self, cod: Cod, num_anchors: int) -> tuple[tuple[int, ...], ...]:
-        """What a batch has room for: of each part how many chains at depth 1, 2, ..., for so many anchors in all."""
+        """Count the chains that a batch has room for: per part, at depth 1, 2, ..., for so many anchors in all."""
         whole = cod.counts(num_anchors)
         if len(self.starts) == 1:
             return (whole,)
@@ -97,12 +95,11 @@ def sample_chains(
     counts: tuple[tuple[int, ...], ...],
     rng: np.random.Generator,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each part (anchors [counts[0]] int32, reach [counts[0]] int32) of one sequence; `counts` is what the
-    program's shapes hold of each part.
+    """Draw one sequence's chains; return (anchors [n] int32, reach [n] int32) per part, n = counts[part][0].
 
-    trained [T] bool: tokens whose prediction counts. Row (a, d) predicts token a + d + 2, so it is kept only if that
-    token is trained and lies in the anchor's segment, and row (a, d - 1) is kept. reach is the deepest depth kept of
-    each chain, descending; anchors beyond the chains there are have reach 0: they are padding.
+    `counts` is each part's room in the program's shapes. trained [T] bool: tokens whose prediction counts. Row (a, d)
+    predicts token a + d + 2, so it is kept only if that token is trained and lies in the anchor's segment, and row
+    (a, d - 1) is kept. reach is each chain's deepest kept depth, descending; surplus anchors are padding of reach 0.
     """
     width = trained.shape[0]
     label = np.arange(width)[:, None] + np.arange(cod.depth)[None, :] + 2
@@ -115,7 +112,7 @@ def sample_chains(
         kept = rng.permutation(kept[usable[kept, depth]])[:wanted]
         reach[kept] = depth
     part_of = segments.of_chain(np.arange(width))
-    drawn = rng.permutation(width)  # so that what there is no room for is chosen by chance
+    drawn = rng.permutation(width)  # so that chance decides which chains exceed the room
     return [
         _fit(drawn[part_of[drawn] == part], reach, room, padding=segments.ends[part] - 1)
         for part, room in enumerate(counts)
@@ -123,7 +120,7 @@ def sample_chains(
 
 
 def _fit(anchors: np.ndarray, reach: np.ndarray, room: tuple[int, ...], padding: int) -> tuple[np.ndarray, np.ndarray]:
-    """(anchors, reach), longest first, as many as there is room for at each depth; the anchor `padding` fills up."""
+    """Sort chains longest first and cut them to the room at each depth; fill up with the anchor `padding`."""
     most = room[0] if room else 0
     order = anchors[np.argsort(-reach[anchors], kind="stable")][:most]
     deepest = np.sum(np.arange(len(order))[:, None] < np.asarray(room, np.int64)[None, :], axis=1)

@@ -1,4 +1,4 @@
-"""What a training's folder holds. Needs none of what training does."""
+"""The files of a training's folder. Needs none of the libraries for training."""
 
 import json
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
 RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
-SIZES = "sizes.json"  # of a checkpoint's files
+SIZES = "sizes.json"  # sizes of a checkpoint's files
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The log's lines; one that was cut off by a kill is left out."""
+    """Yield the log's lines, without one that a kill cut off."""
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             yield json.loads(text)
@@ -22,17 +22,17 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def steps_done(out: Path) -> int:
-    """Return the step of the newest checkpoint; 0 where there is none."""
+    """Return the step of the newest checkpoint; 0 if there is none."""
     return max((int(path.name) for path in (out / CHECKPOINTS).glob("*") if path.name.isdecimal()), default=0)
 
 
 def keep_sizes(checkpoint: Path) -> None:
-    """`expect_sizes` knows from here on how long the folder's files are."""
+    """Record the sizes of a checkpoint's files, for `expect_sizes`."""
     write_text_whole(checkpoint / SIZES, dumps(_sizes(checkpoint)))
 
 
 def expect_sizes(checkpoint: Path) -> None:
-    """Raises ValueError where a file is not as long as it was written. Where nobody kept that, anything goes."""
+    """Raises ValueError if a file's size differs from the recorded one. Passes if no sizes were recorded."""
     if not (checkpoint / SIZES).exists():
         return
     found = _sizes(checkpoint)

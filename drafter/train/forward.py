@@ -1,16 +1,16 @@
-"""The drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
+"""Compute a drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
-A row sees two things only (peagle.ops.mask.group_causal_mask): the context, rows of depth 0 up to its anchor, and its
-own chain; of both, in a layer with a window, what lies within it. A P-EAGLE drafter runs all rows in one pass, an
-EAGLE-3 drafter those of one depth after the other. So attention is two pieces under one softmax: every row against the
-T context keys, and row (chain, d) against the d keys of its own chain, which, with chains longest first
-(drafter/train/cod.py), are the same places of the depth 1..d blocks:
+A row attends to two things only (peagle.ops.mask.group_causal_mask): the context, rows of depth 0 up to its anchor, and
+its own chain; in a layer with a window to the positions of both within it. A P-EAGLE drafter runs all rows in one pass,
+an EAGLE-3 drafter one depth after the other. So attention is two pieces under one softmax: every row against the T
+context keys, and row (chain, d) against the d keys of its own chain. With chains longest first (drafter/train/cod.py),
+those are at the same index in each of the depth 1..d blocks:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
 
-Scores are rows * (T + D) instead of rows^2, and of long sequences only a block's are there at once; for P-EAGLE the
-same function as drafter.model.forward, for EAGLE-3 as the float64 reference (tests hold it).
+There are rows * (T + D) scores instead of rows^2, and long sequences hold only a block's in memory. The result equals
+drafter.model.forward for P-EAGLE, and the float64 reference for EAGLE-3 (tested).
 """
 
 import functools
@@ -27,15 +27,15 @@ from drafter.params import DrafterParams
 from drafter.train.blocks import in_blocks
 from peagle.ops.attention import MASKED
 
-CONTEXT_BLOCK = 128  # context rows that are scored together: what lies behind them is left out
-# From so many tokens on, blocks, sequences and kv heads are looped over on the device, and a block's scores are made
-# again for its gradient instead of kept: memory is that of one block.
+CONTEXT_BLOCK = 128  # context rows that are scored together; later keys are left out
+# From this many tokens on, loops on the device go over blocks, sequences and kv heads, and a block's scores are
+# recomputed for its gradient instead of kept: memory is that of one block.
 LONG = 1024
-LONG_BLOCK = 512  # rows of a block there, at most
+LONG_BLOCK = 512  # the most rows of such a block
 
 
 def rows_of(anchors: Int[Array, "B n"], counts: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array]:
-    """(anchor, depth) [B, T + sum(counts)] of every row, block by block."""
+    """Return (anchor, depth) [B, T + sum(counts)] of every row, block by block."""
     batch = anchors.shape[0]
     context = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[None, :], (batch, width))
     anchor = jnp.concatenate([context, *(anchors[:, :count] for count in counts)], axis=1)
@@ -55,10 +55,10 @@ def forward_chains(
     anchors: Int[Array, "B n"],
     counts: tuple[int, ...],
 ) -> Float[Array, "B R D"]:
-    """Residual stream of every row, R = T + sum(counts), before the final norm and head.
+    """Compute the residual stream of every row, R = T + sum(counts), before the final norm and head.
 
-    token_ids are shifted: row p carries token[p+1] and aux_hidden[p]; N >= T, since an EAGLE-3 chain reads what lies
-    behind its anchor. anchors are places in the row of T; positions are RoPE positions and may restart in each segment.
+    token_ids are shifted: row p holds token[p+1] and aux_hidden[p]; N >= T, since an EAGLE-3 chain reads the tokens
+    after its anchor. anchors are indices into the T rows; positions are RoPE positions and may restart in each segment.
     """
     anchor, depth = rows_of(anchors, counts, segment_ids.shape[1])
     row_positions = jnp.take_along_axis(positions, anchor, axis=1) + depth
@@ -76,7 +76,7 @@ def _at_once(
     anchor: Int[Array, "B R"],
     counts: tuple[int, ...],
 ) -> Float[Array, "B R D"]:
-    """P-EAGLE: all rows in one pass, those of the chains as mask slots."""
+    """Compute P-EAGLE: all rows in one pass, chain rows as mask slots."""
     batch, width = segment_ids.shape
 
     def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -111,8 +111,10 @@ def _in_turn(
     anchor: Int[Array, "B R"],
     counts: tuple[int, ...],
 ) -> Float[Array, "B R D"]:
-    """EAGLE-3: a pass per depth, over what the pass before made of each chain and the token that truly follows
-    (training-time test, arXiv 2503.01840)."""
+    """Compute EAGLE-3: one pass per depth, over each chain's last hidden state and the true next token.
+
+    This is training-time test (arXiv 2503.01840).
+    """
     width = segment_ids.shape[1]
     seen: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_layers)]
 
@@ -138,7 +140,7 @@ def _in_turn(
 
 
 def _depths(width: int, counts: tuple[int, ...]) -> list[slice]:
-    """Where the rows of each depth from 1 on are."""
+    """Return the slice of rows of each depth from 1 on."""
     starts = [width + sum(counts[:i]) for i in range(len(counts))]
     return [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
@@ -152,12 +154,11 @@ def _attention(
     chain: list[tuple[jax.Array, jax.Array]],
     window: int | None,
 ) -> Float[Array, "B n N H"]:
-    """Attention of the rows of one depth: to the context up to their anchors, and to the rows of their own chain, whose
-    keys and values [B, n, G, H] are given by depth. Without a chain these are the context rows themselves. window: a
-    row sees so many positions, itself among them.
+    """Attend from the rows of one depth to the context up to their anchors, and to their own chain.
 
-    Plain matrix products and elementwise sums, one sequence and kv head at a time: on a CPU several times faster than
-    batched products of such small matrices.
+    `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. A row
+    attends to the last `window` positions, itself included; None: to all. Plain matrix products and elementwise sums,
+    one sequence and kv head at a time: on a CPU several times faster than batched products of such small matrices.
     """
     batch, rows, heads, head_dim = query.shape
     if not rows:
@@ -180,7 +181,7 @@ def _attention(
 
 
 def _unrolled(function: Callable[[Any], jax.Array], parts: Any) -> jax.Array:
-    """jax.lax.map without a loop."""
+    """Compute jax.lax.map, unrolled."""
     count = jax.tree.leaves(parts)[0].shape[0]
     return jnp.stack([function(jax.tree.map(lambda part, at=at: part[at], parts)) for at in range(count)])
 
@@ -194,7 +195,7 @@ def _one(
     segment_ids: Int[Array, " T"],
     reach: int | None,
 ) -> Float[Array, "n M H"]:
-    """One sequence and kv head."""
+    """Attend within one sequence and kv head."""
     if chain:
         return _block(q, k, v, anchors, segment_ids, chain, reach)
     cuts = [slice(start, start + CONTEXT_BLOCK) for start in range(0, q.shape[0], CONTEXT_BLOCK)]
@@ -211,7 +212,7 @@ def _one_long(
     segment_ids: Int[Array, " T"],
     reach: int | None,
 ) -> Float[Array, "n M H"]:
-    """The same, block after block, each against all of the context."""
+    """Attend within one sequence and kv head, block after block, each against all of the context."""
 
     def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         keys, values, segments = fixed
@@ -230,9 +231,11 @@ def _block(
     chain: list[tuple[jax.Array, jax.Array]],
     reach: int | None,
 ) -> Float[Array, "n M H"]:
-    """Attention of n rows (M query heads, scaled) to the first S context keys, up to their anchors in their segments,
-    the last `reach` of these if it is given; and of each row to its own key and value in every member (keys [n, H],
-    values [n, H]) of its chain."""
+    """Attend from n rows (M query heads, scaled) to the first S context keys and to their own chains.
+
+    Of the context a row attends to keys up to its anchor, in its segment: the last `reach` of them; None: all. `chain`
+    lists (keys [n, H], values [n, H]) by depth, one key and value per row.
+    """
     count, heads, head_dim = query.shape
     keys = key.shape[0]
     place = jnp.arange(keys, dtype=jnp.int32)[None, :]

@@ -1,7 +1,7 @@
 """The drafter's loss over all rows.
 
-What a row should have said comes from the target: its whole distribution (or its best tokens, where the data stored
-those) and its best token; or from the data: the token that stands there.
+A row's label comes from the target, its distribution (or its best tokens, if the data stores those) and its best token,
+or from the data: the token itself.
 """
 
 import functools
@@ -19,20 +19,22 @@ from drafter.train.forward import forward_chains, rows_of
 from peagle.ops.linear import linear
 from peagle.ops.norm import Norm
 
-# cross_entropy: of the token in the data. soft_cross_entropy: of the target's distribution. kl: the same less the
-# distribution's own entropy, so a loss of 0 is perfect; gradients are equal. half: soft_cross_entropy and the
-# cross-entropy of the target's best token, half each: greedy acceptance asks for the best token, the distribution tells
-# how near the others are (measured best on the first prototype, BASELINES).
+# cross_entropy: with the token in the data. soft_cross_entropy: with the target's distribution. kl: soft_cross_entropy
+# less the distribution's entropy, so a loss of 0 is perfect; gradients are equal. half: half soft_cross_entropy, half
+# cross-entropy with the target's best token: greedy acceptance needs the best token, and the distribution ranks the
+# others (measured best on the first prototype).
 LossName = Literal["half", "cross_entropy", "soft_cross_entropy", "kl"]
 LOSSES: tuple[str, ...] = get_args(LossName)
 
-CHUNK_BYTES = 64_000_000  # of logits that are there at once: with a large vocabulary all rows' would not fit
+CHUNK_BYTES = 64_000_000  # of logits in memory at once: with a large vocabulary all rows' would not fit
 
 
 @flax.struct.dataclass
 class Labels:
-    """What the target says behind every token of the sequence (row t decides token t + 1), over the draft vocabulary;
-    tokens that the drafter cannot propose have no probability."""
+    """The target's prediction after every token (row t predicts token t + 1), over the draft vocabulary.
+
+    Tokens that the drafter cannot propose have probability 0.
+    """
 
     best: Int[Array, "B T"]  # -1: the target's best token cannot be proposed
     probs: Float[Array, "B T n"]
@@ -41,8 +43,10 @@ class Labels:
 
 @flax.struct.dataclass
 class Sums:
-    """Over kept rows, so that parts of a batch add up. By depth: how often the drafter's best token was the target's,
-    and of how many rows."""
+    """Sums over kept rows, so that parts of a batch add up: the loss, and by depth the hits and the rows.
+
+    A hit: the drafter's best token is the target's.
+    """
 
     loss: jax.Array
     hits: jax.Array  # [D]
@@ -50,7 +54,7 @@ class Sums:
 
 
 def labels_of_logits(logits: Float[Array, "B T V"], draft_to_target: Int[Array, " U"] | None) -> Labels:
-    """Labels from the target's logits."""
+    """Make labels from the target's logits."""
     logits = logits.astype(jnp.float32)
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if draft_to_target is not None:
@@ -66,7 +70,7 @@ def labels_of_best(
     draft_to_target: Int[Array, " U"] | None,
     vocab_size: int,
 ) -> Labels:
-    """Labels from the target's n best tokens, best first; what the others would have is shared out among these."""
+    """Make labels from the target's n best tokens, best first; the rest's probability is spread over these."""
     draft_ids = ids if draft_to_target is None else _to_draft(draft_to_target, vocab_size)[ids]
     probs = jnp.where(draft_ids < 0, 0.0, jnp.exp(logits - log_total[:, :, None]))
     probs = probs / jnp.maximum(jnp.sum(probs, axis=-1, keepdims=True), 1e-9)
@@ -74,7 +78,7 @@ def labels_of_best(
 
 
 def _to_draft(draft_to_target: jax.Array, vocab_size: int) -> jax.Array:
-    """The draft id of every target id, -1 where there is none."""
+    """Invert the map: the draft id of every target id, -1 if there is none."""
     places = jnp.arange(draft_to_target.shape[0], dtype=jnp.int32)
     return jnp.full((vocab_size,), -1, jnp.int32).at[draft_to_target].set(places)
 
@@ -94,12 +98,12 @@ def chain_loss(
     counts: tuple[int, ...],
     part: tuple[int, int] | None = None,
 ) -> Sums:
-    """The loss of one part of the sequence, by default all of it.
+    """Compute the loss of one part of the sequence, by default all of it.
 
-    token_ids are the sequence itself. Row (a, d) predicts token a + d + 2; its label is what the target says there, its
-    row a + d + 1. A row counts if the token it predicts is trained, in the anchor's segment, and d <= its reach; and if
-    it can be labelled: a best token or a token of the data that cannot be proposed teaches nothing. Of the rows of
-    depth 0 those of part[0] <= a < part[1] count; what lies behind part[1] is not looked at (drafter/train/cod.py).
+    token_ids are the sequence itself, unshifted. Row (a, d) predicts token a + d + 2; its label is the target's row
+    a + d + 1. A row counts if the token it predicts is trained, in the anchor's segment, and d <= its reach. It must
+    also have a label that the drafter can propose. Of the rows of depth 0 those with part[0] <= a < part[1] count;
+    positions from part[1] on are not read (drafter/train/cod.py).
     """
     width = token_ids.shape[1]
     first, last = (0, width) if part is None else part
@@ -109,7 +113,7 @@ def chain_loss(
     anchor, depth = rows_of(anchors, counts, last)
     batch = token_ids.shape[0]
     reached = jnp.concatenate([jnp.zeros((batch, last), jnp.int32), *(reach[:, :n] for n in counts)], axis=1)
-    label_place = anchor + depth + 1  # of the target's row; the token it decides stands one further
+    label_place = anchor + depth + 1  # the target's row; it predicts the token one further
     inside = (label_place + 1 < width) & ((depth > 0) | (anchor >= first))
     place = jnp.where(inside, label_place, 0)
     following = jnp.minimum(place + 1, width - 1)
@@ -135,7 +139,7 @@ def chain_loss(
 def _of_rows(
     loss: str, eps: float, fixed: tuple[Any, jax.Array, Labels], rows: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(losses, hits, kept), each [n], of some rows of one sequence. fixed: lm_head, norm, and the sequence's labels."""
+    """Compute (losses, hits, kept), each [n], of some rows of one sequence; fixed: (lm_head, norm, labels)."""
     lm_head, norm, labels = fixed
     hidden, at, token, kept = rows
     logits = linear(hidden[None], lm_head, norm=Norm(norm, eps))[0]
@@ -155,7 +159,7 @@ def _losses(
     ids: Int[Array, "n m"] | None,
     token: Int[Array, " n"],
 ) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
-    """(the loss of each row, 1 where the row can be labelled and else 0)."""
+    """Compute (each row's loss, 1 if the row has a label that the drafter can propose, else 0)."""
 
     def hard(label: jax.Array) -> tuple[jax.Array, jax.Array]:
         picked = jnp.take_along_axis(log_probs, jnp.maximum(label, 0)[:, None], axis=-1)[:, 0]

@@ -1,16 +1,16 @@
 """Training data on disk: a folder of shards with a manifest.
 
-    manifest.json                what made the shards; a folder goes on with the same only
+    manifest.json                the settings that made the shards; a folder continues with the same ones only
     shard_00000.safetensors      documents end to end, N tokens in all
         token_ids   int32 [N]
         trained     uint8 [N]    1: predicting this token counts (the target wrote it)
         ends        int64 [D]    where each document ends
-        aux_hidden  [N, A]       by choice: the taps at each token
+        aux_hidden  [N, A]       optional: the aux layers' hidden states at each token
         top_ids     int32 [N, n], top_logits float32 [N, n], log_total float32 [N]
-                                 by choice: behind each token the target's n best logits and the logsumexp of all
+                                 optional: the target's n best logits after each token, and the logsumexp of all
     shard_00001.safetensors ...
 
-A shard is whole or absent, and carries a digest of what it holds: one that was cut or altered is named, not trained on.
+A shard is whole or absent, and carries a digest of its content: a shard that was cut or altered is an error.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ from peagle.ops.strict_json import dumps
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
-NAME = "target"  # in the manifest: as it was typed; WEIGHTS says which it is
+NAME = "target"  # in the manifest: the target's path as it was typed; WEIGHTS identifies it
 WEIGHTS = "weights"  # in the manifest: peagle.ops.checkpoint.fingerprint of the target
 DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends")
-TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # by choice
+TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One conversation. `teacher` holds those of TEACHER that are stored, with a row per token."""
+    """One conversation. `teacher` holds the stored ones of TEACHER, with a row per token."""
 
     token_ids: np.ndarray  # [n]
     trained: np.ndarray  # [n] bool
@@ -51,8 +51,10 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def expect_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Raises InputError where the folder is no new one and was not begun with the same, and writes nothing. The name of
-    the target may differ: one directory has several."""
+    """Raises InputError if the folder is neither new nor begun with the same settings. Writes nothing.
+
+    The target's path may differ, since one directory can have several.
+    """
     manifest = {"schema": SCHEMA, **made_by}
     if (folder / MANIFEST).exists():
         stored = read_manifest(folder)
@@ -70,7 +72,7 @@ def expect_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
 
 
 def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
-    """The folder is there with a manifest of what makes its shards. Raises InputError where it holds another one's."""
+    """Create the folder and its manifest, if they do not exist. Raises InputError as `expect_folder`."""
     expect_folder(folder, made_by)
     path = folder / MANIFEST
     if path.exists():
@@ -81,7 +83,7 @@ def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What made the folder's shards. Raises InputError for what is no folder of training data, or a newer one."""
+    """Read the folder's manifest. Raises InputError if it is not training data, or of another schema."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -96,7 +98,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write_shard(folder: Path, number: int, documents: Sequence[Document]) -> None:
-    """The shard is there, whole. Raises OSError where it cannot be written; then it is absent."""
+    """Write a shard, whole or not at all. Raises OSError if it cannot be written."""
     arrays = {
         "token_ids": np.concatenate([np.asarray(each.token_ids, np.int32) for each in documents]),
         "trained": np.concatenate([np.asarray(each.trained, np.uint8) for each in documents]),
@@ -109,8 +111,10 @@ def write_shard(folder: Path, number: int, documents: Sequence[Document]) -> Non
 
 
 def read_shards(folder: Path) -> list[Document]:
-    """All documents of a folder, in order. Raises InputError for a folder without any, and for a shard that is corrupt
-    or does not go with the others."""
+    """Read all documents of a folder, in order.
+
+    Raises InputError for a folder without any, and for a shard that is corrupt or does not match the others.
+    """
     manifest = read_manifest(folder)
     paths = sorted(folder.glob("shard_*.safetensors"))
     if not paths:
@@ -124,14 +128,14 @@ def read_shards(folder: Path) -> list[Document]:
     documents = [document for path in paths for document in read_shard(path)]
     kinds = {tuple(sorted(each.teacher)) for each in documents}
     if len(kinds) > 1:
-        raise InputError(f"{folder}: some shards hold what the target said and some do not; make the data again")
+        raise InputError(f"{folder}: some shards hold the target's results and some do not; make the data again")
     if not documents:
         raise InputError(f"{folder} holds no documents; expected some")
     return documents
 
 
 def read_shard(path: Path) -> list[Document]:
-    """The shard's documents. Raises InputError where it is not what was written."""
+    """Read a shard's documents. Raises InputError if it is not a whole and unaltered shard."""
     try:
         with safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -142,7 +146,7 @@ def read_shard(path: Path) -> list[Document]:
         raise InputError(f"{path} has no {missing[0]}; expected a shard of peagle data")
     if digest != _digest(arrays):
         raise InputError(
-            f"{path} is corrupt: it does not hold what was written; remove it, and peagle data makes it again"
+            f"{path} is corrupt: its content does not match its digest; remove it, and peagle data makes it again"
         )
     ends = arrays["ends"].tolist()
     teacher = {name: arrays[name] for name in TEACHER if name in arrays}
@@ -166,6 +170,6 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def total_tokens(documents: Iterable[Document]) -> tuple[int, int]:
-    """(tokens, trained ones among them)."""
+    """Count (tokens, trained tokens)."""
     sizes = [(len(each.token_ids), int(each.trained.sum())) for each in documents]
     return sum(size for size, _ in sizes), sum(trained for _, trained in sizes)

@@ -1,10 +1,10 @@
-"""Training a drafter: one step as one program over all devices, checkpoints, and the loop.
+"""Train a drafter: one step as one program over all devices, checkpoints, and the loop.
 
-    rows of a step ──► every device takes its share, one row (and part of it) after the other
-                       ──► gradients are added up over parts, rows and devices ──► one update
+    rows of a step ──► each device computes its share, one row (and part of it) after the other
+                       ──► sum gradients over parts, rows and devices ──► one update
 
-The target runs inside the step and gives taps and labels, or both come from the data. Whatever a step does is a
-function of (recipe, data, step), so a training that was killed goes on to the bits it would have reached.
+The target runs inside the step and computes aux_hidden and labels, or both come from the data. A step is a function of
+(recipe, data, step), so a resumed training ends with the same bits as an uninterrupted one.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ OptimizerName = Literal["adamw", "muon"]
 
 @runtime_checkable
 class Teacher(Protocol):
-    """A pytree that gives (logits [B, T, V], aux_hidden [B, T, A]) of packed rows (target/teacher.py)."""
+    """A pytree that computes (logits [B, T, V], aux_hidden [B, T, A]) of packed rows (target/teacher.py)."""
 
     def __call__(
         self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
@@ -51,22 +51,21 @@ class Teacher(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a drafter is trained. Hashable.
+    """The settings of a training. Hashable.
 
     The learning rate rises from 0 over the first warmup_frac of the steps, stays, and falls to 0 over the last
-    decay_frac. It is the matrices'; other_rate is that of embedding, head, norms and mask_hidden (with adamw: of none,
-    all take learning_rate).
+    decay_frac. learning_rate is for matrices, other_rate for embedding, head, norms and mask_hidden (with adamw,
+    learning_rate is for all).
 
-    `steps` is the only field that a training may be continued with another value of: its length, and with it what a
-    step's rate is. The steps that were taken keep what they had; those behind them take the rates of a training of the
-    new length. So a training that is continued from 1000 steps to 2000 has another end than one of 2000 from the
-    start: its rate fell to 0 at 1000, and goes on at half its peak (with decay_frac 1).
+    `steps` is the only field that may change when a training continues. It sets the length, and with it the rate of
+    each later step, which is that of a training of the new length. So a training continued from 1000 steps to 2000 ends
+    differently from one of 2000 steps: its rate fell to 0 at 1000, and continues at half its peak (with decay_frac 1).
     """
 
     steps: int
     width: int = 512  # tokens of a row
     cod: Cod = dataclasses.field(default_factory=Cod)
-    parts: int = 1  # of a sequence, whose gradients are taken one after the other (Algorithm 1)
+    parts: int = 1  # of a sequence; their gradients are computed one after the other (Algorithm 1)
     loss: LossName = "half"
     optimizer: OptimizerName = "adamw"
     learning_rate: float = 1e-4
@@ -74,7 +73,7 @@ class Recipe:
     weight_decay: float = 0.0
     warmup_frac: float = 0.0025
     decay_frac: float = 1.0
-    clip_norm: float | None = None  # gradients longer than that are shortened to it
+    clip_norm: float | None = None  # longer gradients are scaled down to this length
     train_embedding: bool = True
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # weights, gradients' sums and optimiser stay float32
     seed: int = 0
@@ -105,7 +104,7 @@ class Recipe:
 
 @flax.struct.dataclass
 class State:
-    """Everything a step changes."""
+    """Everything that a step changes."""
 
     params: DrafterParams  # float32, without draft_to_target
     optimizer: Any
@@ -113,18 +112,18 @@ class State:
 
 @flax.struct.dataclass
 class Record:
-    """What a step saw: sums over its rows, and the length of its gradient."""
+    """A step's results: sums over its rows, and the length of its gradient."""
 
     sums: Sums
     gradient_norm: jax.Array
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on: a loss that is no number, a disk that is full. The message names the last good step."""
+    """Training cannot continue (a loss that is not finite, a full disk). The message names the last good step."""
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """The recipe's update rule. Muon: orthogonalised momentum for the layers' matrices and fc, Adam for the rest."""
+    """Make the recipe's update rule. Muon: orthogonalised momentum for layer matrices and fc, Adam for the rest."""
 
     def schedule(peak: float) -> optax.Schedule:
         warmup = max(1, int(recipe.steps * recipe.warmup_frac))
@@ -163,9 +162,9 @@ def gradients_of(
     teacher: Teacher | None,
     batch: Batch,
 ) -> tuple[Sums, DrafterParams]:
-    """(sums, gradient of the summed loss) of a batch, part after part.
+    """Compute (sums, gradient of the summed loss) of a batch, part after part.
 
-    teacher None: the data holds the taps and the target's best tokens.
+    teacher None: the data holds aux_hidden and the target's best tokens.
     """
     labels, aux_hidden = None, batch.teacher.get("aux_hidden")
     if "top_ids" in batch.teacher:
@@ -211,7 +210,7 @@ def next_state(
     teacher: Teacher | None,
     batch: Batch,
 ) -> tuple[State, Record]:
-    """(the next state, what the batch showed). Runs on every device, on its rows, one row after the other."""
+    """Compute (the next state, the record). Runs on every device, on its own rows, one row after the other."""
 
     def add_row(total: Any, row: Batch) -> tuple[Any, None]:
         one = jax.tree.map(lambda leaf: leaf[None], row)
@@ -235,7 +234,7 @@ def next_state(
 
 
 def devices_for(rows_per_step: int) -> Mesh:
-    """As many devices as divide the rows of a step."""
+    """Make a mesh of as many devices as divide the rows of a step."""
     available = jax.devices()
     count = max(n for n in range(1, len(available) + 1) if rows_per_step % n == 0)
     return Mesh(np.asarray(available[:count]), (ROWS,))
@@ -243,11 +242,11 @@ def devices_for(rows_per_step: int) -> Mesh:
 
 @dataclasses.dataclass
 class Trainer:
-    """A training in a folder: recipe.json, log.jsonl, checkpoints/. `batches` and `teacher` are what it learns from.
+    """A training in a folder: recipe.json, log.jsonl, checkpoints/. It learns from `batches` and `teacher`.
 
-    evaluate gives figures of the drafter as it stands (the engine's acceptance: the command line passes it in); they go
-    to the log, and to `watch`, which is told every line of it. should_stop is asked before the first step and
-    after each, and ends the training there, as its last step does.
+    evaluate measures the drafter at a step (the command line passes in the engine's acceptance); its figures go to the
+    log. watch is called with every line of the log. should_stop is called before the first step and after each; True
+    ends the training as its last step would.
     """
 
     out: Path
@@ -264,11 +263,12 @@ class Trainer:
     should_stop: Callable[[], bool] = lambda: False
 
     def run(self, initial: DrafterParams) -> DrafterParams:
-        """The trained parameters, draft_to_target among them; a training that is under way goes on instead of
-        beginning at `initial`. Wherever it ends, the newest checkpoint holds the last step, also where evaluate raises
-        KeyboardInterrupt, which is passed on.
+        """Train from `initial`, or continue from the folder's newest checkpoint; return the trained parameters.
 
-        Raises TrainingStopped where the loss is no number or nothing can be written, InputError for checkpoints that do
+        The result includes draft_to_target. At every end the newest checkpoint holds the last step, even if evaluate
+        raises KeyboardInterrupt, which is raised on.
+
+        Raises TrainingStopped if the loss is not finite or nothing can be written, InputError for checkpoints that do
         not fit.
         """
         step = self.compiled()
@@ -277,13 +277,13 @@ class Trainer:
         folder = (self.out / CHECKPOINTS).absolute()
         with ocp.CheckpointManager(folder, options=options, item_handlers=handler) as checkpoints:
             try:
-                return self._go_on(checkpoints, step, initial)
+                return self._train(checkpoints, step, initial)
             except OSError as error:
                 raise TrainingStopped(
                     f"{self.out} cannot be written: {error.strerror or error}; {self._last_good(checkpoints)}"
                 ) from None
 
-    def _go_on(
+    def _train(
         self,
         checkpoints: ocp.CheckpointManager,
         step: Callable[[State, Batch], tuple[State, Record]],
@@ -291,13 +291,13 @@ class Trainer:
     ) -> DrafterParams:
         state, first = self._restored(checkpoints, self.begin(initial))
         evaluated = self._keep_log_until(first)
-        if first and not evaluated:  # it was killed while it evaluated, or nothing evaluated it
+        if first and not evaluated:  # a kill interrupted the evaluation, or there was none
             self._evaluate(first, state, first == self.recipe.steps)
         started, done, ends = time.monotonic(), first, self._ends(first)
         records: list[Record] = []
         while not ends:
             state, record = step(state, self.batches.at(done))
-            jax.block_until_ready(records[-1:])  # the step before: a stop waits for one in flight, not for many
+            jax.block_until_ready(records[-1:])  # the step before, so that a stop waits for one step, not for many
             records.append(record)
             done += 1
             ends = self._ends(done)
@@ -319,16 +319,16 @@ class Trainer:
         return done == self.recipe.steps or self.should_stop()
 
     def _evaluates(self, done: int, ends: bool) -> bool:
-        asked = self.evaluate_every > 0 and done % self.evaluate_every == 0
-        return self.evaluate is not None and (asked or ends)
+        due = self.evaluate_every > 0 and done % self.evaluate_every == 0
+        return self.evaluate is not None and (due or ends)
 
     def _evaluate(self, done: int, state: State, ends: bool) -> None:
-        """The log has the figures of this step, if it is one that is evaluated."""
+        """Evaluate this step, if it is due, and log the figures."""
         if self.evaluate is not None and self._evaluates(done, ends):
             self._log({"step": done, "evaluation": dict(self.evaluate(self._whole(state.params)))})
 
     def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
-        """A step over all devices; it takes the state's memory."""
+        """Compile a step over all devices; a call donates the state's memory."""
         everywhere, by_rows = PartitionSpec(), PartitionSpec(ROWS)
         body = functools.partial(next_state, self.config, self.recipe, self.batches.counts)
         ins = (everywhere, everywhere, everywhere, by_rows)
@@ -338,7 +338,7 @@ class Trainer:
         return lambda state, batch: step(state, *fixed, batch)
 
     def begin(self, initial: DrafterParams) -> State:
-        """The state before the first step."""
+        """Make the state before the first step."""
         params = jax.tree.map(
             lambda leaf: jnp.array(leaf, jnp.float32), dataclasses.replace(initial, draft_to_target=None)
         )
@@ -356,33 +356,33 @@ class Trainer:
     def _replicated(self, tree: Any) -> Any:
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
 
-    def _restored(self, checkpoints: ocp.CheckpointManager, fresh: State) -> tuple[State, int]:
-        """(the newest checkpoint's state, its step), or what is given and 0."""
+    def _restored(self, checkpoints: ocp.CheckpointManager, initial: State) -> tuple[State, int]:
+        """Return (the newest checkpoint's state, its step), or (the initial state, 0) if there is none."""
         latest = checkpoints.latest_step()
         if latest is None:
-            return fresh, 0
-        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
+            return initial, 0
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, initial)
         try:
-            # asked first: a restore that fails half way leaves reads behind that complain when they are collected
+            # checked first: a restore that fails half way leaves reads open that raise when they are collected
             expect_sizes(self._checkpoint(latest))
             _same_shapes(checkpoints.item_metadata(latest), shapes)
             return cast(State, checkpoints.restore(latest, args=ocp.args.StandardRestore(shapes))), latest
-        except Exception as error:  # the library passes on what its storage says of a cut file as a bare Exception
+        except Exception as error:  # orbax raises a bare Exception for a truncated file
             why = str(error).partition("\n")[0]
             raise InputError(
-                f"{self.out / CHECKPOINTS}: step {latest} cannot be gone on from: {why}; remove that folder of the "
-                "checkpoint to go on from the one before, or take another --out"
+                f"{self.out / CHECKPOINTS}: cannot continue from step {latest}: {why}; remove that checkpoint's folder "
+                "to continue from the one before, or take another --out"
             ) from None
 
     def _checkpoint(self, step: int) -> Path:
         return self.out / CHECKPOINTS / str(step)
 
     def _save(self, checkpoints: ocp.CheckpointManager, step: int, state: State) -> None:
-        """Write the step's checkpoint, if it is not there."""
+        """Write the step's checkpoint, if it does not exist."""
         if checkpoints.latest_step() == step:
             return
         size, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.out).free
-        if free < size:  # asked first: where the disk is full half way, the library's threads complain at length
+        if free < size:  # checked first: on a disk that fills up half way orbax's threads print long errors
             raise TrainingStopped(
                 f"the checkpoint of step {step} takes {size / 1e6:.0f} MB, the disk of {self.out / CHECKPOINTS} has "
                 f"{free / 1e6:.0f} MB left: {os.strerror(errno.ENOSPC)}; {self._last_good(checkpoints)}"
@@ -390,7 +390,7 @@ class Trainer:
         try:
             checkpoints.save(step, args=ocp.args.StandardSave(state))
             keep_sizes(self._checkpoint(step))
-        except (OSError, ValueError, RuntimeError) as error:  # the library passes on what its storage says as it is
+        except (OSError, ValueError, RuntimeError) as error:  # orbax raises its storage's errors as they are
             why = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
             raise TrainingStopped(
                 f"the checkpoint of step {step} cannot be written to {self.out / CHECKPOINTS}: {why}; "
@@ -412,10 +412,12 @@ class Trainer:
         if not (np.isfinite(loss).all() and np.isfinite(norms).all()):
             bad = done - len(records) + 1 + int(np.argmin(np.isfinite(loss) & np.isfinite(norms)))
             raise TrainingStopped(
-                f"the loss of step {bad} is no finite number; {self._last_good(checkpoints)}: lower --learning-rate"
+                f"the loss of step {bad} is not finite; {self._last_good(checkpoints)}: lower --learning-rate"
             )
         if not rows.sum():
-            raise TrainingStopped(f"steps up to {done} had nothing to learn: no trained token in their rows")
+            raise TrainingStopped(
+                f"the rows of the steps up to {done} hold no trained token; expected some in the data"
+            )
         self._log(
             {
                 "step": done,
@@ -441,7 +443,7 @@ class Trainer:
         self.watch(line)
 
     def _keep_log_until(self, step: int) -> bool:
-        """The log ends at the step that is gone on from. Returns whether it has an evaluation of that."""
+        """Cut the log after the step that training continues from; return whether it holds that step's evaluation."""
         path = self.out / LOG
         kept = [line for line in read_log(path) if line["step"] <= step] if path.exists() else []
         text = "".join(dumps(line) + "\n" for line in kept)
@@ -450,7 +452,7 @@ class Trainer:
 
 
 def _same_shapes(kept: Any, wanted: Any) -> None:
-    """Both trees have the same arrays by name, of the same shapes; ValueError names the first that differs."""
+    """Raises ValueError naming the first array whose name or shape differs between the two trees."""
     found, expected = _shapes_by_name(kept), _shapes_by_name(wanted)
     for name in sorted(found.keys() | expected.keys()):
         if found.get(name) != expected.get(name):

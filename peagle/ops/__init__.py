@@ -1,1 +1,1 @@
-"""Pure functions and value types shared by the target and the drafter. A leaf: imports nothing of ours."""
+"""Pure functions and value types shared by target and drafter. Imports no other package of the project."""

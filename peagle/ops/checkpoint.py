@@ -1,7 +1,7 @@
-"""Directories in the Hugging Face layout: config.json beside safetensors files, read and written safely.
+"""Read and write checkpoints in the Hugging Face layout: config.json beside safetensors files.
 
-Nothing in a directory is trusted: no pickle, no code, no shard outside of it, and a tensor that nobody asked for is an
-error like one that is missing. What the person can mend raises InputError with one line.
+Nothing in a directory is trusted: no pickle, no code, no shard outside of it. A surplus tensor is an error like a
+missing one. Bad files raise InputError with one line.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from peagle.ops.memory import aligned
 from peagle.ops.strict_json import dumps
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_PIECE_BYTES = 1 << 24  # of a file at a time
-_FINGERPRINT_BLOCKS = 16  # of 64 KiB, spread over a file
+_PIECE_BYTES = 1 << 24  # read at a time
+_FINGERPRINT_BLOCKS = 16  # blocks of 64 KiB, spread over a file
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -50,7 +50,7 @@ _DTYPES: dict[str, np.dtype] = {
 class Checkpoint:
     """One open directory: its config and its tensors by name, read from the mapped files when taken.
 
-    Whoever reads it takes or ignores every tensor, then calls `finish`, which names what is left.
+    A loader takes or ignores every tensor, then calls `finish`, which names any tensor left over.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Checkpoint:
         self.directory = directory
         self.config = config
         self._shard_of = shard_of  # tensor name -> its open safetensors file
-        self._stored_names = stored_names or {}  # tensor name -> what that file calls it, where it is another name
+        self._stored_names = stored_names or {}  # tensor name -> its name in that file, if they differ
         self._left = set(shard_of)
         self._progress: Callable[[int, int], None] | None = None
         self._taken_bytes = self._all_bytes = 0
@@ -77,9 +77,9 @@ class Checkpoint:
         return name in self._shard_of
 
     def without_prefix(self, prefix: str) -> "Checkpoint":
-        """Call the tensors by their names without a prefix that some of them have.
+        """Strip a prefix from the tensors' names.
 
-        The checkpoint comes back as it is where no name has the prefix, and where two tensors would share a name.
+        Returns the checkpoint unchanged if no name has the prefix, or if two tensors would share a name.
         """
         stored = {name.removeprefix(prefix): name for name in self._shard_of}
         if len(stored) < len(self._shard_of) or stored.keys() == self._shard_of.keys():
@@ -88,11 +88,11 @@ class Checkpoint:
         return Checkpoint(self.directory, self.config, shards, stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Raises InputError where there is no such tensor."""
+        """Return a tensor's shape. Raises InputError if it is missing."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> np.dtype:
-        """Raises InputError where there is no such tensor, or where it has a dtype that numpy has no name for."""
+        """Return a tensor's dtype. Raises InputError if it is missing, or if numpy has no such dtype."""
         stored = self._slice(name).get_dtype()
         if stored not in _DTYPES:
             raise InputError(
@@ -101,14 +101,14 @@ class Checkpoint:
         return _DTYPES[stored]
 
     def watch(self, progress: Callable[[int, int], None]) -> None:
-        """From now on progress(bytes taken since, bytes of all tensors) is called whenever a tensor was taken."""
+        """Call progress(bytes taken from now on, bytes of all tensors) after each piece that is read."""
         self._progress = progress
         self._all_bytes = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """The checkpoint holds exactly these tensors; nothing was read, nothing is consumed.
+        """Check that the checkpoint holds exactly these tensors, without reading or consuming any.
 
-        Raises InputError naming what is missing, surplus or wrongly shaped: seconds, not minutes, into a large load.
+        Raises InputError naming missing, surplus and wrongly shaped tensors: seconds, not minutes, into a large load.
         """
         if missing := shapes.keys() - self.names:
             raise InputError(
@@ -120,10 +120,10 @@ class Checkpoint:
         self._refuse_surplus(self.names - shapes.keys())
 
     def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """A copy of the tensor, in its stored dtype, which peagle.ops.memory.to_device takes as it is; it counts as
-        consumed.
+        """Read a copy of the tensor, in its stored dtype, and consume it.
 
-        Raises InputError where it is missing, or where it has not the given shape.
+        peagle.ops.memory.to_device takes the copy as it is. Raises InputError if the tensor is missing or does not have
+        the given shape.
         """
         self._consume(name, shape)
         tensor = aligned(self.shape(name), self.dtype(name))
@@ -135,13 +135,13 @@ class Checkpoint:
         return tensor
 
     def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """Copies of tensor[0], tensor[1], ..., each read when it is asked for; otherwise as `take`."""
+        """Read tensor[0], tensor[1], ... lazily, one copy at a time; otherwise as `take`."""
         self._consume(name, shape)
         for index in range(shape[0]):
             yield self._read(name, index)
 
     def ignore(self, name: str) -> None:
-        """The tensor, where there is one, counts as consumed."""
+        """Consume the tensor, if there is one, without reading it."""
         self._left.discard(name)
 
     def finish(self) -> None:
@@ -154,9 +154,9 @@ class Checkpoint:
             self._check_shape(name, shape)
         self._left.discard(name)
 
-    def _read(self, name: str, where: Any) -> np.ndarray:
+    def _read(self, name: str, index: Any) -> np.ndarray:
         try:
-            piece: np.ndarray = self._slice(name)[where]
+            piece: np.ndarray = self._slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.directory}: tensor {name} cannot be read: {_one_line(error)}") from None
         if self._progress is not None:
@@ -188,10 +188,10 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """The checkpoint in a directory: every weights file checked against its header and the index, no tensor read yet.
+    """Open the checkpoint in a directory: check every weights file's header and the index, read no tensor yet.
 
     Weights are `model.safetensors`, or the shards that `model.safetensors.index.json` names. Raises InputError for
-    whatever is missing, corrupt, or outside the directory.
+    files that are missing, corrupt, or outside the directory.
     """
     directory = Path(directory)
     config = read_json(directory, CONFIG)
@@ -210,8 +210,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def fingerprint(directory: Path) -> str:
-    """What tells one checkpoint from another in no time, whatever its size: a hash of its config.json, and of its
-    weights' files the names, the sizes and a few blocks of each."""
+    """Hash config.json and each weights file's name, size and a few blocks.
+
+    Identifies a checkpoint quickly, whatever its size.
+    """
     found = hashlib.sha256()
     config = directory / CONFIG
     found.update(config.read_bytes() if config.is_file() else b"")
@@ -226,7 +228,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
-    """The object in directory/name. Raises InputError where either is missing, or the file is not a JSON object."""
+    """Read the JSON object in directory/name. Raises InputError if either is missing, or it is not an object."""
     directory = Path(directory)
     path = directory / name
     if not directory.exists():
@@ -247,8 +249,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """The safetensors file is there. Raises OSError where it cannot be written, as for any other file: the library has
-    an error of its own for that."""
+    """Write a safetensors file. Raises OSError if it cannot be written, in place of the library's own error."""
     try:
         save_file(dict(tensors), path, metadata=dict(metadata))
     except SafetensorError as error:
@@ -266,20 +267,20 @@ def write_checkpoint(
     shard_bytes: int | None = None,
     extra_files: Mapping[str, bytes | Mapping[str, Any]] | None = None,
 ) -> None:
-    """The directory holds exactly this checkpoint afterwards, beside files that are not a checkpoint's.
+    """Write a checkpoint to a directory, replacing an older checkpoint's files and keeping unrelated ones.
 
     Weights go to one file, or with `shard_bytes` to shards of at most that size (a larger tensor gets its own) and an
-    index; pairs (name, array) may be made one after the other, so that no more than one shard is in memory.
-    `extra_files` are written along: bytes, or objects that become JSON.
+    index. A generator of pairs (name, array) may make them one by one, so that only one shard is in memory.
+    `extra_files`: bytes, or objects that become JSON.
 
-    All is written under a temporary name and renamed. A directory that exists already has no config.json while its
-    files are replaced, so that whoever looks in between, or after a crash, is refused rather than given a mixture.
+    Files are written under a temporary name and renamed. An existing directory has no config.json while its files are
+    replaced, so a reader in between, or after a crash, gets an error rather than a mixture.
     """
     directory = Path(directory).absolute()
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file; expected a directory to write a checkpoint to")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    # on the same file system, beside the target or, where that exists, inside it
+    # on the same file system: inside the directory if it exists, else beside it
     parent = directory if directory.exists() else directory.parent
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=parent))
     try:
@@ -327,7 +328,7 @@ def _open_shards(directory: Path) -> dict[str, Any]:
 
 
 def _inside(directory: Path, shard: str) -> Path:
-    """The path of a shard the index names. Raises InputError where it is not a file in the directory.
+    """Return the path of a shard that the index names. Raises InputError if it is not a file in the directory.
 
     A link may point within the directory; in a snapshot of the Hugging Face cache also to its blobs.
     """
@@ -358,12 +359,12 @@ def _write_weights(
     def flush() -> None:
         path = directory / f"shard-{len(shards)}"
         save_tensors(path, shard, {"format": "pt"})
-        path.chmod(0o666 & ~umask())  # the library makes it its owner's alone
+        path.chmod(0o666 & ~umask())  # the library lets only the owner read it
         shards.append(list(shard))
         shard.clear()
 
     for name, value in pairs:
-        # C order: safetensors writes the buffer as it lies, and a transposed view would come back scrambled
+        # C order, since safetensors writes the raw buffer: a transposed view would come back scrambled
         array = np.asarray(value, order="C")
         if shard and held + array.nbytes > limit:
             flush()
@@ -384,7 +385,7 @@ def _write_weights(
 
 
 def _replace_files(directory: Path, new: Path) -> None:
-    """`new`'s files are in the directory, config.json last; an older checkpoint's are gone."""
+    """Remove an older checkpoint's files from the directory and move `new`'s in, config.json last."""
     (directory / CONFIG).unlink(missing_ok=True)
     for old in [*directory.glob("model*.safetensors"), directory / INDEX, directory / "generation_config.json"]:
         old.unlink(missing_ok=True)

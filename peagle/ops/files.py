@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are written whole or not at all."""
 
 import contextlib
 import os
@@ -10,13 +10,16 @@ from pathlib import Path
 from peagle.ops.errors import InputError
 
 _TEMPORARY = ".{}.tmp"
-# control characters, line breaks, lone surrogates (a file's name may hold bytes that are no UTF-8) and no characters
+# control characters, line breaks, lone surrogates (a file's name may hold bytes that are not UTF-8), noncharacters
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
 def write_whole(path: Path, write: Callable[[Path], object], *, shared: bool = False) -> None:
-    """What `write` makes at the path it is given is at `path`, with the permissions of any new file. Where it cannot be
-    written, `path` is what it was before. `shared`: other processes may be writing it, too."""
+    """Write a file under a temporary name, then rename it to `path`, with the permissions of any new file.
+
+    Calls `write` with the temporary path. If it fails, `path` stays as it was. shared: other processes may write the
+    same file at the same time.
+    """
     temporary = path.with_name(_TEMPORARY.format(f"{path.name}.{os.getpid()}" if shared else path.name))
     try:
         write(temporary)
@@ -27,28 +30,28 @@ def write_whole(path: Path, write: Callable[[Path], object], *, shared: bool = F
 
 
 def write_text_whole(path: Path, text: str) -> None:
-    """Write a text as `write_whole` does, in UTF-8. No text fails: what UTF-8 has not is there as its escape."""
+    """Write a text as `write_whole` does, in UTF-8; lone surrogates become escapes, so no text fails."""
     write_whole(path, lambda temporary: temporary.write_bytes(encoded(text)))
 
 
 def encoded(text: str) -> bytes:
-    """Encode any text in UTF-8, a lone surrogate as its escape."""
+    """Encode any text in UTF-8; a lone surrogate becomes its escape."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def printable(text: str) -> str:
-    """Make a text fit for a line, a table and a picture: what cannot stand there is escaped, as in Python."""
+    """Escape a text's unprintable characters, as Python does, so that it fits into a line, a table or a picture."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def cache_directory(name: str) -> Path:
-    """peagle/`name` in the user's cache directory (XDG_CACHE_HOME, which counts where it is absolute)."""
+    """Return peagle/`name` in the user's cache directory (XDG_CACHE_HOME if that is absolute, else ~/.cache)."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (named if named.is_absolute() else Path.home() / ".cache") / "peagle" / name
 
 
 def keep(path: Path, content: bytes) -> bool:
-    """Whether `content` could be kept at `path`, in a cache that many processes use."""
+    """Write `content` to `path` in a cache that many processes share; return whether it succeeded."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda temporary: temporary.write_bytes(content), shared=True)
@@ -58,8 +61,10 @@ def keep(path: Path, content: bytes) -> bool:
 
 
 def trim(folder: Path, most_bytes: int) -> None:
-    """The files in `folder`, of which other processes may be writing and removing some, are those written last, of so
-    many bytes at most. Folders in it stay."""
+    """Remove the oldest files in a folder, down to `most_bytes`. Folders in it stay.
+
+    Other processes may write and remove files in it at the same time.
+    """
     found = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -73,20 +78,20 @@ def trim(folder: Path, most_bytes: int) -> None:
 
 
 def holds_files(folder: Path) -> bool:
-    """Whether there is anything in it but what write_whole leaves behind where it is killed."""
+    """Check whether a folder holds anything but the temporary files of a killed `write_whole`."""
     prefix, suffix = _TEMPORARY.split("{}")
     ours = (path.name.startswith(prefix) and path.name.endswith(suffix) for path in folder.iterdir())
     return not all(ours)
 
 
 def umask() -> int:
-    """What new files are not allowed."""
+    """Return the process's umask: the permissions that new files do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 def expect_new(out: Path) -> None:
-    """Raises InputError where there is something already: no result is overwritten."""
+    """Raises InputError if the path exists, so that no result is overwritten."""
     if out.exists():
         raise InputError(f"{out} exists; expected a new folder, so that no result is overwritten")

@@ -1,12 +1,12 @@
-"""Ctrl-C as a flag that loops look at: an exception in the middle of anything gets lost, or breaks what it falls into.
+"""Ctrl-C as a flag that loops check, since an exception at an arbitrary point gets lost or breaks the code around it.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread. If a library calls these back (JAX does
-at each garbage collection, ctypes, finalisers), the exception is printed or dropped and the run goes on; in a module
-that is being imported, or with work in flight, the process crashes. So the handler sets a flag, and `check` raises
-where everything is whole: at every dispatch, and at the beginning of whatever takes seconds.
+Python raises KeyboardInterrupt between any two instructions of the main thread. In code that a library calls back (JAX
+does at each garbage collection, ctypes, finalisers), the exception is printed or dropped and the run goes on. During an
+import, or with work in flight, the process crashes. So the handler sets a flag, and `check` raises at safe points: at
+every dispatch, and before anything that takes seconds.
 
-Only the command line installs the handler (`handled`). Elsewhere, in a user's own program or its threads, the flag is
-never set, and signals are theirs.
+Only the command line installs the handler (`handled`). In a user's own program the flag is never set, and signals stay
+the program's.
 """
 
 import os
@@ -17,21 +17,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-EXIT_CODE = 130  # as a shell calls the end by SIGINT
-SHOW_CURSOR = b"\x1b[?25h"  # progress on a terminal hides it
+EXIT_CODE = 130  # a shell's code for an end by SIGINT
+SHOW_CURSOR = b"\x1b[?25h"  # progress on a terminal hides the cursor
 
 _asked = False
 _waiting = False
-_answered = 0  # how many were followed by `forget`
+_answered = 0  # presses that a `forget` followed
 
 
 @contextmanager
 def handled() -> Iterator[None]:
     """Make the first Ctrl-C set the flag, and the second one end the process.
 
-    The second one does so at once, in the middle of a compilation, too: a thread reads each signal as it comes, while
-    a handler in Python waits for the library that the main thread is in. Nothing changes outside of the main thread,
-    and where Ctrl-C is ignored, as in what a shell script runs in the background.
+    The second one ends it at once, even during a compilation: a thread reads each signal as it arrives, whereas a
+    handler in Python would wait for the library call that the main thread is in. Does nothing outside of the main
+    thread, or if Ctrl-C is ignored (as in a shell script's background jobs).
     """
     global _asked, _answered
     ignored = signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None)
@@ -57,7 +57,7 @@ def handled() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt at once: for what waits for a person, or for another process, to write."""
+    """Let Ctrl-C raise KeyboardInterrupt at once, while waiting for input from a person or another process."""
     global _waiting
     check()
     _waiting = True
@@ -68,7 +68,7 @@ def waiting() -> Iterator[None]:
 
 
 def asked() -> bool:
-    """Say whether Ctrl-C was pressed."""
+    """Return whether Ctrl-C was pressed."""
     return _asked
 
 
@@ -79,10 +79,10 @@ def check() -> None:
 
 
 def forget() -> None:
-    """Go on after a Ctrl-C: what it was to end has ended, and the next one is the first again."""
+    """Clear the flag after the interrupted work has ended; the next Ctrl-C counts as the first again."""
     global _asked, _answered
     if _asked:
-        _answered += 1  # before the flag: each is answered once
+        _answered += 1  # before the flag, so that each press counts once
         _asked = False
 
 
@@ -94,8 +94,7 @@ def _note(*_: Any) -> None:
 
 
 def _end_at_the_second(reading: int) -> None:
-    """Read the numbers of the signals that come, until the pipe is closed; end the process at the second SIGINT after
-    the last `forget`."""
+    """Read signal numbers until the pipe closes; end the process at the second SIGINT after the last `forget`."""
     pressed = 0
     while numbers := os.read(reading, 64):
         pressed += numbers.count(signal.SIGINT)

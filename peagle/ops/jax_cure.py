@@ -1,8 +1,8 @@
-"""Makes a miscompiling JAX right before it starts, or refuses.
+"""Work around a miscompiling jaxlib before JAX starts, or refuse to run.
 
 jaxlib 0.10.2 on CPU silently miscomputes some fused reductions (jax issue 39103: a sum comes out 1065369600 instead of
-1073741824). An XLA flag that disables the fusion cures it, if it is set before the backend starts. jaxlibs that do not
-know the flag abort on it, so it is set for the affected version only.
+1073741824). An XLA flag, set before the backend starts, disables the fusion. Other jaxlibs may abort on an unknown
+flag, so it is set for the affected version only.
 """
 
 import importlib.metadata
@@ -14,14 +14,14 @@ FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 
 
 class MiscompilingJaxError(RuntimeError):
-    """JAX was started without the cure."""
+    """JAX was started without the workaround."""
 
 
 def apply() -> None:
-    """After this, JAX's CPU backend will compute right sums, in this process and its children.
+    """Set the flag, for this process and its children.
 
-    Raises MiscompilingJaxError where an affected backend has already started without the flag: results of such a
-    process cannot be trusted, and nothing can mend it any more.
+    Raises MiscompilingJaxError if an affected backend has already started without it: the process's results cannot be
+    trusted, and the flag comes too late.
     """
     if importlib.metadata.version("jaxlib") != AFFECTED_JAXLIB:
         return

@@ -1,14 +1,15 @@
 """Key/value caches of one attention layer: a full cache (slot = position) or a ring (slot = position mod capacity).
 
-Nothing in a cache says which entries are valid: the caller's `length` does. Entries at and beyond it are leftovers of a
-rolled-back pass; causality hides them from every query before them, and the next pass writes over them before it reads.
+The caller's `length` decides which entries are valid; a cache holds no such mark. Entries at and beyond it are
+leftovers of a rolled-back pass. Causality hides them from every earlier query, and the next pass overwrites them before
+it reads.
 
     full   | 0 1 2 ... length-1 | dead ...... |            slot = position
     ring   | 8 9 | 2 3 4 5 6 7 |  capacity 8, newest 9     slot = position mod 8
 
-A ring of a layer that sees `window` keys and is written T rows at a time before it is read needs
-capacity >= window + T - 1: the last of T rows lands on position newest - capacity, which the first of them, or a query
-after a roll-back, must not need any more (`ring_capacity`).
+A ring for a `window` of keys and passes that write T rows before they attend needs capacity >= window + T - 1: the last
+of T rows overwrites position newest - capacity, which the first of them, or a query after a rollback, must not attend
+to any more (`ring_capacity`).
 """
 
 import flax.struct
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 @flax.struct.dataclass
 class KVCache:
-    """One layer's keys and values, [B, C, G, H] each; `ring` says how a position becomes a slot."""
+    """One layer's keys and values, [B, C, G, H] each; `ring` selects the map from positions to slots."""
 
     key: jax.Array  # [B, C, G, H]
     value: jax.Array  # [B, C, G, H]
@@ -34,8 +35,8 @@ class KVCache:
 def init_kv_cache(
     batch: int, capacity: int, kv_heads: int, head_dim: int, dtype: DTypeLike, ring: bool = False
 ) -> KVCache:
-    """An empty cache."""
-    # two buffers, not one twice: a donated buffer may appear only once
+    """Make an empty cache."""
+    # two buffers, since a donated buffer may appear only once
     shape = (batch, capacity, kv_heads, head_dim)
     return KVCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), ring=ring)
 
@@ -57,15 +58,18 @@ def init_window_cache(
 
 
 def ring_capacity(window: int, widest_write: int) -> int:
-    """The smallest safe ring for a window and the widest pass that writes before it attends."""
+    """Return the smallest safe ring for a window and the widest pass that writes before it attends."""
     return window + widest_write - 1
 
 
 def write_kv(
     cache: KVCache, key: Float[Array, "B T G H"], value: Float[Array, "B T G H"], positions: Int[Array, "B T"]
 ) -> KVCache:
-    """The cache with the rows at their positions' slots; rows of negative position, and in a full cache those beyond
-    its capacity, are dropped. In a ring the positions of one call must span less than its capacity."""
+    """Write rows to their positions' slots.
+
+    Rows of negative position are dropped, and in a full cache rows beyond its capacity. In a ring the positions of one
+    call must span less than its capacity.
+    """
     capacity = cache.capacity
     slots = positions % capacity if cache.ring else positions
     slots = jnp.where(positions < 0, capacity, slots)  # out of range: dropped by the scatter
@@ -78,10 +82,10 @@ def write_kv(
 
 
 def slot_positions(cache: KVCache, newest: Int[Array, " B"]) -> Int[Array, "B C"]:
-    """The position each slot holds when `newest` is the highest position written; negative where none was.
+    """Return the position in each slot if `newest` is the highest position written; negative for an empty slot.
 
-    Example: capacity 8, newest 9: slots 0..7 hold 8, 9, 2, 3, 4, 5, 6, 7. In a full cache slot = position, whatever
-    newest is: positions beyond newest are hidden by causality.
+    Example: capacity 8, newest 9: slots 0..7 hold 8, 9, 2, 3, 4, 5, 6, 7. In a full cache slot = position for any
+    newest: causality hides positions beyond it.
     """
     slots = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32)[None, :], (newest.shape[0], cache.capacity))
     if not cache.ring:
@@ -91,7 +95,7 @@ def slot_positions(cache: KVCache, newest: Int[Array, " B"]) -> Int[Array, "B C"
     return jnp.where(position > newest, position - cache.capacity, position)
 
 
-COPIED = 128  # positions that are copied together
+COPIED = 128  # positions per block of a copy
 
 
 def copy_positions(
@@ -100,8 +104,8 @@ def copy_positions(
     """Copy positions 0..length-1 of the one sequence in `source` to a row of another cache.
 
     A ring receives the last positions that fit, each in its own slot; the source may be a ring of another capacity, or
-    full. Into a full cache `block` positions are copied at a time, as many blocks as hold valid ones: the cost goes
-    with length, not with capacity. What lies in the row beyond them is dead.
+    full. A full cache receives as many blocks of `block` positions as hold valid ones, so the cost grows with length,
+    not with capacity. The rest of the row is dead.
     """
     if into.ring:
         wanted = slot_positions(into, length[None] - 1)[0]
@@ -117,7 +121,7 @@ def copy_positions(
     block = min(block, into.capacity, source.capacity)
 
     def copy(index: jax.Array, into: KVCache) -> KVCache:
-        # the last block may begin earlier, so that it ends within both
+        # the last block may begin earlier, so that it ends within both caches
         start = jnp.minimum(index * block, min(into.capacity, source.capacity) - block)
         zero = jnp.zeros_like(start)
 
@@ -132,5 +136,5 @@ def copy_positions(
 
 
 def cache_bytes(caches: object) -> int:
-    """Bytes of every array in a tree of caches (shapes suffice)."""
+    """Count the bytes of every array in a tree of caches (shapes suffice)."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))

@@ -1,5 +1,8 @@
-"""The most likely token and its probability: by the compiled kernels where they run, whatever the weights are, since a
-comparison is the same on both; else in passes over the logits that vectorise, as XLA's own argmax on CPU does not."""
+"""The most likely token and its probability.
+
+The native kernels compute it if they run here, for weights in any layout, since a comparison gives the same result in
+every implementation. Otherwise passes over the logits compute it that vectorise; XLA's own argmax on CPU does not.
+"""
 
 import math
 
@@ -9,19 +12,21 @@ from jaxtyping import Array, Float, Int
 
 from peagle.ops import native
 
-NO_TOKEN = -1  # instead of an index, where the logits say none
+NO_TOKEN = -1  # the index if the logits are not finite
 
 
 def argmax(logits: Float[Array, "... V"]) -> Int[Array, "..."]:
-    """Find the index of the largest logit, the first of equal ones; NO_TOKEN where a logit is NaN, or the largest is
-    not finite."""
+    """Find the index of the largest logit, the first of equal ones.
+
+    NO_TOKEN if a logit is NaN or the largest is not finite.
+    """
     if native.available():
         return _native(logits, with_probability=False)[0]
     return _first_of(logits, jnp.max(logits, axis=-1, keepdims=True))
 
 
 def likeliest(logits: Float[Array, "... V"]) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
-    """Find (the argmax, its probability in float32); where there is none, (0, NaN): an index to go on with."""
+    """Find (argmax, its probability in float32); (0, NaN) in place of NO_TOKEN, so that the index stays valid."""
     if native.available():
         index, probability = _native(logits, with_probability=True)
     else:
@@ -32,7 +37,7 @@ def likeliest(logits: Float[Array, "... V"]) -> tuple[Int[Array, "..."], Float[A
 
 
 def _native(logits: jax.Array, *, with_probability: bool) -> tuple[jax.Array, jax.Array]:
-    """(indices, probabilities or nothing)."""
+    """Return (indices, probabilities or an empty array)."""
     *lead, vocab_size = logits.shape
     rows = math.prod(lead)
     shapes = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows * with_probability,), jnp.float32)

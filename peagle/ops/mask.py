@@ -1,4 +1,4 @@
-"""Who may see whom, from positions alone."""
+"""Attention masks, from positions alone."""
 
 from jaxtyping import Array, Bool, Int
 
@@ -6,9 +6,9 @@ from jaxtyping import Array, Bool, Int
 def causal_mask(
     query_positions: Int[Array, "B T"], key_positions: Int[Array, "B S"], window: int | None = None
 ) -> Bool[Array, "B T S"]:
-    """True where a query at position p sees a key at position s: 0 <= s <= p, and s > p - window where there is one.
+    """Mask in a key at position s for a query at position p: 0 <= s <= p, and s > p - window if there is a window.
 
-    A negative key position marks a slot that holds nothing. A window of 128 sees keys p-127..p.
+    A negative key position marks an empty slot. A window of 128 covers keys p-127..p.
     """
     query, key = query_positions[:, :, None], key_positions[:, None, :]
     seen = (key >= 0) & (key <= query)
@@ -16,13 +16,14 @@ def causal_mask(
 
 
 def group_causal_mask(anchor: Int[Array, "B T"], depth: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
-    """True where query row (anchor, depth) sees key row (anchor', depth') in an uncached P-EAGLE pass
-    (arXiv 2602.01469, figure 3):
+    """Mask in the key rows (anchor', depth') of each query row (anchor, depth) in an uncached P-EAGLE pass.
 
-        depth' == 0 and anchor' <= anchor       the true context up to and with the anchor
+    From arXiv 2602.01469, figure 3:
+
+        depth' == 0 and anchor' <= anchor       the true context up to and including the anchor
         anchor' == anchor and depth' <= depth   the mask slots of the same anchor, up to the row itself
 
-    Two context rows, two mask slots on each; x is seen ((anchor, depth) of keys across, of queries down):
+    Two context rows, two mask slots for each; x marks what is attended to ((anchor, depth), keys across, queries down):
 
                  (0,0) (1,0) (0,1) (1,1) (0,2) (1,2)
           (0,0)    x     .     .     .     .     .
@@ -32,8 +33,8 @@ def group_causal_mask(anchor: Int[Array, "B T"], depth: Int[Array, "B T"]) -> Bo
           (0,2)    x     .     x     .     x     .
           (1,2)    x     x     .     x     .     x
 
-    A row of negative anchor is padding: it sees nothing and nothing sees it. At inference only the last anchor has
-    mask slots, and there this is plain causal order over position = anchor + depth.
+    A row of negative anchor is padding: masked out as a query and as a key. At inference only the last anchor has mask
+    slots, so the mask is plain causal order over position = anchor + depth.
     """
     query_anchor, key_anchor = anchor[:, :, None], anchor[:, None, :]
     query_depth, key_depth = depth[:, :, None], depth[:, None, :]

@@ -1,4 +1,4 @@
-"""Memory: arrays on their way to the device that are there only once, and how much there is to take."""
+"""Memory: host arrays that reach the device without a copy, and how much memory is available."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -10,11 +10,11 @@ from jax.typing import DTypeLike
 
 from peagle.ops.errors import InputError
 
-ALIGNMENT = 64  # of what XLA on CPU reads in place
+ALIGNMENT = 64  # bytes; XLA on CPU reads such arrays in place
 
 
 def aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """An array of zeros that `to_device` takes without a copy where the device is the CPU."""
+    """Allocate an array of zeros that `to_device` takes without a copy if the device is the CPU."""
     kind = np.dtype(dtype)
     size = int(np.prod(shape)) * kind.itemsize
     raw = np.zeros(size + ALIGNMENT, np.uint8)
@@ -23,15 +23,16 @@ def aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 
 
 def aligned_copy(values: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
-    """The values in C order, in that dtype or their own."""
+    """Copy the values to an `aligned` array in C order, in that dtype or their own."""
     copy = aligned(values.shape, values.dtype if dtype is None else dtype)
     np.copyto(copy, values, casting="unsafe")
     return copy
 
 
 def stack(items: Iterable[tuple[np.ndarray, ...]], count: int) -> tuple[np.ndarray, ...]:
-    """`count` items, 1 or more, of equal shapes and dtypes, as one item with a leading axis more. Each may be made when
-    the one before it is gone.
+    """Stack `count` items, 1 or more, of equal shapes and dtypes along a new leading axis.
+
+    A generator may make each item after the one before it is freed.
 
     Example: (a0, b0), (a1, b1) becomes ([a0, a1], [b0, b1]).
     """
@@ -44,14 +45,18 @@ def stack(items: Iterable[tuple[np.ndarray, ...]], count: int) -> tuple[np.ndarr
 
 
 def to_device(values: np.ndarray) -> jax.Array:
-    """The values on JAX's default device. Nobody may write to `values` any more: on CPU they may be the array's own
-    memory."""
+    """Move the values to JAX's default device.
+
+    Do not write to `values` afterwards: on CPU the array may share their memory.
+    """
     return jax.device_put(values, may_alias=True)
 
 
 def available_memory_bytes() -> int:
-    """Memory of JAX's default device that can be taken: on an accelerator what its allocator leaves, where it counts
-    that; else the host's (`available_host_bytes`)."""
+    """Measure the memory available on JAX's default device.
+
+    On an accelerator the remainder of its allocator's limit, if it has one; else the host's (`available_host_bytes`).
+    """
     stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
     if stats and "bytes_limit" in stats:
         return max(0, int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)))
@@ -59,8 +64,11 @@ def available_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int:
-    """Host memory that can be taken without swapping: what the system and its control group leave, or half of what is
-    installed where neither says. Pages that only cache files count as free."""
+    """Measure the host memory available without swapping.
+
+    The smaller of the system's and the control group's figure, or half of the installed memory if neither has one.
+    Pages that only cache files count as free.
+    """
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     group = Path("/sys/fs/cgroup")
     try:
@@ -78,7 +86,7 @@ def available_host_bytes() -> int:
 
 
 def share_of_mappings() -> float:
-    """How many of the memory mappings that Linux allows a process this one has; 0 where the system does not say."""
+    """Return this process's memory mappings as a fraction of Linux's limit; 0 if the system has no such figure."""
     try:
         allowed = int(Path("/proc/sys/vm/max_map_count").read_text())
         with Path("/proc/self/maps").open("rb") as mappings:
@@ -88,7 +96,7 @@ def share_of_mappings() -> float:
 
 
 def _inactive_file_bytes(group: Path) -> int:
-    """Of the memory a control group uses, the pages of files that it gives back when asked."""
+    """Return the bytes of a control group's file pages that it can give back."""
     lines = (group / "memory.stat").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
@@ -97,7 +105,7 @@ _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def refuse_too_large(needed: dict[str, int], hint: Callable[[], str]) -> None:
-    """Raise InputError, with what to do about it, if these bytes together exceed the memory that is available now."""
+    """Raise InputError, ending with the hint, if these bytes together exceed the memory available now."""
     total, available = sum(needed.values()), available_memory_bytes()
     if total > available:
         *first, last = (f"{size_in_words(size)} for {name}" for name, size in needed.items())

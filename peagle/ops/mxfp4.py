@@ -2,7 +2,7 @@
 
 Layout of a matrix [rows, columns], as GPT-OSS checkpoints store it: `blocks` [..., rows, columns/32, 16] uint8, the low
 nibble of each byte first, and `scales` [..., rows, columns/32] uint8; value = code * 2^(scale - 127). Scale byte 255 is
-NaN in the standard and means a corrupt file here: loading refuses it.
+NaN in the standard; here it means a corrupt file, which loading refuses.
 """
 
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ _PAIRS = np.stack([CODES[np.arange(256) & 15], CODES[np.arange(256) >> 4]], axis
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float32 [..., rows, columns] on the host: exact for every scale, denormal results included; what exceeds float32
-    (only scales 253 and 254 can) is infinite."""
+    """Dequantise to float32 [..., rows, columns] on the host.
+
+    Exact for every scale, denormal results included; values beyond float32 (scales 253 and 254 only) become infinite.
+    """
     with np.errstate(over="ignore"):
         values = np.ldexp(_PAIRS[blocks], scales.astype(np.int32)[..., None, None] - 127)
     return values.reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
@@ -28,7 +30,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def dequantize_on_device(
     blocks: UInt8[Array, "*rows n 16"], scales: UInt8[Array, "*rows n"], dtype: DTypeLike
 ) -> Float[Array, "*rows columns"]:
-    """The same inside a graph, in `dtype`, but for denormals: XLA on CPU flushes them, and scale 0 (2^-127) is one."""
+    """Dequantise inside a graph, to `dtype`. XLA on CPU flushes denormals, and scale 0 (2^-127) is one."""
     codes = jnp.asarray(CODES, dtype)
     low, high = codes[(blocks & 15).astype(jnp.int32)], codes[(blocks >> 4).astype(jnp.int32)]
     values = jnp.stack([low, high], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
@@ -38,20 +40,22 @@ def dequantize_on_device(
 def products_on_device(
     blocks: UInt8[Array, "P O n 16"], scales: UInt8[Array, "P O n"], x: Float[Array, "P columns"]
 ) -> Float[Array, "P O"]:
-    """float32 matrix[p] @ x[p] of P matrices, written as one sum over products, so that a compiler that fuses
-    (XLA on GPU) reads the four-bit codes from memory and nothing wider."""
+    """Compute matrix[p] @ x[p] of P matrices in float32.
+
+    Written as one sum over products, so that a compiler that fuses (XLA on GPU) reads only four-bit codes from memory.
+    """
     pairs = x.astype(jnp.float32).reshape(x.shape[0], 1, -1, BLOCK // 2, 2)
     products = _values(blocks & 15) * pairs[..., 0] + _values(blocks >> 4) * pairs[..., 1]
     return jnp.sum(jnp.sum(products, axis=-1) * _powers(scales), axis=-1)
 
 
 def _powers(scales: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """The powers of two, from their exponent bits: exact, where exp2 need not be."""
+    """Build the powers of two from their exponent bits: exact, which exp2 need not be."""
     return jnp.asarray(scales.astype(jnp.uint32) << 23).view(jnp.float32)
 
 
 def _values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """What four-bit codes stand for, by arithmetic: a look-up is a gather of its own in a fused sum."""
+    """Decode four-bit codes by arithmetic, since a look-up would be a gather of its own within a fused sum."""
     codes = codes.astype(jnp.int32)
     exponent, mantissa = (codes >> 1) & 3, codes & 1
     halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent - 1, 0))  # twice the magnitude
@@ -59,7 +63,7 @@ def _values(codes: UInt8[Array, "..."]) -> Float[Array, "..."]:
 
 
 def quantize(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(blocks, scales) nearest to float32 values [..., rows, columns]; columns must be a multiple of 32.
+    """Quantise float32 values [..., rows, columns] to the nearest (blocks, scales); columns: a multiple of 32.
 
     A block's scale is the power of two that puts its largest magnitude in [4, 8), so at most codes above 6 saturate
     (OCP Microscaling v1.0, section 6.3); a block of zeros gets scale 127. Rounding is to the nearest code, ties to

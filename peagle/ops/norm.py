@@ -8,17 +8,17 @@ from jaxtyping import Array, Float
 
 
 class Norm(NamedTuple):
-    """A normalisation that an op begins with (`rms_norm`)."""
+    """A normalisation that an op applies first (`rms_norm`)."""
 
     weight: jax.Array
     epsilon: float
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """x scaled to unit mean square over its last axis, times weight.
+    """Scale x to unit mean square over its last axis, then multiply by the weight.
 
-    Everything, the multiplication by the weight included, is float32; the cast to x's dtype comes last
-    (openai/gpt-oss; a cast before the multiplication changes bf16 results).
+    All in float32, the multiplication by the weight included; the cast to x's dtype comes last (openai/gpt-oss; a cast
+    before the multiplication changes bf16 results).
     """
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

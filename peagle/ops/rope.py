@@ -30,7 +30,7 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1's scaling: long wavelengths are stretched by factor, short ones kept, a ramp between."""
+    """Llama 3.1's scaling: stretch long wavelengths by factor, keep short ones, with a ramp between."""
 
     factor: float
     original_length: int
@@ -40,14 +40,14 @@ class Llama3:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """What decides the rotation: width of a head, base, scaling (None: plain)."""
+    """The settings of RoPE: width of a head, base, scaling (None: plain)."""
 
     head_dim: int
     theta: float
     scaling: Yarn | Llama3 | None = None
 
 
-# what each kind of scaling goes by, beside _COMMON: (needed, may be left out)
+# the keys of each kind of scaling, beside _COMMON: (required, optional)
 _COMMON = {"rope_type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -57,12 +57,11 @@ _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -> RopeConfig:
-    """Read the rotation that a config.json asks for.
+    """Read the RoPE settings of a config.json.
 
     Accepts both spellings: `rope_parameters` (transformers 5, theta inside), whole or by layer type, and `rope_theta`
-    beside `rope_scaling`; whatever they say is followed. Raises InputError where two places disagree, where layer types
-    rotate differently, and for a scaling that is not one of default, yarn, llama3, lacks what it needs, or has a key
-    that these do not have.
+    beside `rope_scaling`. Raises InputError if two places disagree, if layer types rotate differently, and for a
+    scaling that is not one of default, yarn, llama3, lacks a required key, or has an unknown one.
     """
     stated = stated_rope(config)
     kind = stated.get("rope_type", "default")
@@ -75,13 +74,13 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
         raise InputError("rope scaling with mscale or mscale_all_dim is not supported; give attention_factor instead")
     if unknown := sorted(stated.keys() - _COMMON - {*needed, *optional}):
         raise InputError(
-            f"rope scaling {kind!r} has {', '.join(unknown)}, which it does not go by; expected "
+            f"rope scaling {kind!r} has {', '.join(unknown)}, which it does not use; expected "
             f"{', '.join([*needed, *optional]) or 'another rope_type, or no such key'}"
         )
     theta = _number("rope_theta", stated["rope_theta"], above=1.0) if "rope_theta" in stated else default_theta
     if kind == "default":
         return RopeConfig(head_dim, theta)
-    # no other place is asked where the scaling itself says it
+    # other places count only if the scaling itself does not name the length
     elsewhere = (config.get(key) for key in ("initial_context_length", "max_position_embeddings"))
     original = next((value for value in (stated.get("original_max_position_embeddings"), *elsewhere) if value), None)
     if original is None:
@@ -106,9 +105,9 @@ def parse_rope(head_dim: int, config: Mapping[str, Any], default_theta: float) -
 
 
 def stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather all that a config.json says of its rotation, by the names of `rope_parameters`; None says nothing.
+    """Gather all RoPE settings of a config.json, by the names of `rope_parameters`; null counts as absent.
 
-    Raises InputError where two places say different things under one name, and for a name that none has.
+    Raises InputError if two places give different values under one name, and for an unknown name.
     """
     known = ("rope_theta", "rope_parameters", "rope_scaling")
     if unknown := [key for key in config if key.startswith("rope_") and key not in known and config[key]]:
@@ -129,7 +128,7 @@ def stated_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, what it says) of each place in a config.json that is about rotation."""
+    """Yield (name, settings) of each place in a config.json that holds RoPE settings."""
     top = ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor")
     yield "config.json itself", _said({key: config.get(key) for key in top})
     for name in ("rope_parameters", "rope_scaling"):
@@ -153,7 +152,7 @@ def _said(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(key: str, value: Any, above: float = 0.0) -> float:
-    """The value as a finite number. Raises InputError for anything else."""
+    """Convert the value to a finite number. Raises InputError for anything else."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -164,8 +163,10 @@ def _number(key: str, value: Any, above: float = 0.0) -> float:
 
 
 def rope_frequencies(config: RopeConfig) -> tuple[np.ndarray, float]:
-    """(inverse frequencies float32 [head_dim/2], concentration): angle = position * frequency; cos and sin are
-    multiplied by the concentration (1 but for YaRN)."""
+    """Compute (inverse frequencies float32 [head_dim/2], concentration).
+
+    angle = position * frequency; cos and sin are multiplied by the concentration, which is 1 except in YaRN.
+    """
     dim, theta, scaling = config.head_dim, config.theta, config.scaling
     plain = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     if scaling is None:
@@ -229,7 +230,7 @@ def rope_tables(
 def apply_rope(
     x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
 ) -> Float[Array, "B T N H"]:
-    """x with its halves (x1, x2) rotated to (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    """Rotate x by halves: (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin)."""
     first, second = jnp.split(x, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

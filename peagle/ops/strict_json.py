@@ -1,4 +1,4 @@
-"""JSON as it is defined: no NaN and no infinity in it, which Python's own writer lets through."""
+"""Strict JSON: no NaN and no infinity, which Python's own writer lets through."""
 
 import json
 import math
@@ -9,7 +9,7 @@ def dumps(value: Any, **options: Any) -> str:
     """Write the value as JSON text; a number that is not finite becomes null. `options` are those of json.dumps."""
     try:
         return json.dumps(value, allow_nan=False, **options)
-    except ValueError:  # which finds such a number on the way: looking for them beforehand takes longer than writing
+    except ValueError:  # raised at such a number; searching for them first would take longer than writing
         return json.dumps(_finite(value), allow_nan=False, **options)
 
 

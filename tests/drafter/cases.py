@@ -1,4 +1,4 @@
-"""Tiny drafters, pairwise distinct in every dimension, and texts for them to follow."""
+"""Tiny drafters, pairwise distinct in every dimension, and texts for them."""
 
 import dataclasses
 import functools
@@ -146,7 +146,7 @@ ONE, TWO, FOUR, MASKS, EAGLE, EAGLE_NORMED, WINDOWS, EAGLE_WINDOW = CONFIGS
 
 @functools.cache
 def random_params(config: DrafterConfig, seed: int = 0) -> DrafterParams:
-    """Parameters far from their neutral values: norms around one, biases around zero, a scattered draft vocabulary.
+    """Draw parameters far from neutral values: norms around one, biases around zero, a scattered draft vocabulary.
 
     Drawn by NumPy: compiling JAX's generator for each shape would take most of the tests' time."""
     shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
@@ -179,13 +179,13 @@ def eagle3(name: str) -> Eagle3:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What happened: tokens, and the aux hidden of each."""
+    """Tokens, each with its aux_hidden."""
 
     token_ids: np.ndarray  # [n]
     aux_hidden: np.ndarray  # [n, A]
 
     def fresh(self, first: int, num: int, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows first..first+num-1, and garbage up to K+1 rows."""
+        """Return rows first..first+num-1, then garbage up to K+1 rows."""
         width = num_drafts + 1
         token_ids, aux = np.full(width, 7, np.int32), np.full((width, self.aux_hidden.shape[1]), 9.0, np.float32)
         token_ids[:num] = self.token_ids[first + 1 : first + 1 + num]
@@ -200,7 +200,7 @@ def random_text(config: DrafterConfig, seed: int, length: int = 64) -> Text:
 
 
 def stack_fresh(texts: Sequence[Text], firsts: Sequence[int], nums: Sequence[int], num_drafts: int) -> DrafterInput:
-    """One row per text: its rows first..first+num-1 (a negative first: inactive)."""
+    """Stack one sequence per text: its rows first..first+num-1 (a negative first: inactive)."""
     rows = [t.fresh(max(first, 0), num, num_drafts) for t, first, num in zip(texts, firsts, nums, strict=True)]
     return DrafterInput(
         token_ids=jnp.asarray(np.stack([row[0] for row in rows])),
@@ -217,8 +217,9 @@ def prompt_state(
     num_drafts: int,
     capacity: int | None = None,
 ):
-    """The state after prefill of each text's first `length` tokens, in one padded batch of one width; the caches are
-    80 entries wide unless a capacity is given (the fewer shapes, the fewer compilations)."""
+    """Prefill each text's first `length` tokens in one padded batch of one width; return the state.
+
+    The caches have 80 slots unless a capacity is given (fewer shapes, fewer compilations)."""
     width = 32
     capacity = 80 - 2 * num_drafts if capacity is None else capacity
     tokens = np.stack(
@@ -237,7 +238,7 @@ forward = jax.jit(model.forward, static_argnames="config")
 def prefill(
     drafter: PEagle | Eagle3, state: Caches, token_ids: jax.Array, lengths: jax.Array, aux_hidden: jax.Array
 ) -> Caches:
-    """The caches with rows 0..length-2 of each prompt, whose tokens are padded: all that is known of it."""
+    """Write rows 0..length-2 of each padded prompt to the caches: row length-1 needs a token more."""
     index = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
     positions = jnp.where(index < lengths[:, None] - 1, index, -1)
     return drafter.absorb(state, jnp.roll(token_ids, -1, axis=1), aux_hidden, positions)
@@ -247,7 +248,7 @@ def prefill(
 def propose(
     drafter: PEagle | Eagle3, state: Caches, fresh: DrafterInput, *, num_drafts: int, widths: jax.Array | None = None
 ) -> tuple[DraftOutput, Caches]:
-    """All drafts of every row, unless widths say how many."""
+    """Propose num_drafts drafts for every sequence, or as many as widths."""
     widths = jnp.full(fresh.num.shape, num_drafts, jnp.int32) if widths is None else widths
     return drafter.propose(state, fresh, widths, num_drafts)
 

@@ -1,5 +1,4 @@
-"""Against what the public speculators package computed (scripts/record_golden_drafter.py): weights, inputs and logits
-that nobody here wrote."""
+"""Against recorded weights, inputs and logits of the public speculators package (scripts/record_golden_drafter.py)."""
 
 from pathlib import Path
 
@@ -40,11 +39,11 @@ def test_forward_gives_their_logits(name: str, which: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
-    """Their `step` pass is a context of 9 rows and 4 mask slots: K = 5. Here 6 of the rows come by prefill."""
+    """Their `step` pass has a context of 9 rows and 4 mask slots: K = 5. Here prefill writes 6 of the rows."""
     params, config = load_drafter(GOLDEN / name)
     golden = np.load(GOLDEN / name / "golden.npz")
     num_drafts, context, prefilled = 5, 9, 6
-    # their row p holds what they call token p; a text's is one further on
+    # their row p holds their token p; a text's row p holds token p + 1
     token_ids = np.concatenate([[0], golden["step_token_ids"][:context]]).astype(np.int32)
     aux_hidden, expected = golden["step_aux_hidden"][:context], golden["step_logits"][context - 1 :]
 
@@ -71,8 +70,7 @@ def test_a_cached_step_and_the_reference_give_their_logits(name: str) -> None:
 
 @pytest.mark.parametrize("name", EAGLE3_MODELS)
 def test_training_in_turn_gives_their_logits(name: str) -> None:
-    """Their training-time test: every row is an anchor, at every depth. Rows of which they pad the token are left
-    out."""
+    """Their training-time test: every row is an anchor, at every depth. Leaves out rows whose token they pad."""
     params, config = load_drafter(GOLDEN / name)
     golden = np.load(GOLDEN / name / "golden.npz")
     depths, rows = golden["logits"].shape[:2]
@@ -85,8 +83,8 @@ def test_training_in_turn_gives_their_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EAGLE3_MODELS)
-def test_a_cached_step_in_turn_is_what_training_makes_of_its_drafts(name: str) -> None:
-    """The text goes on with the drafts: then training's chain of the last row has them for its best tokens."""
+def test_a_cached_step_in_turn_agrees_with_training_on_its_drafts(name: str) -> None:
+    """If the text continues with the drafts, training's chain of the last row has them as its best tokens."""
     params, config = load_drafter(GOLDEN / name)
     golden = np.load(GOLDEN / name / "golden.npz")
     known, num_drafts = 9, 5

@@ -1,4 +1,4 @@
-"""Checkpoints: three dialects there and back, and every bad file refused in one line that names what is wrong."""
+"""Checkpoints: three dialects saved and loaded; a bad file raises an error of one line that names the fault."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ Edit = Callable[[dict[str, Any], Tensors], None]
 def write(
     directory: Path, name: str = ONE, dialect: Dialect = "vllm", edit: Edit = lambda _config, _tensors: None
 ) -> Path:
-    """A drafter's directory, its config and tensors edited in place before they are written."""
+    """Write a drafter's directory, after editing its config and tensors in place."""
     config, params = CONFIGS[name], random_params(CONFIGS[name])
     entries = render_config(config, dialect, "float32")
     tensors = {key: np.ascontiguousarray(value) for key, value in to_tensors(params, config, dialect).items()}
@@ -54,7 +54,7 @@ def write(
 
 
 def refusal(directory: Path, **given: Any) -> str:
-    """The one line with which a directory is refused."""
+    """Return the one-line error of loading a directory."""
     with pytest.raises(InputError) as caught:
         load_drafter(directory, **given)
     line = str(caught.value)
@@ -94,7 +94,7 @@ def test_a_drafter_comes_back_bit_for_bit(tmp_path: Path, name: str, dialect: Di
     assert_same(cast(loaded, jnp.float32), wide)
 
 
-def test_other_rotations_and_default_taps_come_back(tmp_path: Path) -> None:
+def test_other_rope_scalings_and_default_aux_layers_come_back(tmp_path: Path) -> None:
     yarn = Yarn(factor=8.0, original_length=64, beta_fast=16.0, truncate=False, concentration=1.5)
     base = dataclasses.replace(CONFIGS[FOUR], aux_layer_ids=None, num_taps=3)
     for scaling in (yarn, dataclasses.replace(yarn, concentration=None), None):
@@ -105,7 +105,7 @@ def test_other_rotations_and_default_taps_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["mask_token_id", "pard_token", "ptd_token_id"])
-def test_each_name_of_the_mask_token_is_known(tmp_path: Path, key: str) -> None:
+def test_each_name_of_the_mask_token_is_read(tmp_path: Path, key: str) -> None:
     def rename(config: dict[str, Any], _tensors: Tensors) -> None:
         config[key] = config.pop("ptd_token_id") - 1
 
@@ -127,15 +127,15 @@ def test_each_name_of_the_mask_token_is_known(tmp_path: Path, key: str) -> None:
         "LlamaEagle3DraftModel",  # NeMo
     ],
 )
-def test_a_drafter_is_known_by_its_architecture(name: str) -> None:
-    """Without a mask key, whoever wrote it."""
+def test_a_drafter_is_recognised_by_its_architecture(name: str) -> None:
+    """Without a mask key, from any project."""
     assert is_drafter_config({"architectures": [name], "model_type": "llama"})
     assert not is_drafter_config({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
 
 
 @pytest.mark.parametrize("name", [ONE, EAGLE])
-def test_nemos_names_are_known(tmp_path: Path, name: str) -> None:
-    """`model.` before what is inside the wrapped model, layer 0 among the layers, its own architecture."""
+def test_nemos_names_are_read(tmp_path: Path, name: str) -> None:
+    """`model.` before the wrapped model's names, layer 0 among the layers, an architecture of its own."""
 
     def wrap(config: dict[str, Any], tensors: Tensors) -> None:
         config["architectures"] = ["LlamaEagle3DraftModel"]
@@ -157,7 +157,7 @@ def test_layers_under_other_names_are_refused(tmp_path: Path) -> None:
 
 
 def test_specforge_keeps_the_targets_model_type_above_layers_of_llama(tmp_path: Path) -> None:
-    """Without rope keys its LlamaConfig is plain, of base 10000. An architecture of experts is another model."""
+    """Without RoPE keys its LlamaConfig is plain, of base 10000. An architecture with experts is another model."""
 
     def retype(config: dict[str, Any], _tensors: Tensors) -> None:
         config |= {"model_type": "gpt_oss", "num_local_experts": 16, "experts_per_token": 4}
@@ -175,14 +175,14 @@ def test_specforge_keeps_the_targets_model_type_above_layers_of_llama(tmp_path: 
 
 
 @pytest.mark.parametrize("name", [MASKS, EAGLE_NORMED, FOUR])
-def test_sorted_taps_draft_the_same(name: str) -> None:
-    """fc, the norms of the taps and the mask hiddens go along with them; a second sorting changes nothing."""
+def test_sorted_aux_layers_draft_the_same(name: str) -> None:
+    """fc, the norms before it and mask_hidden are permuted to match; a second sorting changes nothing."""
     config = dataclasses.replace(CONFIGS[name], aux_layer_ids=(6, 1, 4))
     params = random_params(CONFIGS[name])
     moved, in_order = sort_aux_layers(params, config)
     assert in_order.aux_layer_ids == (1, 4, 6)
     text = random_text(config, 0, length=5)
-    first, *others = np.split(text.aux_hidden[:-1], 3, axis=-1)  # as the target gives them: of 6, then of 1 and 4
+    first, *others = np.split(text.aux_hidden[:-1], 3, axis=-1)  # in the order of the drafter's layers: 6, then 1 and 4
     token_ids = text.token_ids.tolist()
     expected = draft_logits(to_tensors(params, config), config, token_ids, text.aux_hidden[:-1], 4)
     aux = np.concatenate([*others, first], axis=-1)
@@ -200,9 +200,7 @@ def test_sorted_taps_draft_the_same(name: str) -> None:
         ({"target_hidden_size": 32}, {}, {"the speculators package": "width is 20, expected the target's 32"}),
     ],
 )
-def test_what_others_refuse_is_known(
-    changes: dict[str, Any], vllm: dict[str, str], speculators: dict[str, str]
-) -> None:
+def test_refusals_of_other_loaders(changes: dict[str, Any], vllm: dict[str, str], speculators: dict[str, str]) -> None:
     base = dataclasses.replace(CONFIGS[ONE], num_heads=4, num_kv_heads=1, target_hidden_size=20)
     for dialect, expected in (("vllm", vllm), ("speculators", speculators)):
         found = refused_by(dataclasses.replace(base, **changes), dialect)  # type: ignore[arg-type]
@@ -211,8 +209,8 @@ def test_what_others_refuse_is_known(
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
-def test_what_is_written_is_a_config_of_llama(dialect: Dialect, recwarn: pytest.WarningsRecorder) -> None:
-    """transformers builds one of it, as vLLM and speculators do, and the rope is inside of the positions."""
+def test_a_written_config_is_a_llama_config(dialect: Dialect, recwarn: pytest.WarningsRecorder) -> None:
+    """transformers builds a LlamaConfig from it, as vLLM and speculators do, and RoPE's length fits the positions."""
     from transformers import LlamaConfig
 
     config = dataclasses.replace(CONFIGS[ONE], num_heads=4, max_positions=131072)
@@ -228,22 +226,22 @@ def test_what_is_written_is_a_config_of_llama(dialect: Dialect, recwarn: pytest.
 
 
 @pytest.mark.parametrize("name", [TWO, EAGLE_NORMED])
-def test_vllm_finds_taps_and_their_norms_in_the_nested_geometry(name: str) -> None:
-    """All it takes from the top level is told in SpeculatorsConfig; these two are not, for P-EAGLE."""
+def test_vllm_finds_aux_layers_and_their_norms_in_the_nested_geometry(name: str) -> None:
+    """From the top level it reads SpeculatorsConfig's settings only; for P-EAGLE these two are not among them."""
     nested = render_config(CONFIGS[name], "speculators", "float32", "some/target")["transformer_layer_config"]
     assert (nested["num_aux_hidden_states"], nested["fc_norm"]) == (CONFIGS[name].num_taps, True)
 
 
 def test_a_map_to_the_whole_vocabulary_is_not_written() -> None:
-    """vLLM has a place for a map only where the draft vocabulary is smaller."""
+    """vLLM accepts a map only if the draft vocabulary is smaller."""
     config = CONFIGS[TWO]
     whole = random_params(config).replace(draft_to_target=jnp.arange(config.vocab_size, dtype=jnp.int32))
     assert not {"d2t", "t2d"} & to_tensors(whole, config).keys()
 
 
 def test_a_sparse_config_is_completed_by_the_tensors(tmp_path: Path) -> None:
-    """Head geometry and the taps' width are in the shapes; either name of the first layer, mask_hidden flat, no t2d,
-    a d2t of offsets."""
+    """Shapes give head geometry and the width of aux_hidden; either name of the first layer, mask_hidden flat, no
+    t2d, a d2t of offsets."""
 
     def strip(config: dict[str, Any], tensors: Tensors) -> None:
         for key in (
@@ -268,9 +266,9 @@ def test_a_sparse_config_is_completed_by_the_tensors(tmp_path: Path) -> None:
     assert_same(params.replace(draft_to_target=None), random_params(CONFIGS[ONE]).replace(draft_to_target=None))
 
 
-def test_the_place_of_aux_layer_ids_says_whether_they_are_inputs_or_outputs(tmp_path: Path) -> None:
+def test_the_key_of_aux_layer_ids_decides_whether_they_are_inputs_or_outputs(tmp_path: Path) -> None:
     """At the top they are inputs, as vLLM reads them: [2, 12, 21] are outputs [1, 11, 20]; in eagle_config outputs, as
-    SpecForge and SGLang do. What is given wins over both."""
+    SpecForge and SGLang read them. Ids given by the caller win over both."""
 
     def edit(config: dict[str, Any], _tensors: Tensors) -> None:
         config["eagle_aux_hidden_state_layer_ids"] = [2, 12, 21]
@@ -297,7 +295,7 @@ def from_zero(config: dict[str, Any], _tensors: Tensors) -> None:
     config["eagle_aux_hidden_state_layer_ids"] = [0, 4, 6]
 
 
-def test_ids_that_are_no_inputs_can_be_given_as_outputs(tmp_path: Path) -> None:
+def test_ids_that_cannot_be_inputs_can_be_given_as_outputs(tmp_path: Path) -> None:
     directory = write(tmp_path, edit=from_zero)
     assert "--aux-layer-ids" in refusal(directory)
     assert load_drafter(directory, aux_layer_ids=(0, 4, 6))[1].aux_layer_ids == (0, 4, 6)
@@ -311,8 +309,8 @@ VOCAB, KEPT = 61, np.arange(1, 38)
     [
         (KEPT, KEPT, None),
         (KEPT, None, None),
-        (np.roll(KEPT, 1), KEPT, None),  # in what order, t2d cannot say
-        (KEPT, np.arange(37), r"t2d marks other tokens \(36 of 37 are the same\); peagle parity tells"),
+        (np.roll(KEPT, 1), KEPT, None),  # t2d holds no order
+        (KEPT, np.arange(37), r"t2d marks other tokens \(36 of 37 are the same\); peagle parity finds"),
     ],
 )
 def test_a_map_is_compared_with_its_mask(
@@ -332,8 +330,8 @@ def test_a_map_is_compared_with_its_mask(
 
 @pytest.mark.parametrize("with_mask", [True, False])
 def test_a_map_of_absolute_ids_is_named(tmp_path: Path, with_mask: bool) -> None:
-    """Where the ids are small enough to be read as offsets: by t2d, or by tokens none of which are neighbours; else by
-    the refusal. It is never flipped."""
+    """If the ids are small enough to be read as offsets, t2d reveals it, or that no tokens are neighbours; else loading
+    fails. The map is never reinterpreted."""
     config = dataclasses.replace(CONFIGS[ONE], vocab_size=2 * VOCAB, draft_vocab_size=VOCAB)
 
     def save(ids: np.ndarray) -> Path:
@@ -354,7 +352,7 @@ def test_a_map_of_absolute_ids_is_named(tmp_path: Path, with_mask: bool) -> None
     assert "if these are absolute ids, store d2t - arange" in refusal(save(np.arange(VOCAB, 2 * VOCAB)))
 
 
-def test_what_is_said_of_the_rotation_outside_of_the_geometry_counts(tmp_path: Path) -> None:
+def test_rope_settings_outside_of_the_geometry_count(tmp_path: Path) -> None:
     def twice(config: dict[str, Any], _tensors: Tensors) -> None:
         config["rope_theta"] = config["transformer_layer_config"]["rope_theta"] * 2
 
@@ -373,8 +371,8 @@ def test_an_identity_map_is_no_map(tmp_path: Path) -> None:
     assert load_drafter(write(tmp_path, TWO, edit=edit))[0].draft_to_target is None
 
 
-def test_what_the_target_shares_may_be_missing(tmp_path: Path) -> None:
-    """Only together with the target's own; a head is narrowed to the draft vocabulary; what is stored wins."""
+def test_tensors_that_the_target_shares_may_be_missing(tmp_path: Path) -> None:
+    """Only together with the target's own; a head is narrowed to the draft vocabulary; a stored tensor wins."""
     config, params = CONFIGS[ONE], random_params(CONFIGS[ONE])
     rng = np.random.default_rng(0)
     embedding = rng.standard_normal((config.vocab_size, config.hidden_size)).astype(np.float32)
@@ -399,7 +397,7 @@ def test_what_the_target_shares_may_be_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
 def test_every_tensor_is_needed_and_every_shape_checked(tmp_path: Path, dialect: Dialect) -> None:
-    """Each tensor in turn left out, and with a row too many: refused with its name; t2d alone says nothing."""
+    """Each tensor in turn missing, or with a row too many, raises an error with its name, except t2d."""
     names = sorted(to_tensors(random_params(CONFIGS[TWO]), CONFIGS[TWO], dialect))
     assert len(names) == 40
     for name in names:
@@ -452,14 +450,17 @@ def test_every_tensor_has_a_place(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, r"k_proj.weight has shape \[16, 40\].*\[24, 40\]"),
         ({"intermediate_size": 27}, r"gate_proj.weight"),
         ({"draft_vocab_size": 62}, r"draft_vocab_size 62 exceeds its vocab_size 61"),
-        ({"target_hidden_size": 13}, r"fc.weight reads 36 values, expected 3 hidden states of target_hidden_size 13"),
+        ({"target_hidden_size": 13}, r"fc.weight reads 36 values; expected 3 hidden states of target_hidden_size 13"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 4, 6]}, r"\[0, 4, 6\]; expected 1 or more"),
         (
             {"eagle_aux_hidden_state_layer_ids": [2, 5, 5]},
             r"layers \[1, 4, 4\], one of them twice; expected each .* once",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"is \[2, 4\] beside num_aux_hidden_states 3"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...}, r"reads 36 values.*2 taps"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 4], "num_aux_hidden_states": ...},
+            r"reads 36 values.*2 hidden states",
+        ),
         ({"norm_before_fc": True, "fc_norm": True}, r"both norm_before_fc and fc_norm"),
         ({"norm_before_fc": True}, r"input_norm.weight is missing"),
         ({"fc_norm": True}, r"fc_norm.0.weight is missing"),
@@ -527,7 +528,7 @@ def test_a_tensor_that_makes_no_sense_is_refused(
     assert re.search(says, refusal(write(tmp_path, edit=edit)))
 
 
-def test_a_head_tied_to_the_embedding_is_refused_where_none_is_stored(tmp_path: Path) -> None:
+def test_a_head_tied_to_the_embedding_is_refused_if_none_is_stored(tmp_path: Path) -> None:
     def edit(config: dict[str, Any], tensors: Tensors) -> None:
         config["tie_word_embeddings"] = True
         tensors.pop("lm_head.weight", None)
@@ -536,7 +537,7 @@ def test_a_head_tied_to_the_embedding_is_refused_where_none_is_stored(tmp_path: 
 
 
 def test_the_random_start_has_every_shape_that_a_file_has(tmp_path: Path) -> None:
-    """init_params gives what save and load give back: norms one, biases zero, the lowest ids as draft vocabulary."""
+    """init_params equals its saved and loaded copy: norms one, biases zero, the lowest ids as draft vocabulary."""
     config: DrafterConfig = CONFIGS[ONE]
     params = init_params(config, jax.random.key(0), jnp.bfloat16)
     save_drafter(tmp_path / "saved", params, config)

@@ -1,4 +1,4 @@
-"""Properties of the cached pass: what it equals, what it sees, and what it must never see."""
+"""Properties of the cached pass: its equivalents, what it attends to, and what must not affect it."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def step(peagle: PEagle, state, texts, firsts, nums):
 
 def test_the_rows_are_those_of_the_golden_vector() -> None:
     """vLLM's test: two requests, rejected [1, 0], next tokens [100, 200], mask id -2, one flat batch there.
-    Their padding row 5 has position 0 and no write; ours stands behind all rows that count, so it is left out here."""
+    Their padding row 5 has position 0 and no write; ours comes after all rows that count, so it is left out here."""
     fresh = jnp.asarray([[11, 12, 100, 13], [21, 22, 23, 200]])
     rows = model.lay_out_rows(fresh, jnp.asarray([3, 4]), jnp.asarray([5, 10]), 3, -2)
     real = np.arange(12) != 5
@@ -48,7 +48,7 @@ def test_the_rows_are_those_of_the_golden_vector() -> None:
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 8])
 def test_the_rows_hold_everything_for_every_count(num_drafts: int) -> None:
-    """C fresh rows, K-1 slots and padding fill 2K rows for C = 1..K+1; drafts are the last committed and the slots."""
+    """C committed rows, K-1 slots and padding fill 2K rows for C = 1..K+1; drafts: last committed row and slots."""
     width = 2 * num_drafts
     for num in range(1, num_drafts + 2):
         fresh = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None] + 50
@@ -63,14 +63,14 @@ def test_the_rows_hold_everything_for_every_count(num_drafts: int) -> None:
 
 @pytest.mark.parametrize("name", [ONE, TWO])
 def test_cached_steps_equal_one_uncached_pass_under_the_group_causal_mask(name: str) -> None:
-    """All anchors and depths of a text in one pass, in shuffled order, give what the steps give one after the other."""
+    """All anchors and depths of a text in one pass, in shuffled order, give the logits of the steps in turn."""
     peagle = drafter(name, deterministic=False)
     text = random_text(peagle.config, 4)
     anchors = [p for p in range(13) for _ in range(K)]
     depths = [d for _ in range(13) for d in range(K)]
     order = np.random.default_rng(0).permutation(len(anchors))
     anchor, depth = np.asarray(anchors, np.int32)[order], np.asarray(depths, np.int32)[order]
-    # rows of depth > 0 carry their anchor's token and hidden, which must not matter
+    # rows of depth > 0 hold their anchor's token and aux_hidden, which must not affect the result
     uncached = forward(
         peagle.params,
         peagle.config,
@@ -92,11 +92,11 @@ def test_cached_steps_equal_one_uncached_pass_under_the_group_causal_mask(name: 
 
 
 def test_every_draft_sees_the_whole_context() -> None:
-    """A drafter that looks at its last rows only fails: each token and each hidden moves every draft's logits, and
-    prompts that differ early draft different tokens."""
+    """A drafter that attends to its last rows only fails: each token and each aux_hidden moves every draft's logits,
+    and prompts that differ early draft different tokens."""
     peagle = drafter(TWO, deterministic=False)
     text = random_text(peagle.config, 5)
-    last = 8  # the anchor: rows 0..5 by prefill, 6..8 fresh
+    last = 8  # the anchor: rows 0..5 by prefill, 6..8 in the step
 
     def logits(told: Text) -> np.ndarray:
         state = prompt_state(peagle, [told], [7], K)
@@ -111,20 +111,20 @@ def test_every_draft_sees_the_whole_context() -> None:
         for changed in (Text(tokens, text.aux_hidden), Text(text.token_ids, aux)):
             moved = np.abs(logits(changed) - base).max(axis=-1)
             assert (moved > 1e-3).all(), f"row {place} does not move every draft: {moved}"
-    # the same last tokens and hiddens after other prompts: other drafts
+    # the same last tokens and aux_hidden after other prompts: other drafts
     drafts = set()
     for seed in range(30, 42):
         other = random_text(peagle.config, seed)
         other.token_ids[7:], other.aux_hidden[6:] = text.token_ids[7:], text.aux_hidden[6:]
         drafts.add(tuple(logits(other).argmax(-1)))
     assert len(drafts) > 4
-    # token 0 is no row's, and what comes after the anchor is not known yet
+    # no row holds token 0, and later tokens than the anchor's do not exist yet
     unseen = Text(text.token_ids.copy(), text.aux_hidden.copy())
     unseen.token_ids[0], unseen.token_ids[last + 2 :], unseen.aux_hidden[last + 1 :] = 1, 2, 3.0
     np.testing.assert_array_equal(logits(unseen), base)
 
 
-def test_going_on_after_a_roll_back_equals_never_having_drafted() -> None:
+def test_after_a_rollback_all_is_as_if_nothing_had_been_drafted() -> None:
     """Steps with all, some or none of the drafts accepted leave logits and caches as one prefill of the text does."""
     peagle = drafter(FOUR, deterministic=False)
     text = random_text(peagle.config, 6)
@@ -140,13 +140,13 @@ def test_going_on_after_a_roll_back_equals_never_having_drafted() -> None:
     np.testing.assert_allclose(logits, clean_logits, atol=2e-5)
     for cache, clean_cache in zip(*jax.tree.map(np.asarray, (state, clean)), strict=True):
         for entries, clean_entries in ((cache.key, clean_cache.key), (cache.value, clean_cache.value)):
-            assert np.abs(entries[:, first + num - 1]).max() > 1e-3  # the newest row is there
+            assert np.abs(entries[:, first + num - 1]).max() > 1e-3  # the newest row is written
             np.testing.assert_allclose(entries[:, : first + num], clean_entries[:, : first + num], atol=2e-5)
 
 
 def test_padding_and_dead_entries_reach_no_result() -> None:
-    """Fresh rows beyond num, prompt rows beyond the length and cache entries beyond the committed rows are garbage
-    here, once mild and once wild; bits of the results are the same."""
+    """Input rows beyond num, prompt rows beyond the length and cache entries beyond the committed rows are garbage
+    here, once mild and once wild; the results' bits are the same."""
     peagle = drafter(TWO, deterministic=False)
     text = random_text(peagle.config, 7)
 
@@ -200,7 +200,7 @@ def test_rows_of_a_batch_are_independent_and_inactive_ones_write_nothing() -> No
         np.testing.assert_array_equal(old[1], new[1])
         assert (old[0] != new[0]).any()
         assert (old[2] != new[2]).any()
-    # the inactive row goes on later as if nothing had been
+    # the inactive row continues later as if nothing had happened
     logits, state = step(peagle, state, texts, [4, 10, 7], [K + 1, 1, 2])
     alone = prompt_state(peagle, texts[1:2], lengths[1:2], K)
     np.testing.assert_allclose(logits[1:2], step(peagle, alone, texts[1:2], [10], [1])[0], atol=1e-5)
@@ -243,7 +243,7 @@ def test_segments_and_padding_rows_do_not_see_one_another() -> None:
 
 @pytest.mark.parametrize("name", [ONE, TWO, FOUR])
 def test_every_parameter_counts(name: str) -> None:
-    """Moving any one tensor moves the drafts' logits: none is carried along unread."""
+    """Moving any one tensor moves the drafts' logits: every one is read."""
     peagle = drafter(name, deterministic=False)
     text = random_text(peagle.config, 16)
 
@@ -286,7 +286,7 @@ def test_a_reduced_vocabulary_reaches_the_targets_ids() -> None:
 
 
 def test_bfloat16_drafts_and_one_trace_serve_every_count() -> None:
-    """Strict promotion holds with bfloat16 parameters and float32 hiddens; no retrace for another C or position."""
+    """Strict promotion holds with bfloat16 parameters and float32 aux_hidden; no retrace for another C or position."""
     peagle = drafter(TWO, deterministic=False)
     narrow = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf).astype(jnp.bfloat16)), peagle.params)
     half = peagle.replace(params=narrow)
@@ -318,8 +318,8 @@ def test_drafts_are_at_least_one() -> None:
 
 
 @pytest.mark.parametrize("name", [ONE, TWO, FOUR])
-def test_rows_that_come_late_and_together_are_as_good(name: str) -> None:
-    """Fresh rows fed in one pass, wider than a step's, give the drafts of feeding them as they came."""
+def test_rows_may_come_late_and_together(name: str) -> None:
+    """Input rows fed in one pass, wider than a step's, give the drafts of feeding them step by step."""
     peagle = drafter(name, deterministic=False)
     text = random_text(peagle.config, 20)
     state = prompt_state(peagle, [text], [6], K)
@@ -330,8 +330,8 @@ def test_rows_that_come_late_and_together_are_as_good(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [ONE, TWO, EAGLE])
-def test_a_row_that_drafts_less_changes_nothing_for_what_it_drafts(name: str) -> None:
-    """Widths are data: each row's first drafts are those of the full width, and width 0 takes the fresh rows in."""
+def test_a_smaller_width_gives_the_same_first_drafts(name: str) -> None:
+    """Widths are data: each row's first drafts are those of the full width, and width 0 only absorbs the input."""
     drafting = eagle3(name) if name == EAGLE else drafter(name)
     texts = [random_text(drafting.config, seed) for seed in (21, 22, 23)]
     state = prompt_state(drafting, texts, [6, 9, 4], K)

@@ -1,4 +1,4 @@
-"""The whole drafter on the compiled kernels: the XLA form's function; a draft's bits whatever it is computed with."""
+"""The whole drafter on the native kernels: XLA's results, and a draft's bits independent of its batch."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=native.status()[1
 
 FORMS: tuple[Implementation, ...] = ("native", "xla")
 LENGTHS = (5, 9)
-NUM_DRAFTS = {ONE: 8, TWO: 5}  # the same ones throughout: every other one is compiled anew
+NUM_DRAFTS = {ONE: 8, TWO: 5}  # the same ones throughout, since every other one compiles anew
 
 
 def load(directory: Path, form: Implementation, dtype: Any = jnp.float32, **shared: Any) -> PEagle:
@@ -77,7 +77,7 @@ def assert_alike(ours: PEagle, theirs: PEagle, num_drafts: int) -> None:
         (FOUR, 3, ml_dtypes.bfloat16),
     ],
 )
-def test_proposing_is_the_xla_form(tmp_path: Path, name: str, num_drafts: int, stored: type) -> None:
+def test_proposing_agrees_with_xla(tmp_path: Path, name: str, num_drafts: int, stored: type) -> None:
     config = CONFIGS[name]
     save_drafter(tmp_path / "drafter", cast(random_params(config), stored), config)
     ours, theirs = (load(tmp_path / "drafter", form) for form in FORMS)
@@ -89,8 +89,8 @@ def test_proposing_is_the_xla_form(tmp_path: Path, name: str, num_drafts: int, s
 
 @pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [ONE, TWO])
-def test_a_shared_embedding_and_head_are_the_targets_panels(tmp_path: Path, name: str, stored: type) -> None:
-    """Narrowed to the draft vocabulary where there is one."""
+def test_a_shared_embedding_and_head_are_the_targets_own(tmp_path: Path, name: str, stored: type) -> None:
+    """Narrowed to the draft vocabulary, if there is one."""
 
     def drop(_config: dict[str, Any], tensors: Tensors) -> None:
         del tensors["lm_head.weight"], tensors["embed_tokens.weight"]
@@ -120,7 +120,7 @@ propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", com
 
 @pytest.fixture(scope="module", params=[(ONE, "float32"), (TWO, "bfloat16")], ids=str)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PEagle, int]:
-    """(a drafter, K)."""
+    """Load (a drafter, K)."""
     name, dtype = request.param
     at = tmp_path_factory.mktemp("drafter")
     save_drafter(at, random_params(CONFIGS[name]), CONFIGS[name])
@@ -146,7 +146,7 @@ def test_a_sequence_alone_is_the_sequence_in_a_batch(case: tuple[PEagle, int]) -
             np.testing.assert_array_equal(one, np.asarray(other)[b : b + 1])
 
 
-def test_a_draft_does_not_depend_on_how_many_there_are(case: tuple[PEagle, int]) -> None:
+def test_a_draft_does_not_depend_on_the_number_of_drafts(case: tuple[PEagle, int]) -> None:
     peagle, most = case
     texts, lengths = [random_text(peagle.config, seed) for seed in (1, 2)], (5, 9)
     firsts, nums = [n - 1 for n in lengths], [1, 2]

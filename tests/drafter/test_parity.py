@@ -41,7 +41,7 @@ def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) 
     for step in accepted:
         draft, state = propose(peagle, state, stack_fresh(texts, firsts, nums, num_drafts), num_drafts=num_drafts)
         for row, text in enumerate(texts):
-            known = firsts[row] + nums[row]  # rows with a true hidden; one token more is known
+            known = firsts[row] + nums[row]  # rows with a true aux_hidden; there is one token more
             told = (text.token_ids[: known + 1].tolist(), text.aux_hidden[:known])
             expected = reference.draft_logits(tensors, config, *told, num_drafts)
             ids = reference.draft_ids(tensors, config, *told, num_drafts)
@@ -58,7 +58,7 @@ def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) 
 
 @pytest.mark.parametrize(("name", "num_drafts"), [(EAGLE, 1), (EAGLE, 4), (EAGLE_NORMED, 3), (EAGLE_NORMED, 6)])
 def test_a_run_of_passes_in_turn_gives_the_references_drafts(name: str, num_drafts: int) -> None:
-    """The same for EAGLE-3, whose drafts follow from one another; a third row is inactive from the second step on."""
+    """The same for EAGLE-3, whose passes read the draft before; a third row is inactive from the second step on."""
     drafter = eagle3(name)
     config, tensors = drafter.config, to_tensors(drafter.params, drafter.config)
     some = num_drafts // 2
@@ -84,8 +84,8 @@ def test_a_run_of_passes_in_turn_gives_the_references_drafts(name: str, num_draf
     assert not state[0].key[2, lengths[2] + num_drafts :].any()  # it wrote in the only step it was active in
 
 
-def test_the_reference_sees_everything_it_is_told() -> None:
-    """Each token, each aux hidden and each mask slot moves it; what is behind a row does not."""
+def test_every_input_moves_the_reference() -> None:
+    """Each token, each aux_hidden and each mask slot moves its logits; later rows do not."""
     peagle = drafter(TWO)
     config, tensors = peagle.config, to_tensors(peagle.params, peagle.config)
     text = random_text(config, 3, length=7)

@@ -1,4 +1,4 @@
-"""A narrowed head: the same drafter, of fewer tokens."""
+"""A narrowed head: the same drafter over fewer tokens."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ K = 3
 
 @pytest.mark.parametrize("name", [ONE, TWO])
 def test_kept_tokens_have_the_logits_they_had(name: str) -> None:
-    """From a full vocabulary and from one that is reduced already."""
+    """From a full vocabulary and from a reduced one."""
     full = drafter(name, deterministic=False)
     ids = np.arange(full.config.vocab_size) if full.params.draft_to_target is None else full.params.draft_to_target
     wanted = tuple(int(token) for token in np.random.default_rng(0).permutation(full.config.vocab_size)[:9])
@@ -53,7 +53,7 @@ def test_kept_tokens_have_the_logits_they_had(name: str) -> None:
     assert (np.delete(logits["narrow"], kept, axis=1) == MASKED).all()
 
 
-def test_panels_are_narrowed_like_matrices() -> None:
+def test_packed_matrices_are_narrowed_like_arrays() -> None:
     config = CONFIGS[TWO]
     params = random_params(config)
     rows = np.ascontiguousarray(np.asarray(params.lm_head).T)
@@ -66,7 +66,7 @@ def test_panels_are_narrowed_like_matrices() -> None:
 
 
 def test_the_most_frequent_are_taken_from_the_list_beside_the_drafter(tmp_path: Path) -> None:
-    """Tokens that never came follow those that did; without a list ids stand for it, behind the tokens named first."""
+    """Tokens without a count follow those with one; without a list, ids follow the tokens named first."""
     assert choose("4", tmp_path, 8, first=(6,)).token_ids == (6, 0, 1, 2)
     counts = np.array([0, 3, 0, 9, 3, 0])
     assert write_frequent_tokens(tmp_path / FREQUENT_TOKENS, counts) == 3
@@ -120,8 +120,8 @@ def test_tokens_are_counted_in_runs_and_in_packed_rows(tmp_path: Path, capsys: p
         assert error.count("\n") == 1
 
 
-def test_drafts_are_of_the_narrowed_law() -> None:
-    """With one token left, every draft is that token, for sure."""
+def test_drafts_come_from_the_narrowed_vocabulary() -> None:
+    """With one token left, every draft is that token."""
     full = drafter(TWO)
     params, config = narrow(full.params, full.config, DraftVocab((11,), "a test"))
     peagle = PEagle(params, config, deterministic=False)

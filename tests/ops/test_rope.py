@@ -84,7 +84,7 @@ def test_no_scaling_is_plain() -> None:
         ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}, "mscale"),
         ({"rope_scaling": {**YARN, "mscale": 1.0}}, "mscale"),
         ({"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_scaling": {"factor": 32.0}}, "'default' has factor, which it does not go by"),
+        ({"rope_scaling": {"factor": 32.0}}, "'default' has factor, which it does not use"),
         ({"rope_scaling": {**LLAMA3, "truncate": False}}, "'llama3' has truncate"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "less than its high_freq_factor"),
         ({"rope_scaling": {**YARN, "factor": 0}}, "factor 0; expected a number above 0"),

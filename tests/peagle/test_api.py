@@ -311,7 +311,7 @@ def test_layers_out_of_range_are_named_as_the_file_numbers_them(tmp_path: Path) 
         ({"target_hidden_size": 32}, ("32", "64", "hidden states")),
         ({"vocab_size": 300, "draft_vocab_size": 300}, ("300", str(VOCAB_SIZE), "vocabulary")),
         ({"aux_layer_ids": (0, 1, 3)}, ("[1, 2, 4]", "4 is no layer's", "1..3")),
-        ({"aux_layer_ids": None}, ("no default taps", "eagle_aux_hidden_state_layer_ids")),
+        ({"aux_layer_ids": None}, ("no default aux layers", "eagle_aux_hidden_state_layer_ids")),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused(

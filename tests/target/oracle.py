@@ -1,4 +1,4 @@
-"""Tiny random GPT-OSS models made by transformers: what the target is measured against. Needs torch."""
+"""Tiny random GPT-OSS models made by transformers, to measure the target against. Needs torch."""
 
 import dataclasses
 from pathlib import Path
@@ -14,9 +14,9 @@ logging.set_verbosity_error()
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
-# dimensions are pairwise distinct in each, so that no two can be mistaken for each other
+# dimensions are pairwise distinct in each, so that none can be mistaken for another
 CONFIGS: dict[str, dict[str, Any]] = {
-    # few experts: loaded side by side; contexts go past the original length of YaRN
+    # few experts: the fused layout; contexts longer than YaRN's original length
     "fused": {
         "hidden_size": 48,
         "num_hidden_layers": 3,
@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 256,
         "rope_parameters": {**YARN, "rope_theta": 150000.0, "original_max_position_embeddings": 32},
     },
-    # many experts for the one selected: one matrix each; other layer order, swiglu limit and rotation
+    # many experts per selected one: the expanded layout; another layer order, swiglu limit and RoPE
     "expanded": {
         "hidden_size": 40,
         "num_hidden_layers": 3,
@@ -56,20 +56,20 @@ BATCH, LENGTH = 3, 57
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """A checkpoint on disk and what transformers computes from it, float32, eager attention."""
+    """A checkpoint on disk and transformers' results for it, float32, eager attention."""
 
     directory: Path
     token_ids: np.ndarray  # [BATCH, LENGTH]
     logits: np.ndarray  # [BATCH, LENGTH, V]
-    hidden: np.ndarray  # [layers + 1, BATCH, LENGTH, D]: embedding, output of layer 0, ...; the last one is normed
+    hidden: np.ndarray  # [layers + 1, BATCH, LENGTH, D]: embedding, output of layer 0, ...; the last is after the norm
 
     def check(self, ours: np.ndarray, rows: Any) -> None:
-        """Logits are those of the given (row, position) selection, to 1e-4 of the logits' standard deviation."""
+        """Assert that logits equal those at (row, position), to 1e-4 of the logits' standard deviation."""
         assert np.abs(np.asarray(ours) - self.logits[rows]).max() <= 1e-4 * self.logits.std()
 
 
 def random_model(name: str, seed: int = 0) -> GptOssForCausalLM:
-    """A model whose every parameter is random: biases and sinks too, norms around one."""
+    """Make a model of random parameters, biases and sinks included, norms around one."""
     torch.manual_seed(seed)
     model = GptOssForCausalLM(GptOssConfig(**CONFIGS[name], **EAGER, eos_token_id=[5, 3])).eval()
     with torch.no_grad():
@@ -83,7 +83,7 @@ def random_model(name: str, seed: int = 0) -> GptOssForCausalLM:
 
 
 def expected(model: GptOssForCausalLM, directory: Path) -> Expected:
-    """What the model, saved in the directory, computes for random tokens."""
+    """Save the model to the directory and compute its results for random tokens."""
     token_ids = np.random.default_rng(1).integers(0, model.config.vocab_size, (BATCH, LENGTH))
     with torch.no_grad():
         out = model(torch.from_numpy(token_ids), output_hidden_states=True, use_cache=False)
@@ -92,13 +92,13 @@ def expected(model: GptOssForCausalLM, directory: Path) -> Expected:
 
 
 def quantized_model(directory: Path) -> GptOssForCausalLM:
-    """transformers' own reading of an MXFP4 checkpoint, its experts dequantised to float32 by transformers."""
+    """Load an MXFP4 checkpoint with transformers, which dequantises its experts to float32."""
     return GptOssForCausalLM.from_pretrained(
         directory, dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True), **EAGER
     ).eval()
 
 
 def bfloat16_logits(model: GptOssForCausalLM, token_ids: np.ndarray) -> np.ndarray:
-    """What the model computes in bfloat16, as float32. The model is changed."""
+    """Compute the model's logits in bfloat16; return them as float32. Changes the model."""
     with torch.no_grad():
         return model.to(torch.bfloat16)(torch.from_numpy(token_ids.astype(np.int64))).logits.float().numpy()

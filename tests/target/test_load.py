@@ -1,4 +1,4 @@
-"""Directories to parameters and back; what does not fit is refused by one line."""
+"""Checkpoints load and save; a bad one raises an error of one line."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def contents(directory: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def changed(directory: Path, to: Path, change: Callable[[dict, dict[str, np.ndarray]], None]) -> Path:
-    """A copy of a checkpoint with its config and tensors changed."""
+    """Copy a checkpoint with its config and tensors changed."""
     config, tensors = contents(directory)
     change(config, tensors)
     write_checkpoint(to, config, tensors)
@@ -57,7 +57,7 @@ def changed(directory: Path, to: Path, change: Callable[[dict, dict[str, np.ndar
 
 
 @pytest.mark.parametrize("fused_up_to", [4, 0], ids=["fused", "expanded"])
-def test_what_is_saved_unquantised_comes_back_equal(
+def test_unquantised_weights_survive_saving_and_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused_up_to: int
 ) -> None:
     params = random_params()
@@ -90,7 +90,7 @@ def test_mxfp4_survives_loading_and_saving_in_any_layout(mxfp4: Path, tmp_path: 
         assert back.dtype == value.dtype
         if not name.endswith(("_blocks", "_scales")):
             np.testing.assert_array_equal(back, value, name)
-        if name.endswith("_blocks"):  # as values: a small block may also be written with a smaller scale
+        if name.endswith("_blocks"):  # compare values: a small block may be written with a smaller scale
             scales = name.removesuffix("_blocks") + "_scales"
             np.testing.assert_array_equal(
                 dequantize(back, after[1][scales]), dequantize(value, before[1][scales]), name
@@ -136,7 +136,7 @@ def test_a_config_survives(rope: RopeConfig) -> None:
 
 
 def test_the_original_layout_is_the_same_model(mxfp4: Path, tmp_path: Path) -> None:
-    """openai's own names: fused q, k, v; other words in config.json; no model_type."""
+    """openai's own names: fused q, k, v; other keys in config.json; no model_type."""
     config, tensors = contents(mxfp4)
     original: dict[str, np.ndarray] = {}
     for name, value in tensors.items():
@@ -182,17 +182,17 @@ def test_the_original_layout_is_the_same_model(mxfp4: Path, tmp_path: Path) -> N
     for experts in ("packed", "expanded"):
         ours, theirs = load_target(tmp_path / "original", experts=experts), load_target(mxfp4, experts=experts)
         assert_equal(ours.params, theirs.params)
-        # openai's config.json does not say how many positions there are
+        # openai's config.json does not name the number of positions
         assert dataclasses.replace(ours.config, max_positions=theirs.config.max_positions) == theirs.config
 
 
-def test_auto_expands_on_cpu_where_it_fits(mxfp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_expands_on_cpu_if_it_fits(mxfp4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_target(mxfp4).experts == "fused"
     weights = sum(np.prod(shape) for shape in tensor_shapes(MXFP4_CONFIG, mxfp4=False).values())
-    monkeypatch.setattr(load, "available_memory_bytes", lambda: int(4 * weights))  # all of it, nothing to spare
+    monkeypatch.setattr(load, "available_memory_bytes", lambda: int(4 * weights))  # exactly as much as needed
     assert load_target(mxfp4).experts == "packed"
     assert load_target(mxfp4, dtype=jnp.bfloat16).experts == "fused"  # half as large
-    assert load_target(mxfp4, experts="expanded").experts == "fused"  # who asks for it gets it
+    assert load_target(mxfp4, experts="expanded").experts == "fused"  # by name, whether it fits or not
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert load_target(mxfp4, dtype=jnp.bfloat16).experts == "packed"
 
@@ -207,7 +207,7 @@ def test_progress_counts_every_byte_once(mxfp4: Path) -> None:
 
 
 @pytest.mark.parametrize("quantised", [True, False])
-def test_inspecting_tells_what_loading_would_find(mxfp4: Path, tmp_path: Path, quantised: bool) -> None:
+def test_inspecting_finds_what_loading_finds(mxfp4: Path, tmp_path: Path, quantised: bool) -> None:
     directory = mxfp4
     if not quantised:
         directory = tmp_path / "dense"
@@ -259,7 +259,7 @@ def test_stop_tokens(tmp_path: Path, config: dict, generation: dict | None, expe
         ("tokenizer_config.json", None, None),
     ],
 )
-def test_the_tokenizer_names_the_stop_token_where_no_config_does(
+def test_the_tokenizer_names_the_stop_token_if_no_config_does(
     mxfp4: Path, tmp_path: Path, name: str, token: object, expected: int | None
 ) -> None:
     directory = changed(mxfp4, tmp_path / "stop", say(eos_token_id=None))
@@ -272,7 +272,7 @@ def test_the_tokenizer_names_the_stop_token_where_no_config_does(
     assert files.stop_tokens_from == (None if expected is None else name)
 
 
-def test_a_rotation_by_layer_type_is_no_other() -> None:
+def test_equal_rope_settings_by_layer_type_are_read_as_one() -> None:
     config = render_config(MXFP4_CONFIG)
     whole = {**config.pop("rope_scaling"), "rope_theta": config.pop("rope_theta")}
     config["rope_parameters"] = {"full_attention": whole, "sliding_attention": whole}
@@ -349,7 +349,7 @@ def test_a_diverged_model_is_not_written(tmp_path: Path) -> None:
 # the script of random checkpoints
 
 
-def test_random_checkpoints_are_what_their_seed_says() -> None:
+def test_random_checkpoints_depend_on_their_seed_alone() -> None:
     first, again, other = (dict(random_tensors(MXFP4_CONFIG, mxfp4=True, seed=seed)) for seed in (3, 3, 4))
     shapes = tensor_shapes(MXFP4_CONFIG, mxfp4=True)
     assert first.keys() == shapes.keys()

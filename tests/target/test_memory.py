@@ -1,4 +1,4 @@
-"""Memory while a checkpoint of some 300 MB is loaded and decoded from, in a process of its own."""
+"""Peak memory of loading a checkpoint of some 300 MB and decoding, in a process of its own."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from target.load import inspect_target, load_target, weight_bytes, write_target
 CONFIG = geometry(
     hidden=1024, layers=3, heads=(16, 4), head_dim=64, vocab=32768, experts=(32, 4), expert_width=1024, window=64
 )
-# what compiling the two programs of a decoding takes, whatever the weights are
+# memory for compiling the two programs of a decoding, for any weights
 COMPILER_BYTES = {"native": 128_000_000, "xla": 256_000_000}
 ROOT = Path(__file__).parents[2]
-# a machine of many would compile with as many threads, each with memory of its own
+# on a machine of many processors the compiler would run many threads, each with memory of its own
 ON_TWO_PROCESSORS = """
 import os, runpy
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of some 10 MB."""
+    """Make a checkpoint of some 10 MB."""
     made: Path = tmp_path_factory.mktemp("smaller") / "target"
     config = geometry(
         hidden=512, layers=2, heads=(8, 2), head_dim=64, vocab=4096, experts=(8, 2), expert_width=512, window=64
@@ -50,7 +50,7 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("kernels", ["native", "xla"])
 def test_memory_peaks_within_15_percent_of_weights_and_caches(directory: Path, kernels: str) -> None:
-    """While loading; while decoding, what the compiler takes comes on top."""
+    """While loading, and while decoding, where the compiler's memory comes on top."""
     if kernels == "native" and not native.available():
         pytest.skip(native.status()[1])
     command = [sys.executable, "-c", ON_TWO_PROCESSORS, str(directory), "--kernels", kernels]
@@ -58,27 +58,29 @@ def test_memory_peaks_within_15_percent_of_weights_and_caches(directory: Path, k
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True)
     measured = json.loads(run.stdout)
     assert measured["weights"] > 250e6
-    assert measured["weights"] <= measured["loading"] + 1e6  # pages that are not touched do not count, and none are
+    assert measured["weights"] <= measured["loading"] + 1e6  # untouched pages do not count, and loading touches all
     assert measured["loading"] <= 1.15 * measured["weights"]
     assert measured["decoding"] <= 1.15 * (measured["weights"] + measured["caches"]) + COMPILER_BYTES[kernels]
 
 
 @pytest.mark.parametrize(
-    ("experts", "panels", "dtype"),
+    ("experts", "implementation", "dtype"),
     [
-        ("packed", True, jnp.float32),
-        ("packed", True, jnp.bfloat16),
-        ("packed", False, jnp.float32),
-        ("packed", False, jnp.bfloat16),
-        ("expanded", True, jnp.float32),
+        ("packed", "native", jnp.float32),
+        ("packed", "native", jnp.bfloat16),
+        ("packed", None, jnp.float32),
+        ("packed", None, jnp.bfloat16),
+        ("expanded", "native", jnp.float32),
     ],
 )
-def test_weight_bytes_are_those_of_the_loaded_weights(smaller: Path, experts: str, panels: bool, dtype: object) -> None:
-    if panels and not native.available():
+def test_weight_bytes_are_those_of_the_loaded_weights(
+    smaller: Path, experts: str, implementation: str | None, dtype: object
+) -> None:
+    if implementation == "native" and not native.available():
         pytest.skip(native.status()[1])
-    options = {"dtype": dtype, "experts": experts, "native": panels}
+    options = {"dtype": dtype, "experts": experts, "implementation": implementation}
     loaded = load_target(smaller, **options)  # type: ignore[arg-type]
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
     assert weight_bytes(smaller, **options) == pytest.approx(held, rel=0.01)  # type: ignore[arg-type]
-    if (experts, panels) == ("packed", True):
+    if (experts, implementation) == ("packed", "native"):
         assert held == pytest.approx(inspect_target(smaller).tensor_bytes, rel=0.01)  # as stored

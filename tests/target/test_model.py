@@ -1,4 +1,4 @@
-"""What holds of the target without any reference: its ways of running agree, and rows do not touch each other."""
+"""Properties of the target without a reference: its passes agree, and rows are independent."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ run_forward = jax.jit(forward, static_argnames=("config", "aux_layer_ids"))
 
 
 def random_params(config: TargetConfig = CONFIG, seed: int = 0) -> TargetParams:
-    """Parameters of which none is special: norms around one, biases and sinks far from zero."""
+    """Make parameters without special values: norms around one, biases and sinks far from zero."""
     rng = np.random.default_rng(seed)
 
     def one(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -73,8 +73,8 @@ def test_the_caches_agree_with_the_whole_sequence(model: GptOss) -> None:
     assert checked[:, 9 : LENGTH - WIDTH].any(axis=0).all()
 
 
-def test_an_inactive_row_writes_nothing_and_changes_nobody(model: GptOss) -> None:
-    """All of a sequence's rows, or those behind the first."""
+def test_an_inactive_row_writes_nothing_and_changes_no_other(model: GptOss) -> None:
+    """All of a sequence's rows are inactive, or all but the first."""
     extend, caches = jax.jit(GptOss.extend), prompts_of(model, [12, 10])
     ids = jnp.asarray(token_ids()[:2, 12 : 12 + WIDTH])
     positions = np.array([[12], [10]], np.int32) + np.arange(WIDTH, dtype=np.int32)
@@ -98,8 +98,8 @@ def test_an_inactive_row_writes_nothing_and_changes_nobody(model: GptOss) -> Non
 
 
 @pytest.mark.parametrize("named", [[[2], [0]], [[3, 1], [0, 0]]])
-def test_logits_come_of_the_named_rows(model: GptOss, named: list[list[int]]) -> None:
-    """And hidden states of all rows, whatever is named."""
+def test_logits_are_those_of_the_named_rows(model: GptOss, named: list[list[int]]) -> None:
+    """aux_hidden is that of all rows, whichever are named."""
     caches = prompts_of(model, [12, 10])
     ids = jnp.asarray(token_ids()[:2, 12 : 12 + WIDTH])
     positions = np.array([[12], [10]], np.int32) + np.arange(WIDTH, dtype=np.int32)
@@ -113,7 +113,7 @@ def test_logits_come_of_the_named_rows(model: GptOss, named: list[list[int]]) ->
 
 
 def prompts_of(model: GptOss, lengths: list[int]) -> tuple[KVCache, ...]:
-    """Caches that hold the first tokens of two sequences, in one pass, padded."""
+    """Fill caches with the first tokens of two sequences, in one padded pass."""
     widest = max(lengths)
     places = np.arange(widest, dtype=np.int32)[None, :]
     positions = np.where(places < np.array(lengths, np.int32)[:, None], places, -1)
@@ -122,15 +122,15 @@ def prompts_of(model: GptOss, lengths: list[int]) -> tuple[KVCache, ...]:
     return caches
 
 
-def test_segments_do_not_see_each_other(model: GptOss) -> None:
-    """Two documents packed into a row are the two documents, wherever the row is cut."""
+def test_segments_are_independent(model: GptOss) -> None:
+    """Two documents packed into a row give the results of each alone, wherever the row is cut."""
     ids, cuts = token_ids(5), [13, 1, 30]
     starts = positions() - np.where(positions() >= np.array(cuts)[:, None], np.array(cuts)[:, None], 0)
     segments = (positions() >= np.array(cuts)[:, None]).astype(np.int32)
     packed, _ = run_forward(
         model.params, CONFIG, ids, starts.astype(np.int32), segment_ids=segments, aux_layer_ids=(1,)
     )
-    # alone: the first document is the row's beginning, the second one is moved to the beginning
+    # alone: the first document starts the row, the second one is moved to the start
     seconds = np.stack([np.roll(row, -cut) for row, cut in zip(ids, cuts, strict=True)])
     first, _ = run_forward(model.params, CONFIG, ids, positions(), aux_layer_ids=(1,))
     second, _ = run_forward(model.params, CONFIG, seconds, positions(), aux_layer_ids=(1,))
@@ -139,7 +139,7 @@ def test_segments_do_not_see_each_other(model: GptOss) -> None:
         np.testing.assert_allclose(packed[row], apart, atol=1e-4 * apart.std())
 
 
-def test_rings_where_they_are_smaller_and_only_there() -> None:
+def test_rings_only_if_they_are_smaller() -> None:
     model = GptOss(random_params(), CONFIG)
     kinds = [(cache.ring, cache.capacity) for cache in model.init_cache(1, 30, WIDTH)]
     assert kinds == [(True, CONFIG.sliding_window + WIDTH - 1), (False, 30 + WIDTH)]
@@ -149,7 +149,7 @@ def test_rings_where_they_are_smaller_and_only_there() -> None:
 
 
 def test_gradients_reach_every_parameter(model: GptOss) -> None:
-    """The trainer differentiates `forward`: nothing is cut off, nothing is NaN."""
+    """The trainer differentiates `forward`: no gradient is zero throughout, none is NaN."""
     ids = jnp.asarray(token_ids(9))
 
     def loss(params: TargetParams) -> jax.Array:
@@ -162,7 +162,7 @@ def test_gradients_reach_every_parameter(model: GptOss) -> None:
 
 
 def test_fresh_parameters_start_near_the_uniform_distribution() -> None:
-    """init_params: shapes as the config says, biases zero, and logits whose loss is close to log V."""
+    """init_params: the config's shapes, biases zero, and logits whose loss is close to log V."""
     params = jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0))
     assert params.lm_head.shape == (CONFIG.hidden_size, CONFIG.vocab_size)
     assert not params.layers[1].moe.router_bias.any()
@@ -172,9 +172,9 @@ def test_fresh_parameters_start_near_the_uniform_distribution() -> None:
 
 
 def test_the_first_output_that_is_not_finite_is_named() -> None:
-    """Of several the one that the others follow from; of one token alone, the position where it stands first."""
+    """Of several outputs the earliest in the model; of one token, the first position that holds it."""
     params, ids = random_params(), token_ids(3)[0].tolist()
-    ids[32] = lone = 52  # behind the tokens that one pass looks at
+    ids[32] = lone = 52  # after the tokens of the first pass
     assert lone not in ids[:32]
     first, second = params.layers
     spoilt = dataclasses.replace(second.attention, out=second.attention.out.at[3, 5].set(jnp.nan))

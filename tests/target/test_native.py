@@ -1,4 +1,4 @@
-"""The whole target on the compiled kernels: the XLA form's function; a token's bits whatever it is computed with."""
+"""The whole target on the native kernels: XLA's results, and a token's bits independent of its batch."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,7 @@ extend = jax.jit(GptOss.extend, compiler_options=AS_FOR_USERS)
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints that store the same kind of model in every way; widths are no multiples of 16 but in MXFP4."""
+    """Write checkpoints in every storage format; only MXFP4's widths are multiples of 16."""
     at: Path = tmp_path_factory.mktemp("native")
     params = random_params()
     save_target(at / "float32", params, CONFIG, dtype=np.float32, mxfp4=False)
@@ -42,7 +42,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 FORMS: tuple[Implementation, ...] = ("native", "xla")
-STORED = {  # name: directory, experts, dtype of the experts' panels
+STORED = {  # name: directory, experts, dtype of the experts' packed matrices
     "float32": ("float32", "auto", jnp.float32),
     "bfloat16": ("bfloat16", "auto", jnp.bfloat16),
     "mxfp4 packed": ("mxfp4", "packed", jnp.uint32),
@@ -62,7 +62,7 @@ def model(loaded: LoadedTarget, retain_full_kv: bool = False) -> GptOss:
 
 
 def from_on(firsts: np.ndarray, rows: int, lengths: np.ndarray | None = None) -> jax.Array:
-    """Positions [B, rows] from each sequence's first one on; -1 from its length on, if it has one."""
+    """Return positions [B, rows] from each sequence's first one on; -1 from its length on, if given."""
     positions = firsts[:, None] + np.arange(rows)
     if lengths is not None:
         positions = np.where(positions < lengths[:, None], positions, -1)
@@ -74,7 +74,7 @@ def random_tokens(vocab: int, *shape: int, seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_every_matrix_is_in_panels_and_as_narrow_as_stored(directories: dict[str, Path], name: str) -> None:
+def test_every_matrix_is_packed_and_as_narrow_as_stored(directories: dict[str, Path], name: str) -> None:
     params = load(directories, name).params
     dense = jnp.float32 if name == "float32" else jnp.bfloat16
     assert params.implementation == "native"
@@ -94,7 +94,7 @@ def test_every_matrix_is_in_panels_and_as_narrow_as_stored(directories: dict[str
 def one_pass(
     directories: dict[str, Path], name: str, form: Implementation, dtype: object
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and aux hidden of all tokens at once: a cache is filled, and nothing is taken back."""
+    """Compute logits and aux_hidden of all tokens in one pass over a cache, without a rollback."""
     loaded = load(directories, name, form, dtype)
     made, tokens = model(loaded), random_tokens(loaded.config.vocab_size, BATCH, LENGTH)
     empty = made.init_cache(BATCH, LENGTH, LENGTH)
@@ -104,11 +104,11 @@ def one_pass(
 
 @pytest.mark.parametrize(
     ("name", "retained"),
-    # caches do not know how weights are stored
+    # caches do not depend on the weights' format
     [*((name, (False,)) for name in STORED if name != "float32"), ("float32", (False, True))],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_every_way_through_the_caches_is_the_xla_form(
+def test_every_pass_over_the_caches_agrees_with_xla(
     directories: dict[str, Path], name: str, retained: tuple[bool, ...]
 ) -> None:
     """Chunks of prompts, decoding and rolled-back verification, in a ring and in a full cache, to 1e-4 of the logits'
@@ -126,8 +126,8 @@ def test_every_way_through_the_caches_is_the_xla_form(
         assert min(walk(model(loaded, retain_full_kv), tokens, PROMPTS, check, decoded=4)) > LENGTH // 2
 
 
-def test_bfloat16_is_nearer_to_float32_than_the_xla_form(directories: dict[str, Path]) -> None:
-    """It rounds less often. The median token's error: where two experts tie nearly, either form may take the other."""
+def test_bfloat16_is_nearer_to_float32_than_xlas(directories: dict[str, Path]) -> None:
+    """It rounds less often. By the median token's error: if two experts nearly tie, either may be selected."""
     exact = one_pass(directories, "bfloat16", "xla", jnp.float32)
     ours, theirs = (one_pass(directories, "bfloat16", form, jnp.bfloat16) for form in FORMS)
     for one, other, right in zip(ours, theirs, exact, strict=True):
@@ -136,25 +136,25 @@ def test_bfloat16_is_nearer_to_float32_than_the_xla_form(directories: dict[str, 
         assert near < 1e-3 * right.var()
 
 
-# A token's bits are its own: what a verifying pass computes is what decoding one token at a time computes
+# A token's bits are its own: a verify pass computes the bits of decoding one token at a time
 
-WIDEST, STEPS = 16, 48  # rows of the widest pass; tokens behind the prompts
+WIDEST, STEPS = 16, 48  # rows of the widest pass; tokens after the prompts
 Bits = tuple[np.ndarray, np.ndarray]  # of logits and aux hidden [B, T, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Prompts of different lengths, and what decoding gives one token at a time."""
+    """Prompts of different lengths, and the results of decoding one token at a time."""
 
     model: GptOss
     tokens: np.ndarray  # [B, total]
     lengths: np.ndarray  # of the prompts
     caches: list[tuple[KVCache, ...]]  # after the prompts and n tokens each
-    bits: list[Bits]  # of token n behind the prompts
+    bits: list[Bits]  # of token n after the prompts
     rows: tuple[int, ...]  # widths to verify
 
     def verify(self, start: int, rows: int, some: slice = slice(None)) -> tuple[Bits, tuple[KVCache, ...]]:
-        """One pass of several rows from token `start` on, for some of the sequences."""
+        """Run one pass of several rows from token `start` on, for some of the sequences."""
         lengths = self.lengths[some] + start
         tokens = self.tokens[some][np.arange(len(lengths))[:, None], lengths[:, None] + np.arange(rows)]
         caches = jax.tree.map(lambda part: jnp.asarray(np.asarray(part)[some]), self.caches[start])
@@ -173,7 +173,7 @@ def assert_same(ours: Bits, theirs: Bits, what: str) -> None:
 
 
 CASES = {
-    # every width up to the widest in one of them; tests/ops/native goes through all of them for each op
+    # every width up to the widest in one of the cases; tests/ops/native covers all of them for each op
     "float32": ("float32", jnp.float32, (1, 2, 3, 5, 7, 9, 11, WIDEST)),
     "bfloat16 in float32": ("bfloat16", jnp.float32, (2, 8, 13)),
     "bfloat16": ("bfloat16", jnp.bfloat16, (4, 6, 12, 15)),
@@ -199,13 +199,13 @@ def decoded(request: pytest.FixtureRequest, directories: dict[str, Path]) -> Dec
 
 
 def wraps(decoded: Decoded) -> list[int]:
-    """The token behind the prompt, of each sequence, that goes to its ring's first slot again."""
+    """Return each sequence's token after the prompt that wraps to its ring's first slot."""
     (ring,) = {cache.capacity for cache in decoded.caches[0] if cache.ring}
     return [ring - length for length in PROMPTS]
 
 
 def test_verifying_rows_is_decoding_them_one_at_a_time(decoded: Decoded) -> None:
-    """Bit for bit, from the prompt's end on and across the ring's wrap; caches, too."""
+    """Bit for bit, caches included, from the prompt's end on and across the ring's wrap."""
     for rows in decoded.rows:
         for start in (0, *(max(0, wrap - rows // 2) for wrap in wraps(decoded))):
             ours, caches = decoded.verify(start, rows)

@@ -1,6 +1,6 @@
 """The target against transformers' GptOssForCausalLM: float32, eager attention, checkpoints it wrote itself.
 
-Logits to 1e-4 of their standard deviation; all else (roll-backs, windows, padding) must not cost any of it.
+Logits agree to 1e-4 of their standard deviation, through rollbacks, windows and padding.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from tests.target.oracle import (
 )
 from tests.target.walk import WIDTH, walk
 
-AUX_LAYER_IDS = (1, 0)  # not in order, and not the last layer, whose hidden state transformers gives normed
+AUX_LAYER_IDS = (1, 0)  # out of order, without the last layer, whose hidden state transformers returns normed
 PROMPTS = [9, 16, 4]
 
 
@@ -46,8 +46,8 @@ def loaded(oracle: Expected) -> LoadedTarget:
     return load_target(oracle.directory, dtype=jnp.float32)
 
 
-def taps(oracle: Expected, layer_ids: tuple[int, ...]) -> np.ndarray:
-    """[BATCH, LENGTH, taps * D]: transformers' hidden state i + 1 is the output of layer i."""
+def aux_hidden_of(oracle: Expected, layer_ids: tuple[int, ...]) -> np.ndarray:
+    """Return [BATCH, LENGTH, A]: transformers' hidden state i + 1 is the output of layer i."""
     return np.concatenate([oracle.hidden[i + 1] for i in layer_ids], axis=-1)
 
 
@@ -58,33 +58,32 @@ def full_forward(loaded: LoadedTarget, token_ids: np.ndarray) -> tuple[np.ndarra
     return np.asarray(logits), np.asarray(aux)
 
 
-def test_the_checkpoint_says_what_it_is(oracle: Expected, loaded: LoadedTarget) -> None:
+def test_the_checkpoints_config_and_stop_tokens(oracle: Expected, loaded: LoadedTarget) -> None:
     name = oracle.directory.name
     assert loaded.experts == name
     assert loaded.stop_token_ids == (5, 3)
     assert loaded.config.num_heads == CONFIGS[name]["num_attention_heads"]
 
 
-def test_full_forward_and_taps(oracle: Expected, loaded: LoadedTarget) -> None:
+def test_full_forward_and_aux_hidden(oracle: Expected, loaded: LoadedTarget) -> None:
     logits, aux = full_forward(loaded, oracle.token_ids)
     oracle.check(logits, np.s_[:, :])
-    np.testing.assert_allclose(aux, taps(oracle, AUX_LAYER_IDS), atol=1e-4 * oracle.hidden.std())
-    for shift in (-1, 1):  # a tap off by one is another vector altogether
+    np.testing.assert_allclose(aux, aux_hidden_of(oracle, AUX_LAYER_IDS), atol=1e-4 * oracle.hidden.std())
+    for shift in (-1, 1):  # the hidden state of a neighbouring layer is another vector altogether
         beside = oracle.hidden[AUX_LAYER_IDS[0] + 1 + shift]
         assert np.abs(aux[..., : beside.shape[-1]] - beside).max() > 0.1 * oracle.hidden.std()
 
 
 @pytest.mark.parametrize("retain_full_kv", [False, True], ids=["ring", "retained"])
 def test_the_caches(oracle: Expected, loaded: LoadedTarget, retain_full_kv: bool) -> None:
-    """Chunks of prompts, decoding and rolled-back verification, across the wrap of the ring and, where there is one,
-    past the original length of YaRN."""
+    """Chunks of prompts, decoding and rolled-back verify passes, across the ring's wrap and YaRN's original length."""
     fused = oracle.directory.name == "fused"
     model = GptOss(loaded.params, loaded.config, AUX_LAYER_IDS, retain_full_kv)
     sliding = [c for i, c in enumerate(model.init_cache(1, LENGTH, WIDTH)) if loaded.config.window(i)]
     assert sliding
     assert all(cache.ring != retain_full_kv for cache in sliding)
     assert ring_capacity(loaded.config.sliding_window, WIDTH) * 2 < LENGTH - WIDTH  # it wraps at least once
-    hidden = taps(oracle, AUX_LAYER_IDS)
+    hidden = aux_hidden_of(oracle, AUX_LAYER_IDS)
 
     def check(rows: np.ndarray, positions: np.ndarray, logits: np.ndarray, aux: np.ndarray) -> None:
         oracle.check(logits, (rows, positions))
@@ -98,8 +97,8 @@ def test_the_caches(oracle: Expected, loaded: LoadedTarget, retain_full_kv: bool
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16(oracle: Expected) -> None:
-    """bfloat16 references disagree among themselves, so: the same first token where float32 is sure of it, and no
-    larger errors than transformers makes in bfloat16."""
+    """bfloat16 references disagree among themselves. So: the same first token if float32 is sure of it, and errors no
+    larger than those of transformers in bfloat16."""
     loaded = load_target(oracle.directory, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(jnp.bfloat16)}
     logits, _ = full_forward(loaded, oracle.token_ids)

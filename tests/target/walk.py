@@ -1,4 +1,4 @@
-"""A sequence through the caches in every way decoding goes: what parity and the golden test both run."""
+"""Run a sequence through the caches in every kind of pass, for the parity and native tests."""
 
 from collections.abc import Callable
 
@@ -19,8 +19,9 @@ def walk(
     check: Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None],
     decoded: int = 6,
 ) -> list[int]:
-    """The lengths reached after prompts of different length in padded chunks, `decoded` single tokens, and verifying
-    passes over some right tokens followed by wrong ones, rolled back, until the sequences end.
+    """Run prompts in padded chunks, `decoded` single tokens, then verify passes until the sequences end.
+
+    A verify pass covers some right tokens followed by wrong ones, which are rolled back. Returns the lengths reached.
 
     check(rows, positions, logits [n, V], aux_hidden [n, A]) is called for everything computed from right tokens.
     """
@@ -34,7 +35,7 @@ def walk(
     for begin in range(0, max(prompt_lengths), WIDTH):
         places = begin + np.arange(WIDTH, dtype=np.int32)[None, :]
         inside = places < lengths[:, None]
-        padding = rng.integers(0, model.vocab_size, inside.shape)  # that must not matter
+        padding = rng.integers(0, model.vocab_size, inside.shape)  # must not affect the results
         tokens = np.where(inside, token_ids[:, begin : begin + WIDTH], padding).astype(np.int32)
         out, caches = extend(model, jnp.asarray(tokens), jnp.asarray(np.where(inside, places, -1)), caches)
         row, column = np.nonzero(inside)

@@ -1,4 +1,4 @@
-"""Grouped-query attention with optional sinks: the XLA form."""
+"""Grouped-query attention with optional sinks, in plain XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.mask import causal_mask
 
-MASKED = -1e30  # finite: a row that sees nothing gives finite garbage, never NaN
+MASKED = -1e30  # finite: a row whose keys are all masked gives finite garbage, never NaN
 
 
 def attention(
@@ -16,11 +16,11 @@ def attention(
     mask: Bool[Array, "B T S"],
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Softmax attention scaled by 1/sqrt(head_dim); query head n reads kv head n // (N / G).
+    """Attend by softmax, scaled by 1/sqrt(head_dim); query head n reads kv head n // (N / G).
 
     A sink is one learned logit per query head: it is not scaled and joins the softmax's denominator only. Scores and
-    softmax are float32 whatever the inputs are; the result has the query's dtype. A row whose mask is all False (a
-    padding row) is finite and meaningless.
+    softmax are float32 for every input dtype; the result has the query's dtype. The result of a row whose mask is all
+    False (a padding row) is finite and to be ignored.
     """
     batch, width, heads, head_dim = query.shape
     groups = key.shape[2]
@@ -50,10 +50,10 @@ def attention_by_keys(
     sinks: Float[Array, " N"] | None,
     block: int,
 ) -> Float[Array, "B T N H"]:
-    """`attention` under the causal mask of the positions, `block` keys at a time: scores of T x block are in memory.
+    """Compute `attention` under the positions' causal mask, with T x `block` scores in memory at a time.
 
-    The softmax is summed up as the blocks come, with the largest score so far (Milakov and Gimelshein, arXiv
-    1805.02867); the sink is one score more, seen first.
+    An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). The
+    sink is one more score, and comes first.
     """
     batch, width, heads, head_dim = query.shape
     groups, repeat = key.shape[2], heads // key.shape[2]

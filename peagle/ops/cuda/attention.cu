@@ -1,25 +1,28 @@
-// Attention of a pass of few rows over a cache.
+// Attention of a pass of few rows over a KV cache, in three kernels:
 //
-// Three kernels: queries and keys are rotated, keys and values written to their slots; each block then attends one kv
-// head's slots of one chunk, for all queries of that head, and reads only slots that a query can see; the chunks' results
-// are put together, sinks with them. Chunks begin at fixed slots: a row's bits do not depend on the other rows.
+//     rotate    rotates queries and keys, writes keys and values to their slots
+//     attend    per block one kv head and one chunk of slots, for all queries of that head; reads only slots that a query
+//               attends to
+//     combine   combines the chunks' results with the sinks
+//
+// Chunks begin at fixed slots, so a row's bits do not depend on the other rows.
 
 namespace {
 
 constexpr int kHead = 64;  // values of a head
 constexpr int kHalf = kHead / 2;
-constexpr int kSlots = 64;  // of a warp
+constexpr int kSlots = 64;  // per warp
 constexpr int kChunkSlots = kSlots * kWarps;
-constexpr int kRows = 16;  // queries of a product
+constexpr int kRows = 16;  // queries per product
 constexpr float kNothing = -1e30f;
 
-// Where a sequence's positions are in its cache.
+// The map between a sequence's positions and its cache's slots.
 struct Slots {
   int capacity;
   int ring;
-  int newest;  // position: the largest that the pass has just written; negative where it wrote none
+  int newest;  // the largest position that the pass has written; negative if it wrote none
 
-  // The position in a slot, negative where it is none.
+  // The position in a slot; negative for an empty slot.
   __device__ int Position(int slot) const {
     if (slot >= capacity || newest < 0) return -1;
     if (!ring) return slot <= newest ? slot : -1;
@@ -30,8 +33,8 @@ struct Slots {
 
 }  // namespace
 
-// query [B, T, N, H] = the queries of qkv [B, T, (N + 2G) H], rotated by cosine and sine [B, T, H/2]; rows of positions
-// [B, T] that are not negative have keys, rotated too, and values in the caches [B, C, G, H]. A block for each row.
+// query [B, T, N, H] = the queries of qkv [B, T, (N + 2G) H], rotated by cosine and sine [B, T, H/2]. Also writes rotated
+// keys, and values, to the caches [B, C, G, H] for rows whose position [B, T] is not negative. A block for each row.
 extern "C" __global__ void __launch_bounds__(kThreads) peagle_rotate(
     const Half* qkv, const Half* cosine, const Half* sine, Half* key, Half* value, const int* positions, int rows,
     int capacity, int heads, int kv_heads, int ring, Half* query) {
@@ -63,7 +66,7 @@ namespace {
 struct AttentionShared {
   float peak[kWarps][kRows];
   float total[kWarps][kRows];
-  float out[kWarps][kRows][kHead + 4];  // the four: rows begin in different banks
+  float out[kWarps][kRows][kHead + 4];  // padded by four, so that rows begin in different banks
 };
 
 __device__ inline unsigned Pack(float low, float high) { return ToHalf(low) | static_cast<unsigned>(ToHalf(high)) << 16; }
@@ -80,10 +83,10 @@ __device__ inline float SumOfGroup(float value) {
 
 }  // namespace
 
-// partial [B, G, chunks, R, H] = what the chunk's slots give the R = T N/G queries of a kv head, and per query `peaks` and
-// `totals` [B, G, chunks, R]: the largest score, and the sum of exponentials above it. Queries of a kv head: row by row,
-// N/G heads each. Where a query sees nothing of a chunk its total is 0, and that is all that is written of it. Blocks:
-// (chunks, B G).
+// partial [B, G, chunks, R, H] = the weighted sums over the chunk's slots for the R = T N/G queries of a kv head, and per
+// query `peaks` and `totals` [B, G, chunks, R]: the largest score, and the sum of exponentials relative to it. Queries of a
+// kv head go row by row, N/G heads each. If a query attends to no slot of a chunk, its total is 0 and nothing else of it is
+// written. Blocks: (chunks, B G).
 extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
     const Half* query, const Half* key, const Half* value, const int* positions, int rows, int capacity, int heads,
     int kv_heads, int window, int ring, float* partial, float* peaks, float* totals) {
@@ -92,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const int shared_heads = heads / kv_heads, queries = rows * shared_heads;
   const int first_slot = chunk * kChunkSlots + warp * kSlots;
-  // the newest position that any row sees, and the oldest; inactive rows (negative) see nothing, wherever they stand
+  // the newest and the oldest position that any row attends to; rows of negative position attend to nothing
   int newest = -1;
   for (int t = 0; t < rows; ++t) newest = max(newest, positions[b * rows + t]);
   int oldest = newest;
@@ -206,8 +209,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
   }
 }
 
-// out [B, T, N, H]: the chunks' results together, a sink beside them where there are any. A row that sees nothing gets
-// zeros. A block for each row and head, a thread for each value.
+// out [B, T, N, H] = the chunks' results combined with the sinks, if any. A row that attends to nothing gets zeros. A block
+// for each row and head, a thread for each value.
 extern "C" __global__ void __launch_bounds__(kHead) peagle_combine(
     const float* partial, const float* peaks, const float* totals, const float* sinks, int rows, int heads, int kv_heads,
     int num_chunks, Half* out) {

@@ -1,4 +1,4 @@
-"""The GPU kernels as JAX calls them: results and what they need besides, by shape (launch.cc checks them)."""
+"""JAX's entry to the CUDA kernels: shapes of results and scratch buffers (launch.cc checks them)."""
 
 from typing import Any
 
@@ -7,16 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
-MAX_ROWS = 64  # of experts: kMaxRows in launch.cc
-HEAD_DIM, CHUNK = 64, 256  # slots that give one partial result: kHead and kChunkSlots in attention.cu
+MAX_ROWS = 64  # rows of `experts`: kMaxRows in launch.cc
+HEAD_DIM, CHUNK = 64, 256  # CHUNK slots give one partial result: kHead and kChunkSlots in attention.cu
 Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array, "E _"]]
 
 
 def experts(
     x: BFloat16[Array, "T D"], ids: Int32[Array, "T k"], gate_up: Matrices, down: Matrices, *, limit: float
 ) -> Float32[Array, "T k D"]:
-    """What each expert of `ids` makes of its row; each is read once. T is at most MAX_ROWS. Matrices are the MXFP4
-    blocks [E, out, in / 32, 16], their scales, and the bias, of all experts."""
+    """Compute each row's output of each expert in its `ids`; each expert is read once. T is at most MAX_ROWS.
+
+    Matrices are the MXFP4 blocks [E, out, in / 32, 16], their scales, and the bias, of all experts.
+    """
     (rows, width), top_k = x.shape, ids.shape[1]
     out, _ = _call(
         "experts",
@@ -39,7 +41,7 @@ def decode_attention(
     window: int | None,
     ring: bool,
 ) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "B C G H"], BFloat16[Array, "B C G H"]]:
-    """(what the queries see, the caches with the new keys and values). H is HEAD_DIM."""
+    """Write the new keys and values, then attend; return (output, key cache, value cache). H is HEAD_DIM."""
     (batch, width, values), (_, capacity, kv_heads, head_dim) = qkv.shape, key.shape
     heads = values // head_dim - 2 * kv_heads
     parts = (batch, kv_heads, -(-capacity // CHUNK), width * heads // kv_heads)
@@ -67,6 +69,6 @@ def _floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
-    """in_place: operand -> the result that takes its memory."""
+    """Call a kernel; in_place maps an operand to the result that takes its memory."""
     kernel = jax.ffi.ffi_call(f"peagle_cuda_{name}", result, input_output_aliases=in_place)
     return kernel(*operands, **attributes)

@@ -1,4 +1,4 @@
-"""What the GPU kernels compute before they are trusted: a small case of everything that they distinguish."""
+"""Compare the CUDA kernels with a float64 reference before their first use, in one small case per code path."""
 
 import functools
 
@@ -12,29 +12,29 @@ from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.mxfp4 import BLOCK, dequantize
 
 EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
-SMALL, LARGE = 121, 128  # scales are from here on, four of them; those above 128 go another way
-# (rows, width, scales): one product's rows and a full one's, those of two, four, eight; inputs for several rounds
+SMALL, LARGE = 121, 128  # the first of four scales; scales above 128 take another code path
+# (rows, width, scales): one row and a full tile; two, four and eight tiles; inputs for several rounds
 CASES = ((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (30, 160, SMALL), (64, 160, SMALL))
-# (rows, of them padding behind, capacity, window, ring, tokens before): some chunks and tiles of queries, a window,
-# round a ring
+# (rows, of them padding at the end, capacity, window, ring, tokens before): several chunks and tiles of queries, a
+# window, a ring that wraps
 ATTENDED = (
     (1, 0, 600, 0, False, 400),
     (7, 2, 300, 20, False, 290),
     (3, 0, 40, 24, True, 100),
     (3, 1, 40, 24, True, 100),
 )
-FAR = 0.02  # of the largest output: what a wrong kernel is beyond, and roundings to bfloat16 are not
+FAR = 0.02  # of the largest output: above rounding to bfloat16, below the error of a wrong kernel
 
 
 def check() -> None:
-    """The kernels say what the definition says. Raises CudaError where they do not."""
+    """Raises CudaError if a kernel's result is far from its definition's."""
     check_experts()
     for case in ATTENDED:
         check_attention(*case)
 
 
 def check_experts() -> None:
-    """See `check`."""
+    """Check the experts kernel. See `check`."""
     rng = np.random.default_rng(0)
     halves = functools.partial(_halves, rng)
 
@@ -58,7 +58,7 @@ def check_experts() -> None:
 
 
 def check_attention(width: int, padding: int, capacity: int, window: int, ring: bool, length: int) -> None:
-    """See `check`."""
+    """Check the attention kernel. See `check`."""
     rng, kv_heads, heads, active = np.random.default_rng(1), 2, 8, width - padding
     halves = functools.partial(_halves, rng)
     qkv, key, value = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM), *halves(2, 1, capacity, kv_heads, HEAD_DIM)
@@ -98,9 +98,9 @@ def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def _expect_near(found: np.ndarray, expected: np.ndarray, what: str) -> None:
     far = np.abs(found - expected).max() / np.abs(expected).max()
     if not far < FAR:
-        raise CudaError(f"the GPU kernels fail their check: {what}: {far:.2g} off, at most {FAR} is right")
+        raise CudaError(f"the GPU kernels fail their check: {what}: off by {far:.2g}; expected {FAR} at most")
 
 
 def _chosen(codes: tuple[np.ndarray, np.ndarray], ids: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(matrices, vectors) of all pairs, in float64."""
+    """Gather (matrices, vectors) of all (row, expert) pairs, in float64."""
     return dequantize(*codes)[ids.ravel()].astype(np.float64), np.repeat(x, ids.shape[1], axis=0).astype(np.float64)

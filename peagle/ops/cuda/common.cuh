@@ -1,7 +1,7 @@
-// What the GPU kernels share. For NVIDIA GPUs with bfloat16 tensor cores: compute capability 8.0 and newer.
+// Shared by the CUDA kernels. For NVIDIA GPUs with bfloat16 tensor cores: compute capability 8.0 and newer.
 //
-// These sources are compiled together at run time, by NVRTC, for the device at hand. The tests compile them for the CPU,
-// with functions of their own in place of those under __CUDACC_RTC__.
+// NVRTC compiles these sources together at run time, for the GPU at hand. The tests compile them for the CPU, with their own
+// functions in place of those under __CUDACC_RTC__.
 
 #if defined(__CUDACC_RTC__)
 
@@ -9,8 +9,8 @@ struct alignas(16) Words {
   unsigned of[4];
 };
 
-// Read once, and then of no use to anybody: not kept in the first-level cache. The 128 bytes around come along, which this
-// row's next chunk is in.
+// Loads data that nothing reads again: bypasses the first-level cache. Fetches the 128 bytes around it, which hold this row's
+// next chunk.
 __device__ inline Words LoadOnce(const void* from) {
   Words words;
   asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -21,7 +21,7 @@ __device__ inline Words LoadOnce(const void* from) {
 
 __device__ inline Words Load(const void* from) { return *static_cast<const Words*>(from); }
 
-// Two bfloat16 products; exact where they are representable, denormal ones too. The addend is -0.
+// Two bfloat16 products; exact if representable, denormal ones too. The addend is -0.
 __device__ inline unsigned MultiplyPairs(unsigned a, unsigned b) {
   unsigned product;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));
@@ -45,7 +45,7 @@ namespace {
 using Bytes = const unsigned char*;
 using Half = unsigned short;  // the bits of a bfloat16
 
-constexpr int kWarps = 4;  // of a block
+constexpr int kWarps = 4;  // per block
 constexpr int kThreads = 32 * kWarps;
 
 __device__ inline float ToFloat(Half bits) { return __uint_as_float(static_cast<unsigned>(bits) << 16); }

@@ -1,27 +1,27 @@
 // MXFP4 experts for passes of few rows.
 //
-// Such a pass takes as long as its weights take to come out of memory. So each selected expert is read once, for all rows
-// that selected it; codes become bfloat16 in registers, and tensor cores multiply them with up to eight rows at a time,
-// which costs the same as with one. Of 9 to 64 rows the weights are still read once.
+// Reading the weights takes most of such a pass. So each selected expert is read once for all rows that selected it, up to
+// 64 rows. Codes become bfloat16 in registers, and tensor cores multiply them by up to eight rows at a time, at the cost of
+// one.
 //
-// A block computes 16 outputs of one expert for all rows; its warps divide the inputs among themselves, always in the same
-// way, and their sums are added up in the same order: a row's bits do not depend on the other rows.
+// A block computes 16 outputs of one expert for all rows. Its warps always split the inputs in the same way and add their
+// sums in the same order, so a row's bits do not depend on the other rows.
 
 namespace {
 
-constexpr int kOutputs = 16;        // of a block
-constexpr int kColumns = 8;         // rows of x that one product takes
+constexpr int kOutputs = 16;        // per block
+constexpr int kColumns = 8;         // rows of x per product
 constexpr int kBlock = 32;          // inputs that share a scale: 16 bytes
-constexpr int kChunk = 4 * kBlock;  // inputs that a warp takes at a time: a block for each quarter
-constexpr int kAhead = 3;           // chunks whose loads are under way together
+constexpr int kChunk = 4 * kBlock;  // inputs that a warp multiplies at a time: a block for each quarter
+constexpr int kAhead = 3;           // chunks whose loads are in flight together
 constexpr int kMaxExperts = 1024;
 
 // 2^(scale - 1) as two bfloat16, for scales up to 128.
 __device__ inline unsigned Power(unsigned scale) { return Twice((scale + 126) << 7); }
 
-// Values j and j + 4 of the eight in a word, times 2^-126: a code's three low bits are a bfloat16's last exponent bits and
-// its first mantissa bit, and the code that has no exponent becomes the denormal number that has none. The product puts
-// these bits in their place, and once more with the sign in its: two shifts in one instruction, of another unit.
+// Values j and j + 4 of the eight in a word, times 2^-126: a code's three low bits become a bfloat16's last exponent bits and
+// its first mantissa bit, and a code with exponent 0 becomes a denormal number. One multiplication shifts these bits, and
+// the sign, into place: two shifts in one instruction, on another unit.
 __device__ inline unsigned Pair(unsigned word, int j) {
   const unsigned codes = j < 2 ? word : word >> 8;
   return (j % 2 == 0 ? (codes & 0x000f000fu) * 0x1040u : (codes & 0x00f000f0u) * 0x104u) & 0x81c081c0u;
@@ -41,7 +41,7 @@ struct Matrix {
   }
 };
 
-// Who selected what: ids [rows, top_k]. A pair is a row and one of its choices, row * top_k + choice.
+// The selected experts, ids [rows, top_k]. A pair is a row and one of its choices, row * top_k + choice.
 struct Routing {
   const int* ids;
   int rows;
@@ -53,10 +53,10 @@ template <int kTiles>
 struct Shared {
   unsigned present[kMaxExperts / 32];  // a bit per expert that any row selected
   int choice[kTiles * kColumns];       // of a row that selected this block's expert, or -1
-  float sums[kWarps][kOutputs][kTiles * kColumns + 2];  // the two: else eight lanes write to one bank
+  float sums[kWarps][kOutputs][kTiles * kColumns + 2];  // padded by two, else eight lanes write to one bank
 };
 
-// The selected expert that is this block's, counted in ascending order, and its rows' choices; -1 where there are fewer.
+// Finds this block's expert, counting the selected ones in ascending order, and its rows' choices; -1 if there are fewer.
 template <int kTiles>
 __device__ int FindExpert(const Routing& routing, Shared<kTiles>& shared) {
   const int thread = threadIdx.x, pairs = routing.rows * routing.top_k;
@@ -86,7 +86,7 @@ __device__ int FindExpert(const Routing& routing, Shared<kTiles>& shared) {
   return expert;
 }
 
-// A row's 32 codes of one block, and their scale. Zeros, where there is no such block.
+// A row's 32 codes of one block, and their scale. Zeros if there is no such block.
 struct Codes {
   Words words;
   unsigned scale;
@@ -104,8 +104,8 @@ struct Codes {
   }
 };
 
-// sums += a chunk of weights times the same chunk of x, whose rows are `rows`, from this lane's block on. Powers above 2^1
-// are more than one factor can bring from 2^-126: `large` where any lane has one.
+// sums += a chunk of weights times the same chunk of x, whose rows are `rows`, from this lane's block on. One factor cannot
+// raise 2^-126 to powers above 2^1: `large` if any lane has one.
 template <int kTiles, bool large>
 __device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, const Half* const (&rows)[kTiles], bool any,
                                          long long start, float (&sums)[kTiles][4]) {
@@ -136,8 +136,8 @@ __device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, co
   }
 }
 
-// shared.sums = this block's outputs of the matrix (those of its expert) for each row of x that selected it: row or, where
-// `by_pair`, pair of x [.., inputs]. Columns of other rows are zero.
+// shared.sums = this block's outputs of the matrix (its expert's) for each row of x that selected it; x [.., inputs] is by
+// row, or with `by_pair` by pair. Columns of other rows are zero.
 template <int kTiles>
 __device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, const Routing& routing,
                          Shared<kTiles>& shared) {
@@ -189,7 +189,7 @@ __device__ inline float Total(const Shared<kTiles>& shared, int output, int row)
   return total;
 }
 
-// hidden [pairs, F] = swiglu of the pairs' gates and ups, which take turns among the outputs.
+// hidden [pairs, F] = swiglu of the pairs' gates and ups, which alternate among the outputs.
 template <int kTiles>
 __device__ void GateUp(const Half* x, const Routing& routing, const Matrix& experts, float limit, Half* hidden) {
   __shared__ Shared<kTiles> shared;
@@ -225,8 +225,8 @@ __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& e
 
 }  // namespace
 
-// Grids: (outputs / 16, as many experts as can be selected); blocks of kThreads. A tile is up to 8 rows. At least so many
-// blocks fit into a multiprocessor: what waits for memory is hidden by the others.
+// Grids: (outputs / 16, the most experts that can be selected); blocks of kThreads. A tile is up to 8 rows. blocks_together
+// blocks at least fit into a multiprocessor, so that some compute while others wait for memory.
 #define PEAGLE_KERNELS(tiles, blocks_together)                                                                           \
   extern "C" __global__ void __launch_bounds__(kThreads, blocks_together) peagle_gate_up_##tiles(                        \
       const Half* x, const int* ids, int rows, int top_k, int num_experts, Bytes blocks, Bytes scales, const Half* bias, \

@@ -1,5 +1,5 @@
-// The GPU kernels as an XLA FFI handler: every shape is checked before anything runs, and they are launched on XLA's own
-// stream. The driver is opened at run time, and its few functions are declared here: compiling this needs no CUDA.
+// XLA FFI handlers of the CUDA kernels: they check every shape, then launch on XLA's own stream. The driver is opened at run
+// time, and its few functions are declared here, so compiling this file needs no CUDA.
 
 #include <dlfcn.h>
 
@@ -57,7 +57,7 @@ struct Driver {
   int (*ModuleGetFunction)(CUfunc_st**, CUmod_st*, const char*);
   int (*LaunchKernel)(CUfunc_st*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**);
 
-  // "" or what is missing.
+  // Returns "", or an error that names the missing library or function.
   std::string Open(const char* name) {
     void* library = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
     if (library == nullptr) return dlerror();
@@ -86,7 +86,7 @@ struct Kernels {
 
 std::mutex mutex;
 Driver driver;
-std::vector<char> image;              // what NVRTC compiled
+std::vector<char> image;              // the machine code that NVRTC compiled
 std::map<CUctx_st*, Kernels> loaded;  // by the device's context
 
 ffi::Error Failed(const char* what, int code) {
@@ -98,17 +98,17 @@ ffi::Error Failed(const char* what, int code) {
 #define PEAGLE_TRY(call)                                         \
   if (const int code = driver.call; code != 0) return Failed(#call, code)
 
-// While this lives the thread may load modules, though it record what it launches, as XLA does for CUDA graphs.
+// Lets the thread load modules, for its lifetime, even while XLA records the thread's launches into a CUDA graph.
 class Relaxed {
  public:
   Relaxed() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
   ~Relaxed() { driver.ThreadExchangeStreamCaptureMode(&mode_); }
 
  private:
-  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, and then the one before it
+  int mode_ = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, then the mode to restore
 };
 
-// `kernels` are those of the context, which is current.
+// Loads the kernels into the context, which is current, or finds those loaded before.
 ffi::Error Load(CUctx_st* context, Kernels& kernels) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (auto found = loaded.find(context); found != loaded.end()) {
@@ -138,7 +138,7 @@ bool Is(const AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64
 
 void* Address(const AnyBuffer& buffer) { return buffer.untyped_data(); }
 
-// Launches kernels on a stream, in the stream's context; after an error nothing more.
+// Launches kernels on a stream, in the stream's context, until the first error.
 class Launcher {
  public:
   Kernels kernels;
@@ -148,7 +148,7 @@ class Launcher {
     if (pushed_) driver.CtxPopCurrent(&popped);
   }
 
-  // The kernels are there.
+  // Enters the stream's context and loads the kernels.
   ffi::Error Open(Stream stream) {
     stream_ = stream;
     CUctx_st* context;
@@ -158,7 +158,7 @@ class Launcher {
     return Load(context, kernels);
   }
 
-  // A kernel's arguments are given by their addresses, in the order and of the types of its source.
+  // `arguments` are addresses of the kernel's arguments, with the order and types of its source.
   void Launch(CUfunc_st* kernel, unsigned x, unsigned y, unsigned threads, std::initializer_list<void*> arguments) {
     std::vector<void*> pointers(arguments);
     if (code_ == 0)
@@ -265,7 +265,7 @@ ffi::Error DecodeAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBu
 }  // namespace
 }  // namespace peagle
 
-// The kernels in `cubin` are what runs from here on, by this driver. Null, or why that is not so.
+// Sets the driver, and `cubin` as the kernels of later launches. Returns null, or an error message.
 PEAGLE_EXPORT const char* peagle_cuda_open(const char* driver, const char* cubin, int64_t size) {
   static std::string said;
   const std::lock_guard<std::mutex> lock(peagle::mutex);

@@ -1,5 +1,8 @@
-"""NVRTC, NVIDIA's compiler at run time: from the kernels' source to machine code. It needs no GPU, and some seconds:
-what it made is kept in the user's cache directory, for this source, architecture and version."""
+"""Compile the CUDA kernels with NVRTC, NVIDIA's run-time compiler.
+
+It needs no GPU, and takes some seconds. So the machine code is cached in the user's cache directory by source,
+architecture and compiler version.
+"""
 
 import contextlib
 import ctypes
@@ -18,21 +21,24 @@ _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
 class CudaError(Exception):
-    """The GPU kernels do not run here; the message says why."""
+    """The GPU kernels do not run here; the message gives the reason."""
 
 
 def compile_kernels(architecture: str) -> bytes:
-    """The kernels' machine code for an architecture, as sm_90. Raises CudaError with the compiler's first error."""
+    """Compile the kernels for an architecture, as sm_90, or read them from the cache.
+
+    Raises CudaError with the compiler's first error.
+    """
     nvrtc, source, options = library(), _together(SOURCES), [*OPTIONS, f"--gpu-architecture={architecture}".encode()]
     version = (ctypes.c_int * 2)()
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, ctypes.sizeof(ctypes.c_int)))
-    made_of = b"\0".join([bytes(version), *options, source])
-    kept = cache_directory("cuda") / f"{hashlib.sha256(made_of).hexdigest()}.cubin"
+    key = b"\0".join([bytes(version), *options, source])
+    cached = cache_directory("cuda") / f"{hashlib.sha256(key).hexdigest()}.cubin"
     with contextlib.suppress(OSError):
-        return kept.read_bytes()
-    made = _compile(nvrtc, source, options, architecture)
-    keep(kept, made)  # or it is compiled again the next time
-    return made
+        return cached.read_bytes()
+    cubin = _compile(nvrtc, source, options, architecture)
+    keep(cached, cubin)  # if this fails, the next run compiles again
+    return cubin
 
 
 def _together(sources: tuple[Path, ...]) -> bytes:
@@ -58,7 +64,7 @@ def _compile(nvrtc: ctypes.CDLL, source: bytes, options: list[bytes], architectu
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """That of NVIDIA's Python packages, which come with JAX's for CUDA, or the system's. Raises CudaError."""
+    """Load NVRTC from NVIDIA's Python packages (JAX's for CUDA bring them), else the system's. Raises CudaError."""
     for name in [*_packaged(), *_NAMES]:
         try:
             return ctypes.CDLL(name)

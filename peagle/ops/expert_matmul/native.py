@@ -1,4 +1,4 @@
-"""The op in the native kernels, and the layout they read."""
+"""The mixture-of-experts op in the native kernels, and the layout they read."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,11 @@ def routed(
     limit: float,
     positions: jax.Array | None = None,
 ) -> Float[Array, "T D"]:
-    """See `expert_block`. Each selected expert is read once, for all rows that selected it. A row's bits do not depend
-    on other rows: its experts are added up in ascending order."""
+    """See `expert_block`.
+
+    Each selected expert is read once for all rows that selected it. A row's experts are added in ascending order, so
+    its bits do not depend on other rows.
+    """
     out: jax.Array = native.call(
         "experts",
         jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -47,8 +50,10 @@ def routed(
 
 
 def alternate(interleaved: np.ndarray) -> np.ndarray:
-    """Rows gate, up, gate, up, ... [..., 2F, *rest] as whole panels of them: 16 gates, the 16 ups that belong to
-    them, ... [..., 2 * 16 * ceil(F/16), *rest]. `rest` are the axes behind the row axis, which is axis 1."""
+    """Reorder rows gate, up, gate, up, ... to whole panels: 16 gates, their 16 ups, and so on.
+
+    [..., 2F, *rest] becomes [..., 2 * 16 * ceil(F/16), *rest]. The row axis is axis 1; `rest` are the axes after it.
+    """
     lead, rest = interleaved.shape[:1], interleaved.shape[2:]
     hidden = interleaved.shape[1] // 2
     padded = np.zeros((*lead, num_panels(hidden) * ROWS, 2, *rest), interleaved.dtype)

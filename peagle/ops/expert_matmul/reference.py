@@ -1,4 +1,4 @@
-"""The op in plain XLA, one function per way of visiting the experts."""
+"""The mixture-of-experts op in plain XLA, one function per way of visiting the experts."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ ALPHA = 1.702  # openai/gpt-oss: the sigmoid's slope
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above at the limit, up on both sides."""
+    """Compute gate * sigmoid(1.702 gate) * (up + 1), gate clamped from above at the limit, up on both sides."""
     gate = jnp.minimum(gate, limit)
     up = jnp.clip(up, -limit, limit)
     return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
@@ -21,9 +21,9 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 def fused(
     x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: FusedExperts, top_k: int, limit: float
 ) -> Float[Array, "T D"]:
-    """Every expert for every row in two matmuls; an unselected expert's hidden values are multiplied by zero.
+    """Compute every expert for every row in two matmuls; zero an unselected expert's hidden values.
 
-    The router weight is applied between the matmuls, so that the second one also sums over the experts.
+    The router weight is applied between the matmuls, so the second one also sums over the experts.
     """
     rows, num_experts = x.shape[0], experts.num_experts
     weights = route_dense(router_logits, top_k).astype(x.dtype)
@@ -39,7 +39,7 @@ def selected(
     top_k: int,
     limit: float,
 ) -> Float[Array, "T D"]:
-    """One pass per (row, selected expert); only selected experts are read."""
+    """Compute one (row, selected expert) pair after the other; only selected experts are read."""
     ids, weights = route_top_k(router_logits, top_k)
 
     def one(expert_id: jax.Array, row: jax.Array) -> jax.Array:
@@ -57,8 +57,11 @@ def selected(
 def all_pairs(
     x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: PackedExperts, top_k: int, limit: float
 ) -> Float[Array, "T D"]:
-    """Every (row, selected expert) at once, two fused sums and no loop: for accelerators, on which a loop over pairs
-    is a launch each. An expert that several rows selected is read for each of them."""
+    """Compute all (row, selected expert) pairs at once: two fused sums and no loop.
+
+    For accelerators, where a loop would launch a kernel per pair. An expert that several rows selected is read for each
+    of them.
+    """
     ids, weights = route_top_k(router_logits, top_k)
     e = jax.tree.map(lambda leaf: leaf[ids.reshape(-1)], experts)
     rows = jnp.repeat(x, top_k, axis=0)
@@ -75,7 +78,10 @@ def each_expert_once(
     top_k: int,
     limit: float,
 ) -> Float[Array, "T D"]:
-    """All rows through one expert after the other: each is read, and dequantised, once; one in memory at a time."""
+    """Compute all rows through one expert after the other.
+
+    Each expert is read and dequantised once, and one at a time is in memory.
+    """
     weights = route_dense(router_logits, top_k)
 
     def body(total: jax.Array, step: tuple) -> tuple[jax.Array, None]:
@@ -87,7 +93,7 @@ def each_expert_once(
 
 
 def _one_expert(x: jax.Array, expert: PackedExperts | ExpandedExperts, limit: float) -> jax.Array:
-    """x [T, D] through one expert (leaves without their leading E), bias included."""
+    """Compute x [T, D] through one expert (leaves without their leading E), bias included."""
     if isinstance(expert, ExpandedExperts):
         gate, up = jnp.split(x @ expert.gate_up + expert.gate_up_bias[None, :], 2, axis=-1)
         return swiglu(gate, up, limit) @ expert.down + expert.down_bias[None, :]

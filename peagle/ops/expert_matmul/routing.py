@@ -1,4 +1,4 @@
-"""From router logits to the experts a token selected and their weights."""
+"""Routing: from router logits to the selected experts and their weights."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,9 @@ from jaxtyping import Array, Float, Int
 
 
 def route_dense(logits: Float[Array, "T E"], top_k: int) -> Float[Array, "T E"]:
-    """Router weights as a matrix: softmax over the top_k logits of each row, zero elsewhere.
+    """Compute router weights as a matrix: softmax over each row's top_k logits, zero elsewhere.
 
-    By pairwise ranks (equal logits: the lower index first, as lax.top_k): no sort, and cheap to differentiate.
+    Selects by pairwise ranks (equal logits: the lower index first, as lax.top_k): no sort, and cheap to differentiate.
     """
     logits = logits.astype(jnp.float32)
     index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
@@ -21,6 +21,6 @@ def route_dense(logits: Float[Array, "T E"], top_k: int) -> Float[Array, "T E"]:
 
 
 def route_top_k(logits: Float[Array, "T E"], top_k: int) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """(ids, weights) of the selected experts, best first; softmax over the selected logits only."""
+    """Select experts; return (ids, weights), best first, with softmax over the selected logits only."""
     values, ids = jax.lax.top_k(logits.astype(jnp.float32), top_k)
     return ids, jax.nn.softmax(values, axis=-1)

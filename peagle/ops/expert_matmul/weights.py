@@ -3,7 +3,7 @@
     PackedExperts    MXFP4 blocks and scales as the checkpoint has them: smallest memory
     ExpandedExperts  one dense matrix per expert: a decoded token reads only the experts it selected
     FusedExperts     all experts side by side in two matrices: two plain matmuls, best when few experts are not selected
-    NativeExperts     panels for the native CPU kernels, MXFP4, bfloat16 or float32: fastest, and small
+    NativeExperts    packed matrices for the native CPU kernels, MXFP4, bfloat16 or float32: fastest, and small
 
 Fused and expanded hold gate and up columns apart (all gates, then all ups); checkpoints and PackedExperts interleave
 them (gate = even rows, up = odd rows).
@@ -57,7 +57,7 @@ class FusedExperts:
 
 @flax.struct.dataclass
 class NativeExperts:
-    gate_up: PackedMatrix  # E matrices; panels of gates and of the same ups take turns
+    gate_up: PackedMatrix  # E matrices; a panel of gates, then the panel of the same ups, and so on
     gate_up_bias: jax.Array  # [E, 2 * 16 * ceil(F/16)] float32, in the same order
     down: PackedMatrix  # E matrices
     down_bias: jax.Array  # [E, D] float32

@@ -49,10 +49,10 @@ def linear(
 
 
 def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:
-    """The tokens' rows of the table [V, width], in `dtype`.
+    """Look up the tokens' rows in the table [V, width], in `dtype`.
 
-    A table of uint16 holds the bits of bfloat16: XLA on CPU would convert a whole bfloat16 table to gather from it. It
-    also takes a gather for as costly as the whole table and cuts it over threads, which takes longer than few rows do.
+    A table of uint16 holds the bits of bfloat16, since XLA on CPU would convert a whole bfloat16 table to gather from
+    it. XLA also prices a gather at the whole table and splits it over threads, which takes longer than a few slices.
     """
     if table.dtype == jnp.uint16 and token_ids.size <= FEW:
         flat = token_ids.reshape(-1)

@@ -1,12 +1,15 @@
-"""The compiled CPU kernels, called through XLA's FFI: which there are, which this machine runs, and the call.
+"""The compiled CPU kernels, called through XLA's FFI, and which of them this machine runs.
 
-Sources: kernels.h (what they compute), linear.cc, experts.cc, attention.cc, rope.cc and likeliest.cc (how), with
-panels.h (products with weights in panels) and vectors.h under them; ffi.cc and crew.h (checked and threaded, as XLA
-calls them); build.py.
-Whoever calls an op of peagle.ops never comes here: the ops do, for weights in panels (peagle.ops.linear).
+    kernels.h                   their interface: what each computes
+    linear.cc experts.cc attention.cc rope.cc likeliest.cc   the kernels
+    packed.h vectors.h          products with packed matrices; vector registers
+    ffi.cc thread_team.h        XLA's entry: checks shapes, shares work among threads
+    build.py                    compiles them
 
-    PEAGLE_KERNELS          an instruction set, whose kernels then run or it is an error; or xla, for XLA's own code
-    PEAGLE_KERNELS_DIR      where the compiled libraries are, if not beside this file: another build of them
+Only the ops of peagle.ops call these, for weights in packed matrices (peagle.ops.linear).
+
+    PEAGLE_KERNELS          an instruction set, whose kernels then run or raise an error; or xla, for XLA's own code
+    PEAGLE_KERNELS_DIR      the folder of another build of the libraries, in place of this one
 """
 
 import ctypes
@@ -31,9 +34,9 @@ XLA = "xla"
 
 @functools.cache
 def status() -> tuple[str | None, str]:
-    """(the instruction set of the kernels that run here, or None for XLA's own code; one line that says so, and why).
+    """Choose the kernels once; return (their instruction set or None for XLA's own code, one line that says which).
 
-    Raises InputError where PEAGLE_KERNELS names what does not exist here.
+    Raises InputError if PEAGLE_KERNELS names kernels that do not run here.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", XLA, *instruction_sets()):
@@ -47,18 +50,20 @@ def status() -> tuple[str | None, str]:
 
 
 def wants_xla() -> bool:
-    """Whether PEAGLE_KERNELS asks for XLA's own code, on whatever device."""
+    """Whether PEAGLE_KERNELS selects XLA's own code, on any device."""
     return os.environ.get(VARIABLE, "") == XLA
 
 
 def available() -> bool:
-    """Whether the native kernels run here: the backend is a CPU, they were compiled, and nobody asked for XLA."""
+    """Whether the native kernels run here: the backend is CPU, they are compiled, and PEAGLE_KERNELS is not xla."""
     return status()[0] is not None
 
 
 def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None = None, **attributes: Any) -> Any:
-    """The kernel's result or results, of the shapes in `result`; in_place: operand -> the result that takes its memory.
-    Raises InputError where `available` is False."""
+    """Call a kernel; return its results, of the shapes in `result`.
+
+    in_place maps an operand to the result that takes its memory. Raises InputError if the kernels do not run here.
+    """
     isa, line = status()
     if isa is None:
         why = line.removeprefix("XLA: ")
@@ -68,16 +73,16 @@ def call(name: str, result: Any, *operands: Any, in_place: dict[int, int] | None
 
 
 def optional(values: jax.Array | None, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """What a kernel takes for a vector that may be absent: its values in `dtype`, or nothing."""
+    """Make the operand of a vector that may be absent: its values in `dtype`, or an empty array."""
     return jnp.zeros((0,), dtype) if values is None else values.astype(dtype).reshape(-1)
 
 
 def _choose(wanted: str) -> tuple[str | None, str]:
-    """(the instruction set or None; why there is none, or what is to be said of the one there is)."""
+    """Return (the instruction set or None, the reason for None or a note on the set)."""
     if jax.default_backend() != "cpu":
         return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
     built = [isa for isa in instruction_sets() if _library(isa).exists()]
-    # -P: in a checkout of the project the package that is installed, not the one of the folder
+    # -P: the installed package, even in a checkout of the project
     again = f"{sys.executable} -P -m peagle.ops.native compiles them where a C++ compiler is"
     if "portable" not in built or (wanted and wanted not in built):
         return None, f"the native kernels were not compiled; {again}"

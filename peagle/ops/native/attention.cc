@@ -12,7 +12,7 @@
 namespace peagle {
 namespace {
 
-// The lanes of a, then of b, that `place` names for each lane.
+// Each lane takes lane place(lane) of a, or of b after a's last.
 template <class Place, int32_t... lane>
 PEAGLE_INLINE Floats Pick(Floats a, Floats b, Place place, std::integer_sequence<int32_t, lane...>) {
 #if defined(__clang__)
@@ -36,7 +36,7 @@ PEAGLE_INLINE Floats Lasts(Floats a, Floats b) {
   return Pick(a, b, [](int32_t lane) constexpr { return lane % (2 * n) < n ? lane + n : lane + int32_t{kLanes}; }, EachLane());
 }
 
-// The first of v are the sums of two neighbours each, by n lanes.
+// v[i] = the sums of neighbouring groups of n lanes in v[2 i] and v[2 i + 1]; repeats with larger groups.
 template <int n>
 PEAGLE_INLINE void AddNeighbours(Floats (&v)[kLanes]) {
 #pragma GCC unroll 8
@@ -44,13 +44,13 @@ PEAGLE_INLINE void AddNeighbours(Floats (&v)[kLanes]) {
   if constexpr (4 * n <= kLanes) AddNeighbours<2 * n>(v);
 }
 
-// Lane i = the sum over the lanes of parts[i]: rounds of adding neighbours.
+// Lane i = the sum over the lanes of parts[i], by rounds of adding neighbours.
 PEAGLE_INLINE Floats SumEach(Floats (&parts)[kLanes]) {
   AddNeighbours<1>(parts);
   return parts[0];
 }
 
-// Rows become columns in squares of 2 n, then in smaller ones.
+// Transposes squares of 2 n lanes, then smaller ones.
 template <int n = kLanes / 2>
 PEAGLE_INLINE void Turn(Floats (&v)[kLanes]) {
 #pragma GCC unroll 16
@@ -63,23 +63,23 @@ PEAGLE_INLINE void Turn(Floats (&v)[kLanes]) {
   if constexpr (n > 1) Turn<n / 2>(v);
 }
 
-constexpr int64_t kStretch = 64;  // positions whose values go together
+constexpr int64_t kStretch = 64;  // positions whose values are summed together
 
-// Where the vectors of neighbouring positions start in the cache, from a multiple of kLanes on. Positions outside of those
-// that some query reads stand for the nearest that one does.
+// Cache offsets of neighbouring positions' vectors, from a multiple of kLanes on. A position that no query reads gets the
+// offset of the nearest one that a query reads.
 struct Places {
   int64_t at[kStretch];
 };
 
-// One query head at one position, and what becomes of it. Everything is summed in the order of positions, by tiles, so
-// that the result depends on the position and on what the cache holds.
+// One query head at one position, and its intermediate results. All sums go in the order of positions, by tiles, so the
+// result depends on the position and on the cache's content alone.
 struct Query {
   int64_t oldest, newest;  // the positions it reads
-  int64_t place;           // of its vector, and of what comes out
+  int64_t place;           // offset of its vector, and of its output
   const float* sink;       // or null
   float* vector;           // scaled; [head_dim]
   float* weights;          // of all positions of the tiles
-  float* sums;             // [2][head_dim]: of values at even and at odd positions
+  float* sums;             // [2][head_dim]: over values at even and at odd positions
   float total;
 };
 
@@ -87,11 +87,10 @@ PEAGLE_INLINE bool Overlaps(const Query& query, int64_t position) {
   return position <= query.newest && position + kLanes > query.oldest;
 }
 
-// The scores of a tile are the dot products of a query with its keys, kLanes of them. A head's inputs are multiplied lane
-// by lane, kLanes after kLanes, then the lanes are added up, each with its neighbour. What is behind the last kLanes comes
-// last.
+// The scores of a tile: dot products of a query with kLanes keys. Inputs are multiplied lane by lane, kLanes at a time, then
+// the lanes are added by neighbours. The inputs after the last whole kLanes come last (Finish).
 
-// kHead: the head's width where it is known, else 0
+// kHead: the head's width if it is a constant, else 0
 template <bool kHalf, int kHead>
 PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const int64_t* at, int64_t width) {
   const int64_t whole = (kHead > 0 ? kHead : width) / kLanes * kLanes;
@@ -107,8 +106,8 @@ PEAGLE_INLINE Floats Scores(const Query& query, const void* keys, const int64_t*
   return SumEach(parts);
 }
 
-// A tile's keys as [head_dim][kLanes], without what is behind the last kLanes inputs: then a lane is a position, and several
-// queries take the same values.
+// Transposes a tile's keys to [head_dim][kLanes], without the inputs after the last whole kLanes: then a lane is a position,
+// and several queries share the loads.
 template <bool kHalf>
 void TurnKeys(const void* keys, const int64_t* at, int64_t width, float* turned) {
   for (int64_t h = 0; h + kLanes <= width; h += kLanes) {
@@ -121,7 +120,7 @@ void TurnKeys(const void* keys, const int64_t* at, int64_t width, float* turned)
   }
 }
 
-// sums[q] = what inputs first .. first + count - 1 of every kLanes bring, added up as in Scores
+// sums[q] = the contribution of inputs first .. first + count - 1 of every kLanes, added in the order of Scores
 template <int kQueries, int kFirst, int kCount, int kHead>
 PEAGLE_INLINE void AddInputs(const float* const (&vectors)[kQueries], const float* turned, int64_t width,
                              Floats (&sums)[kQueries]) {
@@ -149,7 +148,7 @@ __attribute__((noinline)) void ScoresTurned(const Query* queries, const float* t
   AddInputs<kQueries, 0, kLanes, kHead>(vectors, turned, width, scores);
 }
 
-// The scores whole: what is behind the last kLanes inputs comes to them, and -inf for what the query does not read.
+// Completes the scores: adds the inputs after the last whole kLanes; sets positions that the query does not read to -inf.
 template <bool kHalf>
 PEAGLE_INLINE Floats Finish(Floats scores, const Query& query, const void* keys, const int64_t* at, int64_t position,
                             int64_t width) {
@@ -164,7 +163,7 @@ PEAGLE_INLINE Floats Finish(Floats scores, const Query& query, const void* keys,
   return scores;
 }
 
-// Scores become weights exp(score - the largest); total is their sum with the sink's.
+// Turns scores into weights exp(score - the largest); total is their sum, the sink's included.
 void Weigh(Query& query, int64_t first, int64_t last) {
   Floats peak = Broadcast(query.sink == nullptr ? -__builtin_inff() : *query.sink), sums = {};
   for (int64_t p = first; p <= last; p += kLanes)
@@ -181,13 +180,13 @@ void Weigh(Query& query, int64_t first, int64_t last) {
   for (int i = 0; i < kLanes; ++i) query.total += sums[i];
 }
 
-// sums += a tile's weights times its values, for queries that all read positions begin .. end - 1 of it, in their order
+// sums += a tile's weights times its values in order, for queries that all read its positions begin .. end - 1
 template <bool kHalf, int kQueries>
 void AddValues(const Query* queries, int64_t offset, const void* values, const int64_t* at, int64_t begin, int64_t end,
                int64_t head_dim) {
   const float* weights[kQueries];
   for (int q = 0; q < kQueries; ++q) weights[q] = queries[q].weights + offset;
-  constexpr int kBlocks = kManyRegisters ? 4 : 2;  // sums that registers hold
+  constexpr int kBlocks = kManyRegisters ? 4 : 2;  // sums that fit into registers
   int64_t h = 0;
   for (; h + kBlocks * kLanes <= head_dim; h += kBlocks * kLanes) {
     Floats sums[kQueries][2][kBlocks];
@@ -219,11 +218,11 @@ void AddValues(const Query* queries, int64_t offset, const void* values, const i
       }
 }
 
-constexpr int64_t kWorthTurning = 6;  // queries for which keys are turned
-constexpr int64_t kMostRows = 16;     // whose queries go together
+constexpr int64_t kWorthTurning = 6;  // queries from which on transposing keys pays
+constexpr int64_t kMostRows = 16;     // rows whose queries share a chunk
 
-// Queries begin .. end - 1 of the rows' heads of one kv head, row by row, of sequence b: a tile of keys or values is
-// fetched once for all of them.
+// Computes queries begin .. end - 1 of one kv head of sequence b, counted row by row and head by head. A tile of
+// keys or values is fetched once for all of them.
 template <bool kHalf>
 void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_t end) {
   const int64_t repeat = op.heads / op.kv_heads, width = op.head_dim;
@@ -237,7 +236,7 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
     query.newest = op.positions[row];
     query.oldest = op.window > 0 ? std::max<int64_t>(0, query.newest - op.window + 1) : 0;
     if (!op.ring) query.newest = std::min(query.newest, op.capacity - 1);
-    if (query.newest < query.oldest) {  // inactive, or its window is beyond the cache
+    if (query.newest < query.oldest) {  // inactive, or its window lies beyond the cache
       for (int64_t h = 0; h < width; ++h) Put<kHalf>(op.out, query.place + h, 0.0f);
       continue;
     }
@@ -381,7 +380,7 @@ void RunAttention(const Attention& op, Parallel& parallel) {
     all += std::max<int64_t>(seen, 0);
     active += seen > 0;
   }
-  // queries that go together: as many as keep their weights within 1 MB, and fewer where that leaves threads idle
+  // queries per chunk: as many as keep their weights within 1 MB, or fewer if threads would stay idle
   const int64_t repeat = op.heads / op.kv_heads, queries = op.width * repeat, pairs = op.batch * op.kv_heads;
   const int64_t work = 4 * all * op.heads * op.head_dim, shares = Shares(work, parallel);
   const int64_t most = std::clamp<int64_t>((1 << 18) / longest, repeat, kMostRows * repeat);

@@ -1,4 +1,4 @@
-// What handlers of XLA's FFI share, those of the CPU kernels and those of the GPU kernels.
+// Shared by the XLA FFI handlers of the CPU kernels and of the CUDA kernels.
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace ffi = xla::ffi;
 using ffi::AnyBuffer;
 using Out = ffi::Result<AnyBuffer>;
 
-// As [2, 3], for an error.
+// The buffer's shape as "[2, 3]", for an error.
 inline std::string Shape(const AnyBuffer& buffer) {
   std::string text = "[";
   for (int64_t size : buffer.dimensions()) text += (text.size() > 1 ? ", " : "") + std::to_string(size);

@@ -1,10 +1,10 @@
-"""Compiles the native CPU kernels, one shared library per instruction set beside this file, and what launches the GPU
-kernels (peagle.ops.cuda), which are themselves compiled when they are needed.
+"""Compile the native CPU kernels, one shared library per instruction set, and the CUDA kernels' launcher.
 
     python -m peagle.ops.native
 
-Installing the package does this where a C++ compiler is (hatch_build.py); so this module imports nothing but the
-standard library. The command is for an installation that found no compiler, or another jaxlib, at the time.
+Installing the package runs this if there is a C++ compiler (hatch_build.py), so this module imports only the standard
+library. The command is for an installation that found no compiler, or another jaxlib. The CUDA kernels themselves are
+compiled at their first use (peagle.ops.cuda).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("panels.cc", "linear.cc", "experts.cc", "attention.cc", "rope.cc", "likeliest.cc", "ffi.cc")
+SOURCES = ("packed.cc", "linear.cc", "experts.cc", "attention.cc", "rope.cc", "likeliest.cc", "ffi.cc")
 SUFFIX = ".so"
 CUDA = HERE.parent / "cuda"
 LAUNCHER = CUDA / f"launch{SUFFIX}"
@@ -32,27 +32,27 @@ FLAGS = (
     "-std=c++20", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fvisibility-inlines-hidden",
     "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized",
 )  # fmt: skip
-# as written: an optimiser leaves out reads whose values are not used, and takes its time
+# -O0: an optimiser would drop reads of unused values, and takes long
 SANITIZE = ("-fsanitize=address", "-DPEAGLE_SANITIZED", "-fno-omit-frame-pointer", "-g1", "-O0")
 
 
 class BuildError(Exception):
-    """The kernels cannot be compiled here; the message says why."""
+    """The kernels cannot be compiled here; the message gives the reason."""
 
 
 def library(isa: str, directory: Path = HERE) -> Path:
-    """Where the library of an instruction set is, or would be."""
+    """Return the path of an instruction set's library, whether it exists or not."""
     return directory / f"kernels_{isa}{SUFFIX}"
 
 
 def instruction_sets() -> dict[str, tuple[str, ...]]:
-    """The instruction sets that this kind of machine gets, best first, with their compiler flags."""
+    """List the instruction sets of this kind of machine, best first, with their compiler flags."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return {**(_X86 if x86 else {}), "portable": ()}
 
 
 def compiler() -> str:
-    """The C++ compiler: $CXX, or what the system calls one. Raises BuildError where there is none."""
+    """Find the C++ compiler: $CXX, else the system's. Raises BuildError if there is none."""
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
         if found := shutil.which(name):
             return found
@@ -60,7 +60,7 @@ def compiler() -> str:
 
 
 def headers() -> Path:
-    """The folder of XLA's FFI headers, which come with jaxlib. Raises BuildError without jaxlib."""
+    """Find the folder of XLA's FFI headers, which come with jaxlib. Raises BuildError without jaxlib."""
     spec = importlib.util.find_spec("jaxlib")
     for location in (spec.submodule_search_locations or []) if spec else []:
         if (folder := Path(location) / "include").is_dir():
@@ -69,8 +69,10 @@ def headers() -> Path:
 
 
 def build(directory: Path = HERE, *, sanitize: bool = False) -> list[Path]:
-    """The CPU kernels' libraries are in `directory`, each whole or absent. Raises BuildError with the compiler's first
-    error."""
+    """Compile the CPU kernels' libraries into `directory`; return their paths.
+
+    Raises BuildError with the compiler's first error.
+    """
 
     def one(isa: str, flags: tuple[str, ...]) -> Path:
         sources = [HERE / source for source in SOURCES]
@@ -82,14 +84,18 @@ def build(directory: Path = HERE, *, sanitize: bool = False) -> list[Path]:
 
 
 def build_launcher() -> list[Path]:
-    """What launches the GPU kernels is at LAUNCHER: on Linux, which is where JAX has CUDA; elsewhere nothing is. It
-    needs no CUDA to be compiled. Raises BuildError."""
+    """Compile the CUDA kernels' launcher to LAUNCHER, on Linux only (JAX has CUDA nowhere else).
+
+    Needs no CUDA installation. Raises BuildError.
+    """
     return [compile_library(LAUNCHER, [CUDA / "launch.cc"])] if platform.system() == "Linux" else []
 
 
 def compile_library(path: Path, sources: list[Path], *flags: str) -> Path:
-    """A shared library of the sources is at `path`, which is returned; there is nothing half-made. Raises BuildError
-    with the compiler's first error."""
+    """Compile the sources to a shared library at `path`, whole or not at all; return the path.
+
+    Raises BuildError with the compiler's first error.
+    """
     cxx, include = compiler(), headers()
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False).stdout
     unique = () if "clang" in version else ("-fno-gnu-unique",)
@@ -100,13 +106,13 @@ def compile_library(path: Path, sources: list[Path], *flags: str) -> Path:
         temporary.unlink(missing_ok=True)
         errors = [line for line in done.stderr.splitlines() if "error" in line]
         said = errors[0] if errors else " ".join(done.stderr.split())[-300:]
-        raise BuildError(f"{cxx} failed: {said or f'exit status {done.returncode}, and no word'}")
+        raise BuildError(f"{cxx} failed: {said or f'exit status {done.returncode}, no message'}")
     os.replace(temporary, path)
     return path
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     try:
         for path in [*build(), *build_launcher()]:
             print(path)

@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 #include "linear.h"
-#include "panels.h"
+#include "packed.h"
 #include "parallel.h"
 #include "scratch.h"
 #include "vectors.h"
@@ -13,18 +13,18 @@ namespace peagle {
 namespace {
 
 struct Choice {
-  int64_t row;  // its place among the active ones
+  int64_t row;  // index among the active rows
   float weight;
 };
 
-// The experts that some row selected, in ascending order, each with its rows.
+// The experts that any row selected, in ascending order, each with its rows.
 struct Routing {
   int64_t *expert, *begin;  // expert i's choices are begin[i] .. begin[i + 1] - 1
   Choice* choices;
   int64_t count = 0;
 };
 
-// The top_k experts by the logits, the highest first; of equal ones the lower.
+// Selects the top_k experts by logit, the highest first; of equal logits the lower index.
 void Select(const float* logits, int64_t num_experts, int64_t top_k, int64_t* chosen) {
   int64_t count = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -87,7 +87,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
   const Routing routing = Route(op, active, logits, scratch);
   const int64_t total = active.count * op.top_k;
   const Inputs inputs(op.gate_up, active.x, active.count, parallel, scratch);
-  // the hidden values of each choice
+  // each choice's hidden values
   float* const activations = scratch.Take<float>(total * padded);
 
   auto of_expert = [&](const Matrix& matrix, int64_t panels, int64_t i) {
@@ -134,7 +134,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
   for (int64_t choice = 0; choice < total; ++choice) hidden_of[choice] = activations + choice * padded;
   const Inputs hidden_inputs(op.down, hidden_of, total, parallel, scratch);
 
-  // each chunk owns some output columns of all rows, and adds up the experts in ascending order
+  // each chunk computes some output columns of all rows, and adds the experts in ascending order
   const int64_t down_work = Work(op.down, columns, rows_per_expert) * routing.count;
   const Cut down_cut(columns, Shares(down_work, parallel));
   ForEach(parallel, down_cut.chunks, down_work, [&](int64_t chunk) {

@@ -1,10 +1,10 @@
-// The kernels as XLA FFI handlers: every shape is checked before anything is read, and work goes to XLA's own threads.
+// XLA FFI handlers of the kernels: they check every shape before they read anything, and run on XLA's own threads.
 
 #include <algorithm>
 #include <string>
 
 #include "buffers.h"
-#include "crew.h"
+#include "thread_team.h"
 #include "kernels.h"
 #include "scratch.h"
 #include "vectors.h"
@@ -17,7 +17,7 @@ bool IsFloat(const AnyBuffer& buffer) {
   return buffer.element_type() == ffi::DataType::F32 || buffer.element_type() == ffi::DataType::BF16;
 }
 
-// A buffer's values as float32: in place where they are, else a copy.
+// A buffer's values as float32: in place if they are, else a copy.
 const float* AsFloats(const AnyBuffer& buffer, Scratch& scratch) {
   if (buffer.element_type() == ffi::DataType::F32) return static_cast<const float*>(buffer.untyped_data());
   const auto count = static_cast<int64_t>(buffer.element_count());
@@ -26,7 +26,7 @@ const float* AsFloats(const AnyBuffer& buffer, Scratch& scratch) {
   return copy;
 }
 
-// Where float32 results go: into the buffer, or beside it until Finish rounds them into it.
+// Float32 results: written into the buffer, or beside it until Finish rounds them into it.
 class Results {
  public:
   Results(Out& buffer, Scratch& scratch)
@@ -46,7 +46,7 @@ class Results {
   float* const beside_;
 };
 
-// A matrix from its buffers, once they are found to hold `copies` times inputs x outputs.
+// Makes a matrix of its buffers, after checking that they hold `copies` times inputs x outputs.
 ffi::ErrorOr<Matrix> MakeMatrix(const char* name, const AnyBuffer& panels, const AnyBuffer* scales, int64_t copies,
                                 int64_t inputs, int64_t outputs) {
   const int64_t scales_seen = scales == nullptr ? 0 : scales->element_count();
@@ -77,7 +77,7 @@ ffi::ErrorOr<Matrix> MakeMatrix(const char* name, const AnyBuffer& panels, const
   return matrix;
 }
 
-// float32 values of which there are `count`, or none at all.
+// Returns `count` float32 values, or null for an empty buffer.
 ffi::ErrorOr<const float*> Optional(const char* what, const AnyBuffer& buffer, int64_t count) {
   if (buffer.element_count() == 0) return nullptr;
   if (buffer.element_type() != ffi::DataType::F32 || static_cast<int64_t>(buffer.element_count()) != count)
@@ -86,7 +86,7 @@ ffi::ErrorOr<const float*> Optional(const char* what, const AnyBuffer& buffer, i
   return buffer.typed_data<float>();
 }
 
-// Positions of `rows` rows, or none at all.
+// Returns the positions of `rows` rows, or null for an empty buffer.
 ffi::ErrorOr<const int32_t*> OptionalPositions(const char* what, const AnyBuffer& buffer, int64_t rows) {
   if (buffer.element_count() == 0) return nullptr;
   if (buffer.element_type() != ffi::DataType::S32 || static_cast<int64_t>(buffer.element_count()) != rows)
@@ -151,7 +151,7 @@ ffi::Error ExpertsHandler(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer norm, Any
   return ffi::Error::Success();
 }
 
-// The caches, who reads them from where, and how; neither queries nor results yet.
+// Attention's operands but for queries and results, after checking their shapes.
 ffi::ErrorOr<Attention> MakeAttention(const AnyBuffer& key, const AnyBuffer& value, const AnyBuffer& positions,
                                       const AnyBuffer& sinks, int64_t heads, int64_t window, bool ring) {
   const auto k = key.dimensions(), p = positions.dimensions();
@@ -322,7 +322,7 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_likeliest(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// The widest instruction set of this machine that there is a library for.
+// Returns the widest instruction set of this machine, of those with a library.
 PEAGLE_EXPORT const char* peagle_machine() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -1,10 +1,10 @@
-// What the kernels compute, free of XLA: plain pointers in, plain pointers out. linear.cc, experts.cc, attention.cc,
-// rope.cc and likeliest.cc do it; ffi.cc checks shapes and calls them. All of it makes one shared library per instruction
-// set: in one library the linker could take a template compiled for one set into the code of another.
+// The kernels' interface, free of XLA: plain pointers in and out. linear.cc, experts.cc, attention.cc, rope.cc and
+// likeliest.cc implement it; ffi.cc checks shapes and calls them. Each instruction set has a shared library of its own,
+// since in one library the linker could use a template compiled for one set in the code of another.
 //
 // T rows, K inputs, N outputs of a matrix. Every result is a function of its own row alone: the order of summation is
-// fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads. Where positions are given,
-// a row of negative position is inactive: it is not computed, and what comes out for it is zero.
+// fixed, so a row's bits do not depend on T, on the other rows, or on the number of threads. If positions are given, a row
+// of negative position is inactive: it is not computed, and its output is zero.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace peagle {
 
-// How weights lie in memory: panels of 16 output rows, [panel][input][row], zero rows behind the last.
+// A packed matrix: panels of 16 output rows, [panel][input][row]; zero rows fill the last panel.
 //     kFloat32    [panel][K][16] float
 //     kBfloat16   [panel][ceil(K/2)][16][2] bfloat16: two neighbouring inputs of a row share 32 bits
 //     kMxfp4      [panel][K/8][16] uint32: eight neighbouring inputs of a row share 32 bits, the first in the lowest;
@@ -29,7 +29,7 @@ struct Matrix {
   int64_t inputs, outputs;
 };
 
-// Root-mean-square normalisation of each row, times a weight; none where the weight is null.
+// Root-mean-square normalisation of each row, times a weight; none if the weight is null.
 struct Norm {
   const float* weight;
   float epsilon;
@@ -73,7 +73,7 @@ struct Attention {
   const void* query;         // [B, T, N, H]
   const void* key;           // [B, C, G, H]
   const void* value;         // [B, C, G, H]
-  bool bfloat16;             // all three, and out
+  bool bfloat16;             // of all three, and of out
   const int32_t* positions;  // [B, T]
   const float* sinks;        // [N] or null
   void* out;                 // [B, T, N, H]
@@ -81,31 +81,31 @@ struct Attention {
   bool ring;
 };
 
-// The cosine and the sine of position * frequency, a float32 product, times the concentration. No row is inactive.
+// Cosine and sine of position * frequency, a float32 product, times the concentration. No row is inactive.
 struct RopeTables {
   const int32_t* positions;  // [T]
   const float* frequencies;  // [H/2]
   float concentration;
-  bool bfloat16;    // both tables
+  bool bfloat16;    // of both tables
   void *cos, *sin;  // [T, H/2]
   int64_t rows, half;
 };
 
-// Before attention: queries and keys are rotated, keys and values written to their positions' slots. Rows of negative
-// position, and in a full cache those beyond its capacity, are not written.
+// Before attention: rotates queries and keys, and writes keys and values to their positions' slots. Rows of negative
+// position are not written, nor rows beyond a full cache's capacity.
 struct Rotation {
   const float* qkv;         // [B, T, (N + 2 G) H]: queries, keys, values
   const float *cos, *sin;   // [B, T, H/2]
   void *query, *key, *value;  // as in Attention
 };
 
-// Of each row of [T, V] the index of the largest value, the first of equal ones, and its probability by softmax. Where a
-// value is NaN, or the largest is not finite: -1, and NaN.
+// For each row of [T, V] the index of the largest value, the first of equal ones, and its softmax probability; -1 and NaN if
+// a value is NaN or the largest is not finite.
 struct Likeliest {
   const void* logits;  // [T, V]
   bool bfloat16;
   int32_t* index;      // [T]
-  float* probability;  // [T] or null: not asked for
+  float* probability;  // [T] or null: not computed
   int64_t rows, width;
 };
 

@@ -11,19 +11,19 @@
 namespace peagle {
 namespace {
 
-constexpr int64_t kSlice = 1 << 14;  // values of a row that go together
+constexpr int64_t kSlice = 1 << 14;  // values of a row per chunk
 
 struct Peak {
   float value;
-  int64_t index;  // of the first such value; -1: a NaN was seen
+  int64_t index;  // of the first such value; -1: there was a NaN
 };
 
 template <bool kHalf>
 Peak FindPeak(const void* row, int64_t begin, int64_t end) {
-  // four chains: one maximum depends on the one before
+  // four chains, since each maximum depends on the one before
   Floats highest[4];
   for (Floats& each : highest) each = Broadcast(LoadOne<kHalf>(row, begin));
-  Ints odd = {};  // lanes in which something was no number
+  Ints odd = {};  // lanes that held a NaN
   int64_t i = begin;
   const auto take = [&](Floats& high, int64_t at) {
     const Floats values = LoadLanes<kHalf>(row, at);

@@ -4,13 +4,13 @@
 
 #include <algorithm>
 
-#include "panels.h"
+#include "packed.h"
 #include "vectors.h"
 
 namespace peagle {
 namespace {
 
-constexpr int64_t kBlockRows = 64;  // rows whose inputs stay in cache while all panels pass by
+constexpr int64_t kBlockRows = 64;  // rows whose inputs stay in cache during one pass over all panels
 
 void Normalize(const float* x, const Norm& norm, int64_t width, float* out) {
   Floats squares = {};

@@ -1,4 +1,4 @@
-// What linear.cc does for the other ops, too.
+// The functions of linear.cc that other ops use.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace peagle {
 
-// The active ones of T rows: each one's index and its inputs, normalised where there is a norm.
+// The active rows of T: their indices and inputs, normalised if there is a norm.
 struct ActiveRows {
   int64_t* const row;
   const float** const x;
@@ -17,10 +17,10 @@ struct ActiveRows {
   ActiveRows(const float* all, const Norm& norm, const int32_t* positions, int64_t rows, int64_t width, Scratch& scratch);
 };
 
-// Zeros for the inactive rows of out.
+// Sets the inactive rows of out to zero.
 void ClearInactive(const int32_t* positions, int64_t rows, int64_t width, float* out);
 
-// out, bias and residual as in Linear; the active rows alone are written.
+// out, bias and residual as in Linear; writes the active rows only.
 void Multiply(const Matrix& weight, const ActiveRows& active, const float* bias, const float* residual, float* out,
               Parallel& parallel);
 

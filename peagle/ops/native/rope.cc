@@ -10,23 +10,23 @@
 namespace peagle {
 namespace {
 
-constexpr int64_t kTurns = kLanes / 2;  // angles that go together: as many as a register holds doubles
+constexpr int64_t kTurns = kLanes / 2;  // angles per vector: a register's doubles
 using Angles = float __attribute__((vector_size(4 * kTurns)));
 using Doubles = double __attribute__((vector_size(8 * kTurns)));
 using Longs = int64_t __attribute__((vector_size(8 * kTurns)));
 
-constexpr int64_t kMultiplications = 32;  // for the cosine and the sine of an angle
+constexpr int64_t kMultiplications = 32;  // per angle, for its cosine and sine
 
-// Cosines and sines, rounded once from doubles that are off by 2e-9 at most, for any position of a context.
+// Cosines and sines, rounded once from doubles with an error of at most 2e-9, for any position of a context.
 PEAGLE_INLINE void Turn(const float* angles, float* cos, float* sin) {
   const Doubles x = __builtin_convertvector(Load<Angles>(angles), Doubles);
   const Doubles magic = Doubles{} + 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer
   const Doubles shifted = x * 0.63661977236758134 + magic;
-  const Doubles n = shifted - magic;                          // quarters of a turn
-  Doubles r = x - n * 1.5707963267948966;                     // what is left: -pi/4 .. pi/4
+  const Doubles n = shifted - magic;                          // quarter turns
+  Doubles r = x - n * 1.5707963267948966;                     // the remainder: -pi/4 .. pi/4
   r = r - n * 6.123233995736766e-17;                          // pi / 2 in two parts
   const Doubles rr = r * r;
-  Doubles s = rr * (1.0 / 362880) - 1.0 / 5040;  // Taylor's series, to the ninth power, and to the tenth
+  Doubles s = rr * (1.0 / 362880) - 1.0 / 5040;  // Taylor series to the ninth power (s) and to the tenth (c)
   s = s * rr + 1.0 / 120;
   s = s * rr - 1.0 / 6;
   s = s * rr * r + r;

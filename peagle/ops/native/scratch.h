@@ -1,4 +1,4 @@
-// Memory for what an op computes on its way.
+// Memory for an op's intermediate results.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace peagle {
 
-// Memory for as long as a Scratch lives: a thread's ends before the one that it was made within, and takes on that thread,
-// while there is none within it. An op takes a dozen pieces, and malloc is slower than what small ones are needed for; so
-// each thread keeps room for those. Pieces begin with a cache line.
+// Memory that lives as long as its Scratch. Scratches of a thread nest: the inner one ends first, and only the innermost
+// takes memory. An op takes a dozen pieces, and malloc would cost more than the work on small ones, so each thread keeps
+// room for those. Every piece starts on a cache line.
 class Scratch {
  public:
   Scratch() : begin_(used_), outer_(innermost_) { innermost_ = this; }
@@ -23,7 +23,7 @@ class Scratch {
   template <class T>
   T* Take(int64_t count) {
     static_assert(alignof(T) <= kLine);
-    if (innermost_ != this) __builtin_trap();  // what it would take another may have
+    if (innermost_ != this) __builtin_trap();  // an inner Scratch may hold the memory it would take
     const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), padded = (bytes + kLine - 1) / kLine * kLine;
     if (padded > kRoom - used_) {
       large_.push_back(Allocate(bytes));
@@ -37,7 +37,7 @@ class Scratch {
  private:
   static constexpr int64_t kLine = 64;
 #if defined(PEAGLE_SANITIZED)
-  static constexpr int64_t kRoom = 0;  // the sanitizer knows the ends of pieces that were allocated alone
+  static constexpr int64_t kRoom = 0;  // the sanitizer finds overruns only of pieces allocated one by one
 #else
   static constexpr int64_t kRoom = 1 << 18;
 #endif

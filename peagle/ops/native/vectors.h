@@ -1,5 +1,5 @@
-// Vectors of as many lanes as the machine's registers have: one source for all instruction sets. And what is computed by
-// lane: a product added to a sum, exp, and bfloat16 to float and back.
+// Vectors as wide as the machine's registers, one source for all instruction sets, and functions by lane: multiply-add, exp,
+// conversions between bfloat16 and float.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@
 
 namespace peagle {
 
-// Lanes of one register: what is wider, compilers keep in memory.
+// Lanes of one register; compilers keep wider vectors in memory.
 #if defined(__AVX512F__)
 constexpr int64_t kLanes = 16;
 constexpr bool kManyRegisters = true;  // 32, else 16
 #elif defined(__AVX2__)
-#define PEAGLE_AVX2  // the best there is
+#define PEAGLE_AVX2  // and no AVX-512
 constexpr int64_t kLanes = 8;
 constexpr bool kManyRegisters = false;
 #else
@@ -44,11 +44,10 @@ PEAGLE_INLINE void Store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof(vector));
 }
 
-PEAGLE_INLINE Floats Broadcast(float value) { return value - Floats{}; }  // -0, too
+PEAGLE_INLINE Floats Broadcast(float value) { return value - Floats{}; }  // keeps -0
 
-// a * b + c, rounded once where machines of the instruction set do so in one instruction. Compilers are told not to make it
-// of products and sums (-ffp-contract=off): they would in one loop and not in another, and a row's bits would depend on
-// which loop it went through.
+// a * b + c, rounded once if the instruction set has one instruction for it. Compilers must not fuse other products and sums
+// (-ffp-contract=off): they would fuse in one loop and not in another, and a row's bits would depend on the loop.
 PEAGLE_INLINE float MulAdd(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);
@@ -74,7 +73,7 @@ PEAGLE_INLINE Floats MulAdd(Floats a, Floats b, Floats c) {
 
 PEAGLE_INLINE Floats MulAdd(Floats a, float b, Floats c) { return MulAdd(a, Broadcast(b), c); }
 
-// The first `count` floats, and zeros behind them.
+// The first `count` floats, then zeros.
 PEAGLE_INLINE Floats LoadFirst(const float* from, int64_t count) {
   if (count >= kLanes) return Load<Floats>(from);
   Floats values = {};
@@ -112,14 +111,14 @@ PEAGLE_INLINE Floats Exp(Floats x) {
 PEAGLE_INLINE Floats Sigmoid(Floats x) { return 1.0f / (1.0f + Exp(-x)); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Values in memory that are floats, or with kHalf bfloat16
+// Values in memory: float, or bfloat16 with kHalf
 
 template <bool kHalf>
 PEAGLE_INLINE Floats LoadLanes(const void* base, int64_t index) {
   if constexpr (kHalf) {
     const Halves halves = Load<Halves>(static_cast<const uint16_t*>(base) + index);
 #if defined(PEAGLE_AVX2)
-    const Words words = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(halves)));  // gcc: by lane
+    const Words words = reinterpret_cast<Words>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(halves)));  // gcc: lane by lane
 #else
     const Words words = __builtin_convertvector(halves, Words);
 #endif
@@ -160,7 +159,7 @@ PEAGLE_INLINE void PutLanes(void* base, int64_t index, Floats values) {
     Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     rounded = (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16) | 64u : rounded;
 #if defined(PEAGLE_AVX2)
-    const __m256i words = reinterpret_cast<__m256i>(rounded);  // gcc: by lane
+    const __m256i words = reinterpret_cast<__m256i>(rounded);  // gcc: lane by lane
     Store(static_cast<uint16_t*>(base) + index,
           _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 #else
@@ -171,7 +170,7 @@ PEAGLE_INLINE void PutLanes(void* base, int64_t index, Floats values) {
   }
 }
 
-// Of the lanes the first `count`, all if there are no more.
+// Writes the first `count` lanes, or all if count is larger.
 template <bool kHalf>
 PEAGLE_INLINE void PutFirst(void* base, int64_t index, Floats values, int64_t count) {
   if (count >= kLanes) return PutLanes<kHalf>(base, index, values);

@@ -1,4 +1,4 @@
-"""A shard is whole or absent, holds what was written, and goes with its folder."""
+"""A shard is whole or absent, unaltered, and matches its folder."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def documents(seed: int, count: int = 5, taught: bool = False) -> list[Document]
 
 
 @pytest.mark.parametrize("taught", [False, True])
-def test_what_is_written_is_read(tmp_path: Path, taught: bool) -> None:
+def test_a_written_shard_is_read_back(tmp_path: Path, taught: bool) -> None:
     folder = tmp_path / "data"
     open_folder(folder, {"target": "x"})
     written = [*documents(0, taught=taught), *documents(1, taught=taught)]
@@ -67,7 +67,7 @@ def test_a_cut_and_an_altered_shard_are_named(tmp_path: Path) -> None:
         read_shard(path)
 
 
-def test_a_shard_that_cannot_be_written_is_not_there_in_part(tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_written_is_absent(tmp_path: Path) -> None:
     open_folder(tmp_path / "data", {})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
@@ -79,21 +79,21 @@ def test_a_shard_that_cannot_be_written_is_not_there_in_part(tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path / "data")) == ["manifest.json"]
 
 
-def test_a_folder_that_was_left_half_way_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+def test_an_unfinished_folder_is_refused(tmp_path: Path) -> None:
     open_folder(tmp_path / "data", {"num_prompts": 5, "shard_prompts": 2})
     write_shard(tmp_path / "data", 0, documents(0))
     with pytest.raises(InputError, match="holds 1 of 3 shards; run peagle data to its end"):
         read_shards(tmp_path / "data")
 
 
-def test_what_a_killed_write_leaves_is_no_file_of_somebody_else(tmp_path: Path) -> None:
+def test_the_remains_of_a_killed_write_do_not_count_as_files(tmp_path: Path) -> None:
     (tmp_path / ".manifest.json.tmp").write_text("{")
     expect_folder(tmp_path, {"seed": 1})
     open_folder(tmp_path, {"seed": 1})
     assert os.listdir(tmp_path) == ["manifest.json"]
 
 
-def test_a_folder_goes_on_with_what_it_was_begun_with(tmp_path: Path) -> None:
+def test_a_folder_continues_with_the_same_settings_only(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     open_folder(folder, {"seed": 1, "target": "x"})
     open_folder(folder, {"seed": 1, "target": "x"})
@@ -105,7 +105,7 @@ def test_a_folder_goes_on_with_what_it_was_begun_with(tmp_path: Path) -> None:
         open_folder(tmp_path / "other", {})
 
 
-def test_what_is_no_training_data_is_one_line(tmp_path: Path) -> None:
+def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         read_shards(tmp_path)
     open_folder(tmp_path / "data", {})
@@ -125,7 +125,7 @@ def test_rows_hold_whole_documents_and_every_one_of_them() -> None:
         pack(given, 6)
 
 
-def test_a_row_tells_its_documents_apart() -> None:
+def test_each_document_of_a_row_is_a_segment() -> None:
     first, second = documents(4, count=2, taught=True)
     arrays = Row((first, second)).arrays(20)
     a, b = len(first.token_ids), len(second.token_ids)

@@ -34,11 +34,11 @@ CONFIG = DrafterConfig(
     mask_token_id=30,
     rope=RopeConfig(8, 10000.0),
 )
-# where gradients are compiled many times
+# for gradients, which compile many times
 SMALL = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1, mlp_width=12)
 T = 24
 loss_of_chains = jax.jit(loss.chain_loss, static_argnames=("config", "loss", "counts", "part"))
-QUICKLY: Any = {"xla_backend_optimization_level": 0}  # what is compiled once and run once
+QUICKLY: Any = {"xla_backend_optimization_level": 0}  # for programs that run once
 
 
 def sequence(seed: int) -> dict[str, np.ndarray]:
@@ -79,7 +79,7 @@ def chains(data: dict[str, np.ndarray], cod: Cod, counts: tuple[int, ...]) -> tu
 def chains_of_parts(
     data: dict[str, np.ndarray], cod: Cod, segments: Segments, counts: tuple[tuple[int, ...], ...]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each part (anchors, reach) of both rows."""
+    """Draw (anchors, reach) of both rows, per part."""
     rng = np.random.default_rng(4)
     sampled = [
         sample_chains(cod, data["trained"][row] > 0, data["segment_ids"][row], segments, counts, rng)
@@ -98,7 +98,7 @@ def sums(
     config: DrafterConfig = CONFIG,
     **given: Any,
 ) -> loss.Sums:
-    """chain_loss with the labels of the data's logits."""
+    """Compute chain_loss with labels from the data's logits."""
     device = on_device(data)
     logits = device.pop("target_logits")
     return loss_of_chains(
@@ -195,14 +195,14 @@ def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its
     assert (np.asarray(found.hits) <= count).all()
 
 
-@pytest.mark.parametrize("mask_hiddens", [1, 3])  # shared, and one for each depth up to the third
+@pytest.mark.parametrize("mask_hiddens", [1, 3])  # shared, and one per depth up to the third
 def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_every_depth(mask_hiddens: int) -> None:
-    """What makes training and inference one thing: a chain grown from an anchor is what the drafter proposes there."""
+    """Training agrees with inference: a chain grown from an anchor equals the drafter's proposal there."""
     config = dataclasses.replace(SMALL, num_mask_hiddens=mask_hiddens)
     small = jax.jit(init_params, static_argnums=0)(config, jax.random.key(2))
     data, depth = sequence(5), 5
     device = on_device(data)
-    anchor = 9  # of the second row, which is one document
+    anchor = 9  # in the second row, which is one document
     tokens, aux = device["token_ids"][1:], device["aux_hidden"][1:]
     shifted = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     counts = (1,) * (depth - 1)
@@ -224,16 +224,16 @@ run_absorb = jax.jit(model.absorb, static_argnames="config")
 
 
 def rows_before(anchor: int) -> jax.Array:
-    """Positions of T rows, of which those from the anchor on are inactive."""
+    """Return the positions of T rows; rows from the anchor on are inactive."""
     places = jnp.arange(T, dtype=jnp.int32)[None, :]
     return jnp.where(places < anchor, places, -1)
 
 
 @pytest.mark.parametrize("norm_output", [False, True])
-def test_drafting_in_turn_and_training_in_turn_are_as_sure_of_the_same_tokens(
+def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
     norm_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """EAGLE-3 reads its own drafts where training reads the text: where the text is those drafts, the two agree."""
+    """EAGLE-3 reads its own drafts, training reads the text. If the text is those drafts, the two agree."""
     config = dataclasses.replace(SMALL, num_layers=1, mask_token_id=None, norm_output=norm_output)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(3))
     device, depth, anchor = on_device(sequence(5)), 4, 9
@@ -247,7 +247,7 @@ def test_drafting_in_turn_and_training_in_turn_are_as_sure_of_the_same_tokens(
 
     @jax.jit
     def draft(caches: tuple[KVCache, ...]) -> tuple[jax.Array, jax.Array]:
-        """(the drafts, the logits that each comes from)."""
+        """Propose; return (drafts, the logits of each)."""
         seen: list[jax.Array] = []
 
         def recorded(*operands: Any) -> jax.Array:
@@ -276,12 +276,12 @@ def test_drafting_in_turn_and_training_in_turn_are_as_sure_of_the_same_tokens(
 def test_gradients_of_parts_add_up_to_those_of_the_whole(
     small, starts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Algorithm 1: every kept row counts in one part, with all of its context. The whole goes the way of short
-    sequences, the parts that of long ones: blocks of rows, and of logits."""
+    """Algorithm 1: every kept row counts in one part, with all of its context. The whole runs the code for short
+    sequences, the parts the code for long ones, with blocks of rows and of logits."""
     data, cod = sequence(6), Cod(depth=3)
     whole = (T - 1,) * 2
     segments = Segments(T, starts)
-    # the same chains: as much room as there are anchors, so that nothing is cut
+    # room for all anchors, so that no chain is cut
     rooms = tuple((T,) * 2 for _ in starts)
     of_parts = chains_of_parts(data, cod, segments, rooms)
     ((anchors, reach),) = chains_of_parts(data, cod, Segments(T), (whole,))
@@ -319,7 +319,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(one))) + 1e-7)
 
 
-def test_a_part_has_room_for_its_share_and_cuts_what_exceeds_it_from_the_deepest() -> None:
+def test_a_part_has_room_for_its_share_and_cuts_the_deepest_excess() -> None:
     cod, segments = Cod(depth=4, ratio=0.9), Segments.even(40, 4)
     everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
     counts = segments.counts(cod, 40)
@@ -342,7 +342,7 @@ def test_parts_that_make_no_sense_are_one_line(starts: tuple[int, ...], says: st
 
 
 def test_memory_grows_with_the_rows_and_not_with_their_square() -> None:
-    """Of a gradient over L tokens at depth 4, some 3 L rows: a dense mask alone would take 9 L^2 bytes, and scores of
+    """A gradient over L tokens at depth 4 has some 3 L rows: a dense mask alone would take 9 L^2 bytes, and scores of
     six heads 216 L^2."""
     config = dataclasses.replace(CONFIG, num_layers=1)
     params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
@@ -368,7 +368,7 @@ def test_memory_grows_with_the_rows_and_not_with_their_square() -> None:
 
 
 def test_the_losses(small) -> None:
-    """kl is never below 0, and all losses agree where the label is sure."""
+    """kl is never below 0, and all losses agree if the label has probability 1."""
     data, cod = sequence(8), Cod(depth=3)
     counts = cod.counts(T)
     anchors, reach = map(jnp.asarray, chains(data, cod, counts))
@@ -403,7 +403,7 @@ def test_labels_from_all_tokens_and_from_the_best_agree() -> None:
     assert int(whole.best[0, 0]) in (-1, 0, 1, 2, 3)
 
 
-def test_a_token_that_cannot_be_proposed_teaches_nothing(small) -> None:
+def test_a_token_that_cannot_be_proposed_adds_no_loss(small) -> None:
     data, cod = sequence(9), Cod(depth=2)
     counts = cod.counts(T)
     anchors, reach = map(jnp.asarray, chains(data, cod, counts))

@@ -1,4 +1,4 @@
-"""A training reaches the same bits however often it is killed, and stops where it cannot go on."""
+"""A training reaches the same bits however often it is killed, and stops if it cannot continue."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[3]
 
 @flax.struct.dataclass
 class Counting:
-    """A target whose next token follows from the last one: the next but one in the vocabulary. Its taps are that
+    """A target whose next token depends on the last one: the next but one in the vocabulary. Its aux_hidden is that
     token's row of a table."""
 
     table: jax.Array
@@ -89,7 +89,7 @@ def curve(out: Path) -> list[tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[DrafterParams, list[tuple[int, float]]]:
-    """What a training without interruptions comes to."""
+    """Train without interruptions."""
     out = tmp_path_factory.mktemp("straight") / "run"
     return trainer(out).run(initial()), curve(out)
 
@@ -100,10 +100,10 @@ def test_it_learns(straight: tuple[DrafterParams, list[tuple[int, float]]]) -> N
     assert losses[-1][1] < 0.8 * losses[0][1]
 
 
-def test_stopped_anywhere_it_keeps_the_last_step_and_goes_on_to_the_same_bits(
+def test_stopped_anywhere_it_saves_the_last_step_and_continues_to_the_same_bits(
     tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]]
 ) -> None:
-    """Told to stop, as a deadline does, and by Ctrl-C within an evaluation; neither at a step that is saved anyway."""
+    """Stopped by should_stop, as by a deadline, and by Ctrl-C in an evaluation; neither at a step of save_every."""
     out, asked = tmp_path / "run", iter([False] * 3 + [True])
 
     def evaluate(_: DrafterParams) -> dict[str, float]:
@@ -123,8 +123,8 @@ def test_stopped_anywhere_it_keeps_the_last_step_and_goes_on_to_the_same_bits(
     assert [step for step, _ in curve(out)] == [2, 3, 4, 5, 6, 8, 10, 12]
 
 
-def test_with_more_steps_it_goes_on_at_the_rates_of_a_longer_training(tmp_path: Path) -> None:
-    """Its first steps are those of the shorter one; one that had these rates from the start comes to something else."""
+def test_with_more_steps_it_continues_at_the_rates_of_a_longer_training(tmp_path: Path) -> None:
+    """Its first steps are those of the shorter one; a training with these rates from the start ends differently."""
     out = tmp_path / "run"
     trainer(out, dataclasses.replace(RECIPE, steps=4)).run(initial())
     longer = dataclasses.replace(RECIPE, steps=6)
@@ -136,11 +136,11 @@ def test_with_more_steps_it_goes_on_at_the_rates_of_a_longer_training(tmp_path: 
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing catches it."""
+    """Stands in for a kill: nothing catches it."""
 
 
 @pytest.mark.parametrize("at", [9, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
-def test_a_training_that_was_cut_off_goes_on_to_the_same_bits(
+def test_a_killed_training_continues_to_the_same_bits(
     tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]], at: int
 ) -> None:
     def watch(line: Mapping[str, Any]) -> None:
@@ -156,9 +156,9 @@ def test_a_training_that_was_cut_off_goes_on_to_the_same_bits(
 
 @pytest.mark.slow
 def test_in_parts_it_learns_the_same(tmp_path: Path) -> None:
-    """The sums are taken in another order: near, not equal."""
+    """The sums are added in another order: close, not equal."""
     cut = trainer(tmp_path / "cut", dataclasses.replace(RECIPE, parts=2))
-    # as much room as the whole has, so that the same chains are kept
+    # the whole's room, so that the same chains are kept
     counts = tuple((RECIPE.width,) * 2 for _ in range(2))
     cut.batches = dataclasses.replace(cut.batches, counts=counts)
     whole = trainer(tmp_path / "whole")
@@ -185,7 +185,7 @@ def test_muon_and_clipping_and_bfloat16_train_too(tmp_path: Path) -> None:
     assert losses[-1][1] < losses[0][1]
 
 
-def test_a_loss_that_is_no_number_stops_it_with_the_last_good_step(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_it_with_the_last_good_step(tmp_path: Path) -> None:
     broken = trainer(tmp_path / "run")
     fine = broken.batches
 
@@ -197,7 +197,7 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_step(tmp_path: Pat
             return dataclasses.replace(batch, trained=batch.trained * (np.nan if step == 6 else 1.0))
 
     broken.batches = Breaking()  # type: ignore[assignment]
-    with pytest.raises(TrainingStopped, match="the loss of step 7 is no finite number; the last good step is 4, in"):
+    with pytest.raises(TrainingStopped, match="the loss of step 7 is not finite; the last good step is 4, in"):
         broken.run(initial())
     assert sorted(path.name for path in (tmp_path / "run" / CHECKPOINTS).iterdir()) == ["4"]
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     first.run(initial())
     other = dataclasses.replace(CONFIG, mlp_width=16)
     second = dataclasses.replace(trainer(tmp_path / "run"), config=other)
-    why = r"step 4 cannot be gone on from: .*down is \(14, 12\) in it and \(16, 12\) in this"
+    why = r"cannot continue from step 4: .*down is \(14, 12\) in it and \(16, 12\) in this"
     with pytest.raises(InputError, match=why):
         second.run(init_params(other, jax.random.key(0)))
 
@@ -219,7 +219,7 @@ from drafter.train.trainer import TrainingStopped
 from tests.drafter.train.test_trainer import initial, trainer
 
 def fill(line):
-    if line["step"] == 6:  # no file can grow beyond this from here on: what a full disk does to a write
+    if line["step"] == 6:  # no file can grow beyond this from here on, as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 
 try:
@@ -236,7 +236,7 @@ except TrainingStopped as error:
         pytest.param(600, "cannot be written: File too large", marks=pytest.mark.slow),
     ],
 )
-def test_a_full_disk_stops_it_with_the_last_good_step_and_it_goes_on_from_there(
+def test_a_full_disk_stops_it_with_the_last_good_step_and_it_continues_from_there(
     tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]], room: int, said: str
 ) -> None:
     out = tmp_path / "run"
@@ -251,7 +251,7 @@ def test_a_full_disk_stops_it_with_the_last_good_step_and_it_goes_on_from_there(
     assert curve(out) == straight[1]
 
 
-def test_what_it_evaluates_is_in_the_log(tmp_path: Path) -> None:
+def test_evaluations_are_logged(tmp_path: Path) -> None:
     seen: list[DrafterParams] = []
 
     def evaluate(params: DrafterParams) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def test_what_it_evaluates_is_in_the_log(tmp_path: Path) -> None:
     assert same(seen[-1], params)
 
 
-def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_is_repeated(tmp_path: Path) -> None:
     def killed(_: DrafterParams) -> dict[str, Any]:
         raise Killed
 
@@ -281,18 +281,18 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path: Path) -> None:
     assert [line["step"] for line in read_log(out / LOG) if "evaluation" in line] == [4, 8, 12]
 
 
-def test_a_checkpoint_that_was_cut_is_one_line(tmp_path: Path) -> None:
+def test_a_truncated_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     out = tmp_path / "run"
     trainer(out).run(initial())
     largest = max((out / CHECKPOINTS / "12").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
     largest.write_bytes(largest.read_bytes()[:100])
-    with pytest.raises(InputError, match=r"step 12 cannot be gone on from: .* has 100 bytes, \d+ were") as error:
+    with pytest.raises(InputError, match=r"cannot continue from step 12: .* has 100 bytes, \d+ were") as error:
         trainer(out).run(initial())
     assert "\n" not in str(error.value)
     assert "go on from the one before" in str(error.value)
 
 
-def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_room_on_the_disk_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(TrainingStopped, match="has 0 MB left: No space left on device; there is no checkpoint yet"):
@@ -300,7 +300,7 @@ def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(tmp_path: Path, mo
     assert not list((out / CHECKPOINTS).iterdir())
 
 
-# stops in its second step, before the step is saved or before what was written of it gets its name, to be killed there
+# stops in its second step, before the step is saved or before the written files are renamed, to be killed there
 PROCESS = """
 import os, sys
 from pathlib import Path
@@ -329,10 +329,10 @@ trainer(out, watch=watch, save_every=1, log_every=1).run(initial())
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on(
+def test_killed_at_any_moment_it_continues(
     tmp_path: Path, straight: tuple[DrafterParams, list[tuple[int, float]]]
 ) -> None:
-    """kill -9 between steps, and while a checkpoint is written."""
+    """kill -9 between steps, and during the write of a checkpoint."""
     out = tmp_path / "run"
     out.mkdir()
 
@@ -350,8 +350,8 @@ def test_killed_at_any_moment_it_goes_on(
     assert [line["step"] for line in lines] == list(range(1, 13))
 
 
-def test_data_with_and_without_what_the_target_said_are_trained_on_together() -> None:
-    """Then the target runs for all: a batch has what all of its rows have."""
+def test_data_with_and_without_stored_results_of_the_target_train_together() -> None:
+    """Then the target runs for all: a batch uses stored results only if all of its rows have them."""
     said = {"aux_hidden": np.zeros((7, CONFIG.aux_width), np.float32)}
     with_taps = Source(pack([dataclasses.replace(document(0, 7), teacher=said)], RECIPE.width), 1)
     without = Source(pack([document(1, 7)], RECIPE.width), 1)

@@ -288,7 +288,7 @@ def test_an_error_of_the_compilers_is_quoted(monkeypatch: pytest.MonkeyPatch, tm
             "kernels.cc:7:1: error: one",
         ),
         (["out of", "memory"], "out of memory"),
-        ([], "exit status 1, and no word"),
+        ([], "exit status 1, no message"),
     ],
     ids=["errors", "no errors", "nothing"],
 )

@@ -1,4 +1,4 @@
-// What crew.h takes of XLA's FFI: a pool of threads.
+// What thread_team.h takes of XLA's FFI: a pool of threads.
 #pragma once
 
 #include <condition_variable>

@@ -1,4 +1,4 @@
-// Products of rows with weights in panels (kernels.h): what the ops share that multiply by matrices.
+// Products of rows with packed matrices (kernels.h), for all ops that multiply by a matrix.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,14 @@
 
 namespace peagle {
 
-constexpr int kTileRows = 8;     // the most rows that panels are read for at once
-constexpr int kTilePanels = 16;  // panels of a chunk
+constexpr int kTileRows = 8;     // the most rows that one read of a panel serves
+constexpr int kTilePanels = 16;  // the most panels of a chunk
 
 struct Tile {
   float values[kTilePanels][kTileRows][kPanelRows];  // [panel][row][output of the panel]
 };
 
-// Rows of inputs in the form in which the weights' format multiplies them.
+// Rows of inputs, converted for the weights' format.
 class Inputs {
  public:
   Inputs(const Matrix& matrix, const float* const* x, int64_t rows, Parallel& parallel, Scratch& scratch);
@@ -27,17 +27,17 @@ class Inputs {
   const void** row_;
 };
 
-// tile = the dot products of panels first .. first + count - 1 with up to kTileRows rows.
+// tile = dot products of panels first .. first + count - 1 with up to kTileRows rows.
 void Dot(const Matrix& matrix, int64_t first, int64_t count, const void* const* x, int64_t rows, Tile& tile);
 
 inline int64_t Panels(int64_t outputs) { return (outputs + kPanelRows - 1) / kPanelRows; }
 
 int64_t PanelBytes(const Matrix& matrix);
 
-// What multiplying `rows` rows by that many panels costs, in weight bytes read.
+// The cost of multiplying `rows` rows by that many panels, in weight bytes read.
 int64_t Work(const Matrix& matrix, int64_t panels, int64_t rows);
 
-// `panels` cut into that many equal chunks, or more where they would hold more than kTilePanels.
+// `panels` cut into `shares` equal chunks, or more if a chunk would exceed kTilePanels.
 struct Cut {
   int64_t panels, size, chunks;
 

@@ -1,7 +1,7 @@
 // Jobs of all sizes from several callers at the same time: each chunk is run once, while its job lasts, and by others, too.
 // For so long, and on until somebody has helped: on a busy machine nobody may for a while.
 //     stress CALLERS THREADS SECONDS
-#include "crew.h"
+#include "thread_team.h"
 
 #include <cstdio>
 #include <cstdlib>

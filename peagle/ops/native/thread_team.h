@@ -1,4 +1,4 @@
-// XLA's own threads at an op's work: Parallel (parallel.h) as the handlers of ffi.cc have it.
+// The thread team: shares an op's work among XLA's own threads (Parallel in parallel.h, for the handlers of ffi.cc).
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ inline int64_t Now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// A thread waits by asking again; after a while so that another may have its core.
+// One round of a spinning wait; after a while yield the core to another thread.
 inline void Pause(int64_t spins) {
   if (spins > 2'000) {
     std::this_thread::yield();
@@ -32,20 +32,19 @@ inline void Pause(int64_t spins) {
 #endif
 }
 
-// The threads of XLA's pool that help. Ops follow each other by the microsecond, and going through the pool's queue takes
-// several; so a thread that has come stays for a while and looks out for the next job, which reaches it in a fraction of
-// one. It is the pool's again kStay after the last.
+// Helpers from XLA's thread pool. Ops follow each other within microseconds, and the pool's queue takes several. So a helper
+// stays and polls for the next job, which reaches it in a fraction of a microsecond. It returns to the pool kStay after its
+// last job.
 //
-// A job is taken chunk by chunk, by the caller and by helpers alike, and the caller waits for those chunks alone that
-// somebody has begun: a pool whose threads are all waiting in handlers of their own cannot lock up. There is room for one
-// job on the board; who finds it taken works alone until it is free.
-class Crew {
+// The caller and the helpers take a job's chunks one by one, and the caller waits only for chunks that a helper has begun.
+// So a pool whose threads all wait in handlers of their own cannot deadlock. The board has room for one job; a caller that
+// finds it taken works alone until it is free.
+class ThreadTeam {
  public:
-  // Whether a job came within kStay, so that another may: worth calling helpers for.
+  // Whether a job came within kStay: another is likely to follow, so calling helpers pays.
   static bool Busy() { return Now() - last_job_.load(std::memory_order_relaxed) < kStay; }
 
-  // body(context, chunk) is done for all chunks, with those helpers that are there; `called`, so many are in any case, or
-  // on their way.
+  // Runs body(context, chunk) for all chunks with the helpers present, after calling more if fewer than `called` are.
   static void Run(xla::ffi::ThreadPool& pool, int64_t called, int64_t chunks, void (*body)(void*, int64_t),
                   void* context) noexcept {
     int64_t first = 0;
@@ -70,11 +69,11 @@ class Crew {
  private:
   static constexpr int64_t kStay = 50'000;  // ns
   static constexpr int64_t kMostChunks = 65'535;  // of a job on the board
-  static constexpr int64_t kSpins = 128;  // between looks at the clock
+  static constexpr int64_t kSpins = 128;  // between reads of the clock
   static constexpr int64_t kSeats = 64;
 
-  // The job, in one cache line. The word is its number, how many chunks it has (16 bits), and how many of them are taken
-  // (16 bits). Whoever takes one has read the rest before: it stays as it is while chunks are left.
+  // The job, in one cache line. The word holds its number, its count of chunks (16 bits), and how many are taken (16 bits).
+  // A thread reads the other fields before it takes a chunk: they do not change while chunks are left.
   struct alignas(64) Board {
     std::atomic<uint64_t> word;
     std::atomic<void (*)(void*, int64_t)> body;
@@ -93,7 +92,7 @@ class Crew {
   static int64_t Chunks(uint64_t word) { return static_cast<int64_t>(word >> 16 & 0xffff); }
   static int64_t Left(uint64_t word) { return Chunks(word) - static_cast<int64_t>(word & 0xffff); }
 
-  // Chunks of the job are done, as long as any were left; whether there was one.
+  // Runs chunks of the job until none are left; returns whether there was one.
   static bool Take() noexcept {
     int64_t count = 0;
     for (uint64_t word = board_.word.load(std::memory_order_acquire); Left(word) > 0;) {
@@ -109,7 +108,7 @@ class Crew {
     return count > 0;
   }
 
-  // A helper's seat: the lowest that was free. Those of high seats leave small jobs to the others.
+  // Takes the lowest free seat. Helpers in high seats leave small jobs to the others.
   static int64_t Sit() {
     for (uint64_t seats = seats_.load(std::memory_order_relaxed);;) {
       const int64_t seat = std::countr_one(seats);
@@ -127,7 +126,7 @@ class Crew {
         if (Take()) since = Now();
       } else if (spins % kSpins == 0) {
         if (Now() - since > kStay) break;
-        std::this_thread::yield();  // it may have the caller's own core
+        std::this_thread::yield();  // it may run on the caller's core
       } else {
         Pause(0);
       }
@@ -143,7 +142,7 @@ class Crew {
   static inline std::atomic<uint64_t> seats_{0};
 };
 
-// How many threads an op runs on changes its time, never its bits.
+// The number of threads changes an op's time, never its bits.
 class PoolParallel final : public Parallel {
  public:
   explicit PoolParallel(xla::ffi::ThreadPool& pool) : pool_(pool), threads_(pool.num_threads()) {}
@@ -154,8 +153,8 @@ class PoolParallel final : public Parallel {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) body(context, chunk);
       return;
     }
-    const bool call = work >= kWorthWaking || Crew::Busy();
-    Crew::Run(pool_, call ? helpers : 0, chunks, body, context);
+    const bool call = work >= kWorthWaking || ThreadTeam::Busy();
+    ThreadTeam::Run(pool_, call ? helpers : 0, chunks, body, context);
   }
 
   int64_t threads() const override { return threads_; }

@@ -7,7 +7,7 @@ import pytest
 
 from peagle.ops.native import build
 
-STRESS = Path(__file__).parent / "crew"
+STRESS = Path(__file__).parent / "thread_team"
 RACES = "-fsanitize=thread"
 
 

@@ -1,7 +1,7 @@
-// See panels.h. Dot products of R neighbouring columns with T rows; a column is as much of a panel as a register holds. A
-// format of weights says how; of MXFP4 there is a form for machines that multiply bytes, and one for the others.
+// See packed.h. Dot products of R neighbouring columns with T rows; a column is the part of a panel that fits a register.
+// Each weight format has its own; MXFP4 has one for machines that multiply bytes and one for the others.
 
-#include "panels.h"
+#include "packed.h"
 
 #include <algorithm>
 
@@ -12,8 +12,7 @@ namespace {
 
 constexpr int64_t kColumns = kPanelRows / kLanes;  // of a panel
 
-// Where column r of a group begins, in a panel's bytes or scales of `lane` each. A group is of whole panels, or of
-// columns of one.
+// The offset of column r of a group, in units of `lane` bytes or scales. A group is whole panels, or columns of one panel.
 constexpr int64_t At(int64_t r, int64_t panel, int64_t lane) {
   return r / kColumns * panel + r % kColumns * kLanes * lane;
 }
@@ -41,10 +40,10 @@ PEAGLE_INLINE void AddOuter(const Floats (&weights)[R], const float* const* x, i
   }
 }
 
-// Asks the memory for weights before their turn: those `distance` bytes on in each of the panels of R columns that are
-// read side by side, and at a panel's end the beginning of the next group's. Processors do so themselves, but not for
-// several panels at once. Nothing is read: past the end is no harm.
-constexpr int64_t kAheadDense = 8192, kAheadMxfp4 = 2048;  // bytes; those of four bits last longer (tried on Zen 5)
+// Prefetches weights: `distance` bytes ahead in each of the panels of R columns that are read side by side, and near a
+// panel's end the beginning of the next group. Processors prefetch by themselves, but not for several panels at once. A
+// prefetch past the end is harmless.
+constexpr int64_t kAheadDense = 8192, kAheadMxfp4 = 2048;  // bytes; four-bit weights last longer (tuned on Zen 5)
 
 template <int R>
 class Ahead {
@@ -60,8 +59,8 @@ class Ahead {
   int64_t near_, far_, turn_;
 };
 
-// How many of the rows go together first, and how many columns with so many of them. One row's sum is one chain of
-// additions, and a core works on eight or so at a time; more sums than registers are none the quicker.
+// The number of rows in the first group, and of columns for a group of rows. One row's sum is one chain of additions, and a
+// core runs about eight chains at a time; more sums than registers gain nothing.
 struct Dense {
   using Input = float;
   static constexpr int Rows(int rows) { return rows <= (kManyRegisters ? 6 : 5) ? rows : rows == 7 && !kManyRegisters ? 5 : 4; }
@@ -97,7 +96,7 @@ struct Bfloat16 : Dense {
     const int64_t panel = PanelBytes(inputs);
     const Ahead<R> ahead(panel, kAheadDense);
     for (int64_t pair = 0; pair < inputs / 2; ++pair) {
-      // one input of the pair after the other: registers hold no more beside the sums
+      // one input of the pair after the other: the registers beside the sums hold no more
       const auto both = [&](int r) { return panels + At(r, panel, 4) + pair * 64; };
       Floats weights[R];
       for (int r = 0; r < R; ++r) {
@@ -119,20 +118,20 @@ struct Bfloat16 : Dense {
 
 #if defined(__AVX512VNNI__) || defined(PEAGLE_AVX2)
 #define PEAGLE_DIGITS
-// Thirty-two neighbouring inputs of a row, for machines that add up products of bytes: integers of 23 bits times one
-// power of two, which the largest of them decides. So each is off by at most 2^-23 of the largest, as its products with
-// the others would be in a sum of floats; and sums of their products with codes are exact.
+// Thirty-two neighbouring inputs of a row, for machines that add up products of bytes: integers of 23 bits times one shared
+// power of two, set by the largest. Each is off by at most 2^-23 of the largest, as it would be within a sum of floats, and
+// sums of its products with codes are exact.
 struct Digits {
   int8_t digits[3][32];  // to base 256, -128 .. 127, the highest first; of eight inputs 0, 2, 4, 6, 1, 3, 5, 7
-  int32_t offset[3];     // what makes up for kCodeOffset: -kCodeOffset * the sum of the digits
+  int32_t offset[3];     // compensates kCodeOffset: -kCodeOffset * the sum of the digits
 #if defined(__AVX512VNNI__)
-  float exponent;        // of half an integer's unit; NaN where an input is no number
+  float exponent;        // of half an integer's unit; NaN if an input is not finite
 #else
-  float unit[2];         // half an integer's unit is their product, which may be no normal number; NaN as above
+  float unit[2];         // half an integer's unit is their product, which may be denormal; NaN as above
 #endif
 };
 
-constexpr int kCodeOffset = 12;  // codes count as twice their value and so much more: unsigned bytes
+constexpr int kCodeOffset = 12;  // a code becomes the unsigned byte 2 * value + kCodeOffset
 
 #if defined(__AVX512VNNI__)
 void ToDigits(const float* x, int64_t inputs, Digits* out) {
@@ -145,7 +144,7 @@ void ToDigits(const float* x, int64_t inputs, Digits* out) {
     __m128i sums[3] = {};
     for (int half = 0; half < 2; ++half) {
       const __m512 scaled = _mm512_scalef_ps(halves[half], _mm512_set1_ps(static_cast<float>(21 - exponent)));
-      // carries to the digit above where one is beyond 127, and its byte as a signed one
+      // a digit beyond 127 carries into the one above, and its byte becomes a signed one
       const __m512i carry = _mm512_set1_epi32(0x8080);
       const __m512i bytes = _mm512_xor_si512(_mm512_add_epi32(_mm512_cvtps_epi32(scaled), carry), carry);
       const __m128i digits[3] = {_mm512_cvtepi32_epi8(_mm512_srli_epi32(bytes, 16)),
@@ -174,7 +173,7 @@ PEAGLE_INLINE void Factors(int n, float (&factors)[2]) {
 }
 
 void ToDigits(const float* x, int64_t inputs, Digits* out) {
-  // of each four integers the highest digits of the even and the odd ones, then the second, then the third
+  // of each four integers the highest digits of the even and the odd ones, then the second digits, then the third
   const __m256i by_digit =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 10, 6, 14, 1, 9, 5, 13, 0, 8, 4, 12, -1, -1, -1, -1));
   const __m256i carry = _mm256_set1_epi32(0x8080), magnitude = _mm256_set1_epi32(0x7fffffff);
@@ -190,7 +189,7 @@ void ToDigits(const float* x, int64_t inputs, Digits* out) {
     Factors(21 - exponent, factors);
     for (int i = 0; i < 32; i += 8) {
       const __m256 scaled = _mm256_loadu_ps(x + i) * factors[0] * factors[1];
-      // carries to the digit above where one is beyond 127, and its byte as a signed one
+      // a digit beyond 127 carries into the one above, and its byte becomes a signed one
       const __m256i bytes = _mm256_xor_si256(_mm256_add_epi32(_mm256_cvtps_epi32(scaled), carry), carry);
       const __m256i sorted = _mm256_shuffle_epi8(bytes, by_digit);
       const __m128i four = _mm256_castsi256_si128(sorted), more = _mm256_extracti128_si256(sorted, 1);
@@ -264,7 +263,7 @@ struct Mxfp4 {
       for (int r = 0; r < R; ++r) {
         const Floats power = Power(scales + At(r, blocks * kPanelRows, 1) + block * kPanelRows);
         for (int t = 0; t < T; ++t) {
-          // both are below 2^24 in magnitude: floats hold them
+          // both are below 2^24 in magnitude, so floats hold them exactly
           const __m512i lower = _mm512_add_epi32(_mm512_slli_epi32(part[r][t][1], 8), part[r][t][2]);
           const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][t][0]), _mm512_set1_ps(65536.0f),
                                              _mm512_cvtepi32_ps(lower));
@@ -303,7 +302,7 @@ struct Mxfp4 {
         __m256i part[3];
 #pragma GCC unroll 3
         for (int i = 0; i < 3; ++i) {
-          // products of two bytes are 6144 at most in magnitude, with the one beside: four such sums fit into sixteen bits
+          // a sum of two neighbouring byte products is at most 6144 in magnitude: four such sums fit into sixteen bits
           auto products = [&](int64_t first) {
             __m256i sum = _mm256_setzero_si256();
 #pragma GCC unroll 4
@@ -314,7 +313,7 @@ struct Mxfp4 {
           };
           part[i] = _mm256_add_epi32(_mm256_add_epi32(products(0), products(4)), _mm256_set1_epi32(row.offset[i]));
         }
-        // both are below 2^24 in magnitude: floats hold them
+        // both are below 2^24 in magnitude, so floats hold them exactly
         const __m256i lower = _mm256_add_epi32(_mm256_slli_epi32(part[1], 8), part[2]);
         const __m256 sum =
             _mm256_fmadd_ps(_mm256_cvtepi32_ps(part[0]), _mm256_set1_ps(65536.0f), _mm256_cvtepi32_ps(lower));
@@ -324,7 +323,7 @@ struct Mxfp4 {
   }
 #else
   using Input = float;
-  static constexpr int Columns(int rows) {  // sums of a block beside those of the row: more registers
+  static constexpr int Columns(int rows) {  // a block's sums beside the row's take more registers
     return kManyRegisters ? (rows <= 1 ? 4 : 2) : (rows <= 1 ? 2 : 1);
   }
 
@@ -369,7 +368,7 @@ __attribute__((noinline)) void DotGroup(const char* panels, const uint8_t* scale
     for (int t = 0; t < T; ++t) Store(out + At(r, kTileRows * kPanelRows, 1) + t * kPanelRows, sums[r][t]);
 }
 
-// The same of R columns that are more than go together with so many rows.
+// DotGroup for R columns, in groups of as many as suit T rows.
 template <class W, int T, int R>
 PEAGLE_INLINE void DotColumns(const char* panels, const uint8_t* scales, int64_t inputs, const void* const* x, float* out) {
   constexpr int kTogether = std::min(R, W::Columns(T));
@@ -434,8 +433,8 @@ int64_t PanelBytes(const Matrix& matrix) {
   }
 }
 
-// The arithmetic of four rows weighs as much as reading, and that of codes, where registers are narrow, much more (tried
-// on Zen 3).
+// The arithmetic of four rows costs as much as reading the weights; decoding MXFP4 in narrow registers costs much more
+// (tuned on Zen 3).
 int64_t Work(const Matrix& matrix, int64_t panels, int64_t rows) {
   const int64_t bytes = panels * PanelBytes(matrix);
   return matrix.format == Format::kMxfp4 && !kManyRegisters ? 5 * bytes * rows : bytes * (4 + rows) / 4;
