@@ -222,8 +222,10 @@ def _vocabulary(target_directory: Path, drafter_directory: Path | None, asked: i
 
 
 def asked_window(drafter_directory: Path | None, asked: int | str) -> int | Literal["off"] | None:
-    """The window asked for, or what speculation.json names; None: neither, so config.json decides. Raises InputError
-    for what is no window, and for one without a drafter to give it to."""
+    """Read the window asked for, or the one in speculation.json; None: neither, so config.json decides.
+
+    Raises InputError for a value that is no window, and for a window without a drafter.
+    """
     if asked == AUTO:
         return None if drafter_directory is None else read_window(drafter_directory)
     if drafter_directory is None:
@@ -244,12 +246,13 @@ def asked_window(drafter_directory: Path | None, asked: int | str) -> int | Lite
 def windowed(
     config: "DrafterConfig", window: int | Literal["off"] | None, *, given: bool
 ) -> tuple["DrafterConfig", str]:
-    """(the config with that window in every layer, or as it is; the windows in words, with what named them)."""
+    """Give every layer that window, None leaving the config as it is; with the windows in words, and their source."""
     if window is None:
         return config, windows_in_words(config)
     source = "given" if given else f"by {SPECULATION_FILE}"
-    config = config.with_window(None if window == OFF else window)
-    return config, f"{OFF if window == OFF else f'{window} positions'}, {source}"
+    if isinstance(window, int):
+        return config.with_window(window), f"{window} positions, {source}"
+    return config.with_window(None), f"{OFF}, {source}"
 
 
 def windows_in_words(config: "DrafterConfig") -> str:

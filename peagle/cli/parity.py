@@ -321,13 +321,13 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
         yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
     longest = max(len(text.token_ids) for text in texts)
     for window in WINDOWS:
-        other = config.with_window(window)
+        changed = config.with_window(window)
         hides = window is not None and window < longest
-        if other.windows != config.windows and (hides or (window is None and config.narrowest_window is not None)):
+        if changed.windows != config.windows and (hides or (window is None and config.narrowest_window is not None)):
             said = OFF if window is None else window
             cure = f"give --drafter-window {said}, or write {strict_json.dumps({WINDOW_KEY: said})} into "
             cure += f"{SPECULATION_FILE} beside the drafter"
-            yield Other(f"window: {said}", cure, dataclasses.replace(model, config=other), texts)
+            yield Other(f"window: {said}", cure, dataclasses.replace(model, config=changed), texts)
     for name, cure, ids in vocabularies(checkpoint, params, config):
         mapped = dataclasses.replace(params, draft_to_target=jnp.asarray(ids, jnp.int32))
         yield Other(f"vocabulary map: {name}", cure, dataclasses.replace(model, params=mapped), texts)

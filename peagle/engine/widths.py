@@ -17,7 +17,8 @@ from peagle.ops.strict_json import dumps
 
 # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "drafter_window": POSITIONS}; one of the two may be left out
 SPECULATION_FILE = "speculation.json"
-WINDOW_KEY, OFF = "drafter_window", "off"
+WINDOW_KEY = "drafter_window"
+OFF: Literal["off"] = "off"  # as a window: none
 
 PLAIN_STEPS_LOST = 4.0  # a row may lose so many plain steps,
 BUDGET_LOST = 0.05  # or this share of its budget, whichever is more, before it pauses
@@ -93,8 +94,10 @@ def read_widths(directory: Path) -> WidthTable | None:
 
 
 def read_window(directory: Path) -> int | Literal["off"] | None:
-    """Read the window beside a drafter: the positions that its layers see, or "off" if they see all; None if no file
-    names one. Raises InputError for a file that holds something else."""
+    """Read the window beside a drafter: so many positions, or "off"; None if no file names one.
+
+    Raises InputError for a file that holds something else.
+    """
     path = directory / SPECULATION_FILE
     if not path.is_file():
         return None
