@@ -22,6 +22,8 @@ class DrafterConfig:
     norm_output: an EAGLE-3 drafter's next pass reads the output of the final norm, not its input.
     num_mask_hiddens: of a P-EAGLE drafter. 1: all mask slots share one (the paper's best). More: one per depth; depths
     beyond the last share it.
+    windows: of each layer how many positions a row sees, itself included; None: all before it. Only the mask changes:
+    rotary positions stay absolute.
     """
 
     hidden_size: int
@@ -45,6 +47,7 @@ class DrafterConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     max_positions: int | None = None
+    windows: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
         geometry = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_taps")
@@ -81,6 +84,12 @@ class DrafterConfig:
             raise InputError(
                 f"the drafter reads the outputs of layers {list(self.aux_layer_ids or ())}; expected 0 or more each"
             )
+        if self.windows is not None and len(self.windows) != self.num_layers:
+            raise InputError(
+                f"the drafter has {len(self.windows)} windows for {self.num_layers} layers; expected one for each"
+            )
+        if wrong := [window for window in self.windows or () if window is not None and window < 1]:
+            raise InputError(f"the drafter's window is {wrong[0]}; expected 1 position or more")
 
     @property
     def parallel(self) -> bool:
@@ -91,6 +100,19 @@ class DrafterConfig:
     def aux_width(self) -> int:
         """Width A of aux_hidden, the input of fc: num_taps hidden states side by side."""
         return self.num_taps * self.target_hidden_size
+
+    def window(self, layer: int) -> int | None:
+        """Positions that a row of a layer sees, itself among them; None: all before it."""
+        return None if self.windows is None else self.windows[layer]
+
+    @property
+    def narrowest_window(self) -> int | None:
+        """Positions that the layer of the smallest window sees; None: no layer has one."""
+        return min((window for window in self.windows or () if window is not None), default=None)
+
+    def with_window(self, window: int | None) -> "DrafterConfig":
+        """Give every layer the same window, or none."""
+        return dataclasses.replace(self, windows=None if window is None else (window,) * self.num_layers)
 
     def layer_input(self, layer: int) -> int:
         """Return the input width of a layer's qkv projection: layer 0 reads [embedding, hidden], the others hidden."""

@@ -9,6 +9,9 @@ Three dialects (vllm llama_eagle3.py; speculators models/peagle, models/eagle3):
 An EAGLE-3 drafter is the same with neither a mask id nor `mask_hidden`. Two variants load as well: NeMo's, with
 `model.` before the inner tensors' names, and SpecForge's, with the target's model_type above Llama layers.
 
+Windows are `sliding_window` beside `layer_types` in the geometry, where speculators and vLLM read them. Without
+layer_types a sliding_window means nothing, here as there.
+
 A file loads whole or not at all: every tensor is consumed or named in an error, every parameter is filled or named, and
 a setting that would change the result is followed or named. `t2d` repeats what `d2t` states, so the two are compared.
 `norm_output` concerns EAGLE-3 alone. A `mask_hidden` of more than one vector is this project's own extension;
@@ -40,6 +43,7 @@ MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 NESTED = "transformer_layer_config"
 AUX_LAYER_IDS, EAGLE_CONFIG = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # vLLM's name of both kinds
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 _EMBEDDING, _LM_HEAD, _FC, _MASK_HIDDEN = "embed_tokens.weight", "lm_head.weight", "fc.weight", "mask_hidden"
 
 _STRIPPED = "model."  # NeMo's prefix
@@ -56,7 +60,6 @@ _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("partial_rotary_factor", 1.0, "heads rotated as a whole"),
     ("use_aux_hidden_state", True, "aux hidden states"),
     ("quantization_config", None, "plain weights"),
-    ("use_sliding_window", False, "full attention"),
 )
 
 
@@ -349,6 +352,8 @@ def render_config(config: DrafterConfig, dialect: Dialect, dtype: str, verifier:
     }
     if config.max_positions is not None:
         geometry["max_position_embeddings"] = config.max_positions
+    if config.narrowest_window is not None:
+        geometry |= _render_windows(config)
     common: dict[str, Any] = {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -539,6 +544,7 @@ def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> Drafte
         attention_bias=bool(geometry.get("attention_bias", False)),
         mlp_bias=bool(geometry.get("mlp_bias", False)),
         max_positions=None if max_positions is None else int(max_positions),
+        windows=_windows(geometry, num_layers),
     )
 
 
@@ -575,14 +581,54 @@ def _refuse_variants(
         value = settings.get(key, supported)
         if value is not None and value != supported:
             raise InputError(f"config.json says {key} {_brief(value)}, which is not supported; expected {meaning}")
-    if unknown := set(geometry.get("layer_types") or ()) - {"full_attention"}:
-        raise InputError(f"config.json has layers of type {sorted(unknown)}; expected full_attention only")
     attention_bias = geometry.get("attention_bias", False)
     for key in ("qkv_bias", "bias"):
         if (value := geometry.get(key)) is not None and bool(value) != bool(attention_bias):
             raise InputError(
                 f"config.json says {key} {value} beside attention_bias {attention_bias}; expected them equal"
             )
+
+
+def _windows(geometry: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...] | None:
+    """The window of each layer; None where all layers see everything."""
+    kinds, window, used = (geometry.get(key) for key in ("layer_types", "sliding_window", "use_sliding_window"))
+    if kinds is None:
+        if used:
+            raise InputError(
+                f"config.json says use_sliding_window {_brief(used)} but names no layer_types; expected one of "
+                f"{FULL} and {SLIDING} for each layer"
+            )
+        return None
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {*map(str, kinds)} <= {FULL, SLIDING}:
+        raise InputError(
+            f"config.json's layer_types is {_brief(kinds)}; expected a list of {num_layers}, one of {FULL} and "
+            f"{SLIDING} for each layer"
+        )
+    if SLIDING not in kinds:
+        return None
+    if used is False:
+        raise InputError(
+            f"config.json says use_sliding_window false beside layer_types {_brief(kinds)}; expected them to agree: "
+            "take out the one that the drafter was not trained with"
+        )
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        raise InputError(
+            f"config.json's sliding_window is {_brief(window)} beside layers of {SLIDING}; expected the positions that "
+            "such a layer sees, 1 or more"
+        )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _render_windows(config: DrafterConfig) -> dict[str, Any]:
+    """What `_windows` reads. Raises InputError for windows that differ, for which config.json has no place."""
+    windows = {window for window in config.windows or () if window is not None}
+    if len(windows) > 1:
+        raise InputError(
+            f"the drafter's layers have windows of {sorted(windows)} positions; expected one, since config.json holds "
+            "one sliding_window"
+        )
+    kinds = [FULL if config.window(layer) is None else SLIDING for layer in range(config.num_layers)]
+    return {"sliding_window": windows.pop(), "layer_types": kinds}
 
 
 def _mask_token_id(checkpoint: Checkpoint) -> int | None:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.attention import attention, decode_attention, split_heads
-from peagle.ops.kv_cache import KVCache, init_kv_cache
+from peagle.ops.kv_cache import KVCache, init_window_cache
 from peagle.ops.likeliest import argmax
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import group_causal_mask
@@ -64,9 +64,11 @@ def forward(
     mask = group_causal_mask(anchor, depth)
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    behind = (anchor + depth)[:, :, None] - (anchor + depth)[:, None, :]
 
-    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # noqa: ARG001
-        return attention(query, key, value, mask)
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        window = config.window(layer)
+        return attention(query, key, value, mask if window is None else mask & (behind < window))
 
     masked = depth > 0
     token_ids = jnp.where(masked, mask_token_of(config), token_ids)
@@ -76,14 +78,19 @@ def forward(
     return _logits(params, config, x)
 
 
-def init_caches(config: DrafterConfig, batch: int, capacity: int, dtype: DTypeLike) -> tuple[KVCache, ...]:
-    """Make empty full caches, one per layer.
+def init_caches(
+    config: DrafterConfig, batch: int, capacity: int, widest_write: int, dtype: DTypeLike
+) -> tuple[KVCache, ...]:
+    """Make empty caches, one per layer: a full layer's holds `capacity` positions, that of a layer with a window is a
+    ring that survives the roll-back of `widest_write` rows, or full if the ring would be no smaller.
 
     The capacity must hold the widest write: 2K positions from the highest first position on. Rows beyond the capacity
     would be dropped silently.
     """
+    heads, width = config.num_kv_heads, config.head_dim
     return tuple(
-        init_kv_cache(batch, capacity, config.num_kv_heads, config.head_dim, dtype) for _ in range(config.num_layers)
+        init_window_cache(batch, capacity, config.window(layer), widest_write, heads, width, dtype)
+        for layer in range(config.num_layers)
     )
 
 
@@ -250,7 +257,14 @@ def _cached_pass(
 
     def attend(layer: int, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         out, written[layer] = decode_attention(
-            qkv, cos, sin, caches[layer], positions, config.num_heads, implementation=params.implementation
+            qkv,
+            cos,
+            sin,
+            caches[layer],
+            positions,
+            config.num_heads,
+            config.window(layer),
+            implementation=params.implementation,
         )
         return out
 

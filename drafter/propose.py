@@ -25,9 +25,14 @@ class _Cached:
         """The target's layers whose outputs the drafter reads; None: the target's default."""
         return self.config.aux_layer_ids
 
+    @property
+    def window(self) -> int | None:
+        """Positions that its layer of the smallest window sees; None: every layer sees all."""
+        return self.config.narrowest_window
+
     def init_state(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
         """Make empty caches for `capacity` positions of the target, plus room for a pass of `widest_write` rows."""
-        return model.init_caches(self.config, batch, capacity + widest_write, self.params.dtype)
+        return model.init_caches(self.config, batch, capacity + widest_write, widest_write, self.params.dtype)
 
     def absorb(
         self,

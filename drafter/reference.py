@@ -23,8 +23,8 @@ def draft_logits(
 
     aux_hidden is [n, A], n >= 1: the last token has none yet. Rows 0..n-1 are (token[p+1], fc of aux_hidden[p]). Rows
     n..n+K-2 are K-1 mask slots (P-EAGLE), or computed in turn: (the best draft of the row before, that row's last
-    hidden state) (EAGLE-3). Each row attends to the rows up to itself. Drafts are read from rows n-1..n+K-2: draft i
-    predicts token n+1+i.
+    hidden state) (EAGLE-3). Each row attends to the rows up to itself, in a layer with a window of W to the last W of
+    them. Drafts are read from rows n-1..n+K-2: draft i predicts token n+1+i.
     """
     known = len(token_ids) - 1
     if len(aux_hidden) != known or known < 1:
@@ -96,7 +96,8 @@ def row_outputs(
         else:
             read = _rms(hidden, weights[f"{name}.input_layernorm.weight"], eps)
             residual = hidden
-        attended = residual + _attend(weights, f"{name}.self_attn", config, read, positions, visible)
+        window = config.window(layer)
+        attended = residual + _attend(weights, f"{name}.self_attn", config, read, positions, visible, window)
         read = _rms(attended, weights[f"{name}.post_attention_layernorm.weight"], eps)
         gate = _apply(weights, f"{name}.mlp.gate_proj", read)
         up = _apply(weights, f"{name}.mlp.up_proj", read)
@@ -123,6 +124,7 @@ def _attend(
     read: np.ndarray,
     positions: Sequence[int],
     visible: Sequence[Sequence[int]],
+    window: int | None,
 ) -> np.ndarray:
     width, per_kv_head = config.head_dim, config.num_heads // config.num_kv_heads
     query, key, value = (_apply(weights, f"{name}.{x}_proj", read) for x in "qkv")
@@ -134,9 +136,10 @@ def _attend(
         queries = [_rotate(row[mine], p, frequencies) for row, p in zip(query, positions, strict=True)]
         keys = [_rotate(row[shared], p, frequencies) for row, p in zip(key, positions, strict=True)]
         for row, seen in enumerate(visible):
-            scores = np.array([queries[row] @ keys[other] for other in seen]) / math.sqrt(width)
+            near = [other for other in seen if window is None or positions[row] - positions[other] < window]
+            scores = np.array([queries[row] @ keys[other] for other in near]) / math.sqrt(width)
             shares = np.exp(scores - scores.max())
-            out[row, mine] = shares @ value[list(seen), shared] / shares.sum()
+            out[row, mine] = shares @ value[near, shared] / shares.sum()
     return _apply(weights, f"{name}.o_proj", out)
 
 

@@ -59,6 +59,7 @@ class Pair:
     kernels: str | None = None  # compiled CPU kernels, or XLA and the reason
     aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
     draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
+    drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number
     widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
@@ -252,14 +253,20 @@ class Pair:
     def engine(self, config: EngineConfig) -> Engine:
         """Return the engine of this shape; equal configs share one. K = 0 decodes plainly.
 
-        Raises InputError for a K that exceeds the positions, for K > 0 without a drafter, for draft sampling from a
-        drafter without probabilities, and for caches that take more memory than there is.
+        Raises InputError for a K that exceeds the positions or the drafter's window, for K > 0 without a drafter, for
+        draft sampling from a drafter without probabilities, and for caches that take more memory than there is.
         """
         k = config.num_speculative_tokens
         if k > self.max_positions - 2:
             raise InputError(
                 f"K is {k}; expected at most {max(self.max_positions - 2, 0)}, since a step takes K + 1 positions "
                 f"after the prompt and the target has {self.max_positions}"
+            )
+        window = getattr(self.drafter, "window", None) if k else None
+        if window is not None and window < k + 1:
+            raise InputError(
+                f"the drafter's window is {window} positions; expected {k + 1} or more at K = {k}, since a step's rows "
+                f"must see the token they follow: raise --drafter-window, or lower -k to {max(window - 1, 0)}"
             )
         with self._making:
             if config not in self._engines:

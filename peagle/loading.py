@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
+from peagle.api import AUTO, DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
-from peagle.engine.widths import read_widths
+from peagle.engine.widths import OFF, SPECULATION_FILE, read_widths, read_window
 from peagle.ops import cuda
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
@@ -28,6 +28,7 @@ from peagle.protocols import Drafter, PyTree
 from peagle.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
+    from drafter.config import DrafterConfig
     from drafter.load import NamedAuxLayers
     from drafter.vocabulary import DraftVocab
     from target.config import TargetConfig
@@ -53,6 +54,7 @@ def load(
     experts: ExpertsChoice = "auto",
     kernels: KernelsChoice = "auto",
     draft_vocab: int | str | None = None,
+    drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
@@ -63,13 +65,15 @@ def load(
     experts: "packed" keeps MXFP4 in memory, "expanded" dequantises at load, "auto" takes the fastest that fits.
     kernels: "native" runs the compiled CPU kernels or raises, "xla" runs without them, "auto" uses them if they run
     (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens, or the tokens listed in a file
-    (drafter.vocabulary). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
+    (drafter.vocabulary). drafter_window: the drafter's attention sees this many last positions only, or all if "off";
+    "auto" takes the window in speculation.json beside the drafter, else those of its config.json (see
+    `Pair.drafter_window`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
     those in its config.json (see `Pair.aux_layers`). progress(bytes of the target read, total bytes) is called during
     the load.
 
     Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
     possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
-    convention's, or there is no stop token.
+    convention's, a window hides nothing, or there is no stop token.
     """
     from target.load import load_target
     from target.model import GptOss
@@ -79,6 +83,7 @@ def load(
     _aux_layers(target_directory, drafter_directory, aux_layer_ids)  # check them before weights are read
     if draft_vocab is not None:
         _vocabulary(target_directory, drafter_directory, draft_vocab)
+    asked_window(drafter_directory, drafter_window)
     tokenizer = load_tokenizer(target_directory)
     dtype = dtype or default_dtype()
     implementation = _implementation(kernels)
@@ -106,7 +111,9 @@ def load(
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
     )
-    return with_drafter(pair, target, drafter, draft_vocab=draft_vocab, aux_layer_ids=aux_layer_ids)
+    return with_drafter(
+        pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
+    )
 
 
 def _refuse_too_large(
@@ -145,6 +152,7 @@ def with_drafter(
     drafter: str | Path | None,
     *,
     draft_vocab: int | str | None = None,
+    drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> Pair:
     """Replace the drafter of a pair, as `load` would make it, without loading the target again.
@@ -161,8 +169,9 @@ def with_drafter(
     assert isinstance(plain, GptOss)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
-    narrowed = None
+    narrowed = window_in_words = None
     widths = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
+    window = asked_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
         dtype, implementation = jnp.dtype(pair.dtype), plain.params.implementation
@@ -180,6 +189,14 @@ def with_drafter(
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
+        config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
+        if (widest := max((each or 0 for each in config.windows or ()), default=0)) > plain.max_positions:
+            warnings.warn(
+                f"the drafter's window of {widest} positions is larger than the target's {plain.max_positions}, so it "
+                "hides nothing",
+                InputWarning,
+                stacklevel=2,
+            )
         drafting = drafter_of(params, config)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
@@ -190,6 +207,7 @@ def with_drafter(
         drafter=drafting,
         aux_layers=None if layers is None else layers.description,
         draft_vocab=narrowed,
+        drafter_window=window_in_words,
         widths=widths,
         _engines={},
     )
@@ -221,6 +239,50 @@ def _vocabulary(target_directory: Path, drafter_directory: Path | None, draft_vo
         raise InputError("a draft vocabulary is given, but no drafter with weights; give a drafter, or leave it out")
     files = inspect_target(target_directory)
     return choose(str(draft_vocab), drafter_directory, files.config.vocab_size, files.stop_token_ids)
+
+
+def asked_window(drafter_directory: Path | None, asked: int | str) -> int | Literal["off"] | None:
+    """Read the window asked for, or the one in speculation.json; None: neither, so config.json decides.
+
+    Raises InputError for a value that is no window, and for a window without a drafter.
+    """
+    if asked == AUTO:
+        return None if drafter_directory is None else read_window(drafter_directory)
+    if drafter_directory is None:
+        raise InputError("a drafter window is given, but there is no drafter with weights; leave it out")
+    if asked == OFF:
+        return OFF
+    try:
+        window = int(asked)
+    except ValueError:
+        window = 0
+    if window < 1:
+        raise InputError(
+            f"the drafter window is {asked!r}; expected the positions that its attention sees, {AUTO} or {OFF}"
+        )
+    return window
+
+
+def windowed(
+    config: "DrafterConfig", window: int | Literal["off"] | None, *, given: bool
+) -> tuple["DrafterConfig", str]:
+    """Give every layer that window, None leaving the config as it is; with the windows in words, and their source."""
+    if window is None:
+        return config, windows_in_words(config)
+    source = "given" if given else f"by {SPECULATION_FILE}"
+    if isinstance(window, int):
+        return config.with_window(window), f"{window} positions, {source}"
+    return config.with_window(None), f"{OFF}, {source}"
+
+
+def windows_in_words(config: "DrafterConfig") -> str:
+    """Say how far the layers of a drafter see by its config.json. Example: 2048 positions in 3 of 4 layers, by
+    config.json."""
+    windows = [window for window in config.windows or () if window is not None]
+    if not windows:
+        return f"{OFF}, by default: no file names one"
+    where = "" if len(windows) == config.num_layers else f" in {len(windows)} of {config.num_layers} layers"
+    return f"{' and '.join(map(str, sorted(set(windows))))} positions{where}, by config.json"
 
 
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from peagle.ops.attention import attention, decode_attention, split_heads
 from peagle.ops.expert_matmul import expert_block
-from peagle.ops.kv_cache import KVCache, init_kv_cache, ring_capacity
+from peagle.ops.kv_cache import KVCache, init_window_cache
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import causal_mask
 from peagle.ops.messages import VerifyOutput
@@ -62,14 +62,9 @@ def init_caches(
     Full layers hold `capacity` positions. Sliding layers hold a ring that survives the rollback of `widest_write` rows,
     or all positions with `retain_full_kv`, or if the ring would not be smaller.
     """
-
-    def one(layer: int) -> KVCache:
-        window = config.window(layer)
-        ring = window is not None and not retain_full_kv and ring_capacity(window, widest_write) < capacity
-        slots = ring_capacity(window, widest_write) if ring and window is not None else capacity
-        return init_kv_cache(batch, slots, config.num_kv_heads, config.head_dim, dtype, ring)
-
-    return tuple(one(layer) for layer in range(config.num_layers))
+    windows = [None if retain_full_kv else config.window(layer) for layer in range(config.num_layers)]
+    heads, width = config.num_kv_heads, config.head_dim
+    return tuple(init_window_cache(batch, capacity, each, widest_write, heads, width, dtype) for each in windows)
 
 
 def extend(

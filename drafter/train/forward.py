@@ -1,9 +1,10 @@
 """Compute a drafter over all (anchor, depth) rows of a training sequence at once, without an L*D x L*D mask.
 
 A row attends to two things only (peagle.ops.mask.group_causal_mask): the context, rows of depth 0 up to its anchor, and
-its own chain. A P-EAGLE drafter runs all rows in one pass, an EAGLE-3 drafter one depth after the other. So attention
-is two pieces under one softmax: every row against the T context keys, and row (chain, d) against the d keys of its own
-chain. With chains longest first (drafter/train/cod.py), those are at the same index in each of the depth 1..d blocks:
+its own chain; in a layer with a window to the positions of both within it. A P-EAGLE drafter runs all rows in one pass,
+an EAGLE-3 drafter one depth after the other. So attention is two pieces under one softmax: every row against the T
+context keys, and row (chain, d) against the d keys of its own chain. With chains longest first (drafter/train/cod.py),
+those are at the same index in each of the depth 1..d blocks:
 
     rows     [ depth 0: T anchors | depth 1: n1 chains | depth 2: n2 chains | ... ],  n1 >= n2 >= ...
     scores   [ every row x T context keys | row (j, d) . key (j, d'), 1 <= d' <= d ]
@@ -12,6 +13,7 @@ There are rows * (T + D) scores instead of rows^2, and long sequences hold only 
 drafter.model.forward for P-EAGLE, and the float64 reference for EAGLE-3 (tested).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,14 +79,14 @@ def _at_once(
     """Compute P-EAGLE: all rows in one pass, chain rows as mask slots."""
     batch, width = segment_ids.shape
 
-    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:  # noqa: ARG001
-        context = (key[:, :width], value[:, :width])
+    def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        context, window = (key[:, :width], value[:, :width]), config.window(layer)
         blocks = _depths(width, counts)
-        found = [_attention(query[:, :width], *context, anchor[:, :width], segment_ids, [])]
+        found = [_attention(query[:, :width], *context, anchor[:, :width], segment_ids, [], window)]
         for depth, here in enumerate(blocks, 1):
             length = here.stop - here.start
             own = [(key[:, b.start : b.start + length], value[:, b.start : b.start + length]) for b in blocks[:depth]]
-            found.append(_attention(query[:, here], *context, anchor[:, here], segment_ids, own))
+            found.append(_attention(query[:, here], *context, anchor[:, here], segment_ids, own, window))
         return jnp.concatenate(found, axis=1)
 
     slots = model.mask_slots(params, config)
@@ -121,7 +123,7 @@ def _in_turn(
         (keys, values), *earlier = seen[layer]
         count = query.shape[1]
         own = [(k[:, :count], v[:, :count]) for k, v in earlier]
-        return _attention(query, keys, values, anchor[:, here], segment_ids, own)
+        return _attention(query, keys, values, anchor[:, here], segment_ids, own, config.window(layer))
 
     here = slice(0, width)
     projected = model.after_rope(config, attend)
@@ -150,12 +152,13 @@ def _attention(
     anchor: Int[Array, "B n"],
     segment_ids: Int[Array, "B T"],
     chain: list[tuple[jax.Array, jax.Array]],
+    window: int | None,
 ) -> Float[Array, "B n N H"]:
     """Attend from the rows of one depth to the context up to their anchors, and to their own chain.
 
-    `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. Plain
-    matrix products and elementwise sums, one sequence and kv head at a time: on a CPU several times faster than batched
-    products of such small matrices.
+    `chain` holds the chain's keys and values [B, n, G, H] by depth; it is empty for the context rows themselves. A row
+    attends to the last `window` positions, itself included; None: to all. Plain matrix products and elementwise sums,
+    one sequence and kv head at a time: on a CPU several times faster than batched products of such small matrices.
     """
     batch, rows, heads, head_dim = query.shape
     if not rows:
@@ -163,7 +166,10 @@ def _attention(
     groups, width = key.shape[2], segment_ids.shape[1]
     grouped = query.reshape(batch, rows, groups, heads // groups, head_dim) * head_dim**-0.5
     long = width >= LONG
-    one = _one_long if long else _one
+    depth = len(chain)
+    # the context of a segment stands at consecutive positions, and a row `depth` positions behind its anchor
+    reach, chain = (None, chain) if window is None else (window - depth, chain[max(depth - window, 0) :])
+    one = functools.partial(_one_long if long else _one, reach=reach)
     over = jax.lax.map if long else _unrolled
 
     def of_sequence(each: tuple[Any, ...]) -> jax.Array:
@@ -187,12 +193,13 @@ def _one(
     chain: list[tuple[jax.Array, jax.Array]],
     anchors: Int[Array, " n"],
     segment_ids: Int[Array, " T"],
+    reach: int | None,
 ) -> Float[Array, "n M H"]:
     """Attend within one sequence and kv head."""
     if chain:
-        return _block(q, k, v, anchors, segment_ids, chain)
+        return _block(q, k, v, anchors, segment_ids, chain, reach)
     cuts = [slice(start, start + CONTEXT_BLOCK) for start in range(0, q.shape[0], CONTEXT_BLOCK)]
-    parts = [_block(q[cut], k[: cut.stop], v[: cut.stop], anchors[cut], segment_ids, []) for cut in cuts]
+    parts = [_block(q[cut], k[: cut.stop], v[: cut.stop], anchors[cut], segment_ids, [], reach) for cut in cuts]
     return jnp.concatenate(parts, axis=0)
 
 
@@ -203,13 +210,14 @@ def _one_long(
     chain: list[tuple[jax.Array, jax.Array]],
     anchors: Int[Array, " n"],
     segment_ids: Int[Array, " T"],
+    reach: int | None,
 ) -> Float[Array, "n M H"]:
     """Attend within one sequence and kv head, block after block, each against all of the context."""
 
     def attend(fixed: tuple[jax.Array, ...], rows: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
         keys, values, segments = fixed
         queries, own_anchors, own_chain = rows
-        return _block(queries, keys, values, own_anchors, segments, own_chain)
+        return _block(queries, keys, values, own_anchors, segments, own_chain, reach)
 
     return in_blocks(attend, (k, v, segment_ids), (q, anchors, chain), LONG_BLOCK)
 
@@ -221,17 +229,19 @@ def _block(
     anchors: Int[Array, " n"],
     segment_ids: Int[Array, " T"],
     chain: list[tuple[jax.Array, jax.Array]],
+    reach: int | None,
 ) -> Float[Array, "n M H"]:
     """Attend from n rows (M query heads, scaled) to the first S context keys and to their own chains.
 
-    Of the context a row attends to keys up to its anchor, in its segment. `chain` lists (keys [n, H], values [n, H]) by
-    depth, one key and value per row.
+    Of the context a row attends to keys up to its anchor, in its segment: the last `reach` of them; None: all. `chain`
+    lists (keys [n, H], values [n, H]) by depth, one key and value per row.
     """
     count, heads, head_dim = query.shape
     keys = key.shape[0]
-    mask = (jnp.arange(keys, dtype=jnp.int32)[None, :] <= anchors[:, None]) & (
-        segment_ids[None, :keys] == segment_ids[anchors][:, None]
-    )
+    place = jnp.arange(keys, dtype=jnp.int32)[None, :]
+    mask = (place <= anchors[:, None]) & (segment_ids[None, :keys] == segment_ids[anchors][:, None])
+    if reach is not None:
+        mask = mask & (place > anchors[:, None] - reach)
     scores = (query.reshape(-1, head_dim) @ key.T).reshape(count, heads, -1)
     scores = jnp.where(mask[:, None, :], scores, MASKED)
     own_scores = [jnp.sum(query * own_key[:, None, :], axis=-1) for own_key, _ in chain]

@@ -59,7 +59,7 @@ def bench_command(settings: BenchSettings) -> int:
     options.check(inspect_target(resolve(name, "target")).config.max_positions)
 
     display = Display(text=False, quiet=False, total=1, streaming=False)
-    pair = load_pair(name, drafter, settings.loading, DraftOptions(), display)
+    pair = load_pair(name, drafter, settings.loading, DraftOptions(drafter_window=settings.drafter_window), display)
     # not animated: a thread that redraws would be in the way of what is measured
     with display.stage("measuring", animated=False) as progress:
         measured = bench(pair, options, progress)
@@ -109,6 +109,7 @@ def bench_report(
             "dtype": pair.dtype,
             "experts": pair.experts,
             "kernels": pair.kernels,
+            "drafter_window": pair.drafter_window,
             "steps_per_dispatch": pair.steps_per_dispatch,
             "interrupted": measured.interrupted,
         },

@@ -122,6 +122,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "kernels": pair.kernels,
         "aux_layers": pair.aux_layers,
         "draft_vocab": pair.draft_vocab,
+        "drafter_window": pair.drafter_window,
         "baseline": config.compares,
         "ignore_eos": config.ignore_eos,
         "logprobs": config.logprobs,

@@ -12,17 +12,20 @@ from drafter.config import DrafterConfig
 from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
-from peagle.api import DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
+from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.cli.settings import InfoSettings, parse_layers
+from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (
     DEMO,
     NO_STOP_TOKEN,
+    asked_window,
     aux_layers_in_words,
     default_dtype,
     doubtful_aux_layers,
     fitting_aux_layers,
     resolve,
+    windowed,
 )
 from peagle.ops.checkpoint import CONFIG, INDEX, WEIGHTS, Checkpoint, read_checkpoint, read_json
 from peagle.ops.errors import InputError
@@ -109,12 +112,11 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
         ("loaded here", _loaded_here(path)),
         (
             f"KV cache per {POSITIONS:,} positions",
-            f"{_bytes(full * FLOAT32.itemsize)} float32, {_bytes(full * BFLOAT16.itemsize)} bfloat16 (full layers)",
+            f"{_both(full)} (full layers)",
         ),
         (
             "KV rings, once per row",
-            f"{_bytes(sliding * FLOAT32.itemsize)} float32, {_bytes(sliding * BFLOAT16.itemsize)} bfloat16 (sliding "
-            f"layers, K = {DEFAULT_NUM_SPECULATIVE_TOKENS})",
+            f"{_both(sliding)} (sliding layers, K = {DEFAULT_NUM_SPECULATIVE_TOKENS})",
         ),
         ("default taps", taps),
         ("stop tokens", _stop_tokens(files)),
@@ -131,7 +133,8 @@ def drafter_rows(
     named = named_aux_layers(checkpoint.config)
     weights = [name for name in checkpoint.names if name not in ("d2t", "t2d")]
     parameters = sum(int(np.prod(checkpoint.shape(name))) for name in weights)
-    cells = cache_bytes(jax.eval_shape(lambda: init_drafter_caches(c, 1, POSITIONS, jnp.dtype(jnp.int8))))
+    c, window = windowed(c, asked_window(path, AUTO), given=False)
+    full, rings = _drafter_kv(c)
     proposes = f"{c.draft_vocab_size:,} of the target's {c.vocab_size:,} tokens"
     return [
         ("layers", f"{c.num_layers}"),
@@ -141,11 +144,13 @@ def drafter_rows(
         ("proposes", proposes if c.draft_vocab_size < c.vocab_size else f"all of the target's {c.vocab_size:,} tokens"),
         ("mask token", f"{c.mask_token_id}" if c.parallel else "none: a pass per draft"),
         ("aux layers", f"{c.num_taps}: {aux_layers_in_words(c.aux_layer_ids, named, aux_layer_ids is not None)}"),
+        ("window", window),
         ("drafts by auto", _drafts(path)),
         ("parameters", f"{parameters:,}"),
         ("on disk", _bytes(_disk_bytes(path))),
         ("in memory", f"{_bytes(parameters * 4)} float32, {_bytes(parameters * 2)} bfloat16"),
-        (f"KV cache per {POSITIONS:,} positions", f"{_bytes(cells * 4)} float32, {_bytes(cells * 2)} bfloat16"),
+        *([(f"KV cache per {POSITIONS:,} positions", _both(full))] if full else []),
+        *([("KV rings, once per row", f"{_both(rings)} (layers with a window)")] if rings else []),
         ("kernels", kernels_in_words()),
     ]
 
@@ -194,6 +199,23 @@ def _target_kv(config: TargetConfig, kind: str) -> int:
 
     shapes = jax.eval_shape(caches)
     return cache_bytes([cache for cache, own in zip(shapes, config.layer_types, strict=True) if own == kind])
+
+
+def _drafter_kv(config: DrafterConfig) -> tuple[int, int]:
+    """Numbers that a drafter caches for one row: its full layers for POSITIONS positions, the others in their rings."""
+    widest = max(2 * DEFAULT_NUM_SPECULATIVE_TOKENS, INPUT_ROOM)
+
+    most = POSITIONS + widest + max((window or 0 for window in config.windows or ()), default=0)  # any ring is less
+
+    def numbers(capacity: int, ring: bool) -> int:
+        caches = jax.eval_shape(lambda: init_drafter_caches(config, 1, capacity, widest, jnp.dtype(jnp.int8)))
+        return cache_bytes([each for layer, each in enumerate(caches) if (config.window(layer) is not None) == ring])
+
+    return numbers(POSITIONS, ring=False), numbers(most, ring=True)
+
+
+def _both(numbers: int) -> str:
+    return f"{_bytes(numbers * FLOAT32.itemsize)} float32, {_bytes(numbers * BFLOAT16.itemsize)} bfloat16"
 
 
 def _disk_bytes(path: Path) -> int:

@@ -46,7 +46,7 @@ def parity_command(settings: ParitySettings) -> int:
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
     if prompts.left_out:
         display.note(f"left out: {left_out_line(prompts.left_out)}")
-    drafting = DraftOptions(aux_layer_ids=settings.aux_layer_ids)
+    drafting = DraftOptions(aux_layer_ids=settings.aux_layer_ids, drafter_window=settings.drafter_window)
     pair = load_pair(target, drafter, settings.model, drafting, display)
     model = cast(Model, pair.drafter)
     with display.stage("asking", animated=False):
@@ -56,7 +56,8 @@ def parity_command(settings: ParitySettings) -> int:
         layers = layer_by_layer(resolve(target, "target"), text, asked.hiddens[0], pair.dtype)
     with display.stage("the drafter", animated=False) as progress:
         found = examine(pair, model, read_checkpoint(path), asked, conversations, config, progress)
-    lines = [*layers.lines, f"aux layers   {pair.aux_layers}", *report_lines(found, settings)]
+    lines = [*layers.lines, f"aux layers   {pair.aux_layers}", f"window       {pair.drafter_window}"]
+    lines += report_lines(found, settings)
     if prompts.left_out:
         lines.append(f"left out     {left_out_line(prompts.left_out)}")
     if json_file is not None:

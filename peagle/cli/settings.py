@@ -79,6 +79,18 @@ Json = Annotated[
 Quiet = Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="The text only: no progress, no summary.")]
 
 
+DrafterWindow = Annotated[
+    str,
+    Option(
+        "--drafter-window",
+        metavar="N|auto|off",
+        rich_help_panel=SPECULATION,
+        help="The drafter's attention sees the last N positions only, which keeps acceptance up after long prompts. "
+        "auto: as speculation.json beside it or its config.json says.",
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """How weights are loaded and computed with."""
@@ -147,6 +159,7 @@ class DraftOptions:
             help="Draft only the N most frequent tokens, or the ids in a JSON list: a cheaper head, fewer hits.",
         ),
     ] = None
+    drafter_window: DrafterWindow = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,6 +492,7 @@ class BenchSettings:
             "--drafter", metavar="DIR|ngram", rich_help_panel=MODEL, help="Its checkpoint, for -k. Default: the demo's."
         ),
     ] = None
+    drafter_window: DrafterWindow = "auto"
     repeats: Annotated[int, Option("--repeats", metavar="R", help="Measurements of each test.")] = 5
     loading: LoadOptions = LoadOptions()
     json: Json = None
@@ -522,6 +536,15 @@ class SweepSettings:
             help="Numbers of tokens the drafter may propose, or files that list them: each K with each.",
         ),
     ] = "full"
+    drafter_window: Annotated[
+        str,
+        Option(
+            "--drafter-window",
+            metavar="N,N|auto|off",
+            rich_help_panel=SPECULATION,
+            help="Positions that the drafter's attention sees, as of speculate: each K with each.",
+        ),
+    ] = "auto"
     model: ModelOptions = ModelOptions()
     prompts: Annotated[
         tuple[Path, ...],
@@ -649,6 +672,7 @@ class ParitySettings:
         Option("--drafter", metavar="DIR", rich_help_panel=MODEL, help="Its checkpoint. Default: the demo's."),
     ] = None
     aux_layer_ids: AuxLayerIds = None
+    drafter_window: DrafterWindow = "auto"
     model: ModelOptions = ModelOptions()
     prompts: Annotated[
         Path | None,

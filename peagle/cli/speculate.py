@@ -93,6 +93,7 @@ def load_pair(target: str, drafter: str | None, loading: LoadOptions, drafting: 
             experts=loading.experts,
             kernels=loading.kernels,
             draft_vocab=drafting.draft_vocab,
+            drafter_window=drafting.drafter_window,
             aux_layer_ids=parse_layers(drafting.aux_layer_ids),
             progress=progress,
         )

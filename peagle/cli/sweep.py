@@ -12,15 +12,15 @@ from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.settings import SweepSettings, parse_layers
-from peagle.engine.widths import WidthTable, widths_file, write_widths
-from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.engine.widths import OFF, WINDOW_KEY, WidthTable, widths_file, write_widths
+from peagle.loading import DEMO, HELD_OUT, NGRAM, asked_window, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import concurrency, page
 from peagle.measure.sweep.concurrency import RULE, best_table, ratios
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import RAW, Folder, begin, open_run
 from peagle.measure.sweep.measure import Loaded, Pairs, SweepRun, ask, loaded, turns_asked
-from peagle.measure.sweep.plan import AUTO, FULL, Plan, Source, numbers, parse_ks, short_names
+from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Source, numbers, parse_ks, short_names
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
@@ -59,7 +59,7 @@ def sweep_command(settings: SweepSettings) -> int:
         return 0
     try:
         pairs = _load(plan, settings.continue_on_error, display)
-        pair = pairs[None, None]
+        pair = pairs[loaded(PLAIN)]
         assert isinstance(pair, Pair)
         origin = provenance() | {"ran": {name: getattr(pair, name) for name in RAN}}
         if folder is None:
@@ -119,8 +119,10 @@ def _widths_file(plan: Plan, path: Path) -> Path:
         raise InputError(
             "--write-widths chooses among numbers of drafts, and -k names auto alone; give some, as -k 1-4"
         )
-    if len(plan.drafters) > 1 or len(plan.draft_vocabs) > 1:
-        raise InputError("--write-widths is for one drafter with one vocabulary; sweep each in a run of its own")
+    if len(plan.drafters) > 1 or len(plan.draft_vocabs) > 1 or len(plan.drafter_windows) > 1:
+        raise InputError(
+            "--write-widths is for one drafter with one vocabulary and one window; sweep each in a run of its own"
+        )
     return widths_file(path)
 
 
@@ -135,6 +137,7 @@ def _write_widths(folder: Folder, file: Path) -> WidthTable:
         table,
         rule=RULE,
         ratios=ratios(loads),
+        **_window_entry(plan.drafter_windows[0]),
         measured={
             "command": " ".join(sittings[0]["command"]),
             "time": sittings[0]["time"],
@@ -145,6 +148,11 @@ def _write_widths(folder: Folder, file: Path) -> WidthTable:
         },
     )
     return table
+
+
+def _window_entry(window: str | None) -> dict[str, int | str]:
+    """Name the window that a table was measured with, if one was given."""
+    return {} if window is None else {WINDOW_KEY: window if window == OFF else int(window)}
 
 
 def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
@@ -164,6 +172,9 @@ def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
         drafters=drafters,
         draft_vocabs=tuple(
             None if vocab == FULL else vocab for vocab in dict.fromkeys(settings.draft_vocab.split(","))
+        ),
+        drafter_windows=tuple(
+            None if window == AUTO else window for window in dict.fromkeys(settings.drafter_window.split(","))
         ),
         ks=parse_ks(settings.num_speculative_tokens),
         sources=tuple(_source(name, found, settings) for name, found in files.items()),
@@ -236,12 +247,14 @@ def _fingerprints(target: str, drafters: Sequence[str]) -> dict[str, str]:
 
 
 def _check_models(plan: Plan) -> None:
-    """Raises InputError, without reading weights, for a target and drafter that do not fit."""
+    """Raises InputError, without reading weights, for a target and drafter that do not fit, and for bad windows."""
     paths = [path for name in plan.drafters if (path := drafter_path(plan.target, name)) is not None]
     if plan.aux_layer_ids is not None and not paths:
         raise InputError("--aux-layer-ids is given, but no drafter with weights that reads any; leave it out")
     for path in paths:
         check_fit(resolve(plan.target, "target"), path, plan.aux_layer_ids)
+    for name, window in itertools.product(plan.drafters, plan.drafter_windows):
+        asked_window(drafter_path(plan.target, name), window or AUTO)
 
 
 def _same_files(plan: Plan) -> None:
@@ -275,12 +288,12 @@ def _read_again(plan: Plan) -> dict[str, PromptSet]:
 
 
 def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
-    """A pair for each drafter and draft vocabulary, all with the weights of one target; plain decoding runs on the
-    first. Raises InputError for a drafter that cannot be loaded, unless the others are to go on without it."""
+    """A pair for each drafter, draft vocabulary and window, all with the weights of one target; plain decoding runs on
+    the first. Raises InputError for a drafter that cannot be loaded, unless the others are to go on without it."""
     kinds: Any = {"dtype": plan.dtype, "experts": plan.experts, "kernels": plan.kernels}
     with display.stage(f"loading {plan.target}") as progress:
         plain = load(plan.target, None, progress=progress, **kinds)
-    pairs: dict[Loaded, Pair | InputError] = {(None, None): plain}
+    pairs: dict[Loaded, Pair | InputError] = {loaded(PLAIN): plain}
     for arm in plan.arms[1:]:
         if loaded(arm) in pairs:
             continue
@@ -288,7 +301,12 @@ def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
             with display.stage(f"loading {arm.drafter}"):
                 layers = None if arm.drafter == NGRAM else plan.aux_layer_ids
                 pairs[loaded(arm)] = with_drafter(
-                    plain, plan.target, arm.drafter, draft_vocab=arm.draft_vocab, aux_layer_ids=layers
+                    plain,
+                    plan.target,
+                    arm.drafter,
+                    draft_vocab=arm.draft_vocab,
+                    drafter_window=arm.drafter_window or AUTO,
+                    aux_layer_ids=layers,
                 )
         except InputError as error:
             if not continue_on_error:

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -23,7 +23,11 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
-SPECULATION_FILE = "speculation.json"  # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "sampled": true}
+# beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "sampled": true, "drafter_window": POSITIONS}; drafts or window may
+# be missing
+SPECULATION_FILE = "speculation.json"
+WINDOW_KEY = "drafter_window"
+OFF: Literal["off"] = "off"  # as a window: none
 
 # a row pauses after it has lost this many plain steps, or this share of its budget, whichever is more
 PLAIN_STEPS_LOST = 4.0
@@ -94,6 +98,8 @@ def read_widths(directory: Path) -> WidthTable | None:
         return None
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
+        if "drafts" not in table and WINDOW_KEY in table:
+            return None
         drafts = {int(rows): number for rows, number in table["drafts"].items()}
         sampled = table.get("sampled", True)
         if any(isinstance(k, bool) or not isinstance(k, int) or k < 0 for k in drafts.values()):
@@ -106,6 +112,28 @@ def read_widths(directory: Path) -> WidthTable | None:
             f'{path} holds no table of drafts; expected {{"drafts": {{"1": 4, "4": 2}}}}, drafts by number of active '
             "requests, from 1 on: correct it, or remove it"
         ) from None
+
+
+def read_window(directory: Path) -> int | Literal["off"] | None:
+    """Read the window beside a drafter: so many positions, or "off"; None if no file names one.
+
+    Raises InputError for a file that holds something else.
+    """
+    path = directory / SPECULATION_FILE
+    if not path.is_file():
+        return None
+    try:
+        window = json.loads(path.read_text(encoding="utf-8")).get(WINDOW_KEY)
+    except (OSError, ValueError, AttributeError):
+        raise InputError(f"{path} is no JSON object; mend it, or remove it") from None
+    if window is None or window == OFF:
+        return window
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise InputError(
+            f"{path} names the {WINDOW_KEY} {window!r}; expected the positions that the drafter sees, 1 or more, or "
+            f'"{OFF}": mend it, or remove it'
+        )
+    return window
 
 
 def widths_file(path: Path) -> Path:

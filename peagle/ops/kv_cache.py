@@ -41,6 +41,22 @@ def init_kv_cache(
     return KVCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), ring=ring)
 
 
+def init_window_cache(
+    batch: int,
+    capacity: int,
+    window: int | None,
+    widest_write: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+) -> KVCache:
+    """An empty cache of a layer that sees `window` positions (None: all) and is written up to `widest_write` rows at a
+    time: a ring where that takes fewer slots than a full cache of `capacity` positions."""
+    if window is None or ring_capacity(window, widest_write) >= capacity:
+        return init_kv_cache(batch, capacity, kv_heads, head_dim, dtype)
+    return init_kv_cache(batch, ring_capacity(window, widest_write), kv_heads, head_dim, dtype, ring=True)
+
+
 def ring_capacity(window: int, widest_write: int) -> int:
     """Return the smallest safe ring for a window and the widest pass that writes before it attends."""
     return window + widest_write - 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from drafter.params import DrafterParams
 from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.engine.widths import SPECULATION_FILE
-from peagle.loading import check_fit, resolve
+from peagle.loading import check_fit, resolve, windows_in_words
 from peagle.measure.metrics import figure_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
 from peagle.ops.strict_json import dumps
-from target.config import FULL, SLIDING, TargetConfig
+from target.config import TargetConfig
 from target.load import inspect_target, load_ends
 
 CARD = """\
@@ -41,6 +42,7 @@ output stays its own.
 
 - {layers} of width {hidden}, {heads} query and {kv_heads} key/value heads of {head_dim}, MLP {mlp_width}
 - reads the outputs of the target's layers {layer_ids}, {target_hidden} wide
+- {sees}
 - proposes {proposes}
 - {slots}
 {training}
@@ -171,6 +173,7 @@ def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: 
         layer_ids="by default" if c.aux_layer_ids is None else ", ".join(map(str, c.aux_layer_ids)),
         target_hidden=c.target_hidden_size,
         proposes=f"{'all' if all_tokens else f'{c.draft_vocab_size:,}'} of the target's {c.vocab_size:,} tokens",
+        sees="sees all positions" if c.narrowest_window is None else f"sees the last {windows_in_words(c)}",
         slots=f"all drafts in one pass; mask token {c.mask_token_id}" if c.parallel else "one draft a pass",
         training=_training(run),
         elsewhere=_elsewhere(c, dialect, verifier or "TARGET", target),
@@ -208,19 +211,20 @@ def spread_over_groups(config: DrafterConfig, target: TargetConfig) -> bool:
     """Tell whether vLLM would put the drafter's layers into several groups of its KV cache, with which it stops.
 
     It makes groups of one size from the layers of each kind: the size of the largest kind if that is less than half as
-    large again as the smallest, else of the smallest. The drafter's layers count among the target's full ones if their
-    caches have one shape, else they are a kind of their own (vLLM 0.32, v1/core/kv_cache_utils.py).
+    large again as the smallest, else of the smallest. A kind is a shape of the caches and a window: so a drafter's
+    layers count among the target's of their window, or are a kind of their own (vLLM 0.32, v1/core/kv_cache_utils.py).
 
     Example: 4 sliding and 4 full layers. A drafter of 1 makes 4 and 5, groups of 5; one of 2 makes 4 and 6, groups of
     4, and its two layers fall into two. With 12 and 12 a drafter of 4 makes 12 and 16, groups of 16.
     """
-    sliding, full = (target.layer_types.count(kind) for kind in (SLIDING, FULL))
-    alike = (config.num_kv_heads, config.head_dim) == (target.num_kv_heads, target.head_dim)
-    own = full + config.num_layers if alike else config.num_layers
-    kinds = [size for size in (sliding, own, 0 if alike else full) if size]
-    if not sliding or config.num_layers == 1:
+    heads, own_heads = ((each.num_kv_heads, each.head_dim) for each in (target, config))
+    own = Counter((own_heads, config.window(layer)) for layer in range(config.num_layers))
+    kinds = own + Counter((heads, target.window(layer)) for layer in range(target.num_layers))
+    if config.num_layers == 1 or all(window is None for _, window in kinds):
         return False
-    return own > (max(kinds) if max(kinds) < 1.5 * min(kinds) else min(kinds))
+    most, fewest = max(kinds.values()), min(kinds.values())
+    size = most if most < 1.5 * fewest else fewest
+    return len(own) > 1 or any(kinds[kind] > size for kind in own)
 
 
 def _training(run: Path) -> str:

@@ -57,7 +57,7 @@ def replay(drafter: Drafter, text: Text, num_drafts: int, blind: bool = False) -
     """
     prompt, widest = text.places[0], num_drafts + 1
     capacity = -(-len(text.token_ids) // LENGTHS) * LENGTHS
-    empty = drafter.init_state(1, capacity, 2 * num_drafts)
+    empty = drafter.init_state(1, capacity, max(capacity, 2 * num_drafts))  # the prompt is written at once
     ids, aux = _padded(text.token_ids[1:prompt], capacity), _padded(text.aux_hidden[: prompt - 1], capacity)
     row = np.arange(capacity, dtype=np.int32)
     positions = np.where(row < prompt - 1, row, -1)[None]

@@ -15,6 +15,7 @@ from drafter.load import MASK_TOKEN_KEYS, STORE_OFFSETS, TOP_AUX_LAYERS, named_a
 from drafter.params import DrafterParams
 from drafter.propose import Eagle3, PEagle
 from peagle.api import Pair
+from peagle.engine.widths import OFF, SPECULATION_FILE, WINDOW_KEY
 from peagle.measure.sweep.figures import estimate, ratio
 from peagle.ops import interrupt, strict_json
 from peagle.ops.checkpoint import Checkpoint
@@ -24,6 +25,7 @@ from peagle.text.prompts import Conversation, Rendering
 from peagle.workflows.parity import Cause, Difference, Reading, Text, accepted, causes, compare, replay
 from target.model import GptOss
 
+WINDOWS = (None, 128, 256, 512)  # positions that the drafter's layers are tried with; None: all
 MOST_MASK_TOKENS = 24  # other ids that are tried in the mask slots
 # of the spread of the reference's logits, by our arithmetic; and the steps whose drafts rounding may turn over
 CLOSE, TURNED_FRAC = {"float32": 1e-3, "bfloat16": 0.2}, {"float32": 0.02, "bfloat16": 0.15}
@@ -269,6 +271,15 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
         flipped = dataclasses.replace(config, norm_output=not config.norm_output)
         flipped_key = "norm_output", flipped.norm_output
         yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
+    longest = max(len(text.token_ids) for text in texts)
+    for window in WINDOWS:
+        changed = config.with_window(window)
+        hides = window is not None and window < longest
+        if changed.windows != config.windows and (hides or (window is None and config.narrowest_window is not None)):
+            value = OFF if window is None else window
+            cure = f"give --drafter-window {value}, or write {strict_json.dumps({WINDOW_KEY: value})} into "
+            cure += f"{SPECULATION_FILE} beside the drafter"
+            yield Other(f"window: {value}", cure, dataclasses.replace(model, config=changed), texts)
     for name, cure, ids in vocabularies(checkpoint, params, config):
         mapped = dataclasses.replace(params, draft_to_target=jnp.asarray(ids, jnp.int32))
         yield Other(f"vocabulary map: {name}", cure, dataclasses.replace(model, params=mapped), texts)

@@ -112,8 +112,36 @@ CONFIGS = {
         norm_before_residual=True,
         norm_output=True,
     ),
+    "three layers, a window in two": DrafterConfig(
+        hidden_size=14,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        mlp_width=26,
+        target_hidden_size=10,
+        vocab_size=43,
+        draft_vocab_size=43,
+        mask_token_id=2,
+        rope=RopeConfig(6, 10000.0),
+        windows=(9, None, 9),
+    ),
+    "EAGLE-3, a window": DrafterConfig(
+        hidden_size=18,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        mlp_width=22,
+        target_hidden_size=12,
+        vocab_size=59,
+        draft_vocab_size=31,
+        mask_token_id=None,
+        rope=RopeConfig(6, 10000.0, LLAMA3),
+        windows=(9,),
+    ),
 }
-ONE, TWO, FOUR, MASKS, EAGLE, EAGLE_NORMED = CONFIGS
+ONE, TWO, FOUR, MASKS, EAGLE, EAGLE_NORMED, WINDOWS, EAGLE_WINDOW = CONFIGS
 
 
 @functools.cache

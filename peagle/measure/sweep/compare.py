@@ -22,7 +22,7 @@ from peagle.measure.sweep.figures import (
     timed_sums,
 )
 from peagle.measure.sweep.folder import Folder
-from peagle.measure.sweep.plan import K, Setting
+from peagle.measure.sweep.plan import Arm, Setting
 from peagle.ops.errors import InputError
 
 Row = Callable[[Pairing], Sequence[float]]
@@ -52,7 +52,7 @@ class Difference:
         return self.repeats_apart and low is not None and high is not None and (low > 0 or high < 0)
 
 
-Key = tuple[Setting, K, str | None, str | None]  # identifies an arm in both runs
+Key = tuple[Setting, Arm]  # identifies an arm in both runs; its drafter by its files
 
 
 def differences(first: Folder, second: Folder) -> list[Difference]:
@@ -98,8 +98,14 @@ ByPrompt = Mapping[tuple[int, ...], Pairing]
 def _by_arm(folder: Folder, any_drafter: bool) -> dict[Key, tuple[str, ByPrompt]]:
     """Map each arm that speculates to (its label, its requests by prompt)."""
     prints = folder.plan.fingerprints
+
+    def known(arm: Arm) -> Arm:
+        return dataclasses.replace(
+            arm, drafter=None if any_drafter else prints.get(f"drafter {arm.drafter}", arm.drafter)
+        )
+
     return {
-        (setting, arm.k, arm.draft_vocab, None if any_drafter else prints.get(f"drafter {arm.drafter}", arm.drafter)): (
+        (setting, known(arm)): (
             folder.plan.label(arm),
             {each.asked.prompt_ids: each for each in some},
         )

@@ -98,6 +98,7 @@ class Sample:
     output_sha256: str  # of the ids, shortened, to compare outputs
     output_ids: tuple[int, ...] | None = None  # of plain decoding's first repeat
     concurrency: int | None = None
+    drafter_window: str | None = None
 
     @property
     def setting(self) -> Setting:
@@ -105,7 +106,7 @@ class Sample:
 
     @property
     def arm(self) -> Arm:
-        return Arm(self.k, self.drafter, self.draft_vocab, self.concurrency)
+        return Arm(self.k, self.drafter, self.draft_vocab, self.concurrency, self.drafter_window)
 
     @property
     def counters(self) -> Counters:
@@ -331,7 +332,8 @@ def _made(kind: type[Made], line: Json, path: Path, number: int) -> Made:
 def arm_of(line: Json) -> tuple[Setting, Arm]:
     """Return the setting and the arm of a line, or of a share."""
     setting = Setting(*(line[field.name] for field in dataclasses.fields(Setting)))
-    return setting, Arm(line["k"], line.get("drafter"), line.get("draft_vocab"), line.get("concurrency"))
+    ways = (line.get(name) for name in ("drafter", "draft_vocab", "concurrency", "drafter_window"))
+    return setting, Arm(line["k"], *ways)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Json]]:

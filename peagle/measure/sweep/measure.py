@@ -42,7 +42,7 @@ from peagle.result import decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Conversation, Rendering
 
-Loaded = tuple[str | None, str | None]  # drafter, draft vocabulary
+Loaded = tuple[str | None, str | None, str | None]  # drafter, draft vocabulary, window of the drafter
 Pairs = Mapping[Loaded, Pair | InputError]  # an error if the pair could not be loaded and the run continues
 Progress = Callable[[int, int], None]
 
@@ -51,7 +51,7 @@ MOST_MAPPINGS = 0.85  # share of the allowed memory mappings; an arm's programs 
 
 def loaded(arm: Arm) -> Loaded:
     """Return the key of the pair that an arm needs; plain decoding runs with any."""
-    return arm.drafter, arm.draft_vocab
+    return arm.drafter, arm.draft_vocab, arm.drafter_window
 
 
 def ask(folder: Folder, pair: Pair, sets: Mapping[str, PromptSet], progress: Progress) -> None:

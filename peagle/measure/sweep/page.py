@@ -481,7 +481,8 @@ def _series(plan: Plan, rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         if row["k"] != 0:
             found.setdefault(row["label"].removeprefix(str(row["k"])).removeprefix(", "), []).append(row)
-    return {title if len(found) > 1 or plan.draft_vocabs != (None,) else "": some for title, some in found.items()}
+    named = plan.draft_vocabs != (None,) or plan.drafter_windows != (None,)
+    return {title if len(found) > 1 or named else "": some for title, some in found.items()}
 
 
 def _widest(rows: Sequence[Row]) -> Row:

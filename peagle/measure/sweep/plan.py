@@ -26,6 +26,7 @@ class Arm:
     drafter: str | None = None
     draft_vocab: str | None = None  # None: full
     concurrency: int | None = None  # slots that all requests share; None: one request at a time, arms in turns
+    drafter_window: str | None = None  # None: as the drafter's files say
 
     @property
     def speculates(self) -> bool:
@@ -92,6 +93,7 @@ class Plan:
     special_tokens: bool = False  # special tokens spelled in raw text are control tokens
     aux_layer_ids: tuple[int, ...] | None = None  # of every drafter with weights; None: by its config.json
     concurrencies: tuple[int, ...] = ()  # numbers of slots; with each, every arm also decodes all requests at once
+    drafter_windows: tuple[str | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.max_new_tokens < 2:
@@ -116,7 +118,8 @@ class Plan:
     def arms(self) -> tuple[Arm, ...]:
         """Plain decoding first, then by K."""
         ks: list[K] = [*sorted(k for k in self.ks if isinstance(k, int)), *([AUTO] if AUTO in self.ks else [])]
-        return (PLAIN, *(Arm(k, d, v) for k in ks for d, v in itertools.product(self.drafters, self.draft_vocabs)))
+        ways = list(itertools.product(self.drafters, self.draft_vocabs, self.drafter_windows))
+        return (PLAIN, *(Arm(k, d, v, drafter_window=w) for k in ks for d, v, w in ways))
 
     @property
     def loads(self) -> tuple[Arm, ...]:
@@ -140,6 +143,8 @@ class Plan:
             parts.append(short_names(self.drafters)[self.drafters.index(arm.drafter)])
         if arm.draft_vocab is not None:
             parts.append(f"{printable(Path(arm.draft_vocab).name)} tokens")
+        if arm.drafter_window is not None:
+            parts.append(f"window {printable(arm.drafter_window)}")
         if arm.concurrency is not None:
             parts.append(f"{arm.concurrency} at once")
         return ", ".join(parts)
@@ -161,7 +166,7 @@ class Plan:
         }
         if any(k != AUTO and not isinstance(k, int) for k in lists["ks"]):
             raise TypeError(f"ks is {value['ks']}")
-        for name in ("aux_layer_ids", "concurrencies"):  # missing in older runs
+        for name in ("aux_layer_ids", "concurrencies", "drafter_windows"):  # missing in older runs
             if value.get(name) is not None:
                 lists[name] = tuple(value[name])
         return cls(**{**value, **lists, "sources": tuple(Source(**source) for source in value["sources"])})

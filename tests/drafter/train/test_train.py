@@ -106,20 +106,24 @@ def sums(
     )
 
 
-def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(params) -> None:
+@pytest.mark.parametrize("windows", [None, (5, None), (2, 3)])  # a chain may be longer than a window
+def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(
+    params, windows: tuple[int | None, ...] | None
+) -> None:
+    config = dataclasses.replace(CONFIG, windows=windows)
     data, cod = sequence(1), Cod(depth=4)
     counts = cod.counts(T)
     anchors, _ = chains(data, cod, counts)
     device = on_device(data)
     context = [device[name] for name in ("token_ids", "aux_hidden", "segment_ids", "positions")]
     run = jax.jit(forward_chains, static_argnames=("config", "counts"))
-    x = run(params, CONFIG, *context, jnp.asarray(anchors), counts)
+    x = run(params, config, *context, jnp.asarray(anchors), counts)
     anchor, depth = rows_of(jnp.asarray(anchors), counts, T)
     take = lambda values: jnp.take_along_axis(jnp.asarray(values), anchor, axis=1)  # noqa: E731
     starts = take(np.arange(T, dtype=np.int32)[None] - data["positions"])
     expected = jax.jit(model.forward, static_argnames="config")(
         params,
-        CONFIG,
+        config,
         take(data["token_ids"]),
         jnp.take_along_axis(jnp.asarray(data["aux_hidden"]), anchor[:, :, None], axis=1),
         anchor - starts,
@@ -127,7 +131,7 @@ def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(pa
         segment_ids=take(data["segment_ids"]),
     )
     real = take(data["segment_ids"]) > 0
-    difference = jnp.where(real[:, :, None], jnp.abs(model._logits(params, CONFIG, x) - expected), 0.0)
+    difference = jnp.where(real[:, :, None], jnp.abs(model._logits(params, config, x) - expected), 0.0)
     assert float(difference.max()) < 2e-5
 
 
@@ -206,7 +210,7 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
     run = jax.jit(forward_chains, static_argnames=("config", "counts"))
     x = run(small, config, shifted, aux, *rest, jnp.full((1, 1), anchor, jnp.int32), counts)
     trained = model._logits(small, config, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])]
-    caches = model.init_caches(config, 1, 40, jnp.float32)
+    caches = model.init_caches(config, 1, 40, T, jnp.float32)
     caches = run_absorb(small, config, shifted, aux, rows_before(anchor), caches)
     one = jnp.full((1,), anchor, jnp.int32)
     fresh = DrafterInput(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
@@ -236,7 +240,7 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
     tokens, aux = device["token_ids"][1:], device["aux_hidden"][1:]
     shifted = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     one = jnp.full((1,), anchor, jnp.int32)
-    caches = model.init_caches(config, 1, 40, jnp.float32)
+    caches = model.init_caches(config, 1, 40, T, jnp.float32)
     caches = run_absorb(params, config, shifted, aux, rows_before(anchor), caches)
     fresh = DrafterInput(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
     given, logits_of = jnp.full((1,), depth, jnp.int32), model._logits

@@ -134,6 +134,7 @@ DRAFTER = DrafterConfig(
     rope=RopeConfig(6, 10000.0),
     num_taps=2,
     aux_layer_ids=(0, 1),
+    windows=(WINDOW, None),  # as the target's layers
 )
 PROMPT = tuple(np.random.default_rng(4).integers(0, TARGET.vocab_size, 45).tolist())
 CAPACITY = 64

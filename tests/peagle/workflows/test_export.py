@@ -207,6 +207,21 @@ def test_layers_that_vllm_spreads_over_groups_are_known(
     assert found == spread
 
 
+def test_layers_of_another_window_than_the_targets_are_a_kind_of_their_own() -> None:
+    """Of the same window they count among the target's sliding layers; of two kinds they are always spread."""
+    config = dataclasses.replace(
+        DRAFTER, num_layers=3, head_dim=16, rope=dataclasses.replace(DRAFTER.rope, head_dim=16)
+    )
+    target = target_of(4, 5)
+    found = [
+        spread_over_groups(dataclasses.replace(config, windows=windows), target)
+        for windows in (None, (TARGET.sliding_window,) * 3, (99,) * 3, (99, None, 99))
+    ]
+    assert found == [True, False, False, True]
+    same = dataclasses.replace(config, windows=(TARGET.sliding_window,) * 3)
+    assert spread_over_groups(same, target_of(4, 4))
+
+
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
 def test_the_card_names_the_flag_that_vllm_needs(tmp_path: Path, dialect: Any) -> None:
     flag, target = "--disable-hybrid-kv-cache-manager", inspect_target(DEMO_DIRECTORY / "target").config

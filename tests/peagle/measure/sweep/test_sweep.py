@@ -66,7 +66,7 @@ def test_a_plan_comes_back_from_json(finished: Folder) -> None:
     for plan in (finished.plan, dataclasses.replace(finished.plan, aux_layer_ids=(1, 4, 7))):
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     older = finished.plan.to_json()
-    del older["aux_layer_ids"]
+    del older["aux_layer_ids"], older["drafter_windows"]
     assert Plan.from_json(older) == finished.plan
 
 
@@ -201,19 +201,23 @@ def test_the_folder_says_what_was_asked_and_shows_it(finished: Folder) -> None:
     assert not re.search(r"(src|href)=.(?!data:)", html)  # needs no network
 
 
-def test_drafters_settings_and_vocabularies_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_drafters_settings_and_windows_stand_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("peagle.cli.sweep.check_fit", lambda *_: ())
     out = tmp_path / "run"
     options = ["--num-prompts", 1, "--repeats", 1, "-n", 12, "--render", "both", "--temperature", "0,0.5", "-k", "2"]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     drafters = f"{tmp_path / 'one'},{tmp_path / 'two'}"
-    assert sweep(monkeypatch, "--out", out, "--prompts", prompt_file(tmp_path), *options, "--drafter", drafters) == 0
-    found = open_run(out).record["rows"]
+    options += ["--drafter", drafters, "--drafter-window", "128,off"]
+    assert sweep(monkeypatch, "--out", out, "--prompts", prompt_file(tmp_path), *options) == 0
+    folder = open_run(out)
+    found = folder.record["rows"]
+    assert {sample.drafter_window for sample in folder.samples()} == {None, "128", "off"}  # None: plain decoding
     settings = dict.fromkeys((row["raw"], row["temperature"]) for row in found)
     assert list(settings) == [(False, 0), (False, 0.5), (True, 0), (True, 0.5)]
-    assert [row["label"] for row in found[:3]] == ["0", "2, one", "2, two"]
-    assert "| 2, two |" in (out / "README.md").read_text()
+    arms = [(f"2, {name}, window {window}", window) for name in ("one", "two") for window in ("128", "off")]
+    assert [(row["label"], row["drafter_window"]) for row in found[:5]] == [("0", None), *arms]
+    assert "| 2, two, window 128 |" in (out / "README.md").read_text()
 
 
 def test_arms_take_turns_by_as_many_requests_as_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

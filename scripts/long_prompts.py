@@ -1,0 +1,62 @@
+"""Prompts of a given length for the demo: documentation of Python before each of its held-out prompts.
+
+    python -m scripts.long_prompts --tokens 2500 --out long.jsonl
+    peagle sweep --out RUN --prompts long.jsonl -k 7 --drafter-window 128,256,512,off
+
+The documentation is that of pydoc, whose topics come with Python: another stretch of it before each prompt.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from peagle.loading import DEMO, HELD_OUT, resolve
+from peagle.ops.errors import InputError
+from peagle.text.tokenizer import Tokenizer, load_tokenizer
+from scripts.results import in_one_line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, required=True, help="of each prompt, with its text before")
+    parser.add_argument("--num-prompts", type=int, default=12, help="held-out ones (default %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines to write; must not exist")
+    arguments = parser.parse_args()
+
+    def run() -> int:
+        if arguments.out.exists():
+            raise InputError(f"{arguments.out} exists; expected a new file")
+        tokenizer = load_tokenizer(resolve(DEMO, "target"))
+        assert tokenizer is not None
+        lines = HELD_OUT.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in spread(lines, arguments.num_prompts)]
+        prompts = long_prompts([row["prompt"] for row in rows], tokenizer, arguments.tokens)
+        changed = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
+        arguments.out.write_text("".join(json.dumps(row) + "\n" for row in changed), encoding="utf-8")
+        return 0
+
+    return in_one_line("long_prompts", run)
+
+
+def spread(lines: list[str], count: int) -> list[str]:
+    """Take so many lines, evenly from all. Raises InputError for more than there are."""
+    if not 1 <= count <= len(lines):
+        raise InputError(f"--num-prompts is {count}; expected 1..{len(lines)}")
+    return [lines[index * len(lines) // count] for index in range(count)]
+
+
+def long_prompts(prompts: list[str], tokenizer: Tokenizer, num_tokens: int) -> list[str]:
+    """Put documentation before each prompt, so that both together take about so many tokens."""
+    documentation = tokenizer.encode("\n\n".join(topics.values()))
+    found = []
+    for index, prompt in enumerate(prompts):
+        first = index * len(documentation) // len(prompts)
+        taken = documentation[first : first + max(num_tokens - len(tokenizer.encode(prompt)), 0)]
+        text = b"".join(tokenizer.token_bytes(token) for token in taken).decode("utf-8", errors="ignore")
+        found.append(f"{text}\n\n{prompt}" if text else prompt)
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,217 @@
+"""The window of the drafter's attention from end to end: counters as with full caches, plain decoding's output, who
+decides, and what is refused."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import numpy as np
+import pytest
+
+import peagle.loading
+from drafter import model
+from drafter.config import DrafterConfig
+from drafter.load import parse_config, save_drafter
+from drafter.propose import Eagle3, PEagle
+from peagle.api import Pair
+from peagle.cli import main
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.request import Request
+from peagle.engine.widths import WidthTable
+from peagle.loading import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM, with_drafter
+from peagle.ops import native
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.kv_cache import KVCache
+from peagle.ops.rope import RopeConfig
+from peagle.result import Result
+from tests.drafter.cases import random_params
+from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, Directories
+from tests.peagle.toys import CONFIG, decode, tiny_target
+
+K, WINDOW = 4, 48
+
+
+@pytest.fixture(scope="module")
+def demo() -> Pair:
+    return peagle.loading.load(DEMO, None)
+
+
+def full_caches(drafter: PEagle | Eagle3, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
+    config, dtype = drafter.config.with_window(None), drafter.params.dtype
+    return model.init_caches(config, batch, capacity + widest_write, widest_write, dtype)
+
+
+@flax.struct.dataclass
+class FullPEagle(PEagle):
+    """Its mask has the window, its caches hold everything."""
+
+    init_state = full_caches
+
+
+@flax.struct.dataclass
+class FullEagle3(Eagle3):
+    init_state = full_caches
+
+
+@pytest.mark.skipif(not native.available(), reason=native.status()[1])
+@pytest.mark.parametrize(("name", "full"), [(DEMO, FullPEagle), (DEMO_EAGLE3, FullEagle3)], ids=[DEMO, DEMO_EAGLE3])
+def test_rings_accept_what_full_caches_accept_and_emit_plain_decodings_tokens(
+    demo: Pair, name: str, full: type[FullPEagle] | type[FullEagle3]
+) -> None:
+    """Behind a prompt of several windows, of several chunks."""
+    pair = with_drafter(demo, DEMO, name, drafter_window=WINDOW)
+    drafter = pair.drafter
+    assert isinstance(drafter, PEagle | Eagle3)
+    other = dataclasses.replace(pair, drafter=full(drafter.params, drafter.config), _engines={})
+    prompt = HELD_OUT.read_text(encoding="utf-8")[:1500]
+
+    def ask(pair: Pair, k: int) -> Result:
+        return pair.generate(prompt, num_speculative_tokens=k, max_new_tokens=120, prefill_chunk=64, context=896)
+
+    plain, ringed, whole = ask(pair, 0), ask(pair, K), ask(other, K)
+    assert len(plain.request.prompt_ids) > 5 * WINDOW
+    assert ringed.output_ids == whole.output_ids == plain.output_ids
+    assert ringed.steps == whole.steps
+    assert 0 < ringed.counters.num_accepted < K * ringed.counters.num_steps
+    rings = [pair.engine(config) for config in pair._engines if config.num_speculative_tokens]
+    assert rings[0].memory_bytes()[0] < other.engine(rings[0].config).memory_bytes()[0]
+
+
+@pytest.mark.parametrize("mask_token_id", [3, None], ids=["P-EAGLE", "EAGLE-3"])
+def test_rings_draft_what_full_caches_draft_on_xla(mask_token_id: int | None) -> None:
+    """Step by step, also behind plain steps whose rows the drafter takes in late, and beside another row."""
+    config = DrafterConfig(
+        hidden_size=20,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        mlp_width=26,
+        target_hidden_size=CONFIG.hidden_size,
+        vocab_size=CONFIG.vocab_size,
+        draft_vocab_size=CONFIG.vocab_size,
+        mask_token_id=mask_token_id,
+        rope=RopeConfig(6, 10000.0),
+        num_taps=2,
+        aux_layer_ids=(0, 1),
+        windows=(7,),
+    )
+    params, target = random_params(config), tiny_target(aux_layer_ids=(0, 1))
+    rng = np.random.default_rng(5)
+    asked = [Request(tuple(rng.integers(0, CONFIG.vocab_size, n).tolist()), new) for n, new in ((90, 110), (7, 40))]
+    shape = EngineConfig(K, slots=2, capacity=256, chunk=16, widths=WidthTable({1: K, 2: 0}))
+    kinds = (PEagle, FullPEagle) if mask_token_id is not None else (Eagle3, FullEagle3)
+    ringed, whole = (decode(Engine(target, kind(params, config), shape), asked) for kind in kinds)
+    plain = decode(Engine(target, None, EngineConfig(0, slots=2, capacity=256, chunk=16)), asked)[0]
+    assert ringed[0] == whole[0] == plain
+    assert ringed[1] == whole[1]
+    drafted = [bool(step.draft_token_ids) for step in ringed[1][0]]
+    assert True in drafted[drafted.index(False) :]  # it went on after the other row had ended
+
+
+def test_who_decides_on_the_window(directories: Directories, tmp_path: Path, pair: Pair) -> None:
+    """What is asked for, else speculation.json, else config.json; the pair says which."""
+    config = dataclasses.replace(DRAFTER, windows=(20, None))
+    save_drafter(tmp_path / "drafter", random_params(config), config)
+
+    def found(**asked: Any) -> tuple[tuple[int | None, ...] | None, str | None]:
+        made = with_drafter(pair, directories.target, tmp_path / "drafter", **asked)
+        assert isinstance(made.drafter, PEagle)
+        return made.drafter.config.windows, made.drafter_window
+
+    assert found() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
+    assert found(drafter_window=32) == found(drafter_window="32") == ((32, 32), "32 positions, given")
+    assert found(drafter_window="off") == (None, "off, given")
+    table = tmp_path / "drafter" / "speculation.json"
+    table.write_text('{"drafter_window": 24}')
+    assert found() == ((24, 24), "24 positions, by speculation.json")
+    assert found(drafter_window="auto") == found()
+    assert found(drafter_window=40)[1] == "40 positions, given"
+    table.write_text('{"drafts": {"1": 2}, "drafter_window": "off"}')
+    assert found() == (None, "off, by speculation.json")
+    table.write_text('{"drafts": {"1": 2}}')
+    assert found() == ((20, None), "20 positions in 1 of 2 layers, by config.json")
+    assert pair.drafter_window == "off, by default: no file names one"
+    assert with_drafter(pair, directories.target, NGRAM).drafter_window is None
+    with pytest.warns(InputWarning, match=f"window of 999 positions is larger than the target's {MAX_POSITIONS}"):
+        assert found(drafter_window=999)[0] == (999, 999)
+
+
+@pytest.mark.parametrize("asked", [0, -3, "0", "some", "", "128,256"])
+def test_what_is_no_window_is_refused(directories: Directories, pair: Pair, asked: int | str) -> None:
+    with pytest.raises(InputError, match=r"drafter window is .*; expected the positions .*, auto or off"):
+        with_drafter(pair, directories.target, directories.drafter, drafter_window=asked)
+
+
+@pytest.mark.parametrize("text", ['{"drafter_window": 0}', '{"drafter_window": "wide"}', '{"drafter_window": true}'])
+def test_a_file_that_names_no_window_is_refused(tmp_path: Path, directories: Directories, text: str) -> None:
+    shutil.copytree(directories.drafter, tmp_path / "drafter")
+    (tmp_path / "drafter" / "speculation.json").write_text(text)
+    with pytest.raises(InputError, match=r"speculation\.json names the drafter_window .*; expected .*mend it"):
+        peagle.loading.load(directories.target, tmp_path / "drafter")
+
+
+def test_a_window_without_a_drafter_is_refused(directories: Directories, pair: Pair) -> None:
+    for drafter in (NGRAM, None):
+        with pytest.raises(InputError, match="a drafter window is given, but there is no drafter with weights"):
+            with_drafter(pair, directories.target, drafter, drafter_window=64)
+
+
+def test_a_window_smaller_than_a_step_is_refused(directories: Directories, pair: Pair) -> None:
+    narrow = with_drafter(pair, directories.target, directories.drafter, drafter_window=4)
+    with pytest.raises(InputError, match=r"window is 4 positions; expected 5 or more at K = 4, .*lower -k to 3"):
+        narrow.generate([7, 8, 9], num_speculative_tokens=4)
+    assert narrow.generate([7, 8, 9], num_speculative_tokens=3, max_new_tokens=5).steps
+    assert not narrow.generate([7, 8, 9], num_speculative_tokens=0, max_new_tokens=5).steps[0].draft_token_ids
+
+
+def test_the_command_line_takes_it(directories: Directories, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ("--target", str(directories.target), "--drafter", str(directories.drafter))
+    asked = ("speculate", *files, "--prompt-ids", "7,8,9", "-n", "4", "--no-baseline", "--json", "-", "-q")
+    assert main([*asked, "-k", "3", "--drafter-window", "16"]) == 0
+    assert '"drafter_window": "16 positions, given"' in capsys.readouterr().out
+    assert main([*asked, "-k", "3", "--drafter-window", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "window is 3 positions; expected 4 or more at K = 3" in said
+    assert len(said.strip().splitlines()) == 1
+    assert main([*asked, "--drafter-window", "wide"]) == 2
+    assert "drafter window is 'wide'" in capsys.readouterr().err
+
+
+def test_info_says_the_window_and_what_its_rings_take(
+    directories: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(directory: Path) -> dict[str, str]:
+        assert main(["info", str(directory)]) == 0
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+        return {name.strip(): value for name, _, value in (line.partition("  ") for line in lines)}
+
+    per_position = 2 * DRAFTER.num_kv_heads * DRAFTER.head_dim * 4  # of a layer, float32
+    full = said(directories.drafter)
+    assert full["window"].strip() == "off, by default: no file names one"
+    assert f"{2 * 1000 * per_position / 1e3:.1f} kB float32" in full["KV cache per 1,000 positions"]
+    assert "KV rings, once per row" not in full
+    config = dataclasses.replace(DRAFTER, windows=(20, None))
+    save_drafter(tmp_path / "drafter", random_params(config), config)
+    mixed = said(tmp_path / "drafter")
+    assert mixed["window"].strip() == "20 positions in 1 of 2 layers, by config.json"
+    assert f"{1000 * per_position / 1e3:.1f} kB float32" in mixed["KV cache per 1,000 positions"]
+    assert f"{(20 + 63) * per_position / 1e3:.1f} kB float32" in mixed["KV rings, once per row"]
+    (tmp_path / "drafter" / "speculation.json").write_text('{"drafter_window": 256}')
+    windowed = said(tmp_path / "drafter")
+    assert windowed["window"].strip() == "256 positions, by speculation.json"
+    assert "KV cache per 1,000 positions" not in windowed
+    assert f"{2 * (256 + 63) * per_position / 1e3:.1f} kB float32" in windowed["KV rings, once per row"]
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "speculators"])
+def test_windows_go_through_an_export(tmp_path: Path, dialect: str) -> None:
+    config = dataclasses.replace(DRAFTER, windows=(20, 20), max_positions=MAX_POSITIONS)
+    save_drafter(tmp_path / "drafter", random_params(config), config)
+    arguments = ["export", str(tmp_path / "drafter"), "--out", str(tmp_path / dialect), "--dialect", dialect, "-q"]
+    assert main([*arguments, "--verifier", "some/target"]) == 0
+    assert parse_config(read_checkpoint(tmp_path / dialect)).windows == (20, 20)
+    assert "sees the last 20 positions" in (tmp_path / dialect / "README.md").read_text(encoding="utf-8")
