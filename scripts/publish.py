@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peagle.measure import pages
 from peagle.measure.sweep import charts, concurrency, page
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import IN_SHORT, KIND, RUN, open_run
@@ -75,8 +76,8 @@ def _sweep(run: Path) -> dict[str, bytes]:
     kept = [_headline(row, parts=row in largest) for row in found]
     record = {name: value for name, value in folder.record.items() if name != "shares"}
     record |= {"by_concurrency": loads} if loads else {}
-    texts = {"README.md": page.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
-    return {name: text.encode() for name, text in (texts | page.pictures(blocks)).items()}
+    texts = {"README.md": pages.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
+    return {name: text.encode() for name, text in (texts | pages.pictures(blocks)).items()}
 
 
 def _headline(row: Mapping[str, Any], parts: bool) -> Json:

@@ -13,6 +13,7 @@ from peagle.cli.display import Display
 from peagle.cli.settings import SweepSettings, parse_layers
 from peagle.engine.widths import WidthTable, widths_file, write_widths
 from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.measure import pages
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import charts, concurrency, page
 from peagle.measure.sweep.compare import differences
@@ -117,7 +118,7 @@ def report_command(runs: Sequence[Path], out: Path | None, quiet: bool) -> int:
         else:
             blocks = page.comparison_blocks(found, [differences(folders[0], each) for each in folders[1:]])
         where = out or folders[0].path
-        page.write(where, blocks)
+        pages.write(where, blocks)
     _show(blocks, where, quiet)
     _tell_of_pictures(display, where)
     return 0
@@ -130,7 +131,7 @@ def _finish(folder: Folder, display: Display) -> None:
         folder.save(rows=rows(folder), **({"by_concurrency": loads} if folder.plan.loads else {}))
     with display.stage("drawing"):
         blocks = page.run_blocks(folder, folder.record["rows"], loads)
-        page.write(folder.path, blocks)
+        pages.write(folder.path, blocks)
     _show(blocks, folder.path, quiet=not display.talks)
     _tell_of_pictures(display, folder.path)
 
@@ -177,13 +178,13 @@ def _tell_of_pictures(display: Display, where: Path) -> None:
         display.note(f"without pictures, which need matplotlib: pip install matplotlib; then: peagle report {where}")
 
 
-def _show(blocks: Sequence[page.Block], where: Path, quiet: bool) -> None:
+def _show(blocks: Sequence[pages.Block], where: Path, quiet: bool) -> None:
     """The first table, or of a comparison the first run's, and where the rest is."""
     if quiet:
         return
     console = Console(highlight=False, soft_wrap=True)
-    tables = [block for block in blocks if isinstance(block, page.Table)]
-    console.print(page.markdown(tables[:1]), markup=False)
+    tables = [block for block in blocks if isinstance(block, pages.Table)]
+    console.print(pages.markdown(tables[:1]), markup=False)
     console.print(f"{where / 'report.html'}", markup=False)
 
 
