@@ -3,7 +3,7 @@ of a real model reads each step, and most tokens of a large vocabulary come hard
 propose is a rejected draft, never a wrong token (FR-Spec, arXiv 2502.14856).
 
 A drafter's directory may hold `frequent_tokens.json`, a list of the target's token ids, the most frequent first
-(scripts/frequent_tokens.py counts them). Without one, ids stand in for frequency: byte-pair encoding numbers its
+(`peagle frequent-tokens` lists them). Without one, ids stand in for frequency: byte-pair encoding numbers its
 tokens in the order it merged them, and it merges what is frequent; tokens that end answers come first.
 """
 

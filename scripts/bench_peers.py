@@ -1,7 +1,7 @@
 """This project beside transformers and llama.cpp on the same random checkpoints: speed of plain decoding and of verify
 passes, and how far each one's logits are from a float32 reference.
 
-    python -m scripts.make_random_checkpoint M /tmp/M
+    peagle random M /tmp/M
     python -m scripts.bench_peers --out RUN --llama-python LLAMA/bin/python /tmp/M
 
 On a GPU all compute in bfloat16 there, and transformers decodes with the faster of its two caches: one that grows, and

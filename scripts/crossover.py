@@ -42,7 +42,7 @@ from peagle.loading import DEMO, resolve, with_drafter
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.rope import RopeConfig
-from scripts.make_random_checkpoint import SIZES
+from peagle.workflows.random_checkpoint import SIZES
 from scripts.peers.cost import MXFP4_BYTES, Storage, stored_weights
 from scripts.results import RawLines, in_one_line, origin, write_page
 from target.config import TargetConfig

@@ -57,10 +57,10 @@ from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.ops.strict_json import dumps
 from peagle.result import Counters, decode
+from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
 from scripts.crossover import IN_TURN, NARROW_VOCAB, PUBLISHED_RATE, Kind
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
-from scripts.make_random_checkpoint import SIZES
 from scripts.results import RawLines, in_one_line, origin, write_page
 from target.config import TargetConfig
 from target.model import GptOss, init_caches
@@ -155,7 +155,7 @@ def peers() -> Iterator[Json]:
         size = PEERS if on_gpu() else PEERS_TRIED_OUT
         made, out = Path(directory) / size, Path(directory) / "out"
         script = [sys.executable, "-m"]
-        subprocess.run([*script, "scripts.make_random_checkpoint", size, str(made)], cwd=ROOT, check=True)
+        write_random_checkpoint(made, SIZES[size])
         asked = ["--engines", "peagle-xla,transformers-bf16", "--rounds", "3", "--seconds", "0.2"]
         done = subprocess.run(
             [*script, "scripts.bench_peers", str(made), "--out", str(out), *asked],

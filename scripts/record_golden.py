@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 
-from scripts.make_random_checkpoint import geometry, random_tensors
+from peagle.workflows.random_checkpoint import geometry, random_tensors
 from target.load import write_target
 
 DIRECTORY = Path(__file__).parents[1] / "tests" / "golden" / "target"

@@ -883,3 +883,44 @@ def _warnings_in_one_line() -> Iterator[None]:
 def _complain(message: str) -> int:
     say("error", message)
     return BAD_INPUT
+
+
+@app.command(help="Check this machine: its kernels against references, and speculation against plain decoding.")
+def check() -> int:
+    def run() -> int:
+        from peagle.cli.check import check_command
+
+        return check_command()
+
+    return guarded(run)
+
+
+@app.command(help="Write a GPT-OSS checkpoint of random weights: for speed, memory and format, not for sense.")
+def random(
+    size: Annotated[str, typer.Argument(metavar="SIZE", show_default=False, help="tiny, S, M, L, 20b or 120b.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False, help="A new directory.")],
+    unquantized: Annotated[bool, typer.Option("--unquantized", help="Experts in bfloat16, not MXFP4.")] = False,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Equal seeds give equal bytes.")] = 0,
+) -> int:
+    def run() -> int:
+        from peagle.cli.random_checkpoint import random_command
+
+        return random_command(size, directory, not unquantized, seed)
+
+    return guarded(run)
+
+
+@app.command(help="List the tokens that a target writes, the most frequent first: for --draft-vocab.")
+def frequent_tokens(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", show_default=False, help="Documents of --json, shards of peagle data."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", show_default=False, help="The list to write.")],
+) -> int:
+    def run() -> int:
+        from peagle.cli.frequent_tokens import frequent_tokens_command
+
+        return frequent_tokens_command(files, out)
+
+    return guarded(run)

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
-from scripts import frequent_tokens
+from peagle.workflows.frequent_tokens import list_frequent_tokens
 from scripts.demo.tokenizer import MASK, SPECIAL_TOKENS
 from scripts.demo.tuned import TUNED
 
@@ -127,7 +127,7 @@ def build(work: Path, target_tokens: int, scale: float = 1) -> None:
         if not (pair / name).exists():
             shutil.copytree(work / name / "drafter", pair / name, ignore=shutil.ignore_patterns("README.md"))
         if not (known := pair / name / FREQUENT_TOKENS).exists():
-            frequent_tokens.main([*map(str, sorted(written.glob("*.safetensors"))), "--out", str(known)])
+            list_frequent_tokens(sorted(written.glob("*.safetensors")), known)
 
 
 def install(work: Path) -> None:

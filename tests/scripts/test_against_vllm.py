@@ -17,9 +17,9 @@ import peagle
 from peagle.engine.request import Request
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
+from peagle.workflows.random_checkpoint import geometry, random_tensors
 from scripts import against_vllm
 from scripts.against_vllm import Answer, Setting, compared, equal, page, pooled
-from scripts.make_random_checkpoint import geometry, random_tensors
 from scripts.peers import environment
 from target.load import load_target, write_target
 

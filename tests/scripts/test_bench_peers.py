@@ -22,8 +22,8 @@ from peagle.loading import DEMO, resolve
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
+from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors
 from scripts import bench_peers
-from scripts.make_random_checkpoint import SIZES, geometry, random_tensors
 from scripts.peers import bystanders, cost, figures, gguf_file, measure, ours, page, remote, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from peagle.workflows.random_checkpoint import SIZES
 from scripts import crossover
 from scripts.crossover import IN_TURN, KINDS, by_bytes, cheaper_from
-from scripts.make_random_checkpoint import SIZES
 
 
 def test_bytes_of_drafting_are_those_of_the_matrices_a_pass_reads() -> None:

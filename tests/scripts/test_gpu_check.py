@@ -15,9 +15,9 @@ import pytest
 
 from peagle.engine.engine import EngineConfig
 from peagle.engine.request import Request, StepRecord, TokenChunk
+from peagle.workflows.random_checkpoint import SIZES
 from scripts import gpu_check
 from scripts.gpu import operations, page
-from scripts.make_random_checkpoint import SIZES
 from target.load import tensor_shapes
 from target.model import forward
 from target.random import random_bytes, random_params
