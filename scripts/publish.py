@@ -8,9 +8,7 @@ of another run everything, the folder's other .json files too. Figures have six 
 above the limits below is refused.
 """
 
-import argparse
 import functools
-import io
 import json
 import sys
 from collections.abc import Mapping
@@ -25,19 +23,16 @@ from peagle.ops import strict_json
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts.readme_tables import at_largest_k
-from scripts.results import in_one_line
+from scripts.runs import Json, in_one_line, new_parser
 
 MAX_BYTES = {"README.md": 20_000, RUN: 50_000, ".svg": 60_000, ".png": 60_000}
 MAX_PICTURES = 2
 DIGITS = 6
-COLORS = 256  # of a PNG
 FIGURES = ("num_requests", "looping_frac", "acceptance_length", "speedup")  # of a row, and of a category
 ROW = (
     *("prompts", "raw", "temperature", "k", "drafter", "draft_vocab", "label"),
     *("num_spec_steps", "num_plain_steps", "num_slower", "num_compared"),
 )
-
-Json = dict[str, Any]
 
 
 def publish(run: Path, out: Path) -> None:
@@ -99,18 +94,7 @@ def _as_it_is(run: Path, record: Json) -> dict[str, bytes]:
         if path.name != RUN:
             record[path.stem] = _read(path)
     files = {"README.md": (run / "README.md").read_bytes(), RUN: _text(rounded(record)).encode()}
-    files |= {path.name: path.read_bytes() for path in sorted(run.glob("*.svg"))}
-    return files | {path.name: _of_few_colors(path) for path in sorted(run.glob("*.png"))}
-
-
-def _of_few_colors(path: Path) -> bytes:
-    """Reduce a picture to COLORS colours: its drawing needs no more."""
-    from PIL import Image  # comes with matplotlib
-
-    found = io.BytesIO()
-    with Image.open(path) as picture:
-        picture.convert("RGB").quantize(COLORS).save(found, "PNG", optimize=True)
-    return found.getvalue()
+    return files | {path.name: path.read_bytes() for path in sorted(run.glob("*.svg"))}
 
 
 def rounded(value: Any) -> Any:
@@ -147,7 +131,7 @@ def _expect_small(run: Path, files: Mapping[str, bytes]) -> None:
 
 def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("out", type=Path, help="the new folder, in results/")
     arguments = parser.parse_args()

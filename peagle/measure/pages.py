@@ -88,8 +88,8 @@ def write(path: Path, blocks: Sequence[Block]) -> None:
 def _markdown(block: Block) -> str:
     match block:
         case Table(header, rows):
-            cells = [header, ["---"] * len(header), *rows]
-            return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in cells)
+            head, *lines = (f"| {' | '.join(map(_cell, row))} |" for row in (header, *rows))
+            return "\n".join([head, "|---" * len(header) + "|", *lines])
         case Picture(name, _, caption):
             return f"![{caption}]({name}.svg)"
         case text:

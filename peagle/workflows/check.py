@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.request import Request, SamplingParams
-from peagle.loading import DEMO, load, with_drafter
+from peagle.engine.request import SamplingParams
+from peagle.loading import DEMO, HELD_OUT, load, with_drafter
 from peagle.ops import cuda, native
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.result import decode
+from peagle.text.prompt_files import read_prompt_file
+from peagle.text.prompts import Rendering
 from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
 from target.config import TargetConfig
 from target.load import load_target
@@ -29,7 +31,6 @@ MOST_OFF = 1e-3  # of the logits' standard deviation, in float32
 MOST_OFF_TYPICAL = 0.3
 BATCH, TOKENS, WIDTH = 2, 48, 4  # several rounds of a ring of 24 positions, by passes of four rows
 NUM_DRAFTS, NEW_TOKENS = 5, 96
-PROMPT = "def mean(values):"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +93,9 @@ def check_losslessness() -> Iterator[Finding]:
 
 
 def _lossless(pair: Pair, name: str, temperature: float) -> Finding:
-    assert pair.tokenizer is not None
-    ids = tuple(pair.tokenizer.encode(PROMPT))
-    request = Request(ids, NEW_TOKENS, SamplingParams(temperature), stop_token_ids=())
+    conversation = read_prompt_file(HELD_OUT).conversations[0]
+    sampling = SamplingParams(temperature)
+    request = pair.request(conversation, [], Rendering(), max_new_tokens=NEW_TOKENS, sampling=sampling)
     capacity = pair.capacity([request])
     fast, plain = (
         decode(pair.engine(pair.engine_config(k, capacity=capacity)), [request], None)[0] for k in (NUM_DRAFTS, 0)

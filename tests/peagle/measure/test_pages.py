@@ -19,7 +19,7 @@ BLOCKS = [
 def test_markdown_keeps_a_table_together_and_names_the_pictures() -> None:
     text = markdown(BLOCKS)
     assert text.startswith("# a < b\n\n")
-    assert "| h\\|1 | other |\n| --- | --- |\n" in text
+    assert "| h\\|1 | other |\n|---|---|\n" in text
     assert "| new\\nline |  |" in text
     assert text.endswith('![a"b](p.svg)\n')
 
