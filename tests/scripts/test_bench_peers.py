@@ -23,7 +23,7 @@ from peagle.measure.pages import markdown
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
-from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors
+from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors, write_random_checkpoint
 from scripts import bench_peers
 from scripts.peers import bystanders, cost, figures, gguf_file, measure, ours, page, remote, roster
 from scripts.peers.bystanders import Bystanders
@@ -39,7 +39,7 @@ GEOMETRY = geometry(
 @pytest.fixture(scope="module", params=[True, False], ids=["mxfp4", "unquantised"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint") / "small"
-    write_target(directory, GEOMETRY, random_tensors(GEOMETRY, request.param, seed=1), mxfp4=request.param)
+    write_random_checkpoint(directory, GEOMETRY, mxfp4=request.param, seed=1)
     return directory
 
 

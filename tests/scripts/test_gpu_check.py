@@ -85,7 +85,7 @@ def test_sections_alone_and_a_time_that_ends(monkeypatch: pytest.MonkeyPatch, tm
     assert call(monkeypatch, "--out", out, *given, "--only", "kernels,peers") == 0
     rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert [row["section"] for row in rows] == ["kernels"] + ["peers"] * 6
-    assert rows[-1]["left_out"] == "what comes behind this, at the end of --minutes 2"
+    assert rows[-1]["left_out"] == "what follows, at the end of --minutes 2"
 
 
 def test_a_section_that_there_is_not_is_told_in_a_line(
