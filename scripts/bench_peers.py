@@ -1,20 +1,19 @@
-"""This project beside transformers and llama.cpp on the same random checkpoints: speed of plain decoding and of verify
-passes, and how far each one's logits are from a float32 reference.
+"""Measure this project beside transformers and llama.cpp on the same random checkpoints.
 
-    python -m scripts.make_random_checkpoint M /tmp/M
+    peagle random M /tmp/M
     python -m scripts.bench_peers --out RUN --llama-python LLAMA/bin/python /tmp/M
 
-On a GPU all compute in bfloat16 there, and transformers decodes with the faster of its two caches: one that grows, and
-a static one, whose passes it compiles.
-
-Every engine is a process of its own; they take turns round by round, so that a drift of the machine falls on all.
+Measured are plain decoding, verify passes, and how far each engine's logits are from a float32 reference. On a GPU all
+compute in bfloat16, and transformers decodes with the faster of its two caches: one that grows, and a static one, whose
+passes it compiles. Every engine is a process of its own; they take turns round by round, so that drift of the machine
+affects all equally.
 
 With --requests 1,4,8,16,32 so many requests are also decoded together: by ours in an engine of as many slots, by
 llama.cpp in batches of as many sequences.
 
 llama.cpp runs under a Python that has llama-cpp-python, best in an environment of its own (`pip install
 llama-cpp-python` compiles it); the checkpoint is written as GGUF for it, MXFP4 experts bit for bit. An engine whose
-packages are missing is left out, and the page says so.
+packages are missing is left out, and the page names it.
 
 Afterwards `--out` (which must not exist yet) holds run.json (provenance, configuration, a row per checkpoint and
 engine), raw.jsonl (a line per measurement) and README.md (the tables).
@@ -24,27 +23,24 @@ import argparse
 import math
 import os
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from peagle.loading import MOST_STEPS_PER_DISPATCH
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.ops.strict_json import dumps
 from scripts.peers.figures import floors, others, rows
 from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.ours import budget_of_many
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, MOST_REQUESTS, NAMES, OURS, unavailable
-from scripts.results import in_one_line, origin
+from scripts.runs import Json, Progress, RawLines, in_one_line, new_parser, numbers, origin, write_run
 from target.load import inspect_target
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command."""
+    parser = new_parser(__doc__)
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="directories, one or several")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--llama-python", metavar="PATH", help="a Python that has llama-cpp-python")
@@ -69,36 +65,35 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
-    """Everything is checked and the configuration written before anything runs."""
+    """Check everything before anything runs, then measure; each checkpoint's figures are written once known."""
     names, left_out = engines(arguments.engines, arguments.llama_python)
     settings = Settings(
         tuple(path.name for path in arguments.checkpoints),
         names,
         arguments.prompt_tokens,
         arguments.new_tokens,
-        numbers("--widths", arguments.widths, 1),
+        tuple(sorted({1, *numbers("--widths", arguments.widths)})),
         arguments.rounds,
         arguments.seconds,
         arguments.check_tokens,
         arguments.seed,
-        numbers("--requests", arguments.requests) if arguments.requests is not None else (),
+        () if arguments.requests is None else tuple(numbers("--requests", arguments.requests)),
     )
     check(settings, arguments.checkpoints)
     expect_new(arguments.out)
     for engine, why in left_out.items():
         print(f"{engine} is left out: {why}", file=sys.stderr)
-    record: dict[str, Any] = {
+    record: Json = {
         "schema": 1,
-        "provenance": origin("scripts.bench_peers", shown(typed)),
+        "provenance": origin("scripts.bench_peers", typed),
         "config": asdict(settings),
         "left_out": left_out,
         "checkpoints": [],
         "rows": [],
     }
-    arguments.out.mkdir(parents=True)
-    write(arguments.out / "run.json", dumps(record, indent=1) + "\n")
+    raw = RawLines(arguments.out)
     for number, checkpoint in enumerate(arguments.checkpoints, start=1):
-        say = Progress(f"{number}/{len(arguments.checkpoints)}")
+        say = Progress(f"{number}/{len(arguments.checkpoints)} {checkpoint.name}:")
         measured = measure(checkpoint, settings, arguments.llama_python or "", say)
         say.end()
         record["rows"] += rows(checkpoint.name, measured, settings)
@@ -112,17 +107,13 @@ def bench(arguments: argparse.Namespace, typed: list[str]) -> int:
                 "others_frac": others(measured),
             }
         )
-        with (arguments.out / "raw.jsonl").open("a", encoding="utf-8") as raw:
-            raw.writelines(dumps({"checkpoint": checkpoint.name, **line}) + "\n" for line in measured.lines)
-        write(arguments.out / "run.json", dumps(record, indent=1) + "\n")
-    text = page(record)
-    write(arguments.out / "README.md", text)
-    print(text)
+        raw.extend({"checkpoint": checkpoint.name, **line} for line in measured.lines)
+        write_run(arguments.out, record, page(record), show=number == len(arguments.checkpoints))
     return 0
 
 
 def engines(named: str, llama_python: str | None) -> tuple[tuple[str, ...], dict[str, str]]:
-    """(the engines to compare, ours among them; those left out, with the reason)."""
+    """Choose (the engines to compare, ours among them; those left out, with the reason)."""
     wanted = named.split(",")
     if unknown := [name for name in wanted if name not in NAMES]:
         raise InputError(f"--engines names {unknown[0]!r}; expected names of {', '.join(NAMES)} with commas between")
@@ -132,19 +123,8 @@ def engines(named: str, llama_python: str | None) -> tuple[tuple[str, ...], dict
     return tuple(name for name in wanted if name not in left_out), left_out
 
 
-def numbers(option: str, typed: str, *also: int) -> tuple[int, ...]:
-    """The numbers that were typed for an option, and those that are always among them, in order."""
-    try:
-        found = sorted({int(number) for number in typed.split(",")} | {*also})
-    except ValueError:
-        raise InputError(f"{option} is {typed!r}; expected numbers with commas between, such as 1,2,4,8") from None
-    if found[0] < 1:
-        raise InputError(f"{option} is {typed!r}; expected numbers of 1 or more")
-    return tuple(found)
-
-
 def check(settings: Settings, checkpoints: list[Path]) -> None:
-    """Raises InputError for settings that cannot be run, and for checkpoints that are none or too short."""
+    """Raise InputError for settings that cannot be run, and for checkpoints that are none or too short."""
     if settings.rounds < 1 or settings.prompt_tokens < 1 or settings.new_tokens < 2:
         raise InputError("--rounds and --prompt-tokens must be 1 or more, --new-tokens 2 or more")
     if not 0 < settings.seconds < math.inf:
@@ -166,33 +146,6 @@ def check(settings: Settings, checkpoints: list[Path]) -> None:
         room = inspect_target(checkpoint).config.max_positions
         if longest > room:
             raise InputError(f"{checkpoint} has {room} positions; expected {longest} or more: ask for fewer tokens")
-
-
-def shown(typed: list[str]) -> list[str]:
-    """The arguments; of existing paths only their names, which is all that counts elsewhere."""
-    return [Path(word).name if Path(word).is_absolute() else word for word in typed]
-
-
-class Progress:
-    """One line on standard error, overwritten."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix, self._longest, self._started = prefix, 0, time.monotonic()
-
-    def __call__(self, what: str) -> None:
-        line = f"{self._prefix} {what}"
-        self._longest = max(self._longest, len(line))
-        print(f"\r{line:<{self._longest}}", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        """The line is finished, and says how long all of it took."""
-        self(f"done in {time.monotonic() - self._started:.0f} s")
-        print(file=sys.stderr)
-
-
-def write(path: Path, text: str) -> None:
-    """The file holds the text."""
-    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

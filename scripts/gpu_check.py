@@ -1,21 +1,20 @@
-"""Everything that is to be known of this project on a GPU, in one call: is it right there, and how fast is it?
+"""Find out in one call whether this project is right on a GPU, and how fast.
 
     python -m scripts.gpu_check --out DIR                          # on a GPU: 20b and 120b shapes, about ten minutes
     python -m scripts.gpu_check --out DIR --shapes 20b --minutes 5
     python -m scripts.gpu_check --out DIR --only peers,120b             # these sections alone, for a second call
-    python -m scripts.gpu_check --out DIR --shapes tiny --any-device    # the same on whatever there is, to try it out
+    python -m scripts.gpu_check --out DIR --shapes tiny --any-device    # the same on any device, to try it out
 
 Needs no network, no checkpoint and no installation (run it in the checkout), but for the conformance suite, which
-needs what the tests do: weights are random and made in the device's memory. First what must be right: the GPU kernels
-(what launches them is compiled if it is not there), the conformance suite, logits against the CPU's, losslessness.
-Then what is measured, for each shape: prefill, decoding and verify passes, by XLA's own code, too; each operation's
-bytes and time; steps of speculation whose acceptance is drawn at given rates (marked synthetic: it says what a step
-costs, nothing of any drafter), by drafter, head and batch, and where a step's time goes; and this project beside
-transformers on a checkpoint made for it (scripts.bench_peers).
+needs what the tests do: weights are random and made in the device's memory. First what must be right: the checks of
+`peagle check` (the kernels' launcher is compiled if it is not there) and the conformance suite. Then, for each shape:
+prefill, decoding and verify passes, by XLA's own code, too; each operation's bytes and time; steps of speculation whose
+acceptance is drawn at given rates (marked synthetic: it says what a step costs, nothing of any drafter), by drafter,
+head and batch, and where a step's time goes; and this project beside transformers (scripts.bench_peers).
 
-`--out` (which must not exist yet) gets a line in raw.jsonl as soon as anything is known, so that a run that is cut off
-has lost nothing, and at the end run.json and README.md. What does not fit into --minutes is named as left out; what is
-at work when they end stops at its next line.
+`--out` (which must not exist yet) gets a line in raw.jsonl as soon as a figure is known, so that a run that is cut off
+has lost nothing, and run.json and README.md after each section. What does not fit into --minutes is named as left out;
+the section that runs when they end stops at its next line.
 Exit code 1: something is wrong, or could not be measured.
 """
 
@@ -39,12 +38,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drafter.config import DrafterConfig
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
 from peagle.api import Pair
-from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request
 from peagle.measure.bench import BenchOptions, Case, bench
 from peagle.measure.metrics import total
 from peagle.measure.profile import profile
@@ -52,28 +51,59 @@ from peagle.ops import cuda
 from peagle.ops.cuda import calls
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
+from peagle.ops.rope import RopeConfig
 from peagle.ops.strict_json import dumps
-from peagle.result import Counters, decode
-from scripts.crossover import IN_TURN, NARROW_VOCAB, PUBLISHED_RATE, Kind
+from peagle.result import Counters
+from peagle.workflows.check import CHECKED, Finding, check_kernels, check_logits, check_losslessness
+from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
-from scripts.make_random_checkpoint import SIZES
-from scripts.results import RawLines, in_one_line, origin, write_page
+from scripts.runs import Json, RawLines, in_one_line, new_parser, origin, write_run
 from target.config import TargetConfig
 from target.model import GptOss, init_caches
 from target.random import random_bytes, random_params
 
-Json = dict[str, Any]
 ROOT = Path(__file__).parents[1]
+NARROW_VOCAB = 32768  # a reduced draft vocabulary, as drafters of large vocabularies have
+PUBLISHED_RATE = 0.76  # of draft i .76^i are kept: 3.70 tokens a step at K = 7, as published for the 20b on MT-Bench
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A drafter's shape except for its width, which is the target's."""
+
+    name: str
+    layers: int
+    parallel: bool
+
+    def config(self, target: TargetConfig, draft_vocab: int | None = None) -> DrafterConfig:
+        """Make the config that `peagle train` makes by default."""
+        taps = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
+        return DrafterConfig(
+            hidden_size=target.hidden_size,
+            num_layers=self.layers,
+            num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            mlp_width=2 * target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab or target.vocab_size,
+            mask_token_id=target.vocab_size - 1 if self.parallel else None,
+            rope=RopeConfig(target.head_dim, 10000.0),
+            aux_layer_ids=taps,
+        )
+
+
+IN_TURN = Kind("EAGLE-3, 1 layer", 1, False)
 PARALLEL = Kind("P-EAGLE, 4 layers", 4, True)  # the public 20b drafter's geometry
 SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
 SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 512, 128, 3
-SUITE_S, PEERS_S = 180, 300  # they are stopped then
+SUITE_S, PEERS_S = 180, 300  # after so long they are stopped
 PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared on: two layers as the 20b's
 # acceptance lengths on MT-Bench: P-EAGLE (arXiv 2602.01469), tables 9 and 10, and for K = 7 vLLM's post on it
 _PAPER, _POST = "arXiv 2602.01469", "vLLM's post"
@@ -87,7 +117,7 @@ PUBLISHED = tuple(
         ("120b", PARALLEL.name, 5, 2.9, _PAPER),
     )
 )
-ENDS = "memory"  # of a shape: it is let go, though nothing else of it ran to its end
+ENDS = "memory"  # of a shape: its weights are freed, even if nothing else of it ran to its end
 ROOM = 1.15  # of the weights: caches, and what a pass needs on the way
 
 
@@ -97,13 +127,15 @@ class TooLarge(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Section:
+    """Measurements that are left out, or fail, together."""
+
     name: str
     run: Callable[[], Iterator[Json]]
     seconds: float  # it may take
 
 
 def bandwidth() -> Iterator[Json]:
-    """What the device's memory gives: a large array read and written."""
+    """Time reading and writing a large array: what the device's memory gives."""
     size = 1 << (29 if on_gpu() else 24)
     source = jnp.zeros((size,), jnp.float32)
     copy = jax.jit(lambda x: x + 1)
@@ -117,7 +149,7 @@ def bandwidth() -> Iterator[Json]:
 
 
 def prepare_kernels() -> None:
-    """What launches the GPU kernels is compiled, if it can be; whether they run is known."""
+    """Compile the launcher of the GPU kernels if it is missing and can be compiled; then check the kernels."""
     if on_gpu() and not LAUNCHER.exists():
         try:
             build_launcher()
@@ -127,12 +159,28 @@ def prepare_kernels() -> None:
 
 
 def kernels() -> Iterator[Json]:
-    """The GPU kernels run, or why they do not."""
-    yield {"kernels_here": kernels_in_words(), "ok": cuda.available() or not on_gpu()}
+    """Find which kernels run here, or why none do."""
+    yield line_of(check_kernels())
+
+
+def parity() -> Iterator[Json]:
+    """Compare logits of small models with the CPU's."""
+    for size in CHECKED:
+        yield from map(line_of, check_logits(size))
+
+
+def losslessness() -> Iterator[Json]:
+    """Compare speculation with plain decoding, greedy and sampled."""
+    yield from map(line_of, check_losslessness())
+
+
+def line_of(finding: Finding) -> Json:
+    """Make a line of raw.jsonl from a check."""
+    return {"check": finding.name, "ok": finding.ok, "found": finding.found}
 
 
 def conformance() -> Iterator[Json]:
-    """The kernels' suite, which is the same on every device."""
+    """Run the kernels' suite, which is the same on every device."""
     if missing := [name for name in SUITE_NEEDS if importlib.util.find_spec(name) is None]:
         yield {"ok": False, "error": f"not run: it needs {', '.join(missing)}; pip install '.[test]'"}
         return
@@ -150,12 +198,12 @@ def conformance() -> Iterator[Json]:
 
 
 def peers() -> Iterator[Json]:
-    """This project, its own XLA form and transformers, interleaved, each in a process of its own."""
+    """Compare this project, its own XLA form and transformers, interleaved, each in a process of its own."""
     with tempfile.TemporaryDirectory() as directory:
         size = PEERS if on_gpu() else PEERS_TRIED_OUT
         made, out = Path(directory) / size, Path(directory) / "out"
         script = [sys.executable, "-m"]
-        subprocess.run([*script, "scripts.make_random_checkpoint", size, str(made)], cwd=ROOT, check=True)
+        write_random_checkpoint(made, SIZES[size])
         asked = ["--engines", "peagle-xla,transformers-bf16", "--rounds", "3", "--seconds", "0.2"]
         done = subprocess.run(
             [*script, "scripts.bench_peers", str(made), "--out", str(out), *asked],
@@ -174,63 +222,8 @@ def peers() -> Iterator[Json]:
         yield {"peer": row["engine"], **row}
 
 
-def parity() -> Iterator[Json]:
-    """Logits of small models against the CPU's in float32. In bfloat16 a token in eight or so is routed to another
-    expert somewhere, and is far off: there it is the median token that has to be near; of a wrong model it is not.
-    The heads of the first are not those that the GPU kernels are for, the second's are."""
-    for size in ("tiny", "S"):
-        config = SIZES[size]
-        ids = np.random.default_rng(0).integers(0, config.vocab_size, (2, 48), np.int32)
-        with jax.default_device(jax.devices("cpu")[0]):
-            params = random_params(config, 0, jnp.float32)
-            expected = np.asarray(verified(params, config, ids))
-        with jax.default_matmul_precision("highest"):
-            ours = np.asarray(verified(jax.device_put(params, jax.devices()[0]), config, ids))
-        half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.dtype == jnp.float32 else leaf, params)
-        rounded = np.asarray(verified(jax.device_put(half, jax.devices()[0]), config, ids))
-        for name, found in (("float32", ours), ("bfloat16", rounded)):
-            off = (found - expected) / expected.std()
-            largest, typical = float(np.abs(off).max()), float(np.median(np.sqrt(np.mean(off**2, axis=-1))))
-            ok = largest < 1e-3 if name == "float32" else typical < 0.3
-            far = {"max_difference": largest, "median_token_rms_difference": typical}
-            yield {"model": size, "dtype": name, **far, "ok": ok}
-
-
-def verified(params: Any, config: TargetConfig, ids: np.ndarray) -> jax.Array:
-    """Logits of all tokens behind the first four rows' worth, by verify passes of four rows."""
-    target = GptOss(params, config)
-    width = 4
-    cache = target.init_cache(len(ids), ids.shape[1], width)
-    step = jax.jit(lambda model, tokens, positions, cache: model.extend(tokens, positions, cache))
-    found = []
-    for start in range(0, ids.shape[1], width):
-        tokens = ids[:, start : start + width]
-        positions = np.broadcast_to(np.arange(start, start + width, dtype=np.int32), tokens.shape)
-        output, cache = step(target, tokens, positions, cache)
-        found.append(output.logits.astype(jnp.float32))
-    return jnp.concatenate(found, axis=1)
-
-
-def losslessness() -> Iterator[Json]:
-    """Speculation says what plain decoding says, greedy and sampled, in float32."""
-    config = SIZES["tiny"]
-    with jax.default_matmul_precision("highest"):
-        params = random_params(config, 1, jnp.float32)
-        for name, drafting in (("ngram", NGram()), (PARALLEL.name, random_drafter(PARALLEL, config, jnp.float32))):
-            pair = pair_of(params, config, drafting)
-            for temperature in (0.0, 1.0):
-                asked = request(config, 32, 96, temperature=temperature)
-                fast, plain = (decode(engine(pair, k, 1, 192), [asked], None)[0] for k in (5, 0))
-                yield {
-                    "drafter": name,
-                    "temperature": temperature,
-                    "ok": fast.output_ids == plain.output_ids,
-                    "acceptance_length": fast.acceptance_length,
-                }
-
-
 def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Every operation's bytes and time, by the number of rows."""
+    """Measure every operation's bytes and time, by the number of rows."""
     contexts = tuple(context for context in (512, 8192) if context + 16 < config.max_positions)
     for rows in (1, 4, 8, 16):
         for line in costs(params, config, rows, contexts if rows in (1, 8) else ()):
@@ -238,7 +231,7 @@ def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
 
 
 def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Prefill, decoding and verify passes; by batch and by context; at first by XLA's own code, too."""
+    """Measure prefill, decoding and verify passes by batch and by context; the first case by XLA's own code, too."""
     most_rows = calls.MAX_ROWS if cuda.available() else 0
     cases = [(batch, context, params) for batch, context in ((1, 512), (4, 512), (8, 512), (32, 512), (1, 8192))]
     if cuda.available():
@@ -275,19 +268,21 @@ def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]
 
 
 def rows_of(case: Case, batch: int) -> int:
-    """Rows of a pass."""
+    """Count the rows of a pass."""
     return batch if case.kind == "tg" else batch * case.size
 
 
 def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Steps with drafters of the public geometry and of EAGLE-3, acceptance drawn at PUBLISHED_RATE^i, plain decoding
-    beside them in turns: with the head over the whole vocabulary, over a part of it, and for several sequences
-    together."""
+    """Time steps with drafters of the public geometry and of EAGLE-3, and plain decoding beside them in turns.
+
+    Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one sequence,
+    and several together.
+    """
     for vocab, batch, ks in ((None, 1, (1, 3, 5, 7)), (NARROW_VOCAB, 1, (3, 7)), (None, 4, (3,)), (None, 8, (3,))):
         if vocab is not None and vocab >= config.vocab_size:
             continue
         for kind in (PARALLEL, IN_TURN):
-            pair = pair_of(params, config, random_drafter(kind, config, jnp.bfloat16, vocab))
+            pair = pair_of(params, config, random_drafter(kind, config, vocab))
             for line in steps(pair, config, batch, (0, *ks)):
                 yield {
                     "shape": name,
@@ -300,7 +295,7 @@ def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
 
 
 def steps(pair: Pair, config: TargetConfig, batch: int, ks: tuple[int, ...]) -> Iterator[Json]:
-    """What a step with K drafts takes, for each K."""
+    """Time a step with K drafts, for each K."""
     asked = [request(config, PROMPT_TOKENS, NEW_TOKENS, number) for number in range(batch)]
     engines = {k: synthetic_engine(pair, k, batch) for k in ks}
     for each in engines.values():
@@ -324,7 +319,7 @@ def steps(pair: Pair, config: TargetConfig, batch: int, ks: tuple[int, ...]) -> 
 
 
 def shares(engine: Engine, asked: Request) -> Json:
-    """Where a step's time goes, or why that is not known."""
+    """Find where a step's time goes, or why that is not known."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             found = profile(engine, [asked], Path(directory))
@@ -335,8 +330,7 @@ def shares(engine: Engine, asked: Request) -> Json:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """What happened while all requests of a batch were decoded: after the last one's first token, before the first
-    one's end."""
+    """Counts from the last request's first token to the first request's end, while all of a batch were at work."""
 
     seconds: float
     tokens: int
@@ -349,7 +343,7 @@ class Timed:
 
 
 def timed(engine: Engine, asked: list[Request]) -> Timed:
-    """Decode the requests together. Raises RuntimeError where the first one ends before the last one begins."""
+    """Decode the requests together. Raises RuntimeError if the first one ends before the last one begins."""
     chunks = list(engine.generate(asked))
     begun = max(chunk.time_s for _, chunk in chunks if not chunk.steps)
     ended = min(chunk.time_s for _, chunk in chunks if chunk.finish_reason is not None)
@@ -367,31 +361,25 @@ def timed(engine: Engine, asked: list[Request]) -> Timed:
 
 def synthetic_engine(pair: Pair, k: int, batch: int) -> Engine:
     rates = tuple(PUBLISHED_RATE ** (i + 1) for i in range(k)) if k else None
-    return engine(pair, k, batch, 1024, rates)
-
-
-def engine(pair: Pair, k: int, batch: int, capacity: int, rates: tuple[float, ...] | None = None) -> Engine:
-    capacity = min(capacity, pair.max_positions)
+    capacity = min(1024, pair.max_positions)
     # prompts in one chunk: while chunks alternate with steps, the first request is decoded without the others
     return pair.engine(
         pair.engine_config(k, capacity=capacity, slots=batch, synthetic_acceptance=rates, chunk=PROMPT_TOKENS)
     )
 
 
-def request(
-    config: TargetConfig, prompt_tokens: int, new_tokens: int, number: int = 0, temperature: float = 0.0
-) -> Request:
+def request(config: TargetConfig, prompt_tokens: int, new_tokens: int, number: int) -> Request:
     ids = np.random.default_rng(2 + number).integers(0, config.vocab_size, prompt_tokens)
-    return Request(tuple(map(int, ids)), new_tokens, SamplingParams(temperature), stop_token_ids=(), index=number)
+    return Request(tuple(map(int, ids)), new_tokens, stop_token_ids=(), index=number)
 
 
-def random_drafter(kind: Kind, config: TargetConfig, dtype: Any, draft_vocab: int | None = None) -> Any:
+def random_drafter(kind: Kind, config: TargetConfig, draft_vocab: int | None) -> Any:
     shape = kind.config(config, draft_vocab)
-    return drafter_of(jax.jit(init_drafter, static_argnums=(0, 2))(shape, jax.random.key(3), dtype), shape)
+    return drafter_of(jax.jit(init_drafter, static_argnums=(0, 2))(shape, jax.random.key(3), jnp.bfloat16), shape)
 
 
 def pair_of(params: Any, config: TargetConfig, drafter: Any) -> Pair:
-    taps = () if drafter is None or isinstance(drafter, NGram) else drafter.aux_layer_ids
+    taps = () if drafter is None else drafter.aux_layer_ids
     return Pair(GptOss(params, config, aux_layer_ids=taps), GptOss(params, config), drafter, None)
 
 
@@ -436,11 +424,11 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
 
 
 def main() -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command."""
+    parser = new_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--shapes", default="20b,120b", help=f"of {', '.join(SIZES)} (default %(default)s)")
-    parser.add_argument("--minutes", type=float, default=9.5, help="nothing is begun behind them (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=9.5, help="nothing is begun after them (default %(default)s)")
     parser.add_argument("--only", metavar="SECTIONS", help="those whose names begin so, with commas between")
     parser.add_argument("--any-device", action="store_true", help="go on without a GPU")
     arguments = parser.parse_args()
@@ -451,7 +439,7 @@ def main() -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Everything is checked before anything runs."""
+    """Check everything before anything runs, then run the sections."""
     shapes = arguments.shapes.split(",")
     if unknown := [name for name in shapes if name not in SIZES]:
         raise InputError(f"--shapes names {unknown[0]}; expected some of {', '.join(SIZES)}")
@@ -498,7 +486,7 @@ def check(arguments: argparse.Namespace) -> int:
             for line in section.run():
                 log(section, line)
                 if time.monotonic() > deadline:
-                    log(section, {"left_out": f"what comes behind this, at the end of --minutes {arguments.minutes:g}"})
+                    log(section, {"left_out": f"what follows, at the end of --minutes {arguments.minutes:g}"})
                     break
         except TooLarge as error:
             log(section, {"left_out": str(error)})
@@ -507,7 +495,7 @@ def check(arguments: argparse.Namespace) -> int:
         except Exception as error:  # one section's failure must not cost the others' figures
             log(section, {"ok": False, "error": repr(error)[:500], "at": traceback.format_exc()[-1500:]})
         record = {"schema": 1, "provenance": source, "config": config, "rows": raw.lines}
-        write_page(arguments.out, record, page(record), show=section is sections[-1])
+        write_run(arguments.out, record, page(record), show=section is sections[-1])
     return 1 if any(line.get("ok") is False for line in raw.lines) else 0
 
 

@@ -1,12 +1,11 @@
-"""Peak memory of loading a checkpoint and of decoding three tokens with it, beside what its weights and caches take.
+"""Measure the peak memory of loading a checkpoint and of decoding with it, beside what its weights and caches take.
 
     python -m scripts.measure_memory TARGET
 
-Counted are anonymous pages (RssAnon): pages of the mapped files are resident too, and the system takes them back when
+Anonymous pages are counted (RssAnon): pages of the mapped files are resident too, but the system takes them back when
 it needs them. Prints JSON, in bytes. Linux only.
 """
 
-import argparse
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
-from scripts.results import origin
+from scripts.runs import in_one_line, new_parser, origin
 
 STATUS = Path("/proc/self/status")
 PROMPT, NEW_TOKENS = (1, 2, 3), 3
@@ -26,7 +25,7 @@ INTERVAL_S = 0.001
 
 
 class Peak:
-    """The most anonymous memory while the block runs."""
+    """A context that finds the most anonymous memory while it is open."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -40,7 +39,7 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._watcher.join()
-        self.bytes = max(self.bytes, anonymous_bytes())  # it may never have had its turn
+        self.bytes = max(self.bytes, anonymous_bytes())  # the thread may never have run
 
     def _watch(self) -> None:
         while not self._ended.wait(INTERVAL_S):
@@ -48,14 +47,13 @@ class Peak:
 
 
 def anonymous_bytes() -> int:
-    """Of this process, now."""
+    """Read the anonymous memory of this process."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
 
 
 def measure(directory: str, kernels: str) -> dict[str, int | float]:
-    """Bytes of the weights and of caches, and what loading and decoding took at most, beyond the interpreter and its
-    libraries."""
+    """Measure bytes of weights and caches, and the peaks of loading and decoding beyond a process without them."""
     jax.numpy.zeros(1).block_until_ready()
     before = anonymous_bytes()
     started = time.perf_counter()
@@ -74,20 +72,22 @@ def measure(directory: str, kernels: str) -> dict[str, int | float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    """Run the command."""
+    parser = new_parser(__doc__)
     parser.add_argument("target", help="directory of an MXFP4 checkpoint")
     parser.add_argument("--kernels", choices=("auto", "native", "xla"), default="auto")
-    args = parser.parse_args()
-    if not STATUS.exists():
-        sys.exit(f"error: {STATUS} is not there: this needs Linux")
-    try:
-        found = measure(args.target, args.kernels)
-    except InputError as error:
-        sys.exit(f"error: {error}")
-    typed = [Path(args.target).name, "--kernels", args.kernels]
-    print(dumps({**found, "provenance": origin("scripts.measure_memory", typed)}, indent=1))
+    arguments = parser.parse_args()
+
+    def run() -> int:
+        if not STATUS.exists():
+            raise InputError(f"{STATUS} is not there: this needs Linux")
+        found = measure(arguments.target, arguments.kernels)
+        print(dumps({**found, "provenance": origin("scripts.measure_memory")}, indent=1))
+        return 0
+
+    return in_one_line("measure_memory", run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

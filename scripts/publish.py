@@ -8,15 +8,14 @@ of another run everything, the folder's other .json files too. Figures have six 
 above the limits below is refused.
 """
 
-import argparse
 import functools
-import io
 import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from peagle.measure import pages
 from peagle.measure.sweep import charts, concurrency, page
 from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import IN_SHORT, KIND, RUN, open_run
@@ -24,19 +23,16 @@ from peagle.ops import strict_json
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts.readme_tables import at_largest_k
-from scripts.results import in_one_line
+from scripts.runs import Json, in_one_line, new_parser
 
 MAX_BYTES = {"README.md": 20_000, RUN: 50_000, ".svg": 60_000, ".png": 60_000}
 MAX_PICTURES = 2
 DIGITS = 6
-COLORS = 256  # of a PNG
 FIGURES = ("num_requests", "looping_frac", "acceptance_length", "speedup")  # of a row, and of a category
 ROW = (
     *("prompts", "raw", "temperature", "k", "drafter", "draft_vocab", "label"),
     *("num_spec_steps", "num_plain_steps", "num_slower", "num_compared"),
 )
-
-Json = dict[str, Any]
 
 
 def publish(run: Path, out: Path) -> None:
@@ -75,8 +71,8 @@ def _sweep(run: Path) -> dict[str, bytes]:
     kept = [_headline(row, parts=row in largest) for row in found]
     record = {name: value for name, value in folder.record.items() if name != "shares"}
     record |= {"by_concurrency": loads} if loads else {}
-    texts = {"README.md": page.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
-    return {name: text.encode() for name, text in (texts | page.pictures(blocks)).items()}
+    texts = {"README.md": pages.markdown(blocks), RUN: _text(record | {"kind": IN_SHORT, "rows": kept})}
+    return {name: text.encode() for name, text in (texts | pages.pictures(blocks)).items()}
 
 
 def _headline(row: Mapping[str, Any], parts: bool) -> Json:
@@ -98,18 +94,7 @@ def _as_it_is(run: Path, record: Json) -> dict[str, bytes]:
         if path.name != RUN:
             record[path.stem] = _read(path)
     files = {"README.md": (run / "README.md").read_bytes(), RUN: _text(rounded(record)).encode()}
-    files |= {path.name: path.read_bytes() for path in sorted(run.glob("*.svg"))}
-    return files | {path.name: _of_few_colors(path) for path in sorted(run.glob("*.png"))}
-
-
-def _of_few_colors(path: Path) -> bytes:
-    """Reduce a picture to COLORS colours: its drawing needs no more."""
-    from PIL import Image  # comes with matplotlib
-
-    found = io.BytesIO()
-    with Image.open(path) as picture:
-        picture.convert("RGB").quantize(COLORS).save(found, "PNG", optimize=True)
-    return found.getvalue()
+    return files | {path.name: path.read_bytes() for path in sorted(run.glob("*.svg"))}
 
 
 def rounded(value: Any) -> Any:
@@ -146,7 +131,7 @@ def _expect_small(run: Path, files: Mapping[str, bytes]) -> None:
 
 def main() -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("out", type=Path, help="the new folder, in results/")
     arguments = parser.parse_args()

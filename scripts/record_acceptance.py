@@ -1,8 +1,8 @@
-"""What the demo pair accepts on a fixed set, recorded: the gate that a change of the engine must not fall through.
+"""Record what the demo pair accepts on a fixed set, as a regression gate for changes of the engine.
 
     python -m scripts.record_acceptance     # after the pair itself has changed, never to make a test pass
 
-Afterwards tests/golden/demo_acceptance.json holds the counters. tests/peagle/test_demo.py fails where acceptance length
+Afterwards tests/golden/demo_acceptance.json holds the counters. tests/peagle/test_demo.py fails if acceptance length
 or the rate at any position is below 95 % of them.
 """
 
@@ -18,14 +18,14 @@ from peagle.measure.metrics import pooled_counters
 from peagle.measure.provenance import provenance
 from peagle.ops.strict_json import dumps
 from peagle.result import Counters, decode
-from scripts.held_out import first_requests
+from scripts.runs import first_requests
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "demo_acceptance.json"
 NUM_PROMPTS, NEW_TOKENS, NUM_DRAFTS = 24, 96, 5
 
 
 def measure(pair: Pair) -> Counters:
-    """The counters of the first held-out prompts, greedy, chat template."""
+    """Count over the first held-out prompts, greedy, chat template."""
     requests = first_requests(pair, HELD_OUT, NUM_PROMPTS, NEW_TOKENS)
     engine = pair.engine(pair.engine_config(NUM_DRAFTS, capacity=pair.capacity(requests)))
     counters = pooled_counters(decode(engine, requests, None))
@@ -34,13 +34,13 @@ def measure(pair: Pair) -> Counters:
 
 
 def recorded() -> dict[str, Any]:
-    """What was recorded."""
+    """Read the record."""
     found: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
     return found
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     counters = measure(peagle.load())
     origin = provenance()
     record = {

@@ -1,4 +1,4 @@
-"""Records what transformers computes for a tiny MXFP4 checkpoint: parity for machines without torch.
+"""Record what transformers computes for a tiny MXFP4 checkpoint: parity for machines without torch.
 
     python -m scripts.record_golden
 
@@ -6,18 +6,18 @@ Writes tests/golden/target/: the checkpoint (drawn from a seed) and expected.npz
 layer's output, all from transformers' GptOssForCausalLM in float32, eager, its own dequantisation. Needs torch.
 """
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
-from scripts.make_random_checkpoint import geometry, random_tensors
+from peagle.workflows.random_checkpoint import geometry, random_tensors
+from scripts.runs import new_parser
 from target.load import write_target
 
 DIRECTORY = Path(__file__).parents[1] / "tests" / "golden" / "target"
-# long enough to wrap the ring of a window of 6 twice, and to leave YaRN's original length behind
+# long enough to wrap the ring of a window of 6 twice, and to exceed YaRN's original length
 BATCH, LENGTH = 2, 30
 CONFIG = geometry(
     hidden=32,
@@ -58,14 +58,14 @@ def record(directory: Path, seed: int) -> None:
 
 
 def first(output: object) -> torch.Tensor:
-    """A layer's hidden state, whether it returns it alone or in a tuple."""
+    """Take a layer's hidden state, which it returns alone or in a tuple."""
     state = output[0] if isinstance(output, tuple) else output
     assert isinstance(state, torch.Tensor)
     return state
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--directory", type=Path, default=DIRECTORY)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Records what the public `speculators` package computes with its own models: tests/golden/drafter_speculators.
+"""Record what the public `speculators` package computes with its own models: tests/golden/drafter_speculators.
 
 Run it in an environment of its own, since the package pins an older transformers:
 
@@ -67,7 +67,7 @@ EAGLE3_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def build(geometry: dict[str, Any], settings: dict[str, Any], algorithm: str) -> Any:
-    """A random model; every parameter is far from its neutral value, so that none can be left out unnoticed."""
+    """Make a random model. Every parameter is far from its neutral value, so that none can be left out unnoticed."""
     layer_config = LlamaConfig(max_position_embeddings=128, pad_token_id=None, **geometry)
     layer_config._attn_implementation = "eager"
     proposal = GreedyTokenProposalConfig(speculative_tokens=NUM_DEPTHS)
@@ -99,7 +99,7 @@ def build(geometry: dict[str, Any], settings: dict[str, Any], algorithm: str) ->
 
 
 def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor] | None) -> dict[str, np.ndarray]:
-    """Inputs, rows and logits of one pass, over the given (anchor, depth) rows or over those the package samples."""
+    """Record inputs, rows and logits of one pass, over the given (anchor, depth) rows or over the package's samples."""
     geometry = model.config.transformer_layer_config
     taps = len(model.config.eagle_aux_hidden_state_layer_ids)
     token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))
@@ -139,7 +139,7 @@ def record(model: core.PEagleDraftModel, rows: tuple[torch.Tensor, torch.Tensor]
 
 
 def record_in_turn(model: Eagle3DraftModel) -> dict[str, np.ndarray]:
-    """Inputs, and logits of each of NUM_DEPTHS passes, over the tokens that truly follow."""
+    """Record inputs, and logits of each of NUM_DEPTHS passes, over the tokens that truly follow."""
     geometry = model.config.transformer_layer_config
     taps = len(model.config.eagle_aux_hidden_state_layer_ids)
     token_ids = torch.randint(0, geometry.vocab_size, (1, NUM_ROWS))
@@ -155,7 +155,7 @@ def record_in_turn(model: Eagle3DraftModel) -> dict[str, np.ndarray]:
 
 
 def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> None:
-    """What a drafter is, weights and config, with golden.npz beside it; nothing else."""
+    """Keep weights, config and golden.npz; remove all other files."""
     arrays = {key: value.astype(np.float32 if value.dtype.kind == "f" else np.int32) for key, value in arrays.items()}
     np.savez_compressed(folder / "golden.npz", **arrays)
     for extra in folder.iterdir():

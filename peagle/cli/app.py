@@ -16,9 +16,11 @@ from peagle.cli.settings import (
     ChatSettings,
     DataSettings,
     ExportSettings,
+    FrequentTokensSettings,
     GenerateSettings,
     InfoSettings,
     ParitySettings,
+    RandomSettings,
     ReportSettings,
     SpeculateSettings,
     SweepSettings,
@@ -168,6 +170,10 @@ Write a drafter in the layout of vLLM or of the speculators package, with a mode
   for vLLM          [cyan]peagle export DIR --out OTHER --verifier openai/gpt-oss-20b[/cyan]
 """
 
+CHECK_HELP = "Check this machine: its kernels against references, and speculation against plain decoding."
+RANDOM_HELP = "Write a GPT-OSS checkpoint of random weights: for speed, memory and format, not for sense."
+FREQUENT_HELP = "List the tokens that a target writes, the most frequent first: for --draft-vocab."
+
 # may be given beside --resume, as they do not change what is measured
 FREE = ("out", "resume", "dry_run", "continue_on_error", "write_widths", "quiet")
 
@@ -282,6 +288,30 @@ def parity(settings: ParitySettings) -> int:
     from peagle.cli.parity import parity_command
 
     return parity_command(settings)
+
+
+@app.command(help=CHECK_HELP)
+def check() -> int:
+    def run() -> int:
+        from peagle.cli.check import check_command
+
+        return check_command()
+
+    return guarded(run)
+
+
+@command(RANDOM_HELP)
+def random(settings: RandomSettings) -> int:
+    from peagle.cli.random_checkpoint import random_command
+
+    return random_command(settings.size, settings.directory, not settings.unquantized, settings.seed)
+
+
+@command(FREQUENT_HELP)
+def frequent_tokens(settings: FrequentTokensSettings) -> int:
+    from peagle.cli.frequent_tokens import frequent_tokens_command
+
+    return frequent_tokens_command(settings.files, settings.out)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

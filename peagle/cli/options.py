@@ -30,7 +30,7 @@ def command_of(
         parsed.__name__ = function.__name__
         parsed.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
         parsed.__annotations__ = {each.name: each.annotation for each in parameters}
-        app.command(function.__name__, help=help_text)(parsed)
+        app.command(function.__name__.replace("_", "-"), help=help_text)(parsed)
         return function
 
     return register

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from peagle.cli.display import Display
 from peagle.cli.settings import ReportSettings
+from peagle.measure import pages
 from peagle.measure.sweep import charts, concurrency, page
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import rows
@@ -37,7 +38,7 @@ def report_command(settings: ReportSettings) -> int:
         else:
             blocks = page.comparison_blocks(found, [differences(folders[0], each) for each in folders[1:]])
         where = out or folders[0].path
-        page.write(where, blocks)
+        pages.write(where, blocks)
     show(blocks, where, settings.quiet)
     tell_of_pictures(display, where)
     return 0
@@ -49,11 +50,11 @@ def tell_of_pictures(display: Display, where: Path) -> None:
         display.note(f"without pictures, which need matplotlib: pip install matplotlib; then: peagle report {where}")
 
 
-def show(blocks: Sequence[page.Block], where: Path, quiet: bool) -> None:
+def show(blocks: Sequence[pages.Block], where: Path, quiet: bool) -> None:
     """Print the first table (of a comparison, the first run's), and the path of the whole page."""
     if quiet:
         return
     console = Console(highlight=False, soft_wrap=True)
-    tables = [block for block in blocks if isinstance(block, page.Table)]
-    console.print(page.markdown(tables[:1]), markup=False)
+    tables = [block for block in blocks if isinstance(block, pages.Table)]
+    console.print(pages.markdown(tables[:1]), markup=False)
     console.print(f"{where / 'report.html'}", markup=False)

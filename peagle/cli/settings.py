@@ -916,6 +916,27 @@ class ExportSettings:
     quiet: Quiet = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class RandomSettings:
+    """The options of `random`."""
+
+    size: Annotated[str, Argument(metavar="SIZE", show_default=False, help="tiny, S, M, L, 20b or 120b.")]
+    directory: Annotated[Path, Argument(metavar="DIR", show_default=False, help="A new directory.")]
+    unquantized: Annotated[bool, Option("--unquantized", help="Experts in bfloat16, not MXFP4.")] = False
+    seed: Annotated[int, Option("--seed", metavar="N", help="Equal seeds give equal bytes.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequentTokensSettings:
+    """The options of `frequent-tokens`."""
+
+    files: Annotated[
+        tuple[Path, ...],
+        Argument(metavar="FILE...", show_default=False, help="Documents of --json, shards of peagle data."),
+    ]
+    out: Annotated[Path, Option("--out", metavar="FILE", show_default=False, help="The list to write.")]
+
+
 def parse_bias(typed: str) -> tuple[int, float]:
     """Read (token id, value added to its logit) from "ID=VALUE". Raises InputError for anything else."""
     token, _, value = typed.partition("=")

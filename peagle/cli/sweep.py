@@ -14,6 +14,7 @@ from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.settings import SweepSettings, parse_layers
 from peagle.engine.widths import OFF, WINDOW_KEY, WidthTable, widths_file, write_widths
 from peagle.loading import DEMO, HELD_OUT, NGRAM, asked_window, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.measure import pages
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import concurrency, page
 from peagle.measure.sweep.concurrency import RULE, best_table, ratios
@@ -104,7 +105,7 @@ def _finish(folder: Folder, display: Display) -> None:
         folder.save(rows=rows(folder), **({"by_concurrency": loads} if folder.plan.loads else {}))
     with display.stage("drawing"):
         blocks = page.run_blocks(folder, folder.record["rows"], loads)
-        page.write(folder.path, blocks)
+        pages.write(folder.path, blocks)
     show(blocks, folder.path, quiet=not display.talks)
     tell_of_pictures(display, folder.path)
 

@@ -23,8 +23,8 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
-# beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "sampled": true, "drafter_window": POSITIONS}; drafts or window may
-# be missing
+# beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "sampled": true, "drafter_window": POSITIONS}; the drafts may be
+# missing, or the window
 SPECULATION_FILE = "speculation.json"
 WINDOW_KEY = "drafter_window"
 OFF: Literal["off"] = "off"  # as a window: none

@@ -3,30 +3,35 @@
     python -m scripts.demo.build --work DIR [--target-tokens 10000000]
     python -m scripts.demo.build --work DIR --scale 0.01        # a rehearsal: minutes, and models that know nothing
 
-Stages, each a folder of `--work`: corpus, tokenizer, dataset, target_begun (training), answers_begun (some answers of
-its own), practice (what it can learn from them), target (training on that), pair/target (the checkpoint), written (all
-its answers with its taps and best tokens: `peagle data`), drafter_begun, drafter and
-drafter_eagle3 (`peagle train`: a P-EAGLE on answers and corpus, the same going on with answers alone, an EAGLE-3), and
-those two in pair/ (with the answers' tokens by frequency). A stage that is done is not done again, a training that was
-cut off goes on. With --install the pair, its held-out prompts and its card replace those in peagle/demo. About three
-hours on two cores, and 4 GB; the result is the same within noise.
+Stages, each a folder of `--work`: corpus, tokenizer, dataset, target_begun (training), answers_begun (some of its own
+answers), practice (a dataset of those), target (training on it), pair/target (the checkpoint), written (all its answers
+with its aux_hidden and best tokens: `peagle data`), drafter_begun, drafter and drafter_eagle3 (`peagle train`: a
+P-EAGLE on answers and corpus, the same going on with answers alone, an EAGLE-3), and those two in pair/ (with the
+answers' tokens by frequency). A stage that is done is not repeated; a training that was cut off goes on.
+
+With --install the pair, its held-out prompts and its card replace those in peagle/demo. About three hours on two cores,
+and 4 GB; the result is the same within noise.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
-from scripts import frequent_tokens
-from scripts.demo.tokenizer import MASK, SPECIAL_TOKENS
-from scripts.demo.tuned import TUNED
+from peagle.workflows.frequent_tokens import list_frequent_tokens
+from scripts.demo.checkpoint import export
+from scripts.demo.corpus import collect
+from scripts.demo.dataset import make_dataset
+from scripts.demo.practice import make_practice
+from scripts.demo.tokenizer import MASK, SPECIAL_TOKENS, train_tokenizer
+from scripts.demo.tuned import tuned_environment
+from scripts.runs import new_parser
 
 DEMO = Path(__file__).parents[2] / "peagle" / "demo"
 
@@ -54,69 +59,73 @@ DRAFTERS = ("drafter", "drafter_eagle3")
 TAPS = "1,4,7"
 
 
-def stage(name: str, done: Path, *arguments: str | Path) -> None:
-    """Runs scripts.demo.<name>, unless the file it ends with is there; stops the build where it fails."""
-    _run(name, done, [f"scripts.demo.{name}", *map(str, arguments)], {})
-
-
-def command(name: str, done: Path, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
-    """The same for `peagle <name>`."""
-    _run(name, done, ["peagle", name, *map(str, arguments)], environment or {})
-
-
-def _run(name: str, done: Path, module: list[str], environment: dict[str, str]) -> None:
+def stage(name: str, done: Path, make: Callable[[], None]) -> None:
+    """Run a stage, unless the file that it writes last is there."""
     if done.exists():
         print(f"build: {name}: done before", flush=True)
         return
-    print("build: -m", " ".join(module), flush=True)
-    if subprocess.run([sys.executable, "-m", *module], env={**environment, **os.environ}, check=False).returncode:
-        raise SystemExit(f"build: {name} failed; the same command goes on from here")
+    print(f"build: {name}", flush=True)
+    make()
+
+
+def command(module: str, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
+    """Run `python -m module` in a process of its own, in this environment or this process'. Exits if it fails."""
+    typed = [sys.executable, "-m", module, *map(str, arguments)]
+    print("build:", *typed[1:], flush=True)
+    if subprocess.run(typed, env=environment, check=False).returncode:
+        raise SystemExit(f"build: {module} failed; the same command goes on from here")
 
 
 def build(work: Path, target_tokens: int, scale: float = 1) -> None:
-    """Everything up to work/pair; with so small a share of all steps, tokens and prompts."""
+    """Build everything up to work/pair; scale: the share of all steps, tokens and prompts."""
     corpus, tokenizer, dataset, practice = (work / name for name in ("corpus", "tokenizer", "dataset", "practice"))
     begun, target, written, pair = (work / name for name in ("target_begun", "target", "written", "pair"))
-    stage("corpus", corpus / "manifest.json", "--out", corpus)
-    stage("tokenizer", tokenizer / "chat_template.jinja", "--corpus", corpus, "--out", tokenizer)
-    stage("dataset", dataset / "manifest.json", "--corpus", corpus, "--tokenizer", tokenizer, "--out", dataset)
+    stage("corpus", corpus / "manifest.json", lambda: collect(corpus))
+    stage("tokenizer", tokenizer / "chat_template.jinja", lambda: train_tokenizer(corpus, tokenizer))
+    stage("dataset", dataset / "manifest.json", lambda: make_dataset(corpus, tokenizer, dataset))
 
     def train_target(out: Path, data: Path, num_tokens: int, *more: str | Path) -> None:
-        tokens = [] if (out / "run.json").exists() else ["--tokens", str(round(scale * num_tokens))]
-        stage("train_target", out / "finished", "--data", data, "--out", out, *tokens, *more)
-        (out / "finished").touch()
+        def run() -> None:
+            tokens = [] if (out / "run.json").exists() else ["--tokens", str(round(scale * num_tokens))]
+            command("scripts.demo.train_target", "--data", data, "--out", out, *tokens, *more)
+            (out / "finished").touch()
 
-    def export(run: Path, out: Path) -> None:
-        checkpoint = out / "target"
-        stage(
-            "export_target", checkpoint / "config.json", "--run", run, "--tokenizer", tokenizer, "--out", checkpoint
-        )  # fmt: skip
+        stage(out.name, out / "finished", run)
+
+    def ship(run: Path, out: Path) -> None:
+        stage(f"{out.name}/target", out / "target" / "config.json", lambda: export(run, tokenizer, out / "target"))
 
     def answer(by: Path, out: Path, count: int, *more: str) -> Path:
+        def run() -> None:
+            command(
+                "peagle", "data", "--target", by / "target", "--prompt-file", corpus / "chat_train.jsonl",
+                "--num-prompts", str(math.ceil(scale * count)), *ANSWERS, *more, "--out", out,
+            )  # fmt: skip
+            finished.touch()
+
         finished = out.with_suffix(".finished")
-        command(
-            "data", finished, "--target", by / "target", "--prompt-file", corpus / "chat_train.jsonl",
-            "--num-prompts", str(math.ceil(scale * count)), *ANSWERS, *more, "--out", out,
-        )  # fmt: skip
-        finished.touch()
+        stage(out.name, finished, run)
         return out
 
     train_target(begun, dataset, target_tokens)
-    export(begun, work / "pair_begun")
+    ship(begun, work / "pair_begun")
     answers = answer(work / "pair_begun", work / "answers_begun", ANSWERS_BEGUN)
-    stage("practice", practice / "manifest.json", "--written", answers, "--dataset", dataset, "--out", practice)
+    stage("practice", practice / "manifest.json", lambda: make_practice(answers, dataset, practice))
     train_target(target, practice, PRACTICE_TOKENS, "--practise", begun)
-    export(target, pair)
+    ship(target, pair)
     num_prompts = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))["counts"]["chat_train"]
     answer(pair, written, num_prompts, "--hidden", "--taps", TAPS, "--top", "32")
 
     def train(name: str, *arguments: str | Path) -> None:
-        command(
-            "train", work / name / "drafter" / "config.json", "--target", pair / "target", "--out", work / name,
-            *RECIPE, "--steps", str(math.ceil(scale * STEPS[name])), *arguments,
-            "--evaluate", corpus / "heldout_prompts.jsonl", "--evaluate-prompts", "60", "--evaluate-every", "300",
-            environment=TUNED,
-        )  # fmt: skip
+        def run() -> None:
+            command(
+                "peagle", "train", "--target", pair / "target", "--out", work / name,
+                *RECIPE, "--steps", str(math.ceil(scale * STEPS[name])), *arguments,
+                "--evaluate", corpus / "heldout_prompts.jsonl", "--evaluate-prompts", "60", "--evaluate-every", "300",
+                environment=tuned_environment(),
+            )  # fmt: skip
+
+        stage(name, work / name / "drafter" / "config.json", run)
 
     mixture = [f"{written}:5", f"{dataset}/shards/chat:2", f"{dataset}/shards/raw:1"]
     mask = ("--mask-token", str(SPECIAL_TOKENS.index(MASK)))
@@ -127,21 +136,23 @@ def build(work: Path, target_tokens: int, scale: float = 1) -> None:
         if not (pair / name).exists():
             shutil.copytree(work / name / "drafter", pair / name, ignore=shutil.ignore_patterns("README.md"))
         if not (known := pair / name / FREQUENT_TOKENS).exists():
-            frequent_tokens.main([*map(str, sorted(written.glob("*.safetensors"))), "--out", str(known)])
+            list_frequent_tokens(sorted(written.glob("*.safetensors")), known)
 
 
 def install(work: Path) -> None:
-    """peagle/demo holds the pair, the held-out prompts and the card of this build."""
+    """Copy the pair and the held-out prompts of a build into peagle/demo, and write the card."""
+    from scripts.demo.card import card
+
     for part in ("target", *DRAFTERS):
         shutil.rmtree(DEMO / part, ignore_errors=True)
         shutil.copytree(work / "pair" / part, DEMO / part)
     shutil.copy(work / "corpus" / "heldout_prompts.jsonl", DEMO / "heldout_prompts.jsonl")
-    subprocess.run([sys.executable, "-m", "scripts.demo.card", "--work", str(work)], check=True)
+    (DEMO / "README.md").write_text(card(work, []), encoding="utf-8")
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command."""
+    parser = new_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
     parser.add_argument("--target-tokens", type=int, default=10_000_000, help="tokens the target is trained on")
     parser.add_argument("--scale", type=float, default=1, help="share of all tokens, prompts and steps (default 1)")

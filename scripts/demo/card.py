@@ -1,7 +1,7 @@
 """Write the demo pair's card, peagle/demo/README.md, from the records of a build and of sweeps.
 
     python -m scripts.demo.card --work DIR [--sweep results/RUN ...]
-    python -m scripts.demo.card --sweep results/RUN ...          # its acceptance anew, and all else as it is
+    python -m scripts.demo.card --sweep results/RUN ...          # its acceptance anew, the rest unchanged
 
 A sweep is given by its own folder or by what scripts.publish made of it.
 
@@ -10,19 +10,19 @@ Every figure in it comes from those records or is measured here (the held-out lo
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import peagle  # noqa: F401  (before anything starts JAX)
+from peagle.measure.pages import Block, Table, markdown
 from peagle.measure.sweep import page as sweep_page
 from peagle.measure.sweep.plan import AUTO, Setting
 from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate
 from scripts.readme_tables import SETTING, at_largest_k
+from scripts.runs import Json, new_parser
 from target.load import LoadedTarget, inspect_target, load_target
 
 SHOWN = (3, 7, AUTO)  # K of a sweep; the runs' pages have all
@@ -88,13 +88,13 @@ which flatters acceptance; so the figures without looping outputs and those by t
 """
 
 
-def log_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training's log."""
+def log_records(path: Path) -> list[Json]:
+    """Read a training's log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def minutes(records: list[dict[str, Any]]) -> float:
-    """Minutes of training over all sittings: elapsed_s restarts with each."""
+def minutes(records: list[Json]) -> float:
+    """Add up the minutes of a training that may have been resumed; elapsed_s restarts each time."""
     total, last = 0.0, 0.0
     for record in records:
         if "elapsed_s" in record:
@@ -104,7 +104,7 @@ def minutes(records: list[dict[str, Any]]) -> float:
 
 
 def training_text(run: Path) -> str:
-    """A training as a row of the card's table."""
+    """Render a training as a row of the card's table."""
     record = json.loads((run / "recipe.json").read_text(encoding="utf-8"))
     recipe, log = record["recipe"], log_records(run / "log.jsonl")
     given = [data.partition(":")[::2] for data in record["data"]["given"]]
@@ -124,49 +124,59 @@ def training_text(run: Path) -> str:
 
 
 def acceptance_text(sweeps: Sequence[Path]) -> str:
-    """The sweeps' table in a few lines, or that there is none."""
+    """Render the sweeps' tables, or that there is none."""
     if not sweeps:
         return "Not measured yet: `peagle sweep --out DIR`."
     rows = [row for sweep in sweeps for row in json.loads((sweep / "run.json").read_text(encoding="utf-8"))["rows"]]
+    header = ("prompts", "temperature", "K", "acceptance length", "without loops", "speed-up over plain (CPU, pooled)")
     lines = [
+        [
+            "raw" if row["raw"] else "chat",
+            f"{row['temperature']:g}",
+            row["label"],
+            sweep_page.acceptance_text(row),
+            *map(sweep_page.estimate_text, (row["without_loops"]["acceptance_length"], row["speedup"])),
+        ]
+        for row in rows
+        if row["k"] in SHOWN
+    ]
+    blocks = [
         f"{rows[0]['num_requests']} held-out prompts; {Setting(*(rows[0][key] for key in SETTING)).label}: "
         f"{rows[0]['looping_frac']:.0%} of the outputs loop. Intervals: 95 %. More: "
         f"{', '.join(f'results/{sweep.name}' for sweep in sweeps)}.",
-        "",
-        "| prompts | temperature | K | acceptance length | without loops | speed-up over plain (CPU, pooled) |",
-        "|---|---|---|---|---|---|",
+        Table(header, lines),
+        *by_task(rows),
     ]
-    for row in rows:
-        if row["k"] in SHOWN:
-            figures = (row["without_loops"]["acceptance_length"], row["speedup"])
-            kind = "raw" if row["raw"] else "chat"
-            shown = " | ".join([sweep_page.acceptance_text(row), *map(sweep_page.estimate_text, figures)])
-            lines.append(f"| {kind} | {row['temperature']:g} | {row['label']} | {shown} |")
-    return "\n".join([*lines, "", *by_task(rows)])
+    return markdown(blocks).rstrip("\n")
 
 
-def by_task(rows: list[dict[str, Any]]) -> list[str]:
+def by_task(rows: list[Json]) -> list[Block]:
     """Make the table of acceptance and speed by task, chat prompts, at the largest K; none if prompts have no task."""
     chat = at_largest_k(rows)
     if not any(row["by_category"] for row in chat):
         return []
+    header = ("task", "temperature", "drafter", "requests", "loop")
+    figures = ("acceptance length", "without loops", "speed-up over plain")
     lines = [
-        f"By task, chat prompts, K = {chat[0]['k']}:",
-        "",
-        "| task | temperature | drafter | requests | loop | acceptance length | without loops | speed-up over plain |",
-        "|---|---|---|---|---|---|---|---|",
+        [
+            part["part"],
+            f"{row['temperature']:g}",
+            row["drafter"],
+            str(part["num_requests"]),
+            f"{part['looping_frac']:.0%}",
+            *map(
+                sweep_page.estimate_text,
+                (part["acceptance_length"], part["without_loops"]["acceptance_length"], part["speedup"]),
+            ),
+        ]
+        for row in chat
+        for part in row["by_category"]
     ]
-    for row in chat:
-        for part in row["by_category"]:
-            figures = (part["acceptance_length"], part["without_loops"]["acceptance_length"], part["speedup"])
-            shown = " | ".join(map(sweep_page.estimate_text, figures))
-            looping = f"{part['num_requests']} | {part['looping_frac']:.0%}"
-            lines.append(f"| {part['part']} | {row['temperature']:g} | {row['drafter']} | {looping} | {shown} |")
-    return lines
+    return [f"By task, chat prompts, K = {chat[0]['k']}:", Table((*header, *figures), lines)]
 
 
 def held_out_loss(loaded: LoadedTarget, data: Path) -> dict[str, float]:
-    """Nats per token of a shipped target on the held-out raw and chat rows."""
+    """Measure nats per token of a shipped target on the held-out raw and chat rows."""
     return {
         kind: evaluate(loaded.params, loaded.config, Rows(data / f"{kind}_heldout.npz", SEED))
         for kind in ("raw", "chat")
@@ -174,7 +184,7 @@ def held_out_loss(loaded: LoadedTarget, data: Path) -> dict[str, float]:
 
 
 def card(work: Path, sweeps: Sequence[Path]) -> str:
-    """The text of the card."""
+    """Render the card."""
     manifest = json.loads((work / "dataset" / "manifest.json").read_text(encoding="utf-8"))
     target_run, practice_run = (
         json.loads((work / name / "run.json").read_text(encoding="utf-8")) for name in ("target_begun", "target")
@@ -227,8 +237,8 @@ def card(work: Path, sweeps: Sequence[Path]) -> str:
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the command."""
+    parser = new_parser(__doc__)
     parser.add_argument("--work", type=Path, help="the folder of scripts.demo.build")
     parser.add_argument("--sweep", type=Path, nargs="+", default=[], help="runs of peagle sweep with this pair")
     arguments = parser.parse_args()

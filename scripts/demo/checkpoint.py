@@ -1,8 +1,6 @@
-"""Checkpoints of the demo's training: a pytree of arrays in one .npz file, leaves named by their path; no pickle.
+"""Checkpoints of the demo's training, and the one that ships.
 
-A finished target is loaded with
-
-    config, params = load_target(folder)
+A training's is a pytree of arrays in one .npz file, leaves named by their path; no pickle.
 """
 
 from __future__ import annotations
@@ -14,10 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from transformers import AutoTokenizer
 
 from peagle.ops.files import write_whole
 from target.config import TargetConfig, parse_config
+from target.load import save_target
 from target.params import TargetParams, init_params
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def save_tree(path: Path, tree: Any) -> None:
@@ -32,7 +34,7 @@ def save_tree(path: Path, tree: Any) -> None:
 
 
 def load_tree(path: Path, like: Any) -> Any:
-    """The tree of the shapes and types of `like` that was saved at path; exits where they differ."""
+    """Read the tree that was saved at path; exits if shapes or types differ from those of `like`."""
     with np.load(path, allow_pickle=False) as stored:
         leaves_like, structure = jax.tree_util.tree_flatten_with_path(like)
         names = [jax.tree_util.keystr(key) for key, _ in leaves_like]
@@ -48,12 +50,26 @@ def load_tree(path: Path, like: Any) -> Any:
 
 
 def read_config(folder: Path) -> TargetConfig:
-    """The target described by folder/config.json."""
+    """Read folder/config.json."""
     return parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
 def load_target(folder: Path) -> tuple[TargetConfig, TargetParams]:
-    """Config and float32 parameters (fused experts) of folder/config.json and folder/params.npz."""
+    """Read (config, float32 parameters with fused experts) of folder/config.json and folder/params.npz."""
     config = read_config(folder)
     like = jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float32))
     return config, load_tree(folder / "params.npz", like)
+
+
+def export(run: Path, tokenizer: Path, out: Path) -> None:
+    """Write a trained target as it ships: MXFP4 experts, the rest bfloat16, with its tokenizer."""
+    encoder = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    config, params = load_target(run)
+    save_target(
+        out,
+        params,
+        config,
+        stop_token_ids=[encoder.eos_token_id, encoder.pad_token_id],
+        pad_token_id=encoder.pad_token_id,
+        tokenizer_files={name: (tokenizer / name).read_bytes() for name in TOKENIZER_FILES},
+    )

@@ -1,8 +1,6 @@
 """Collect the demo pair's training text from Python sources that are on the machine already.
 
-    python -m scripts.demo.corpus --out DIR
-
-Afterwards DIR holds, the same for the same installed versions:
+Its folder holds, the same for the same installed versions:
 
     raw_train.jsonl, raw_heldout.jsonl      {"module", "path", "text"}: one source file a line
     chat_train.jsonl, chat_heldout.jsonl    {"module", "name", "category", "prompt", "reference"}: one function a line,
@@ -11,12 +9,11 @@ Afterwards DIR holds, the same for the same installed versions:
     manifest.json                           versions, files, bytes, the held-out modules
 
 Held-out modules are whole top-level modules of the standard library. No function of theirs, compared without
-docstring, comments and layout, is left in the training files.
+docstring, comments and layout, stays in the training files.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.metadata
 import importlib.util
@@ -80,8 +77,7 @@ MAX_HELD_OUT_BYTES = 150_000
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A Python source file: `origin` is "stdlib" or a distribution, `module` its top-level module or that
-    distribution."""
+    """A source file; `origin` is "stdlib" or a distribution, `module` a top-level module or that distribution."""
 
     origin: str
     module: str
@@ -91,7 +87,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Function:
-    """A function as a chat example, and `body_key`, equal for bodies that differ in comments or layout only."""
+    """A function as a chat example; `body_key` is equal for bodies that differ in comments or layout only."""
 
     module: str
     name: str
@@ -100,7 +96,7 @@ class Function:
     body_key: str
 
     def record(self) -> dict[str, str]:
-        """What is written to disk."""
+        """Make the line that is written to disk."""
         return {"module": self.module, "name": self.name, **asdict(self.task)}
 
 
@@ -117,14 +113,14 @@ class Corpus:
 
 
 def is_wanted(relative: Path) -> bool:
-    """False for tests, tables, generated and vendored files, by their path."""
+    """Whether a path is none of a test, a table, a generated or vendored file."""
     if SKIPPED_PARTS.intersection(relative.parts):
         return False
     return not (relative.name.startswith(SKIPPED_PREFIXES) or relative.name.endswith(SKIPPED_SUFFIXES))
 
 
 def is_prose_or_code(text: str) -> bool:
-    """False for tables: huge files, very long lines, many digits."""
+    """Whether a text is no table: not huge, no very long lines, few digits."""
     if not 200 <= len(text) <= MAX_FILE_BYTES or "\0" in text:
         return False
     if max(map(len, text.splitlines())) > MAX_LINE_CHARS:
@@ -133,7 +129,7 @@ def is_prose_or_code(text: str) -> bool:
 
 
 def strip_licence(text: str) -> str:
-    """The text without a leading block of comments that is a licence: the same lines in hundreds of files."""
+    """Remove a leading block of comments that is a licence: the same lines stand in hundreds of files."""
     lines = text.splitlines(keepends=True)
     end = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
     head = "".join(lines[:end]).lower()
@@ -141,7 +137,7 @@ def strip_licence(text: str) -> str:
 
 
 def read_source(path: Path) -> str | None:
-    """The file's text with "\\n" line ends, or None if it is not UTF-8, not parseable or a table."""
+    """Read a file with "\\n" line ends; None if it is not UTF-8, not parseable or a table."""
     try:
         text = strip_licence(path.read_text(encoding="utf-8"))
         with warnings.catch_warnings():
@@ -153,7 +149,7 @@ def read_source(path: Path) -> str | None:
 
 
 def walk_sources(root: Path, origin: str) -> Iterator[SourceFile]:
-    """The wanted files under root, in the order of their paths."""
+    """Yield the wanted files under root, in the order of their paths."""
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         relative = path.relative_to(root)
         if is_wanted(relative) and (text := read_source(path)) is not None:
@@ -162,17 +158,15 @@ def walk_sources(root: Path, origin: str) -> Iterator[SourceFile]:
 
 
 def package_root(import_name: str) -> Path:
-    """The folder of an installed package, found without importing it."""
+    """Find the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(import_name)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(
-            f"corpus: package {import_name!r} is not installed; install the training extra or pass --packages"
-        )
+        raise SystemExit(f"corpus: package {import_name!r} is not installed; expected `pip install '.[test]'`")
     return Path(next(iter(spec.submodule_search_locations)))
 
 
 def collect_sources(packages: dict[str, str]) -> list[SourceFile]:
-    """Standard library and packages; a text that occurs twice is taken once."""
+    """Read the standard library and packages; a text that occurs twice is taken once."""
     seen: set[str] = set()
     sources: list[SourceFile] = []
     roots = [("stdlib", Path(sysconfig.get_paths()["stdlib"]))]
@@ -187,7 +181,7 @@ def collect_sources(packages: dict[str, str]) -> list[SourceFile]:
 
 
 def docstring_node(node: FunctionNode) -> ast.Expr | None:
-    """The statement that is the function's docstring."""
+    """Find the statement that is the function's docstring."""
     first = node.body[0]
     is_text = (
         isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
@@ -196,36 +190,36 @@ def docstring_node(node: FunctionNode) -> ast.Expr | None:
 
 
 def normalised_body(node: FunctionNode) -> str:
-    """The function's statements without docstring, comments and layout."""
+    """Render the function's statements without docstring, comments and layout."""
     statements = node.body[1:] if docstring_node(node) else node.body
     return "\n".join(ast.dump(statement) for statement in statements)
 
 
 def function_key(node: FunctionNode) -> str:
-    """Equal for functions with equal name, parameters and statements."""
+    """Make a key that is equal for functions with equal name, parameters and statements."""
     return digest(f"{node.name}({ast.dump(node.args)})\n{normalised_body(node)}")
 
 
 def functions_of(tree: ast.Module) -> list[FunctionNode]:
-    """Every function and method, nested ones too, in source order."""
+    """List every function and method, nested ones too, in source order."""
     found = [node for node in ast.walk(tree) if isinstance(node, FunctionNode)]
     return sorted(found, key=lambda node: node.lineno)
 
 
 def parse(text: str) -> ast.Module:
-    """The syntax tree, without the parser's warnings about escapes in old sources."""
+    """Parse without the warnings about escapes in old sources."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text)
 
 
 def summary(docstring: str) -> str:
-    """The docstring's first paragraph, on one or a few lines."""
+    """Take the docstring's first paragraph, on one or a few lines."""
     return textwrap.dedent(docstring).strip().split("\n\n")[0].strip()
 
 
 def stub_of(node: FunctionNode, lines: list[str]) -> str | None:
-    """Signature and the docstring's first paragraph, dedented; None where that cannot be told apart from the body."""
+    """Render signature and the docstring's first paragraph, dedented; None if the body cannot be told apart."""
     first = node.body[0]
     if first.lineno == node.lineno:
         return None
@@ -246,7 +240,7 @@ def stub_of(node: FunctionNode, lines: list[str]) -> str | None:
 
 
 def body_of(node: FunctionNode, lines: list[str]) -> str | None:
-    """The statements after the docstring, dedented; None where they are not parseable on their own."""
+    """Render the statements after the docstring, dedented; None if they are not parseable on their own."""
     doc = docstring_node(node)
     start = doc.end_lineno if doc else node.body[0].lineno - 1
     body = textwrap.dedent("\n".join(line.rstrip() for line in lines[start : node.end_lineno])).strip("\n")
@@ -259,7 +253,7 @@ def body_of(node: FunctionNode, lines: list[str]) -> str | None:
 
 
 def is_trivial(node: FunctionNode) -> bool:
-    """True for a body that only refuses or does nothing."""
+    """Whether a body only refuses or does nothing."""
     statements = node.body[1:] if docstring_node(node) else node.body
     return (
         all(isinstance(statement, ast.Pass | ast.Raise | ast.Expr) for statement in statements) and len(statements) <= 1
@@ -267,7 +261,7 @@ def is_trivial(node: FunctionNode) -> bool:
 
 
 def chat_functions(source: SourceFile) -> Iterator[Function]:
-    """The functions of a file that are short enough to be a chat example and not trivial."""
+    """Yield the functions of a file that are short enough for a chat example, and not trivial."""
     lines = source.text.split("\n")
     for node in functions_of(parse(source.text)):
         if is_trivial(node):
@@ -281,7 +275,7 @@ def chat_functions(source: SourceFile) -> Iterator[Function]:
 
 
 def unique_bodies(functions: Iterable[Function], seen: set[str]) -> list[Function]:
-    """The functions whose body is in no earlier one and not in `seen`, which grows by them."""
+    """Keep the functions whose body is new; `seen` holds the keys of those before, and grows by these."""
     kept = []
     for function in functions:
         if function.body_key not in seen:
@@ -291,7 +285,7 @@ def unique_bodies(functions: Iterable[Function], seen: set[str]) -> list[Functio
 
 
 def choose_held_out(sources: list[SourceFile]) -> list[str]:
-    """NUM_HELD_OUT modules of the standard library, in the order of their names' hashes, each with enough prompts."""
+    """Choose NUM_HELD_OUT modules of the standard library with enough prompts, in the order of their names' hashes."""
     by_module: dict[str, list[SourceFile]] = {}
     for source in sources:
         if source.origin == "stdlib":
@@ -310,7 +304,7 @@ def choose_held_out(sources: list[SourceFile]) -> list[str]:
 
 
 def without_functions(source: SourceFile, forbidden: set[str]) -> SourceFile:
-    """The file without the lines of any function whose key is in `forbidden`."""
+    """Remove the lines of any function whose key is in `forbidden`."""
     lines = source.text.split("\n")
     for node in functions_of(parse(source.text)):
         if function_key(node) in forbidden:
@@ -320,7 +314,7 @@ def without_functions(source: SourceFile, forbidden: set[str]) -> SourceFile:
 
 
 def select_prompts(functions: list[Function]) -> list[Function]:
-    """Functions with a docstring, at most MAX_PROMPTS_PER_MODULE of each module, chosen by hash."""
+    """Choose functions with a docstring, by hash, at most MAX_PROMPTS_PER_MODULE of each module."""
     chosen: list[Function] = []
     for module in sorted({function.module for function in functions}):
         mine = [function for function in functions if function.module == module and function.has_docstring]
@@ -342,13 +336,13 @@ def build_corpus(sources: list[SourceFile]) -> Corpus:
 
 
 def versions(packages: dict[str, str]) -> dict[str, str]:
-    """Python's and every package's version."""
+    """Look up Python's and every package's version."""
     found = {distribution: importlib.metadata.version(distribution) for distribution in packages}
     return {"python": platform.python_version(), **found}
 
 
 def manifest(corpus: Corpus, packages: dict[str, str]) -> dict:
-    """What the corpus is made of; the dataset adds the numbers of tokens."""
+    """Describe the corpus; the dataset adds the numbers of tokens."""
     files = [{"path": source.path, "bytes": len(source.text.encode())} for source in corpus.raw_train]
     by_origin: dict[str, int] = {}
     for source in corpus.raw_train:
@@ -368,12 +362,12 @@ def manifest(corpus: Corpus, packages: dict[str, str]) -> dict:
 
 
 def write_lines(path: Path, records: Iterable[dict]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object a line."""
     path.write_text("".join(dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file."""
+    """Read the objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
@@ -387,19 +381,6 @@ def write_corpus(corpus: Corpus, packages: dict[str, str], out: Path) -> None:
     (out / "manifest.json").write_text(dumps(manifest(corpus, packages), indent=1) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument(
-        "--packages", nargs="*", default=list(PACKAGES), choices=list(PACKAGES), help="besides the library"
-    )
-    arguments = parser.parse_args()
-    packages = {name: PACKAGES[name] for name in arguments.packages}
-    corpus = build_corpus(collect_sources(packages))
-    write_corpus(corpus, packages, arguments.out)
-    print(dumps({"counts": {name: len(part) for name, part in vars(corpus).items()}, "out": str(arguments.out)}))
-
-
-if __name__ == "__main__":
-    main()
+def collect(out: Path) -> None:
+    """Collect the corpus of the installed packages into a folder."""
+    write_corpus(build_corpus(collect_sources(PACKAGES)), PACKAGES, out)

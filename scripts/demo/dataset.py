@@ -1,13 +1,11 @@
 """Turn the corpus into packed token arrays.
 
-    python -m scripts.demo.dataset --corpus DIR --tokenizer DIR --out DIR
-
-Afterwards `--out` holds raw_train.npz, raw_heldout.npz, chat_train.npz, chat_heldout.npz, each with
+Its folder holds raw_train.npz, raw_heldout.npz, chat_train.npz, chat_heldout.npz, each with
 
     token_ids    uint16 [N, T]   several documents side by side, padding at the end
     segment_ids  uint8  [N, T]   1, 2, ... per document of the row, 0 for padding
-    roles        uint8  [N, T]   PADDING, PROMPT (what a user said, and the template), TEXT (raw text, what the
-    assistant said), LOOP (what it should not have said: scripts.demo.practice)
+    roles        uint8  [N, T]   PADDING, PROMPT (the user's text and the template), TEXT (raw text, the assistant's
+                                 answer), LOOP (an answer's unwanted tokens: scripts.demo.practice)
 
 shards/chat and shards/raw with the same training documents for `peagle train`, and manifest.json: the corpus' manifest
 with the numbers of tokens. Documents that do not fit a row are cut (raw) or left out (chat). The order of rows and
@@ -16,7 +14,6 @@ documents is shuffled, the same in every run.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +40,7 @@ Document = tuple[list[int], list[int]]  # token ids, roles
 
 
 def chat_prefix(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
-    """The prompt in the chat template; a few prompts, chosen by hash, with a system message or a reasoning effort."""
+    """Render a prompt by the chat template; a few, chosen by hash, with a system message or a reasoning effort."""
     choice = int(digest(prompt)[:8], 16)
     messages = [{"role": "user", "content": prompt}]
     if choice % SYSTEM_EVERY == 0:
@@ -55,12 +52,12 @@ def chat_prefix(tokenizer: PreTrainedTokenizerFast, prompt: str) -> str:
 
 
 def encode_all(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    """The ids of each text, special tokens only where the text spells them."""
+    """Encode each text; special tokens only if the text spells them."""
     return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
 def chat_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> Iterator[Document]:
-    """Each function as one turn of chat that ends with the stop token; long ones are left out."""
+    """Yield each function as one turn of chat that ends with the stop token; long ones are left out."""
     prefixes = encode_all(tokenizer, [chat_prefix(tokenizer, record["prompt"]) for record in records])
     answers = encode_all(tokenizer, [record["reference"] + RETURN for record in records])
     for prefix, answer in zip(prefixes, answers, strict=True):
@@ -69,7 +66,7 @@ def chat_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> I
 
 
 def raw_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> Iterator[Document]:
-    """Each file between start-of-text and end-of-text, cut into rows."""
+    """Yield each file between start-of-text and end-of-text, cut into rows."""
     for ids in encode_all(tokenizer, [START_OF_TEXT + record["text"] + END_OF_TEXT for record in records]):
         for start in range(0, len(ids), WIDTH):
             piece = ids[start : start + WIDTH]
@@ -78,13 +75,13 @@ def raw_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> It
 
 
 def pack(documents: list[Document]) -> dict[str, np.ndarray]:
-    """Rows of WIDTH tokens that hold all documents."""
+    """Pack all documents into rows of WIDTH tokens."""
     placed = fill_rows([len(ids) for ids, _ in documents], WIDTH)
     return as_arrays([[documents[place] for place in row] for row in placed])
 
 
 def as_arrays(rows: list[list[Document]]) -> dict[str, np.ndarray]:
-    """The packed rows as the arrays that the module's docstring describes."""
+    """Make the arrays that the module's docstring describes."""
     shape = (len(rows), WIDTH)
     arrays = {
         "token_ids": np.zeros(shape, np.uint16),
@@ -103,14 +100,14 @@ def as_arrays(rows: list[list[Document]]) -> dict[str, np.ndarray]:
 
 
 def write_shards(folder: Path, documents: list[Document]) -> None:
-    """The documents as training data for a drafter, in one shard."""
+    """Write the documents as training data for a drafter, in one shard."""
     open_folder(folder, {"made_by": "scripts.demo.dataset", "width": WIDTH})
     as_data = [shards.Document(np.array(ids, np.int32), np.array(roles) == TEXT) for ids, roles in documents]
     write_shard(folder, 0, as_data)
 
 
 def shuffled(items: list, seed: int = 0) -> list:
-    """The items in an order that depends on their number and the seed only."""
+    """Shuffle the items, by their number and the seed alone."""
     return [items[i] for i in np.random.default_rng(seed).permutation(len(items))]
 
 
@@ -130,20 +127,8 @@ def build_dataset(corpus: Path, tokenizer: PreTrainedTokenizerFast, out: Path) -
     return counts
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="what scripts.demo.corpus wrote")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="what scripts.demo.tokenizer wrote")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer, local_files_only=True)
-    counts = build_dataset(arguments.corpus, tokenizer, arguments.out)
-    manifest = json.loads((arguments.corpus / "manifest.json").read_text(encoding="utf-8"))
-    manifest["tokens"] = counts
-    (arguments.out / "manifest.json").write_text(dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    print(dumps(counts))
-
-
-if __name__ == "__main__":
-    main()
+def make_dataset(corpus: Path, tokenizer: Path, out: Path) -> None:
+    """Write the dataset of a corpus and a tokenizer into a folder."""
+    counts = build_dataset(corpus, AutoTokenizer.from_pretrained(tokenizer, local_files_only=True), out)
+    manifest = json.loads((corpus / "manifest.json").read_text(encoding="utf-8")) | {"tokens": counts}
+    (out / "manifest.json").write_text(dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ MOMENTUM = 0.95
 
 
 def split(config: TargetConfig, params: TargetParams) -> dict[str, list[jax.Array]]:
-    """The matrices as stacks of blocks, a list over the layers each: per head, per expert's gate, up and down."""
+    """Cut the matrices into stacks of blocks, a list over the layers each: per head, per expert's gate, up and down."""
     layers, c = params.layers, config
     heads = c.num_heads + 2 * c.num_kv_heads
     return {
@@ -33,7 +33,7 @@ def split(config: TargetConfig, params: TargetParams) -> dict[str, list[jax.Arra
 
 
 def join(params: TargetParams, blocks: dict[str, list[jax.Array]]) -> TargetParams:
-    """`params` (with or without them) with the matrices that `split` cuts out."""
+    """Put the matrices that `split` cut out back into `params`."""
     layers = []
     for i, layer in enumerate(params.layers):
         attention = layer.attention.replace(qkv=_side_by_side(blocks["qkv"][i]), out=_stacked(blocks["out"][i]))
@@ -45,7 +45,7 @@ def join(params: TargetParams, blocks: dict[str, list[jax.Array]]) -> TargetPara
 
 
 def without_matrices(params: TargetParams) -> TargetParams:
-    """`params` with None in place of the matrices that `split` cuts out: what Adam trains."""
+    """Replace the matrices that `split` cuts out by None; Adam trains the rest."""
     layers = []
     for layer in params.layers:
         experts = layer.moe.experts.replace(gate_up=None, down=None)
@@ -55,22 +55,22 @@ def without_matrices(params: TargetParams) -> TargetParams:
 
 
 def _columns(matrix: jax.Array, count: int) -> jax.Array:
-    """[inputs, count * outputs] as [count, inputs, outputs]."""
+    """Turn [inputs, count * outputs] into [count, inputs, outputs]."""
     return matrix.reshape(matrix.shape[0], count, -1).swapaxes(0, 1)
 
 
 def _side_by_side(stack: jax.Array) -> jax.Array:
-    """The inverse of `_columns`."""
+    """Invert `_columns`."""
     return stack.swapaxes(0, 1).reshape(stack.shape[1], -1)
 
 
 def _stacked(stack: jax.Array) -> jax.Array:
-    """[count, inputs, outputs] as [count * inputs, outputs]."""
+    """Turn [count, inputs, outputs] into [count * inputs, outputs]."""
     return stack.reshape(-1, stack.shape[2])
 
 
 def orthogonalise(stack: jax.Array) -> jax.Array:
-    """Each matrix of a stack [n, inputs, outputs] with all its singular values brought near 1 (Newton-Schulz)."""
+    """Bring all singular values of each matrix of a stack [n, inputs, outputs] near 1 (Newton-Schulz)."""
     a, b, c = NEWTON_SCHULZ
     tall = stack.shape[1] > stack.shape[2]
     start = stack.swapaxes(1, 2) if tall else stack
@@ -87,7 +87,7 @@ def orthogonalise(stack: jax.Array) -> jax.Array:
 
 
 def muon_directions(gradients: Any, momentum: Any) -> tuple[Any, Any]:
-    """(steps of root mean square about 0.2, as Adam's; new momentum) for trees of stacks."""
+    """Compute (steps of root mean square about 0.2, as Adam's; new momentum) for trees of stacks."""
     momentum = jax.tree.map(lambda m, g: MOMENTUM * m + (1 - MOMENTUM) * g, momentum, gradients)
     ahead = jax.tree.map(lambda m, g: MOMENTUM * m + (1 - MOMENTUM) * g, momentum, gradients)
     directions = jax.tree.map(lambda x: orthogonalise(x) * (0.2 * max(x.shape[1:]) ** 0.5), ahead)
@@ -95,5 +95,5 @@ def muon_directions(gradients: Any, momentum: Any) -> tuple[Any, Any]:
 
 
 def adam() -> optax.GradientTransformation:
-    """Adam's direction, without a learning rate."""
+    """Make Adam's direction, without a learning rate."""
     return optax.scale_by_adam(b1=0.9, b2=0.98)

@@ -1,4 +1,4 @@
-"""What a user asks of the demo's target: to write a function, to change one, to describe one.
+"""The demo's three tasks: to write a function, to change one, to describe one.
 
 Writing a body is open-ended, and a model as small as the demo's is unsure of nearly every token of it. Changing and
 describing can be learnt by so small a model: most of the answer stands in the prompt. People ask their models for all
@@ -36,8 +36,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Whole:
-    """A function of its own: `text` is its source, `stub` the part that ends with its docstring, `choice` a number
-    that decides whatever is arbitrary."""
+    """A function of its own; `stub` ends with its docstring, the number `choice` decides whatever is arbitrary."""
 
     stub: str
     body: str
@@ -58,18 +57,18 @@ class Whole:
         return ast.get_docstring(self.node) is not None
 
     def pick(self, names: tuple[str, ...]) -> str:
-        """One of the names that the function does not contain, or else the first with a digit."""
+        """Pick a name that the function does not contain, or else the first with a digit."""
         free = [name for name in names if not re.search(rf"\b{name}\b", self.text)]
         return free[self.choice % len(free)] if free else f"{names[0]}2"
 
 
 def digest(text: str) -> str:
-    """A stable hash: the order it gives to names is arbitrary, but the same everywhere."""
+    """Hash a text, the same everywhere: an arbitrary but stable order."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def task_of(stub: str, body: str) -> Task:
-    """The task this function is used for: one of three, by its text's hash; to write it where another cannot be."""
+    """Choose one of three tasks by the text's hash; writing it if another is not possible."""
     choice = int(digest(f"{stub}\n{body}")[:12], 16)
     whole = Whole(stub, body, choice // 3)
     writing = Task(WRITE, stub, whole.text)
@@ -96,7 +95,7 @@ def _stands_alone(whole: Whole) -> bool:
 
 
 def describe(whole: Whole) -> str:
-    """What it takes, calls, raises and returns, in the order of the source."""
+    """Describe what a function takes, calls, raises and returns, in the order of the source."""
     node = whole.node
     parameters = list(_parameters(node, whole.text))
     count = {0: "no parameters.", 1: "1 parameter:"}.get(len(parameters), f"{len(parameters)} parameters:")
@@ -119,7 +118,7 @@ def describe(whole: Whole) -> str:
 
 
 def _parameters(node: FunctionNode, text: str) -> Iterator[tuple[str, str]]:
-    """(name as it is written, what it is) of each parameter."""
+    """Yield (name as it is written, description) of each parameter."""
 
     def what(default: ast.expr | None) -> str:
         if default is None:
@@ -141,7 +140,7 @@ def _parameters(node: FunctionNode, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function's statements in source order, those of functions inside it left out."""
+    """Yield the nodes of a function's statements in source order, without those of functions inside it."""
     for child in node.body if isinstance(node, FunctionNode) else ast.iter_child_nodes(node):
         if not isinstance(child, FunctionNode | ast.ClassDef | ast.Lambda):
             yield child
@@ -163,24 +162,24 @@ def _raised(node: ast.Raise) -> str | None:
 
 
 def _short(text: str, node: ast.expr) -> str | None:
-    """The expression's source, if it is one short line without a backtick."""
+    """Take the expression's source, if it is one short line without a backtick."""
     source = ast.get_source_segment(text, node)
     return source if source and len(source) <= MAX_EXPRESSION_CHARS and not set("\n`") & set(source) else None
 
 
 def _first(names: Iterator[str | None]) -> list[str]:
-    """Each name where it comes first."""
+    """Keep each name once, in order."""
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def _listed(names: list[str], last: str) -> str:
-    """`a`, `b` and `c`."""
+    """List names as `a`, `b` and `c`."""
     *front, end = [f"`{name}`" for name in names]
     return f"{', '.join(front)} {last} {end}" if front else end
 
 
 def without_docstring(whole: Whole) -> tuple[str, str] | None:
-    """(the wish, the function after it)."""
+    """Make (wish, changed function)."""
     if not whole.has_docstring:
         return None
     first = whole.node.body[0]
@@ -190,7 +189,7 @@ def without_docstring(whole: Whole) -> tuple[str, str] | None:
 
 
 def with_parameter_renamed(whole: Whole) -> tuple[str, str] | None:
-    """(the wish, the function after it); None where another function or a declaration inside could take part."""
+    """Make (wish, changed function); None if another function or a declaration inside could use the name."""
     node = whole.node
     names = [parameter.arg for parameter in (*node.args.args, *node.args.kwonlyargs)]
     names = [name for name in names if name not in ("self", "cls") and not name.startswith("_")]
@@ -202,20 +201,20 @@ def with_parameter_renamed(whole: Whole) -> tuple[str, str] | None:
 
 
 def with_function_renamed(whole: Whole) -> tuple[str, str]:
-    """(the wish, the function after it)."""
+    """Make (wish, changed function)."""
     old, new = whole.node.name, whole.pick(NEW_FUNCTIONS)
     text = re.sub(rf"\bdef {old}\b", f"def {new}", whole.text, count=1)
     return f"Rename the function to `{new}`.", _renamed(text, ast.parse(text), old, new)
 
 
 def in_a_class(whole: Whole) -> tuple[str, str]:
-    """(the wish, the function after it)."""
+    """Make (wish, changed function)."""
     name = whole.pick(NEW_CLASSES)
     return f"Put it into a class `{name}`.", f"class {name}:\n{textwrap.indent(whole.text, '    ')}"
 
 
 def _renamed(text: str, tree: ast.AST, old: str, new: str) -> str:
-    """The text with every name and parameter `old` of its tree as `new`."""
+    """Rename every name and parameter `old` of the text's tree to `new`."""
     lines = [line.encode() for line in text.split("\n")]
     places = [
         (each.lineno, each.col_offset)

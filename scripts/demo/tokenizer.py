@@ -1,15 +1,12 @@
 """Train the demo pair's tokenizer: byte-level BPE for Python source, and a harmony-style chat template.
 
-    python -m scripts.demo.tokenizer --corpus DIR --out DIR
-
-Afterwards `--out` is a Hugging Face tokenizer directory (tokenizer.json, tokenizer_config.json, chat_template.jinja)
-that `transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)` loads. Every UTF-8 text decodes to
-itself; a sign, the line break and the indentation after it share a token where that is frequent.
+It is a Hugging Face directory (tokenizer.json, tokenizer_config.json, chat_template.jinja) that
+`transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)` loads. Every UTF-8 text decodes to itself; a
+sign, the line break and the indentation after it share a token if that is frequent.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,7 +53,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` ids, the special tokens first, all 256 bytes among them."""
+    """Train a byte-level BPE of `vocab_size` ids: the special tokens first, all 256 bytes among them."""
     tokenizer = Tokenizer(models.BPE())
     pieces = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -73,7 +70,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer with its special tokens' roles and the chat template."""
+    """Add the special tokens' roles and the chat template."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=START_OF_TEXT,
@@ -84,7 +81,7 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         model_max_length=MAX_POSITIONS,
     )
     wrapped.chat_template = CHAT_TEMPLATE
-    # a raw text starts as those of the training do; the chat template brings its own marks
+    # a raw text starts as in training; the chat template brings its own marks
     wrapped.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{START_OF_TEXT} $A", special_tokens=[(START_OF_TEXT, wrapped.bos_token_id)]
     )
@@ -92,23 +89,13 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def training_texts(corpus: Path) -> Iterator[str]:
-    """The text a tokenizer is fitted to: bodies count besides the raw files, since they are what is generated."""
+    """Yield the text a tokenizer is fitted to: the raw files, and once more the functions, which are generated."""
     for record in read_lines(corpus / "raw_train.jsonl"):
         yield record["text"]
     for record in read_lines(corpus / "chat_train.jsonl"):
         yield record["reference"]
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, required=True, help="what scripts.demo.corpus wrote")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    arguments = parser.parse_args()
-    tokenizer = wrap(train_bpe(training_texts(arguments.corpus)))
-    tokenizer.save_pretrained(arguments.out)
-    print(f"{len(tokenizer)} tokens written to {arguments.out}")
-
-
-if __name__ == "__main__":
-    main()
+def train_tokenizer(corpus: Path, out: Path) -> None:
+    """Train the tokenizer of a corpus and save it."""
+    wrap(train_bpe(training_texts(corpus))).save_pretrained(out)

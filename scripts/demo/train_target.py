@@ -3,10 +3,10 @@
     python -m scripts.demo.train_target --data DIR --out DIR (--minutes M | --tokens N)
     python -m scripts.demo.train_target --data DIR --out DIR --tokens N --practise RUN
 
-The second goes on from the parameters of another run at a lower rate, on chat alone (scripts.demo.practice).
+The second goes on from the parameters of another run at a lower rate, on practice (scripts.demo.practice).
 
 Afterwards `--out` holds config.json and params.npz (`scripts.demo.checkpoint.load_target` reads them), state.npz
-(what a later call goes on from), run.json (the recipe, with the number of steps: --minutes is turned into steps once,
+(to resume from), run.json (the recipe, with the number of steps: --minutes is turned into steps once,
 at the start) and log.jsonl. The same command after an interruption goes on from the last checkpoint, step for step
 the same; with another --tokens or --minutes it changes the number of steps and with it the rest of the schedule.
 """
@@ -70,25 +70,25 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What changes from step to step."""
+    """The learning rate and the rows of every step."""
 
     steps: int
     peak: float = 1.0  # of the learning rates
     chat_frac: ChatFrac = CHAT_FRAC
 
     def rate_at(self, step: int) -> float:
-        """The learning rates' share: a linear warm-up, a plateau, a linear decay to zero at the end."""
+        """Compute the learning rates' share: a linear warm-up, a plateau, a linear decay to zero at the end."""
         progress = (step + 0.5) / self.steps
         return self.peak * min(1.0, progress / WARMUP_FRAC, (1.0 - progress) / DECAY_FRAC)
 
     def chat_rows_until(self, step: int) -> int:
-        """How many chat rows the first `step` steps hold, all rows beside them being raw ones."""
+        """Count the chat rows of the first `step` steps; all other rows are raw."""
         progress = (np.arange(step) + 0.5) / self.steps
         shares = np.interp(progress, *zip(*self.chat_frac, strict=True))
         return round(float(shares.sum()) * BATCH_ROWS)
 
     def batch_at(self, step: int, raw: "Rows", chat: "Rows") -> "Batch":
-        """The batch of a step: a function of the arguments alone."""
+        """Make the batch of a step, a function of the arguments alone."""
         chat_start, chat_end = self.chat_rows_until(step), self.chat_rows_until(step + 1)
         raw_start, raw_end = step * BATCH_ROWS - chat_start, (step + 1) * BATCH_ROWS - chat_end
         parts = [(raw, raw.at(raw_start, raw_end - raw_start)), (chat, chat.at(chat_start, chat_end - chat_start))]
@@ -99,7 +99,7 @@ PRACTICE = {"peak": 0.25, "chat_frac": ((0.0, 0.9), (1.0, 0.9))}
 
 
 class State(NamedTuple):
-    """Everything a step changes."""
+    """Everything that a step changes."""
 
     params: TargetParams
     momentum: dict[str, list[jax.Array]]
@@ -107,7 +107,7 @@ class State(NamedTuple):
 
 
 def hf_config(hidden: int, layers: int, heads: int, kv_heads: int, experts: int, expert_width: int, vocab: int) -> dict:
-    """The config.json of a GPT-OSS model of this size."""
+    """Make the config.json of a GPT-OSS model of this size."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -155,20 +155,20 @@ class Rows:
         )
 
     def at(self, start: int, count: int) -> np.ndarray:
-        """The row numbers at places start .. start + count - 1 of the endless order."""
+        """Look up the row numbers at places start .. start + count - 1 of the endless order."""
         size = len(self.roles)
         return np.array([self._order(i // size)[i % size] for i in range(start, start + count)], np.int64)
 
 
 def positions_of(segment_ids: np.ndarray) -> np.ndarray:
-    """Positions that start at 0 in each segment."""
+    """Compute positions that start at 0 in each segment."""
     index = np.arange(segment_ids.shape[1])[None, :]
     starts = np.concatenate([np.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     return (index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)).astype(np.int32)
 
 
 def make_batch(parts: list[tuple[Rows, np.ndarray]], prompt_weight: float = PROMPT_WEIGHT) -> Batch:
-    """The named rows of each file; weights say how much the prediction OF each token counts, and to which end."""
+    """Gather rows of each file. A weight is of the prediction OF its token: how much it counts, below 0 as unwanted."""
     token_ids, segment_ids, roles = (
         np.concatenate([getattr(rows, name)[numbers] for rows, numbers in parts])
         for name in ("token_ids", "segment_ids", "roles")
@@ -180,7 +180,7 @@ def make_batch(parts: list[tuple[Rows, np.ndarray]], prompt_weight: float = PROM
 
 
 def log_likelihoods(params: TargetParams, config: TargetConfig, batch: Batch) -> jax.Array:
-    """The log-probability of each row's tokens 1, 2, ... given those before: [B, T - 1]."""
+    """Compute the log-probability [B, T - 1] of each row's tokens 1, 2, ... given those before."""
     attend = attend_packed(config, batch.segment_ids)
     logits = model.forward(params, config, batch.token_ids, batch.positions, attend=attend)[0][:, :-1]
     chosen = jnp.take_along_axis(logits, batch.token_ids[:, 1:, None], axis=-1)[..., 0]
@@ -188,10 +188,10 @@ def log_likelihoods(params: TargetParams, config: TargetConfig, batch: Batch) ->
 
 
 def loss_and_gradients(params: TargetParams, config: TargetConfig, batch: Batch) -> tuple[jax.Array, TargetParams]:
-    """The weighted mean over the batch of all devices of -log p, or of -log(1 - p) for tokens of negative weight (the
-    unlikelihood of Welleck et al., arXiv 1908.04319), and its gradients.
+    """Compute (loss, gradients): the weighted mean of -log p over the batch of all devices.
 
-    One row after the other: what is kept for the backward pass of a single row stays in the cache.
+    Tokens of negative weight count with -log(1 - p): the unlikelihood of Welleck et al., arXiv 1908.04319. One row
+    after the other, so that the values kept for a row's backward pass stay in the CPU's cache.
     """
     total = jax.lax.psum(jnp.sum(jnp.abs(batch.weights[:, 1:])), ROWS)
 
@@ -229,7 +229,7 @@ def init_state(config: TargetConfig) -> State:
 
 
 def next_state(config: TargetConfig, state: State, batch: Batch, rate: jax.Array) -> tuple[State, jax.Array]:
-    """(the next state, this batch's loss); `rate` scales both learning rates. Runs on every device, on its rows."""
+    """Compute (next state, this batch's loss) on every device, on its rows; `rate` scales both learning rates."""
     loss, gradients = loss_and_gradients(state.params, config, batch)
     directions, momentum = muon.muon_directions(muon.split(config, gradients), state.momentum)
     step = rate * MUON_RATE
@@ -242,7 +242,7 @@ def next_state(config: TargetConfig, state: State, batch: Batch, rate: jax.Array
 
 
 def nats_and_tokens(config: TargetConfig, params: TargetParams, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """(weighted sum of negative log-likelihoods, sum of weights) over all devices' rows."""
+    """Compute (weighted sum of negative log-likelihoods, sum of weights) over all devices' rows."""
     weights = batch.weights[:, 1:]
     return jax.lax.psum((-jnp.sum(log_likelihoods(params, config, batch) * weights), jnp.sum(weights)), ROWS)
 
@@ -258,13 +258,13 @@ def compiled_step(config: TargetConfig) -> Callable[[State, Batch, jax.Array], t
 
 @lru_cache
 def compiled_evaluation(config: TargetConfig) -> Callable[[TargetParams, Batch], tuple[jax.Array, jax.Array]]:
-    """`nats_and_tokens` over all devices."""
+    """Compile `nats_and_tokens` over all devices."""
     specs = {"in_specs": (PartitionSpec(), PartitionSpec(ROWS)), "out_specs": PartitionSpec()}
     return jax.jit(jax.shard_map(partial(nats_and_tokens, config), mesh=devices(), check_vma=False, **specs))
 
 
 def evaluate(params: TargetParams, config: TargetConfig, rows: Rows) -> float:
-    """Nats per token on the first EVALUATED_ROWS held-out rows; of chat, the assistant's tokens only."""
+    """Measure nats per token on the first EVALUATED_ROWS held-out rows; of chat, the assistant's tokens only."""
     total = count = 0.0
     for start in range(0, min(EVALUATED_ROWS, len(rows.roles)) - BATCH_ROWS + 1, BATCH_ROWS):
         batch = make_batch([(rows, np.arange(start, start + BATCH_ROWS))], prompt_weight=0.0)
@@ -274,7 +274,7 @@ def evaluate(params: TargetParams, config: TargetConfig, rows: Rows) -> float:
 
 
 def seconds_per_step(config: TargetConfig, raw: Rows, chat: Rows, measured: int = 6) -> float:
-    """The median time of a step on a throw-away state, compilation left out."""
+    """Measure the median time of a step on a throw-away state, without compilation."""
     state, times = replicated(init_state(config)), []
     for step in range(measured + 2):
         start = time.perf_counter()
@@ -285,7 +285,7 @@ def seconds_per_step(config: TargetConfig, raw: Rows, chat: Rows, measured: int 
 
 
 def recipe(schedule: Schedule, practises: str | None) -> dict:
-    """What decides the result, as run.json records it."""
+    """Collect the settings that decide the result, for run.json."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")}
     return {
         "steps": schedule.steps,
@@ -310,8 +310,7 @@ def recipe(schedule: Schedule, practises: str | None) -> dict:
 
 
 def settle_config(out: Path, arguments: argparse.Namespace) -> TargetConfig:
-    """The target of out/config.json, written there in a new run: that of the run it goes on from, or of the command
-    line."""
+    """Read out/config.json. A new run gets the config of the run it goes on from, or the command line's."""
     path = out / "config.json"
     if not path.exists() and arguments.practise:
         shutil.copy(arguments.practise / "config.json", path)
@@ -323,7 +322,7 @@ def settle_config(out: Path, arguments: argparse.Namespace) -> TargetConfig:
 
 
 def settle_schedule(out: Path, config: TargetConfig, arguments: argparse.Namespace) -> Schedule:
-    """The schedule: with the number of steps that the command line asks for, now in out/run.json, or that is there."""
+    """Make the schedule. Its number of steps is the command line's, written to out/run.json, or read from there."""
     path = out / "run.json"
     options: dict[str, Any] = PRACTICE if arguments.practise else {}
     if arguments.minutes:
@@ -342,12 +341,12 @@ def settle_schedule(out: Path, config: TargetConfig, arguments: argparse.Namespa
 
 
 def save(out: Path, state: State, step: int) -> None:
-    """Write the checkpoint that a later call goes on from."""
+    """Write the checkpoint to resume from."""
     save_tree(out / "state.npz", {"state": state, "step": np.int64(step)})
 
 
 def restore(out: Path, config: TargetConfig, practises: Path | None) -> tuple[State, int]:
-    """The last checkpoint, or a fresh state at step 0, with the parameters of another run where one is given."""
+    """Read the last checkpoint, or make a state at step 0, with the parameters of another run if one is given."""
     if not (out / "state.npz").exists():
         fresh = init_state(config)
         return fresh if practises is None else fresh._replace(params=load_target(practises)[1]), 0
@@ -367,13 +366,13 @@ def log(out: Path, **record: Any) -> None:
 
 @dataclasses.dataclass
 class Every:
-    """True once in so many seconds."""
+    """A clock that is due once in so many seconds."""
 
     seconds: float
     last: float = dataclasses.field(default_factory=time.monotonic)
 
     def due(self) -> bool:
-        """Whether the time has come again; says so once."""
+        """Whether it is due; then not again for so many seconds."""
         if time.monotonic() - self.last < self.seconds:
             return False
         self.last = time.monotonic()
@@ -383,7 +382,7 @@ class Every:
 def train(
     out: Path, config: TargetConfig, schedule: Schedule, data: Path, practises: Path | None = None
 ) -> TargetParams:
-    """Go on from the last checkpoint to the last step; the parameters are in out/params.npz afterwards."""
+    """Train from the last checkpoint to the last step; the parameters are in out/params.npz afterwards."""
     raw, chat = (Rows(data / f"{name}.npz", SEED) for name in ("raw_train", "chat_train"))
     held_out = {name: Rows(data / f"{name}.npz", SEED) for name in ("raw_heldout", "chat_heldout")}
     state, first = restore(out, config, practises)
@@ -411,16 +410,16 @@ def train(
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """The target's size."""
+    """Add the options of the target's size."""
     defaults = {"hidden": 192, "layers": 8, "heads": 3, "kv-heads": 1, "experts": 8, "expert-width": 64, "vocab": 2048}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="what scripts.demo.dataset wrote")
+    parser.add_argument("--data", type=Path, required=True, help="folder of scripts.demo.dataset")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run; an existing run goes on")
     parser.add_argument("--minutes", type=float, help="train about as long; measured once, then fixed as steps")
     parser.add_argument("--tokens", type=int, help="train on so many tokens")

@@ -1,8 +1,8 @@
-"""What each operation of a pass through the target costs by itself: the bytes it has to read, and how long it takes.
+"""Measure each operation of a pass through the target by itself: the bytes it has to read, and its time.
 
 Each runs with the weights (or caches) of all layers, one layer after the other in one program, as in a model; a figure
-is one layer's. What is read together is more than the device's own caches hold, or no bandwidth is said: it would be
-theirs, and such small operations take as long as to send them off. Experts run in every form that there is, on the same
+is one layer's. A bandwidth is given only if all layers' bytes exceed the device's own caches: else it would be theirs,
+and such small operations take as long as their launch. Experts run in every form that there is, on the same
 routing.
 """
 
@@ -32,12 +32,12 @@ from target.params import TargetParams
 Json = dict[str, Any]
 CACHED = 128e6  # bytes: twice a large GPU's second-level cache
 FORMS: tuple[tuple[str, Implementation | None], ...] = (("XLA", "xla"), ("CUDA", None))  # of attention
-REPEATS, PASSES = 5, 10  # so many times, so many passes sent off together
+REPEATS, PASSES = 5, 10  # so many times, so many passes dispatched together
 
 
 @dataclass(frozen=True)
 class Operation:
-    """`one` of (what it writes, if anything; operands of a layer) gives (its result, what it has written)."""
+    """An operation: one(what it writes, if anything; operands of a layer) gives (its result, what it has written)."""
 
     name: str
     one: Callable[..., tuple[jax.Array, Any]]
@@ -47,7 +47,7 @@ class Operation:
 
 
 def costs(params: TargetParams, config: TargetConfig, rows: int, contexts: tuple[int, ...]) -> Iterator[Json]:
-    """A line per operation of a pass of `rows` rows of one sequence; of attention, behind so many tokens."""
+    """Yield a line per operation of a pass of `rows` rows of one sequence; of attention, after so many tokens."""
     for operation in operations(params, config, rows, contexts):
         seconds = measure(operation)
         large = operation.num_bytes * len(operation.operands) > CACHED
@@ -63,12 +63,12 @@ def costs(params: TargetParams, config: TargetConfig, rows: int, contexts: tuple
 
 
 def measure(operation: Operation) -> list[float]:
-    """Seconds of a layer's, REPEATS times."""
+    """Time a layer's operation, REPEATS times."""
 
     def run(written: list[Any], operands: list[tuple[Any, ...]]) -> tuple[list[jax.Array], list[Any]]:
         outputs, kept = [], []
         for own, (x, *rest) in zip(written, operands, strict=True):
-            if outputs:  # one after the other: XLA would make one operation of those of several layers
+            if outputs:  # in order: XLA would merge the operations of several layers
                 x, _ = jax.lax.optimization_barrier((x, outputs[-1]))
             output, own = operation.one(own, x, *rest)
             outputs.append(output)
@@ -120,7 +120,7 @@ def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: 
                     _attention, num_heads=config.num_heads, window=window, implementation=implementation
                 )
                 written = jax.tree.map(jnp.copy, own)  # which is donated
-                yield Operation(f"{name}, behind {context}: {form}", one, written, operands, read)
+                yield Operation(f"{name}, after {context}: {form}", one, written, operands, read)
 
 
 def _experts(

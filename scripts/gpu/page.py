@@ -1,51 +1,47 @@
-"""README.md of a check on a GPU, out of its run.json."""
+"""Lay out README.md of a check on a GPU, from its run.json."""
 
 from typing import Any
 
 from peagle.measure.metrics import figure_text
+from peagle.measure.pages import Block, Table, heading
+from scripts.runs import Json, where
 
-Json = dict[str, Any]
 
-
-def page(record: Json) -> str:
-    """The page of a run."""
+def page(record: Json) -> list[Block]:
+    """Lay out the page of a run; a table without rows is left out."""
     source, rows = record["provenance"], record["rows"]
-    device, rate = source["device"], record["config"]["synthetic_acceptance"]
-    lines = [
-        "# On one GPU: right, and how fast" if device["platform"] == "gpu" else "# A rehearsal without a GPU",
-        "",
+    platform, rate = source["device"]["platform"], record["config"]["synthetic_acceptance"]
+    steps = [row for row in rows if "cycle_cost" in row]
+    blocks: list[Block] = [
+        heading("On one GPU: right, and how fast" if platform == "gpu" else "A rehearsal without a GPU", 1),
         f"`{source['command']}`",
-        "",
-        f"{device['kind']} ({device['platform']}); jaxlib {source['packages']['jaxlib']}; {source['time']}. Random "
-        f"weights; acceptance of speculation is synthetic, {rate}^i at draft i: it says what steps cost.",
-        "",
-        *_checks(rows),
-        *_operations([row for row in rows if "operation" in row], _copy_bandwidth(rows)),
-        *_alone([row for row in rows if "kind" in row]),
-        *_steps([row for row in rows if "cycle_cost" in row]),
-        *_against([row for row in rows if row.get("k")], *record["config"]["drafters"]),
-        *_shares([row for row in rows if isinstance(row.get("profile"), dict)]),
-        *_published([row for row in rows if "cycle_cost" in row], record["config"]["published"]),
-        *_peers([row for row in rows if "peer" in row]),
+        f"{where(source)}. Random weights; acceptance of speculation is synthetic, {rate}^i at draft i: it says what "
+        "steps cost. Shares of a step are taken under the profiler, which launches operation by operation: with CUDA "
+        "graphs less time lies between them.",
+        _checks(rows),
+        _operations([row for row in rows if "operation" in row], _copy_bandwidth(rows)),
+        _alone([row for row in rows if "kind" in row]),
+        _steps(steps),
+        _against([row for row in rows if row.get("k")], *record["config"]["drafters"]),
+        _shares([row for row in rows if isinstance(row.get("profile"), dict)]),
+        _published(steps, record["config"]["published"]),
+        _peers([row for row in rows if "peer" in row]),
     ]
-    return "\n".join(lines)
+    return [block for block in blocks if not isinstance(block, Table) or block.rows]
 
 
-def table(heads: str, rows: list[list[str]]) -> list[str]:
-    """A table and an empty line; nothing where there are no rows. Heads with | between."""
-    if not rows:
-        return []
-    width = heads.count("|") + 1
-    return [f"| {heads} |", "|---" * width + "|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+def _table(heads: str, rows: list[list[str]]) -> Table:
+    """Make a table; heads with | between."""
+    return Table(heads.split(" | "), rows)
 
 
-def _checks(rows: list[Json]) -> list[str]:
-    told = [row for row in rows if {"ok", "copy_gb_per_s", "left_out", "weight_bytes", "kernels_here"} & row.keys()]
-    return table(
+def _checks(rows: list[Json]) -> Table:
+    shown = [row for row in rows if {"ok", "copy_gb_per_s", "left_out", "weight_bytes"} & row.keys()]
+    return _table(
         "check | result",
         [
             [row["section"], ", ".join(f"{k} {short(v)}" for k, v in row.items() if k not in ("section", "said", "at"))]
-            for row in told
+            for row in shown
         ],
     )
 
@@ -54,8 +50,8 @@ def _copy_bandwidth(rows: list[Json]) -> float | None:
     return next((row["copy_gb_per_s"] for row in rows if "copy_gb_per_s" in row), None)
 
 
-def _operations(rows: list[Json], copy: float | None) -> list[str]:
-    return table(
+def _operations(rows: list[Json], copy: float | None) -> Table:
+    return _table(
         "shape | operation | rows | MB | us | GB/s | of the copy bandwidth",
         [
             [
@@ -72,8 +68,8 @@ def _operations(rows: list[Json], copy: float | None) -> list[str]:
     )
 
 
-def _alone(rows: list[Json]) -> list[str]:
-    return table(
+def _alone(rows: list[Json]) -> Table:
+    return _table(
         "shape | kernels | test | batch | context | ms a pass | tok/s | v(T) | peak GB so far",
         [
             [
@@ -92,12 +88,12 @@ def _alone(rows: list[Json]) -> list[str]:
     )
 
 
-def _steps(rows: list[Json]) -> list[str]:
-    """Of each drafter, head and batch the fastest K is marked."""
+def _steps(rows: list[Json]) -> Table:
+    """List steps; of each drafter, head and batch the fastest K is marked."""
     best: dict[tuple[Any, ...], float] = {}
     for row in rows:
         best[_arm(row)] = max(best.get(_arm(row), 0.0), row["tok_per_s"])
-    return table(
+    return _table(
         "shape | drafter | head | batch | K | ms a step | c(K) | tokens a step (synthetic) | tok/s",
         [
             [
@@ -116,11 +112,11 @@ def _steps(rows: list[Json]) -> list[str]:
     )
 
 
-def _against(rows: list[Json], parallel: str, in_turn: str) -> list[str]:
-    """At equal acceptance a step's time decides: how many times as long drafting in turn takes."""
+def _against(rows: list[Json], parallel: str, in_turn: str) -> Table:
+    """Compare the drafters: at equal acceptance a step's time decides."""
     found = {(row["shape"], row["draft_vocab"], row["batch"], row["k"], row["drafter"]): row["step_ms"] for row in rows}
     places = dict.fromkeys(key[:4] for key in found)
-    return table(
+    return _table(
         f"shape | head | batch | K | a step of {in_turn} over one of {parallel}",
         [
             [*map(str, place), f"{found[*place, in_turn] / found[*place, parallel]:.2f}"]
@@ -134,25 +130,23 @@ def _arm(row: Json) -> tuple[Any, ...]:
     return row["shape"], row["drafter"], row["draft_vocab"], row["batch"]
 
 
-def _shares(rows: list[Json]) -> list[str]:
+def _shares(rows: list[Json]) -> Table:
     parts = ("draft_ms", "verify_ms", "accept_ms", "rest_ms", "between_ms", "host_ms")
     heads = "shape | drafter | K | draft ms | verify ms | accept ms | rest ms | between operations ms | host gap ms"
-    told = table(
+    return _table(
         heads,
         [
             [row["shape"], row["drafter"], str(row["k"]), *(f"{row['profile'][part]:.4f}" for part in parts)]
             for row in rows
         ],
     )
-    note = "Under the profiler XLA launches operation by operation: with CUDA graphs less lies between them."
-    return [*told, note, ""] if told else []
 
 
-def _published(rows: list[Json], published: list[Json]) -> list[str]:
-    """What the measured steps would give at acceptance lengths that others published."""
+def _published(rows: list[Json], published: list[Json]) -> Table:
+    """Derive what the measured steps would give at acceptance lengths that others published."""
     full = [row for row in rows if row["draft_vocab"] == row["vocab_size"] and row["batch"] == 1]
     same = ("shape", "drafter", "k")
-    return table(
+    return _table(
         "shape | drafter | K | published acceptance length | of | tok/s at it | of plain decoding",
         [
             [
@@ -171,8 +165,8 @@ def _published(rows: list[Json], published: list[Json]) -> list[str]:
     )
 
 
-def _peers(rows: list[Json]) -> list[str]:
-    return table(
+def _peers(rows: list[Json]) -> Table:
+    return _table(
         "checkpoint | engine | computes | decoding tok/s | ours / peer | v(4) | largest difference of logits",
         [
             [
@@ -190,10 +184,10 @@ def _peers(rows: list[Json]) -> list[str]:
 
 
 def short(value: Any) -> str:
-    """A value in a cell."""
+    """Shorten a value for a cell."""
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")[:160]
 
 
 def spread(figure: Json) -> str:
-    """A median with what is around it."""
+    """Show a median with the lowest and the highest."""
     return f"{figure['median']:.4g} ({figure['lowest']:.4g}..{figure['highest']:.4g})"

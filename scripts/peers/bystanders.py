@@ -1,5 +1,4 @@
-"""What other processes took of the machine while something was measured: noise that a table should own up to. Linux
-only; elsewhere it is not known."""
+"""The share of the machine that other processes took during a measurement, which a page should name. Linux only."""
 
 import os
 import time
@@ -11,8 +10,10 @@ _IDLE = (3, 4)  # fields of /proc/stat's first line that are not work: idle, wai
 
 
 class Bystanders:
-    """A context; `frac` afterwards is the share of all processors' time that went to others than the given process,
-    None where it is not known. The clock ticks every 10 ms: shares of short measurements are rough."""
+    """A context; `frac` afterwards is the share of all processors' time that other processes took.
+
+    None if that is not known. The clock ticks every 10 ms: shares of short measurements are rough.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -32,7 +33,7 @@ class Bystanders:
         self.frac = min(max(share, 0.0), 1.0)
 
     def _ticks(self) -> int | None:
-        """Clock ticks that all processes but ours have worked since the machine started."""
+        """Count the clock ticks that all other processes have worked since the machine started."""
         try:
             fields = (PROC / "stat").read_text().splitlines()[0].split()[1:9]
             own = (PROC / str(self._pid) / "stat").read_text().rpartition(")")[2].split()[11:13]

@@ -1,4 +1,4 @@
-"""Bytes of weights that an engine reads: what bounds small passes on any machine (peagle.measure.bench.WeightBytes)."""
+"""The bytes of weights that an engine reads, which bound small passes (peagle.measure.bench.WeightBytes)."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Storage:
 
 
 def stored_weights(config: TargetConfig, storage: Storage) -> WeightBytes:
-    """Every matrix and bias but for the embedding, as an engine stores them."""
+    """Add up every matrix and bias except the embedding, as an engine stores them."""
     dense = experts = 0.0
     for name, shape in tensor_shapes(config, mxfp4=False).items():
         size = float(np.prod(shape))

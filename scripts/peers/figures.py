@@ -1,39 +1,39 @@
-"""What follows from the raw lines of a comparison: medians, spreads and ratios, round by round."""
+"""Derive medians, spreads and ratios from the raw lines of a comparison, round by round."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from scripts.peers.cost import stored_weights
 from scripts.peers.measure import Measured, Settings
 from scripts.peers.roster import OURS, Entry, batches
-
-Json = dict[str, Any]
+from scripts.runs import Json
 
 
 def rows(checkpoint: str, measured: Measured, settings: Settings) -> list[Json]:
-    """A row per engine."""
+    """Make a row per engine."""
     seconds = by_round(measured.lines, settings)
     return [_row(checkpoint, entry, measured, settings, seconds) for entry in measured.entries]
 
 
 def floors(measured: Measured, settings: Settings) -> Json:
-    """{T: v(T) by bytes}, of the checkpoint as it is stored."""
+    """Compute {T: v(T) by bytes} of the checkpoint as it is stored."""
     stored = next(entry.storage for entry in measured.entries if entry.name == OURS)
     weights = stored_weights(measured.files.config, stored)
     return {str(width): weights.floor(width) for width in settings.widths}
 
 
 def others(measured: Measured) -> Json | None:
-    """What other processes took of the processors' time, over all measurements; None where it is not known."""
+    """Sum up what other processes took of the processors' time; None if that is not known."""
     shares = [line["others_frac"] for line in measured.lines if line["others_frac"] is not None]
     return spread(shares) if shares else None
 
 
 def by_round(lines: Sequence[Json], settings: Settings) -> dict[tuple[str, str], list[float]]:
-    """{(engine, what): seconds in each round}; what is prefill, decode (a token), a width, or "together N": a step of N
-    requests."""
+    """Collect {(engine, measurement): seconds in each round}.
+
+    The measurement is prefill, decode (a token), a width, or "together N" (a step of N requests).
+    """
     found: dict[tuple[str, str], list[float]] = {}
     for line in sorted(lines, key=lambda line: line["round"]):
         engine = line["engine"]
@@ -61,11 +61,11 @@ def _row(
         return seconds[entry.name, what]
 
     def faster(what: str) -> Json:
-        """How many times faster ours is: its peer's seconds over its own, in the same round."""
+        """Divide the peer's seconds by ours of the same round: how many times faster ours is."""
         return spread(own(what), seconds[OURS, what])
 
     def together(num_requests: int) -> Json:
-        """Tokens a second of so many requests in all."""
+        """Compute the tokens a second of so many requests in all."""
         what = f"together {num_requests}"
         ways = {line["way"] for line in measured.lines if _is_way(line, entry.name, num_requests)}
         return {
@@ -99,13 +99,13 @@ def _decodes_many(entry: Entry, settings: Settings) -> bool:
 
 
 def _is_way(line: Json, engine: str, num_requests: int) -> bool:
-    """Whether the line says how an engine decodes so many requests together."""
+    """Whether the line names the way in which an engine decodes so many requests together."""
     return line["engine"] == engine and line.get("requests") == num_requests and "way" in line
 
 
 def spread(
     values: Sequence[float], over: Sequence[float] | None = None, of: Callable[[float], float] = lambda value: value
 ) -> Json:
-    """Median, least and greatest of the values, or of their ratios to others of the same round."""
+    """Find median, least and greatest of the values, or of their ratios to others of the same round."""
     ratios = [of(v) for v in values] if over is None else [v / o for v, o in zip(values, over, strict=True)]
     return {"median": float(np.median(ratios)), "min": float(min(ratios)), "max": float(max(ratios))}

@@ -1,5 +1,7 @@
-"""A GPT-OSS checkpoint as a GGUF file for llama.cpp: MXFP4 experts bit for bit, other matrices bfloat16, vectors and
-the router float32, as llama.cpp's own converter has them. No vocabulary: llama.cpp then takes token ids as they are.
+"""Write a GPT-OSS checkpoint as a GGUF file for llama.cpp.
+
+MXFP4 experts are kept bit for bit, other matrices are bfloat16, vectors and the router float32, as llama.cpp's own
+converter has them. No vocabulary: llama.cpp then takes token ids as they are.
 
 ggml keeps a block of 32 as 17 bytes: the scale, then bytes whose low nibbles are values 0..15 and whose high nibbles
 are values 16..31. Checkpoints keep values 2i and 2i + 1 together in byte i.
@@ -63,9 +65,9 @@ class Tensor:
 
 
 def write_gguf(directory: Path, path: Path) -> None:
-    """The file holds the model of the checkpoint. One tensor is in memory at a time.
+    """Write the file, one tensor in memory at a time.
 
-    Raises InputError for what llama.cpp's GPT-OSS has no key for, ModuleNotFoundError without the package gguf.
+    Raises InputError for a config that llama.cpp's GPT-OSS has no key for, ModuleNotFoundError without gguf.
     """
     import gguf
 
@@ -86,7 +88,7 @@ def write_gguf(directory: Path, path: Path) -> None:
 
 
 def ggml_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """uint8 [..., 17 n] of a checkpoint's blocks [..., n, 16] and scales [..., n]: the same codes in ggml's order."""
+    """Reorder blocks [..., n, 16] and scales [..., n] of a checkpoint as ggml has them: uint8 [..., 17 n]."""
     codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], BLOCK)
     half = BLOCK // 2
     packed = codes[..., :half] | (codes[..., half:] << 4)
@@ -133,7 +135,7 @@ def _add_metadata(writer: Any, config: TargetConfig) -> None:
 
 
 def _tensors(checkpoint: Checkpoint, config: TargetConfig, mxfp4: bool) -> Iterator[Tensor]:
-    """Every tensor of the file, in its order."""
+    """Yield every tensor of the file, in its order."""
     for name, (source, kind) in _WHOLE.items():
         yield _plain(checkpoint, name, source, kind)
     for layer in range(config.num_layers):
@@ -148,7 +150,7 @@ def _tensors(checkpoint: Checkpoint, config: TargetConfig, mxfp4: bool) -> Itera
 
 
 def _plain(checkpoint: Checkpoint, name: str, source: str, kind: str, rows: slice = slice(None)) -> Tensor:
-    """A tensor as it lies, or some of its last axis."""
+    """Take a tensor as it lies, or some of its last axis."""
 
     def make() -> np.ndarray:
         return _to_bytes(checkpoint.take(source)[..., rows], kind)
@@ -167,7 +169,7 @@ def _mxfp4_experts(checkpoint: Checkpoint, name: str, source: str, rows: slice) 
 
 
 def _float_experts(checkpoint: Checkpoint, name: str, source: str, rows: slice) -> Tensor:
-    """Unquantised matrices lie [experts, inputs, outputs]; ggml wants outputs first."""
+    """Transpose unquantised matrices [experts, inputs, outputs]; ggml has outputs first."""
 
     def make() -> np.ndarray:
         return _to_bytes(checkpoint.take(source).swapaxes(-1, -2)[:, rows], MATRIX)

@@ -1,5 +1,7 @@
-"""llama.cpp through the low-level interface of llama-cpp-python. Runs under the Python that has it: numpy, nothing of
-ours but stepwise.py."""
+"""Drive llama.cpp through the low-level interface of llama-cpp-python.
+
+Runs under the Python that has it: numpy, and of ours stepwise.py alone.
+"""
 
 import ctypes
 import importlib.metadata
@@ -17,7 +19,7 @@ TRIALS, TRIED_TOKENS = 2, 17
 
 
 def load(path: str, context: int, num_threads: int) -> "Llama":
-    """The engine of a GGUF file, with room for `context` tokens; llama.cpp's defaults otherwise."""
+    """Load a GGUF file, with room for `context` tokens and llama.cpp's defaults."""
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     model_params.n_gpu_layers = 0
@@ -55,7 +57,7 @@ class Context:
             raise RuntimeError("llama.cpp cannot roll its cache back")
 
     def run(self, rows: list[tuple[int, int, int]], all_logits: bool) -> None:
-        """Append rows (sequence, position, token); `logits` are then those after each of them, or after the last."""
+        """Append rows (sequence, position, token); `logits` are then of each of them, or of the last."""
         batch, last = self._batch, len(rows) - 1
         batch.n_tokens = len(rows)
         for i, (sequence, position, token) in enumerate(rows):
@@ -70,13 +72,13 @@ class Context:
         self._num_outputs = len(rows) if all_logits else 1
 
     def logits(self) -> np.ndarray:
-        """float32 [rows, vocabulary], a view of llama.cpp's own memory."""
+        """Return float32 [rows, vocabulary], a view of llama.cpp's own memory."""
         pointer = llama_cpp.llama_get_logits(self._context)
         address = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
         return np.ctypeslib.as_array(address, (self._num_outputs, self._vocab_size))
 
     def greedy(self) -> list[int]:
-        """The likeliest token of each row of the logits."""
+        """Find the likeliest token of each row of the logits."""
         tokens: list[int] = self.logits().argmax(-1).tolist()
         return tokens
 
@@ -139,14 +141,14 @@ class Llama(StepwiseEngine):
         return self._context.logits().copy()
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """See worker.BatchingEngine. The first call for so many requests finds out which cache is faster."""
+        """See worker.BatchingEngine. The first call for so many requests tries which cache is faster."""
         if len(prompts) not in self._of_many:
             self._of_many[len(prompts)] = self._faster(prompts, min(num_tokens, TRIED_TOKENS))
         unified, context = self._of_many[len(prompts)]
         return {**context.decode_many(prompts, num_tokens), "way": CACHES[unified]}
 
     def _faster(self, prompts: list[list[int]], num_tokens: int) -> tuple[bool, Context]:
-        """(whether unified, the context), the other one closed."""
+        """Choose (whether unified, the context), and close the other."""
         made = {
             unified: Context(self._model, self._room, self._num_threads, len(prompts), unified) for unified in CACHES
         }

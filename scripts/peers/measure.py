@@ -1,9 +1,8 @@
-"""Measuring all engines on one checkpoint: the same tokens for all, one at work at a time, round by round."""
+"""Measure all engines on one checkpoint: the same tokens for all, one at work at a time, round by round."""
 
 import math
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +17,16 @@ from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.remote import Remote
 from scripts.peers.roster import LLAMA, Entry, Site, batches, entry, reference
+from scripts.runs import Json, Progress
 from target.load import TargetFiles, inspect_target
 
 CHECKED_WIDE = 4  # rows of a pass in the second half of the check; the first half goes token by token
 FEWEST_PASSES, MOST_PASSES = 3, 256
 
-Json = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; written to run.json before anything runs."""
+    """The settings of a comparison."""
 
     checkpoints: tuple[str, ...]
     engines: tuple[str, ...]
@@ -44,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one checkpoint gave."""
+    """The measurements of one checkpoint."""
 
     files: TargetFiles
     entries: tuple[Entry, ...]
@@ -53,16 +51,16 @@ class Measured:
     lines: list[Json]  # one per measurement
 
 
-def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Callable[[str], None]) -> Measured:
-    """Everything about one checkpoint. `say` is told what goes on."""
+def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Progress) -> Measured:
+    """Measure everything about one checkpoint."""
     files = inspect_target(checkpoint)
-    name, engines, tokens = checkpoint.name, settings.engines, Tokens(files.config.vocab_size, settings)
+    engines, tokens = settings.engines, Tokens(files.config.vocab_size, settings)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as running:
         context = settings.prompt_tokens + max(settings.new_tokens, settings.check_tokens) + max(settings.widths)
         gpu = jax.default_backend() == "gpu"
         gguf = Path(scratch) / "model.gguf"
         site = Site(checkpoint, files.mxfp4, gguf, context, num_threads() or 1, llama_python, gpu)
-        say(f"{name}: reference logits")
+        say("reference logits")
         expected = reference_logits(site, tokens, Path(scratch), LLAMA in engines)
         if LLAMA in engines:
             write_gguf(checkpoint, site.gguf)
@@ -71,7 +69,7 @@ def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Callab
         checks: dict[str, Json] = {}
         # the largest first: loading takes about twice the memory that an engine keeps
         for made in sorted(entries, key=lambda made: -made.storage.experts):
-            say(f"{name}: {made.name} loads and is checked")
+            say(f"{made.name} loads and is checked")
             remote = running.enter_context(Remote(made))
             remote.described |= remote.call("prepare", prompt_ids=tokens.prompt, widths=list(settings.widths))
             rounds_yarn = made.name == LLAMA
@@ -80,7 +78,7 @@ def measure(checkpoint: Path, settings: Settings, llama_python: str, say: Callab
             if rounds_yarn:
                 checks[made.name]["rounded_yarn"] = compare(found, expected[True])
             remotes[made.name] = remote
-        lines = list(run_rounds(name, remotes, tokens, settings, say))
+        lines = list(run_rounds(remotes, tokens, settings, say))
         described = {engine: remote.described for engine, remote in remotes.items()}
     return Measured(files, entries, described, checks, lines)
 
@@ -97,12 +95,12 @@ class Tokens:
         self.checked = [[token] for token in checked[:one_by_one]] + [checked[i : i + CHECKED_WIDE] for i in wide]
 
     def passes(self, number: int, count: int, width: int) -> list[list[int]]:
-        """`count` passes of `width` tokens, new ones for each round."""
+        """Draw `count` passes of `width` tokens, new ones for each round."""
         flat = self._draw(2 + number, count * width)
         return [flat[i : i + width] for i in range(0, len(flat), width)]
 
     def prompts(self, count: int) -> list[list[int]]:
-        """Prompts of as many requests, all of one length; the first is `prompt`."""
+        """Draw prompts of so many requests, all of one length; the first is `prompt`."""
         return [self.prompt, *(self._draw(0, len(self.prompt), i) for i in range(1, count))]
 
     def _draw(self, stream: int, count: int, *substream: int) -> list[int]:
@@ -112,7 +110,7 @@ class Tokens:
 
 
 def reference_logits(site: Site, tokens: Tokens, scratch: Path, rounded: bool) -> dict[bool, np.ndarray]:
-    """Float32 logits of the checked tokens: the model's, and if asked for also those with YaRN's bounds rounded."""
+    """Compute float32 logits of the checked tokens; rounded: also, under True, with YaRN's bounds rounded."""
     made = reference(site)
     with Remote(made) as remote:
         kinds = (False, True) if rounded else (False,)
@@ -120,7 +118,7 @@ def reference_logits(site: Site, tokens: Tokens, scratch: Path, rounded: bool) -
 
 
 def logits_of(remote: Remote, tokens: Tokens, scratch: Path, **options: Any) -> np.ndarray:
-    """[checked tokens, vocabulary], teacher-forced behind the prompt."""
+    """Compute logits [checked tokens, vocabulary], teacher-forced after the prompt."""
     path = scratch / "logits.npy"
     remote.call("logits", prompt_ids=tokens.prompt, passes=tokens.checked, path=str(path), **options)
     logits: np.ndarray = np.load(path)
@@ -129,8 +127,8 @@ def logits_of(remote: Remote, tokens: Tokens, scratch: Path, **options: Any) -> 
 
 
 def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
-    """How far logits are from the expected ones, in standard deviations of those, and how often the greedy token is
-    the same."""
+    """Measure how far logits are from the expected ones, in standard deviations of those, and how often the greedy
+    token is the same."""
     if logits.shape != expected.shape:
         raise InputError(f"logits have shape {list(logits.shape)}; expected {list(expected.shape)}")
     difference = (logits.astype(np.float64) - expected) / expected.std()
@@ -141,13 +139,11 @@ def compare(logits: np.ndarray, expected: np.ndarray) -> Json:
     }
 
 
-def run_rounds(
-    name: str, engines: dict[str, Remote], tokens: Tokens, settings: Settings, say: Callable[[str], None]
-) -> Iterator[Json]:
-    """A line per measurement. Round 0 warms up, gives the numbers of passes, and is not among them."""
+def run_rounds(engines: dict[str, Remote], tokens: Tokens, settings: Settings, say: Progress) -> Iterator[Json]:
+    """Yield a line per measurement. Round 0 warms up, gives the numbers of passes, and is left out."""
     counts: dict[tuple[str, int], int] = {}
     for engine, remote in engines.items():
-        say(f"{name}: {engine} warms up")
+        say(f"{engine} warms up")
         remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)
         for width in settings.widths:
             passes = tokens.passes(0, FEWEST_PASSES, width)
@@ -155,13 +151,11 @@ def run_rounds(
             counts[engine, width] = min(max(math.ceil(settings.seconds / pass_s), FEWEST_PASSES), MOST_PASSES)
         for num_requests in settings.requests if batches(engine) else ():
             remote.call("decode_many", prompts=tokens.prompts(num_requests), num_tokens=settings.new_tokens)
-    started, done, total = time.monotonic(), 0, settings.rounds * len(engines)
+    say.begin(settings.rounds * len(engines))
     for number in range(1, settings.rounds + 1):
         for engine in rotated(list(engines), number):
-            left = f", {(time.monotonic() - started) / done * (total - done):.0f} s left for it" if done else ""
-            say(f"{name}: round {number} of {settings.rounds}, {engine}{left}")
+            say.part(engine)
             yield from measure_once(engine, engines[engine], number, counts, tokens, settings)
-            done += 1
 
 
 def measure_once(
@@ -172,7 +166,7 @@ def measure_once(
     tokens: Tokens,
     settings: Settings,
 ) -> Iterator[Json]:
-    """One engine's lines of one round."""
+    """Yield one engine's lines of one round."""
     line = {"engine": engine, "round": number}
     with Bystanders(remote.pid) as others:
         times = remote.call("decode", prompt_ids=tokens.prompt, num_tokens=settings.new_tokens)
@@ -193,6 +187,6 @@ def measure_once(
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """The names, starting with another one each round."""
+    """Start the names with another one each round."""
     turn = number % len(names)
     return [*names[turn:], *names[:turn]]

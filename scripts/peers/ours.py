@@ -26,8 +26,10 @@ MOST_PASSES = 256  # passes of one program; fewer are run by its count, so that 
 def load(
     directory: str, kernels: str, dtype: str, drafter: str | None = None, num_drafts: int | Literal["auto"] = 0
 ) -> "Ours":
-    """The engine of a checkpoint, or with a drafter that of a pair, which drafts so many tokens a step when it decodes.
-    kernels: auto, native or xla; raises InputError where they do not run."""
+    """Load a checkpoint, or with a drafter a pair, which drafts so many tokens a step when it decodes.
+
+    kernels: auto, native or xla. Raises InputError if they do not run.
+    """
     if dtype == "float32" and jax.default_backend() == "gpu":  # the reference; a process has one engine
         jax.config.update("jax_default_matmul_precision", "highest")  # not TF32
     return Ours(peagle.load(directory, drafter, kernels=kernels, dtype=dtype), num_drafts)
@@ -65,7 +67,7 @@ class Ours:
         return {"prefill_s": first_s - started, "decode_s": ended_s - first_s, "token_ids": tokens}
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
-        """See worker.BatchingEngine. Prefill alternates with steps of the requests before, as ever in the engine."""
+        """See worker.BatchingEngine. Prefill alternates with steps of earlier requests, as always in the engine."""
         budget = budget_of_many(len(prompts), max(map(len, prompts)), num_tokens, self._pair.steps_per_dispatch)
         requests = [Request(tuple(prompt_ids), budget, stop_token_ids=()) for prompt_ids in prompts]
         config = self._pair.engine_config(0, slots=len(requests), capacity=self._pair.capacity(requests))
@@ -97,7 +99,7 @@ class Ours:
     def logits(
         self, prompt_ids: list[int], passes: list[list[int]], path: str, round_yarn: bool = False
     ) -> dict[str, Any]:
-        """With round_yarn YaRN's bounds are rounded, as llama.cpp always does."""
+        """See worker.Engine. round_yarn: YaRN's bounds are rounded, as in llama.cpp."""
         target = rounding_yarn(self._target) if round_yarn else self._target
         widest, room = max(map(len, passes)), len(prompt_ids) + sum(map(len, passes))
         length, cache = prefilled(target, prompt_ids, widest, room)
@@ -111,14 +113,14 @@ class Ours:
 
 
 def budget_of_many(num_requests: int, prompt_tokens: int, num_tokens: int, steps_per_dispatch: int) -> int:
-    """The tokens that each request of `decode_many` may take, so that the first does not end before the timed steps."""
+    """Compute the tokens of each request of `decode_many`, so that the first does not end before the timed steps."""
     options = BenchOptions((), (num_tokens - 1,), (), prompt_tokens, (num_requests,))
     (case,) = options.cases
     return options.budget(case, steps_per_dispatch)
 
 
 def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> tuple[int, tuple[KVCache, ...]]:
-    """(the prompt's length, caches that hold it, with room for passes of `widest` rows).
+    """Fill caches with a prompt: (its length, caches with room for passes of `widest` rows).
 
     As in the engine, the prompt goes chunk by chunk through caches with room for a chunk, which are then copied.
     """
@@ -134,7 +136,7 @@ def prefilled(target: GptOss, prompt_ids: list[int], widest: int, room: int) -> 
 
 
 def rounding_yarn(target: GptOss) -> GptOss:
-    """The same model with the bounds of YaRN's ramp rounded outwards."""
+    """Round the bounds of YaRN's ramp outwards."""
     rope = target.config.rope
     if not isinstance(rope.scaling, Yarn):
         return target
@@ -169,8 +171,7 @@ def _extend(
 def _passes(
     target: GptOss, token_ids: jax.Array, count: jax.Array, length: jax.Array, cache: tuple[KVCache, ...]
 ) -> tuple[tuple[KVCache, ...], jax.Array]:
-    """`count` verify passes at the same place, each with its own tokens; the greedy tokens are summed up, so that all
-    are needed."""
+    """Run `count` verify passes at one place, each with its own tokens; summing the greedy tokens makes all needed."""
     positions = _behind(length, token_ids.shape[2])
 
     def one(index: jax.Array, carry: tuple[tuple[KVCache, ...], jax.Array]) -> tuple[tuple[KVCache, ...], jax.Array]:
@@ -182,5 +183,5 @@ def _passes(
 
 
 def _behind(length: jax.Array, width: int) -> jax.Array:
-    """The positions [1, width] that follow `length` tokens."""
+    """Compute the positions [1, width] that follow `length` tokens."""
     return length + jnp.arange(width, dtype=jnp.int32)[None, :]

@@ -1,125 +1,117 @@
-"""README.md of a comparison, out of its run.json."""
+"""Lay out README.md of a comparison, from its run.json."""
 
-from typing import Any
-
+from peagle.measure.pages import Block, Table, heading
 from scripts.peers.roster import LLAMA, OURS
+from scripts.runs import Json, where
 
-Json = dict[str, Any]
 
-
-def page(run: Json) -> str:
-    """The page of a run."""
+def page(run: Json) -> list[Block]:
+    """Lay out the page of a run."""
     origin, config = run["provenance"], run["config"]
     versions = "; ".join(dict.fromkeys(row["version"] for row in run["rows"]))
-    on_gpu = origin["device"]["platform"] == "gpu"
-    where = origin["device"]["kind"] if on_gpu else f"{origin['cpu']}, {origin['num_threads']} threads"
-    lines = [
-        f"# Against peers on {'one GPU' if on_gpu else 'CPU'}",
-        "",
+    blocks: list[Block] = [
+        heading(f"Against peers on {'one GPU' if origin['device']['platform'] == 'gpu' else 'CPU'}", 1),
         f"`{origin['command']}`",
-        "",
         f"Batch 1, greedy, a prompt of {config['prompt_tokens']} random tokens and {config['new_tokens']} new ones; "
         f"{config['rounds']} rounds after one that warms up, in each round every engine in turn, one at work at a "
-        f"time; medians over rounds (least..greatest); ratios are taken within a round. {where}; "
-        f"{versions}, jaxlib {origin['packages']['jaxlib']}; {origin['time']}.",
-        "",
+        f"time; medians over rounds (least..greatest); ratios are taken within a round. {versions}; {where(origin)}.",
+        *(f"Left out: {engine} ({why})." for engine, why in run["left_out"].items()),
     ]
-    lines += [f"Left out: {engine} ({why})." for engine, why in run["left_out"].items()]
-    lines += [""] if run["left_out"] else []
     for checkpoint in run["checkpoints"]:
         own = [row for row in run["rows"] if row["checkpoint"] == checkpoint["name"]]
-        lines += _section(checkpoint, own, [str(width) for width in config["widths"]])
+        blocks += _section(checkpoint, own, [str(width) for width in config["widths"]])
     if config.get("requests"):
-        lines += _about_many(run)
-    lines += [
+        blocks.append(_about_many(run))
+    return [
+        *blocks,
         "GB/s: weights read by a pass of one row (embedding and caches not counted) over its time. Passes have random "
         "tokens of their own; each ends when the greedy token of every row is known, and is rolled back. v(T) is the "
-        'time of T rows over that of one; "by bytes" is v(T) where time is the weights read, with uniform, independent '
+        'time of T rows over that of one; "by bytes" is v(T) if time is the weights read, with uniform, independent '
         f"routing. Differences are between logits of {config['check_tokens']} teacher-forced tokens and this project's "
         "on XLA in float32, in standard deviations of the latter.",
-        "",
     ]
-    return "\n".join(lines)
 
 
-def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> list[str]:
+def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> list[Block]:
     several = [width for width in widths if width != "1"]
-    lines = [
-        f"## {checkpoint['name']}: {_count(checkpoint['parameters'])} parameters",
-        "",
-        "| engine | weights | decoding tok/s | ours / peer | prefill tok/s | ours / peer | GB/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['engine']} | {row['weights']} | {_spread(row['decode_tok_per_s'])} | "
-            f"{_ratio(row, row['ours_over_peer_decode'])} | {_spread(row['prefill_tok_per_s'])} | "
-            f"{_ratio(row, row['ours_over_peer_prefill'])} | {row['gb_per_s']['median']:.1f} |"
-        )
-    lines += [
-        "",
-        "| engine | " + " | ".join([f"ms, T={w}" for w in widths] + [f"v({w})" for w in several]) + " |",
-        "|---" * (1 + len(widths) + len(several)) + "|",
-    ]
-    for row in rows:
-        times = [f"{row['pass_ms'][w]['median']:.3g}" for w in widths]
-        lines.append("| " + " | ".join([row["engine"], *times, *(_spread(row["v"][w]) for w in several)]) + " |")
-    by_bytes = [f"{checkpoint['v_by_bytes'][w]:.2f}" for w in several]
-    lines += ["| " + " | ".join(["by bytes", *["" for _ in widths], *by_bytes]) + " |", ""]
-    lines += [
-        "| engine | ours / peer, " + " | ".join([f"T={w}" for w in widths]) + " |",
-        "|---" * (1 + len(widths)) + "|",
-    ]
-    for row in rows:
-        if row["engine"] != OURS:
-            ratios = [_spread(row["ours_over_peer_pass"][w]) for w in widths]
-            lines.append("| " + " | ".join([row["engine"], *ratios]) + " |")
-    lines += _together(rows)
-    lines += [
-        "",
-        "| engine | greatest difference | root mean square | same greedy token | computes |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(_check(row["engine"], row, _computes(row)))
-        if "rounded_yarn" in row:
-            lines.append(_check(f"{LLAMA} against YaRN rounded as there", row["rounded_yarn"], ""))
-    if others := checkpoint["others_frac"]:
-        lines += [
-            "",
-            f"Other processes took {100 * others['median']:.0f} % of the processors' time during a measurement "
-            f"(median; at least {100 * others['min']:.0f}, at most {100 * others['max']:.0f} %).",
+    speeds = [
+        [
+            row["engine"],
+            row["weights"],
+            _spread(row["decode_tok_per_s"]),
+            _ratio(row, row["ours_over_peer_decode"]),
+            _spread(row["prefill_tok_per_s"]),
+            _ratio(row, row["ours_over_peer_prefill"]),
+            f"{row['gb_per_s']['median']:.1f}",
         ]
-    return [*lines, ""]
+        for row in rows
+    ]
+    costs = [
+        [
+            row["engine"],
+            *(f"{row['pass_ms'][w]['median']:.3g}" for w in widths),
+            *(_spread(row["v"][w]) for w in several),
+        ]
+        for row in rows
+    ]
+    by_bytes = ["by bytes", *("" for _ in widths), *(f"{checkpoint['v_by_bytes'][w]:.2f}" for w in several)]
+    passes = [
+        [row["engine"], *(_spread(row["ours_over_peer_pass"][w]) for w in widths)]
+        for row in rows
+        if row["engine"] != OURS
+    ]
+    checks = []
+    for row in rows:
+        checks.append(_check(row["engine"], row, _computes(row)))
+        if "rounded_yarn" in row:
+            checks.append(_check(f"{LLAMA} against YaRN rounded as there", row["rounded_yarn"], ""))
+    blocks: list[Block] = [
+        heading(f"{checkpoint['name']}: {_count(checkpoint['parameters'])} parameters"),
+        Table(("engine", "weights", "decoding tok/s", "ours / peer", "prefill tok/s", "ours / peer", "GB/s"), speeds),
+        Table(("engine", *(f"ms, T={w}" for w in widths), *(f"v({w})" for w in several)), [*costs, by_bytes]),
+        Table(("engine", *(f"ours / peer, T={w}" for w in widths)), passes),
+        *_together(rows),
+        Table(("engine", "greatest difference", "root mean square", "same greedy token", "computes"), checks),
+    ]
+    if others := checkpoint["others_frac"]:
+        blocks.append(
+            f"Other processes took {100 * others['median']:.0f} % of the processors' time during a measurement "
+            f"(median; at least {100 * others['min']:.0f}, at most {100 * others['max']:.0f} %)."
+        )
+    return blocks
 
 
-def _together(rows: list[Json]) -> list[str]:
-    """The table of requests decoded together; nothing where none were."""
+def _together(rows: list[Json]) -> list[Block]:
+    """Lay out the table of requests decoded together; nothing if there were none."""
     batching = [row for row in rows if "together" in row]
     if not batching:
         return []
     ours = next(row for row in batching if row["engine"] == OURS)
     peers = [row for row in batching if row is not ours]
-    heading = ["requests", "ours tok/s"]
+    header = ["requests", "ours tok/s"]
     for row in peers:
-        heading += [f"{row['engine']} tok/s", f"ours / {row['engine']}"]
-    lines = ["", "| " + " | ".join(heading) + " |", "|---" * len(heading) + "|"]
-    for number, own in ours["together"].items():
-        cells = [number, _spread(own["tok_per_s"])]
-        for row in peers:
-            cells += [_spread(row["together"][number][key]) for key in ("tok_per_s", "ours_over_peer")]
-        lines.append("| " + " | ".join(cells) + " |")
+        header += [f"{row['engine']} tok/s", f"ours / {row['engine']}"]
+    lines = [
+        [
+            number,
+            _spread(own["tok_per_s"]),
+            *(_spread(row["together"][number][key]) for row in peers for key in ("tok_per_s", "ours_over_peer")),
+        ]
+        for number, own in ours["together"].items()
+    ]
+    blocks: list[Block] = [Table(header, lines)]
     for row in peers:
         ways: dict[str, list[str]] = {}
         for number, found in row["together"].items():
             ways.setdefault(found.get("way", ""), []).append(number)
-        said = [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]
-        lines += ["", f"The faster cache of {row['engine']}: {'; '.join(said)}."] if said else []
-    return lines
+        named = [f"{way} (requests: {', '.join(numbers)})" for way, numbers in ways.items() if way]
+        if named:
+            blocks.append(f"The faster cache of {row['engine']}: {'; '.join(named)}.")
+    return blocks
 
 
-def _about_many(run: Json) -> list[str]:
-    """What the rows of many requests mean."""
+def _about_many(run: Json) -> str:
+    """Explain the rows of many requests."""
     alone = list(dict.fromkeys(row["engine"] for row in run["rows"] if "together" not in row))
     text = (
         "Requests: so many are decoded together, plainly, each with a prompt of its own. The time is that of "
@@ -133,18 +125,16 @@ def _about_many(run: Json) -> list[str]:
         )
     if alone:
         text += f" Not in these rows, since it decodes one request at a time here: {', '.join(alone)}."
-    return [text, ""]
+    return text
 
 
-def _check(name: str, check: Json, computes: str) -> str:
-    return (
-        f"| {name} | {check['max_difference']:.2g} | {check['rms_difference']:.2g} | "
-        f"{100 * check['top_1_agreement']:.0f} % | {computes} |"
-    )
+def _check(name: str, check: Json, computes: str) -> list[str]:
+    differences = (f"{check['max_difference']:.2g}", f"{check['rms_difference']:.2g}")
+    return [name, *differences, f"{100 * check['top_1_agreement']:.0f} %", computes]
 
 
 def _computes(row: Json) -> str:
-    """What computes; with transformers, too, which expert implementation at which width."""
+    """Say what computes; of transformers, also which expert implementation at which width."""
     best = row.get("best", {})
     chosen = ", ".join(f"T={width}: {name}" for width, name in sorted(best.items(), key=lambda item: int(item[0])))
     return "; ".join(filter(None, [row["computes"], chosen]))

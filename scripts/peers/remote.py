@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Remote:
-    """An engine that has loaded, in a process of its own, until `close`. Raises InputError where it fails."""
+    """An engine that has loaded, in a process of its own, until `close`. Raises InputError if it fails."""
 
     def __init__(self, entry: Entry) -> None:
         self._name = entry.name
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  what its libraries print; told when it dies
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  what its libraries print; quoted if it dies
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [entry.python, "-m", "scripts.peers.worker", entry.kind, json.dumps(dict(entry.options))],
@@ -36,7 +36,7 @@ class Remote:
             raise
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """What the engine's method `do` gives."""
+        """Call the engine's method `do`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -50,7 +50,7 @@ class Remote:
         return self._process.pid
 
     def close(self) -> None:
-        """The process has ended."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
         self._log.close()

@@ -1,4 +1,4 @@
-"""Who is compared: each engine's worker, its Python, and how it keeps its weights."""
+"""The engines of a comparison: each one's worker, its Python, and how it keeps its weights."""
 
 import importlib.util
 import shutil
@@ -28,12 +28,12 @@ class Entry:
     options: Mapping[str, Any]  # of its load()
     python: str
     storage: Storage
-    weights: str  # the same in words
+    weights: str  # the storage in words
 
 
 @dataclass(frozen=True)
 class Site:
-    """A checkpoint, and where engines run."""
+    """A checkpoint, and what its engines run with."""
 
     checkpoint: Path
     mxfp4: bool
@@ -41,16 +41,16 @@ class Site:
     context: int
     num_threads: int
     llama_python: str
-    gpu: bool = False  # engines compute there, in bfloat16
+    gpu: bool = False  # engines compute on it, in bfloat16
 
 
 def batches(name: str) -> bool:
-    """Whether the engine of this name decodes several requests together (worker.BatchingEngine)."""
+    """Whether an engine decodes several requests together (worker.BatchingEngine)."""
     return name.partition("-")[0] in (OURS, LLAMA)
 
 
 def unavailable(name: str, llama_python: str | None) -> str | None:
-    """Why an engine cannot be compared here, in a few words; None where it can."""
+    """Say why an engine cannot be compared here; None if it can."""
     if name.startswith(OURS):
         return None
     wanted = ("gguf",) if name == LLAMA else ("torch", "transformers")
@@ -60,18 +60,23 @@ def unavailable(name: str, llama_python: str | None) -> str | None:
         asked = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
         if subprocess.run(asked, capture_output=True, check=False).returncode:
             return "torch has no CUDA here"
-    if name == LLAMA:
-        if llama_python is None:
-            return "no --llama-python was given"
-        if shutil.which(llama_python) is None:
-            return "there is no such program as --llama-python names"
-        if subprocess.run([llama_python, "-c", "import llama_cpp"], capture_output=True, check=False).returncode:
-            return "the Python that --llama-python names cannot import llama_cpp"
+    return cannot_run("--llama-python", llama_python, "llama_cpp") if name == LLAMA else None
+
+
+def cannot_run(option: str, python: str | None, module: str) -> str | None:
+    """Say why the Python that an option names cannot run a peer's module; None if it can."""
+    if python is None:
+        return f"no {option} was given"
+    if shutil.which(python) is None:
+        return f"there is no such program as {option} names"
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    if subprocess.run([python, "-c", find], capture_output=True, check=False).returncode:
+        return f"the Python that {option} names has no {module}"
     return None
 
 
 def entry(name: str, site: Site) -> Entry:
-    """The engine of this name (one of NAMES) for a checkpoint."""
+    """Make the entry of an engine (one of NAMES) for a checkpoint."""
     directory = str(site.checkpoint.resolve())
     experts = MXFP4_BYTES if site.mxfp4 else 2.0
     as_stored = Storage(2, experts), "bfloat16, MXFP4 experts" if site.mxfp4 else "bfloat16"
@@ -91,6 +96,6 @@ def entry(name: str, site: Site) -> Entry:
 
 
 def reference(site: Site) -> Entry:
-    """What the others' logits are measured against: this project on XLA in float32, experts dequantised."""
+    """Make the entry that the others' logits are compared with: this project on XLA in float32, experts dequantised."""
     made = entry("peagle-xla", site)
     return replace(made, options={**made.options, "dtype": "float32"})

@@ -8,26 +8,26 @@ import numpy as np
 
 
 class StepwiseEngine(ABC):
-    """decode, verify and logits out of three primitives. Needs numpy only."""
+    """decode, verify and logits, from three primitives. Needs numpy only."""
 
     @abstractmethod
     def begin(self, prompt_ids: list[int]) -> int:
-        """The cache holds exactly the prompt; the greedy token behind it."""
+        """Fill the cache with the prompt alone; return the greedy token after it."""
 
     @abstractmethod
     def extend(self, token_ids: list[int]) -> list[int]:
-        """The cache holds these tokens, too; the greedy token behind each."""
+        """Append tokens to the cache; return the greedy token after each."""
 
     @abstractmethod
     def roll_back(self, count: int) -> None:
-        """The cache has lost its last `count` tokens."""
+        """Remove the last `count` tokens from the cache."""
 
     @abstractmethod
     def last_logits(self) -> np.ndarray:
-        """float32 [T, vocabulary] of the last `extend`."""
+        """Return float32 logits [T, vocabulary] of the last `extend`."""
 
     def choose(self, width: int) -> None:  # noqa: B027
-        """Passes of this width come next: an engine with several ways to compute them takes its best."""
+        """Choose how to compute passes of this width, which come next; for engines with several ways."""
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
         """See worker.Engine."""

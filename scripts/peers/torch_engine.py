@@ -1,5 +1,7 @@
-"""transformers' GptOssForCausalLM, with the fastest of its expert implementations at each width and, on a GPU, the
-faster of its ways to decode."""
+"""Drive transformers' GptOssForCausalLM.
+
+It has the fastest of its expert implementations at each width and, on a GPU, the faster of its ways to decode.
+"""
 
 import inspect
 import time
@@ -21,7 +23,7 @@ TRIED_TOKENS = 16
 
 
 def load(directory: str, dtype: str, mxfp4: bool, num_threads: int, device: str) -> "Transformers":
-    """The engine of a checkpoint in `dtype` on a device, MXFP4 experts dequantised to it by transformers."""
+    """Load a checkpoint in `dtype` on a device; transformers dequantises MXFP4 experts."""
     torch.set_num_threads(num_threads)
     transformers.utils.logging.disable_progress_bar()
     model = GptOssForCausalLM.from_pretrained(
@@ -55,9 +57,11 @@ class Transformers(StepwiseEngine):
         }
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """{"best": {width: implementation}, "seconds": {width: {implementation: best of some passes}}}; where there are
-        two ways to decode, {"decoding": {way: seconds of some tokens, or why it does not work}}, and `describe` with
-        the better."""
+        """Time all ways: {"best": {width: implementation}, "seconds": {width: {implementation: best of some passes}}}.
+
+        With two ways to decode, also {"decoding": {way: seconds of some tokens, or why it does not work}}, and
+        `describe` with the better.
+        """
         seconds = {width: self._time_all(prompt_ids, width) for width in {*widths, len(prompt_ids)}}
         self._best = {width: min(times, key=times.__getitem__) for width, times in seconds.items()}
         found: dict[str, Any] = {"best": self._best, "seconds": seconds}
@@ -68,7 +72,7 @@ class Transformers(StepwiseEngine):
         return found
 
     def choose(self, width: int) -> None:
-        # without `prepare`, what transformers itself would take
+        # without `prepare`, transformers' own choice
         if width in self._best:
             self._model.set_experts_implementation(self._best[width])
 
@@ -107,7 +111,7 @@ class Transformers(StepwiseEngine):
 
     @torch.inference_mode()
     def _generate(self, prompt_ids: list[int], num_tokens: int) -> tuple[float, list[int]]:
-        """(seconds, greedy tokens) by transformers' own loop with a static cache, for which it compiles on a GPU."""
+        """Decode (seconds, greedy tokens) by transformers' own loop with a static cache, which compiles on a GPU."""
         config = GenerationConfig(
             max_new_tokens=num_tokens,
             min_new_tokens=num_tokens,
@@ -125,7 +129,7 @@ class Transformers(StepwiseEngine):
         return seconds, found
 
     def _time_decoding(self, prompt_ids: list[int]) -> dict[str, float | str]:
-        """Afterwards the faster way is taken."""
+        """Try both ways, and keep the faster."""
         tried: dict[str, float | str] = {}
         for way, static in ((GROWING, False), (STATIC, True)):
             self._static = static

@@ -1,10 +1,10 @@
-"""The child's side of a comparison: one engine in a process of its own, told what to do in JSON lines.
+"""The child's side of a comparison: one engine in a process of its own, which takes its calls as JSON lines.
 
     python -m scripts.peers.worker KIND '{"directory": ...}'
 
 Every line of standard input is {"do": METHOD, ...arguments}; every answer is a line: {"answer": {...}} or
-{"error": one line}. The first answer is that of
-`describe`, when the engine has loaded. Whatever libraries print goes to standard error.
+{"error": one line}. The first answer is that of `describe`, after the engine has loaded. Whatever libraries print goes
+to standard error.
 
 This file and stepwise.py need nothing but numpy, so that they run under another environment's Python.
 """
@@ -25,45 +25,46 @@ KINDS = {
 
 
 class Engine(Protocol):
-    """What every engine can be told. Token ids are lists of integers; times are seconds."""
+    """The calls of every engine. Token ids are lists of integers; times are seconds."""
 
     def describe(self) -> dict[str, Any]:
-        """{"version": ..., "computes": ...}: what runs, for the page."""
+        """Name the software for the page: {"version": ..., "computes": ...}."""
         ...
 
     def prepare(self, prompt_ids: list[int], widths: list[int]) -> dict[str, Any]:
-        """Whatever is chosen or compiled once is so afterwards, for passes of these widths behind such a prompt."""
+        """Choose and compile for passes of these widths after such a prompt."""
         ...
 
     def decode(self, prompt_ids: list[int], num_tokens: int) -> dict[str, Any]:
-        """{"prefill_s": until the first token is known, "decode_s": for the num_tokens - 1 behind it, "token_ids"}."""
+        """Decode plainly: {"prefill_s": until the first token, "decode_s": for all tokens after it, "token_ids"}."""
         ...
 
     def verify(self, prompt_ids: list[int], passes: list[list[int]]) -> dict[str, Any]:
-        """{"pass_s": mean time of a pass of T rows behind the prompt}: the greedy token of every row is known after
-        each pass, and its rows are rolled back."""
+        """Time verify passes: {"pass_s": mean time of a pass of T rows after the prompt}.
+
+        Each pass ends when the greedy token of every row is known; then its rows are rolled back.
+        """
         ...
 
     def logits(self, prompt_ids: list[int], passes: list[list[int]], path: str) -> dict[str, Any]:
-        """The file holds float32 logits [tokens, vocabulary] after each token of the passes, which follow each other
-        behind the prompt."""
+        """Write float32 logits [tokens, vocabulary] after each token of the passes, which follow the prompt."""
         ...
 
 
 class BatchingEngine(Engine, Protocol):
-    """An engine that decodes several requests together (roster.batches says whose)."""
+    """An engine that decodes several requests together (see roster.batches)."""
 
     def decode_many(self, prompts: list[list[int]], num_tokens: int) -> dict[str, Any]:
         """Decode the prompts together, plainly and greedily, each token fed back.
 
         {"decode_s": for the num_tokens - 1 steps, each of all requests, after the last prompt's prefill; "token_ids": a
-        list per request, as far as they were read by then}. An engine with several ways to do it says its "way", too.
+        list per request, as far as they were read by then}. An engine with several ways to do it adds its "way".
         """
         ...
 
 
 def main() -> int:
-    """Serves until standard input ends."""
+    """Serve until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:

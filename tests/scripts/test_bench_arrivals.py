@@ -1,9 +1,12 @@
 """Random arrivals are played in the engine; figures are of rounds, ratios of one round."""
 
+from pathlib import Path
+
 import pytest
 
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request
+from peagle.measure.pages import markdown
 from scripts.bench_arrivals import figures, main, page, play, summary
 from tests.peagle.toys import tiny_target
 
@@ -33,13 +36,14 @@ def test_ratios_are_of_a_round_and_medians_over_rounds() -> None:
     assert found["ttft_over_alone"] == 3.0
     assert found["itl_p99_with_s"] == 6.0
     config = {"num_prompts": 3, "load": 0.8, "requests_per_s": 2.0, "slots": 2, "k": "3", "chunk": 8, "long": 30}
-    made = {"command": "python", "cpu": "a CPU", "git": {"commit": "0123456789"}, "time": "now"}
-    text = page({"config": config | {"rounds": 3}, "figures": found, "provenance": made})
+    made = {"command": "python", "cpu": "a CPU", "num_threads": 2, "git": {"commit": "0123456789"}, "time": "now"}
+    made |= {"device": {"platform": "cpu"}, "packages": {"jaxlib": "1"}}
+    text = markdown(page({"config": config | {"rounds": 3}, "figures": found, "provenance": made}))
     assert "| p99 with it over the median without it | 3.00 |" in text
-    assert "at 0123456" in text
+    assert "commit 0123456789" in text
 
 
-def test_numbers_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+def test_numbers_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for options in (["--rounds", "0"], ["--long", "0"], ["--load", "0"], ["--num-prompts", "0"]):
         assert main(["--out", str(tmp_path / "run"), *options]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

@@ -19,14 +19,16 @@ import numpy as np
 import pytest
 
 from peagle.loading import DEMO, resolve
+from peagle.measure.pages import markdown
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import CODES
+from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors, write_random_checkpoint
 from scripts import bench_peers
-from scripts.make_random_checkpoint import SIZES, geometry, random_tensors
 from scripts.peers import bystanders, cost, figures, gguf_file, measure, ours, page, remote, roster
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.stepwise import StepwiseEngine
+from scripts.runs import Progress
 from target.load import inspect_target, write_target
 
 GEOMETRY = geometry(
@@ -37,7 +39,7 @@ GEOMETRY = geometry(
 @pytest.fixture(scope="module", params=[True, False], ids=["mxfp4", "unquantised"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoint") / "small"
-    write_target(directory, GEOMETRY, random_tensors(GEOMETRY, request.param, seed=1), mxfp4=request.param)
+    write_random_checkpoint(directory, GEOMETRY, mxfp4=request.param, seed=1)
     return directory
 
 
@@ -218,7 +220,7 @@ def test_requests_are_decoded_together_by_engines_that_can() -> None:
     asked = settings(engines=names, requests=(1, 3))
     engines = {name: Scripted() for name in names}
     tokens = measure.Tokens(89, asked)
-    lines = list(measure.run_rounds("small", engines, tokens, asked, lambda _: None))  # type: ignore[arg-type]
+    lines = list(measure.run_rounds(engines, tokens, asked, Progress()))  # type: ignore[arg-type]
     many = {name: [given for do, given in engines[name].asked if do == "decode_many"] for name in names}
     assert many["transformers-bf16"] == []
     assert many["peagle"] == many["llama.cpp"]
@@ -242,7 +244,7 @@ def test_requests_are_decoded_together_by_engines_that_can() -> None:
 def test_without_requests_none_are_decoded_together() -> None:
     engines = {name: Scripted() for name in ("peagle", "llama.cpp")}
     asked = settings()
-    list(measure.run_rounds("small", engines, measure.Tokens(89, asked), asked, lambda _: None))  # type: ignore[arg-type]
+    list(measure.run_rounds(engines, measure.Tokens(89, asked), asked, Progress()))  # type: ignore[arg-type]
     assert {do for engine in engines.values() for do, _ in engine.asked} == {"decode", "verify"}
 
 
@@ -381,6 +383,7 @@ PROVENANCE = {
     "packages": {"jaxlib": "1"},
     "time": "now",
     "device": {"platform": "cpu", "kind": "cpu", "count": 1},
+    "git": None,
 }
 
 
@@ -400,7 +403,7 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
         ],
         "rows": figures.rows("small", measured, asked),
     }
-    text = page.page(json.loads(json.dumps(run)))
+    text = markdown(page.page(json.loads(json.dumps(run))))
     assert "Left out: transformers-bf16 (torch is not installed)." in text
     assert "## small: 123 M parameters" in text
     assert "| llama.cpp | bfloat16, MXFP4 experts | 333 (167..500) | 2.00 (2.00..2.00) |" in text
@@ -409,11 +412,11 @@ def test_the_page_shows_every_engine_and_who_was_left_out(measured: measure.Meas
     assert "| llama.cpp against YaRN rounded as there | 0.12 | 0.062 | 75 % |" in text
     assert "Other processes took 2 % of the processors' time during a measurement (median; at least 1, at" in text
     assert text.startswith("# Against peers on CPU\n")
-    assert "a processor, 2 threads; peagle 1" in text
+    assert "peagle 1; llama.cpp 1; a processor, 2 threads; jaxlib 1" in text
     run["provenance"]["device"] = {"platform": "gpu", "kind": "NVIDIA H100", "count": 1}
-    on_gpu = page.page(json.loads(json.dumps(run)))
+    on_gpu = markdown(page.page(json.loads(json.dumps(run))))
     assert on_gpu.startswith("# Against peers on one GPU\n")
-    assert "NVIDIA H100; peagle 1" in on_gpu
+    assert "llama.cpp 1; NVIDIA H100; jaxlib 1" in on_gpu
     tables = [line.count("|") for line in text.splitlines() if line.startswith("|")]
     assert set(tables) == {8, 5, 4, 6}
 
@@ -436,7 +439,7 @@ def test_the_page_shows_requests_decoded_together(measured: measure.Measured) ->
         "checkpoints": [checkpoint],
         "rows": [ours_row, slow, peer_row],
     }
-    text = page.page(json.loads(json.dumps(run)))
+    text = markdown(page.page(json.loads(json.dumps(run))))
     assert (
         "\n\n| requests | ours tok/s | llama.cpp tok/s | ours / llama.cpp |\n|---|---|---|---|\n"
         "| 1 | 667 (333..1000) | 333 (167..500) | 2.00 (2.00..2.00) |\n"
@@ -459,30 +462,21 @@ def test_on_a_gpu_all_compute_there_in_bfloat16_but_for_the_reference(checkpoint
     assert roster.entry("transformers-fp32", on_cpu).options["device"] == "cpu"
 
 
-def test_transformers_decodes_the_same_with_either_cache(checkpoint: Path) -> None:
-    """On a GPU it takes the faster; the way that does not work is left out by name."""
+def test_transformers_and_ours_compute_the_same_logits(checkpoint: Path, tmp_path: Path) -> None:
+    """Token by token and in wider passes, after other passes were rolled back."""
     torch_engine = pytest.importorskip("scripts.peers.torch_engine")
-    engine = torch_engine.load(str(checkpoint), "float32", inspect_target(checkpoint).mxfp4, 1, "cpu")
-    assert "decoding" not in engine.prepare([3, 1, 4], [1])
-    growing = engine.decode([3, 1, 4], 12)
-    engine._static = True
-    static = engine.decode([3, 1, 4], 12)
-    assert static["token_ids"] == growing["token_ids"]
-    assert len(static["token_ids"]) == 12
-    engine._tries_static = True
-    decoding = engine.prepare([3, 1, 4], [1])["decoding"]
-    assert {type(seconds) for seconds in decoding.values()} == {float}
-    prepared = engine.prepare([3, 1, 4], [1])
-    assert prepared["computes"].endswith(torch_engine.STATIC if engine._static else torch_engine.GROWING)
-    decoding = prepared["decoding"]
-    assert engine._static == (min(decoding, key=decoding.get) == torch_engine.STATIC)
-
-    def broken(*_: object) -> None:
-        raise RuntimeError("no such cache")
-
-    engine._generate = broken
-    assert engine.prepare([3, 1, 4], [1])["decoding"][torch_engine.STATIC] == "RuntimeError: no such cache"
-    assert not engine._static
+    engines = {
+        "theirs": torch_engine.load(str(checkpoint), "float32", inspect_target(checkpoint).mxfp4, 1, "cpu"),
+        "ours": ours.load(str(checkpoint), "xla", "float32"),
+    }
+    found = {}
+    for name, engine in engines.items():
+        assert engine.verify([3, 1, 4], [[5, 9], [2, 6]])["pass_s"] > 0
+        engine.logits([3, 1, 4], [[1], [5], [9, 2, 6]], str(tmp_path / f"{name}.npy"))
+        found[name] = np.load(tmp_path / f"{name}.npy")
+    assert measure.compare(found["theirs"], found["ours"])["max_difference"] < 1e-3
+    tokens = [engine.decode([3, 1, 4], 12)["token_ids"] for engine in engines.values()]
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize(

@@ -15,31 +15,16 @@ import pytest
 
 from peagle.engine.engine import EngineConfig
 from peagle.engine.request import Request, StepRecord, TokenChunk
+from peagle.measure.pages import markdown
+from peagle.workflows.random_checkpoint import SIZES
 from scripts import gpu_check
 from scripts.gpu import operations, page
-from scripts.make_random_checkpoint import SIZES
-from target.load import tensor_shapes
-from target.model import forward
-from target.random import random_bytes, random_params
+from target.random import random_params
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", *map(str, arguments)])
     return gpu_check.main()
-
-
-def test_random_weights_are_a_whole_model_that_stays_finite() -> None:
-    config = SIZES["tiny"]
-    params = random_params(config, 0, jnp.float32)
-    leaves = jax.tree.leaves(params)
-    assert sum(leaf.nbytes for leaf in leaves) == random_bytes(config, jnp.float32)
-    # as many parameters as a checkpoint has, four-bit codes in pairs
-    stored = sum(int(np.prod(shape)) for shape in tensor_shapes(config, mxfp4=True).values())
-    assert sum(leaf.size for leaf in leaves) == stored
-    ids = jnp.arange(24, dtype=jnp.int32)[None] % config.vocab_size
-    logits, _ = jax.jit(lambda params: forward(params, config, ids, jnp.arange(24, dtype=jnp.int32)[None]))(params)
-    assert bool(jnp.isfinite(logits).all())
-    assert 0.3 < float(logits.std()) < 3
 
 
 def test_a_machine_without_a_gpu_is_told_in_a_line(
@@ -81,7 +66,7 @@ def test_a_section_that_fails_costs_the_others_nothing(monkeypatch: pytest.Monke
     assert left_out == {"peers": "it was stopped after 180 s"}
     page = (out / "README.md").read_text()
     assert "no such instruction" in page
-    assert "| kernels | kernels_here " in page
+    assert "| kernels | check kernels, ok True, found " in page
     assert json.loads((out / "run.json").read_text())["rows"] == rows
 
 
@@ -94,13 +79,13 @@ def test_sections_alone_and_a_time_that_ends(monkeypatch: pytest.MonkeyPatch, tm
     clock = [0.0]
     monkeypatch.setattr(gpu_check.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(gpu_check, "peers", endless)
-    monkeypatch.setattr(gpu_check, "page", lambda _: "")
+    monkeypatch.setattr(gpu_check, "page", lambda _: [])
     out = tmp_path / "run"
     given = ("--any-device", "--shapes", "tiny", "--minutes", "2")
     assert call(monkeypatch, "--out", out, *given, "--only", "kernels,peers") == 0
     rows = [json.loads(line) for line in (out / "raw.jsonl").read_text().splitlines()]
     assert [row["section"] for row in rows] == ["kernels"] + ["peers"] * 6
-    assert rows[-1]["left_out"] == "what comes behind this, at the end of --minutes 2"
+    assert rows[-1]["left_out"] == "what follows, at the end of --minutes 2"
 
 
 def test_a_section_that_there_is_not_is_told_in_a_line(
@@ -159,8 +144,8 @@ def test_every_operation_is_measured_with_the_bytes_it_reads() -> None:
     assert experts == pytest.approx(dict.fromkeys(experts, config.top_k * expert / 1e6))
     assert len(experts) == 3
     one_position = 2 * config.num_kv_heads * config.head_dim * 2 / 1e6
-    assert lines["attention, all, behind 40: XLA"]["mb"] == pytest.approx(41 * one_position)
-    assert lines["attention, window 24, behind 40: XLA"]["mb"] == pytest.approx(24 * one_position)
+    assert lines["attention, all, after 40: XLA"]["mb"] == pytest.approx(41 * one_position)
+    assert lines["attention, window 24, after 40: XLA"]["mb"] == pytest.approx(24 * one_position)
 
 
 def test_forms_of_an_operation_give_the_same() -> None:
@@ -193,6 +178,7 @@ def test_the_page_has_every_table() -> None:
         "provenance": {
             "command": "python -m scripts.gpu_check",
             "device": {"kind": "NVIDIA H100", "platform": "gpu"},
+            "git": None,
             "packages": {"jaxlib": "1"},
             "time": "now",
         },
@@ -203,7 +189,7 @@ def test_the_page_has_every_table() -> None:
         },
         "rows": [{"section": "20b", **row} for row in rows],
     }
-    text = page.page(json.loads(json.dumps(record)))
+    text = markdown(page.page(json.loads(json.dumps(record))))
     assert "| parity | ok True |" in text
     assert "| 20b | head | 4 | 100 | 100 (90..110) | 1000 | 50% |" in text
     assert "| 20b | CUDA | verify 4 | 1 | 512 | 2 (1.5..2.5) | 2 (1.5..2.5) | 1.25 | 14.00 |" in text
@@ -213,9 +199,7 @@ def test_the_page_has_every_table() -> None:
     assert "| 20b | P-EAGLE, 4 layers | 7 | 3.70 | vLLM's post | 1850 | 2.31 |" in text  # 3.7 tokens in 2 ms
     assert "| 20b | 9 | 1 | 5 | 1.25 |" in text
     assert "| L | transformers-bf16 | torch | 2 | 2.00 | 2.00 | 0.5 |" in text
-    blocks = [[line.count("|") for line in block.splitlines()] for block in text.split("\n\n") if block[0] == "|"]
-    assert len(blocks) == 8
-    assert all(len(set(block)) == 1 for block in blocks)
+    assert text.count("\n|---") == 8
 
 
 def test_a_shape_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from peagle.ops.errors import InputError
 from scripts import publish as module
@@ -53,16 +52,6 @@ def test_a_scripts_run_keeps_its_page_and_all_that_its_records_say(tmp_path: Pat
         "memory": {"gb": 14.0123},
     }
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
-
-
-def test_a_picture_of_points_becomes_small(tmp_path: Path) -> None:
-    run = script_run(tmp_path / "run")
-    Image.effect_noise((120, 80), 200).convert("RGBA").save(run / "a.png")
-    publish(run, tmp_path / "out")
-    with Image.open(tmp_path / "out" / "a.png") as small:
-        assert small.size == (120, 80)
-        assert small.mode == "P"
-    assert (tmp_path / "out" / "a.png").stat().st_size < (run / "a.png").stat().st_size
 
 
 @pytest.mark.parametrize(

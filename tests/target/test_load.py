@@ -16,7 +16,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import ExpandedExperts, FusedExperts, PackedExperts
 from peagle.ops.mxfp4 import dequantize, quantize
 from peagle.ops.rope import Llama3, RopeConfig, Yarn
-from scripts.make_random_checkpoint import SIZES, random_tensors
+from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target import load
 from target.config import parse_config, render_config
 from target.load import inspect_target, load_target, save_target, tensor_shapes, write_target

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from peagle.ops import native
-from scripts.make_random_checkpoint import geometry, random_tensors
+from peagle.workflows.random_checkpoint import geometry, random_tensors
 from target.load import inspect_target, load_target, weight_bytes, write_target
 
 CONFIG = geometry(

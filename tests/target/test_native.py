@@ -14,7 +14,7 @@ from peagle.ops.expert_matmul import NativeExperts
 from peagle.ops.kernels import Implementation
 from peagle.ops.kv_cache import KVCache, ring_capacity
 from peagle.ops.linear import PackedMatrix
-from scripts.make_random_checkpoint import SIZES, random_tensors
+from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, save_target, write_target
 from target.model import GptOss
 from tests.compiling import AS_FOR_USERS

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from peagle.ops.kv_cache import ring_capacity
-from scripts.make_random_checkpoint import SIZES, random_tensors
+from peagle.workflows.random_checkpoint import SIZES, random_tensors
 from target.load import LoadedTarget, load_target, write_target
 from target.model import GptOss, forward
 from tests.target.oracle import (

@@ -1,21 +1,16 @@
-"""Write the pages of runs: Markdown with pictures, and one self-contained HTML file."""
+"""Lay out the pages of sweeps as blocks of peagle.measure.pages."""
 
-import base64
-import dataclasses
-import html
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from peagle.measure.pages import Block, Picture, Table, heading
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import Difference
 from peagle.measure.sweep.figures import FEWEST, SLOWER, best, sure
 from peagle.measure.sweep.folder import Folder
 from peagle.measure.sweep.plan import AUTO, PROFILED, Plan, Setting, short_names
-from peagle.ops.errors import InputError
-from peagle.ops.files import encoded, printable, write_text_whole
 from peagle.result import LOOPING_ABOVE
 
 Row = Mapping[str, Any]
@@ -45,34 +40,6 @@ SHORT = (  # of FIGURES
     "outputs equal to plain",
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class Heading:
-    text: str
-    level: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A paragraph, with `code` in backticks and **bold**."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    name: str  # of its file, without .svg
-    svg: str
-    caption: str
-
-
-Block = Heading | Text | Table | Picture
 
 FORMULAS = (
     "Acceptance length: 1 + accepted / steps, over all steps that verified drafts; mean of requests: the same for each "
@@ -105,15 +72,15 @@ def run_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ()) -
     """Lay out the page of one run. `loads`: the figures of many requests at once."""
     plan = folder.plan
     return [
-        Heading(TITLE, 1),
+        heading(TITLE, 1),
         *_origin(folder),
         *_failures(folder),
         *_summary(plan, rows),
         *_overview(plan, rows),
         *(block for setting in plan.settings for block in _setting(plan, setting, _of(rows, setting))),
         *(block for setting in plan.settings for block in _loads(setting, _of(loads, setting))),
-        Heading("How to read this"),
-        Text(FORMULAS),
+        heading("How to read this"),
+        FORMULAS,
         *_about_loads(loads),
     ]
 
@@ -122,7 +89,7 @@ def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ())
     """Lay out the summary of one run: a table for every setting, and two pictures of the first."""
     plan = folder.plan
     shown = ("_speedup", "_concurrency" if loads else "_cycle")
-    blocks: list[Block] = [Heading(TITLE, 1), *_origin(folder), *_failures(folder), *_summary(plan, rows)]
+    blocks: list[Block] = [heading(TITLE, 1), *_origin(folder), *_failures(folder), *_summary(plan, rows)]
     for setting in plan.settings:
         if some := _of(rows, setting):
             blocks += [*_about(setting, some), _headline(setting, some)]
@@ -132,7 +99,7 @@ def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ())
         for block in _loads(setting, _of(loads, setting)):
             if not isinstance(block, Picture) or setting == plan.settings[0]:
                 blocks.append(block)
-    return [*blocks, Heading("How to read this"), Text(FORMULAS), *_about_loads(loads)]
+    return [*blocks, heading("How to read this"), FORMULAS, *_about_loads(loads)]
 
 
 def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequence[Difference]]) -> list[Block]:
@@ -140,9 +107,9 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequ
     folders = list(runs)
     names = dict(zip(folders, short_names([folder.path.resolve() for folder in folders]), strict=True))
     first = names[folders[0]]
-    blocks: list[Block] = [Heading(f"{', '.join(names.values())}: is there a difference?", 1)]
+    blocks: list[Block] = [heading(f"{', '.join(names.values())}: is there a difference?", 1)]
     for folder in folders:
-        blocks += [Heading(names[folder]), *_origin(folder)]
+        blocks += [heading(names[folder]), *_origin(folder)]
     unlike = len({folder.plan.drafters for folder in folders}) > 1
     for setting in folders[0].plan.settings:
         series = {}
@@ -151,11 +118,11 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequ
                 drafter = title or (short_names(folder.plan.drafters)[0] if unlike else "")
                 series[f"{names[folder]}{drafter and f', {drafter}'}"] = rows
         if any(series.values()):
-            blocks += [Heading(setting.label), *_curves(series, _slug(setting.label))]
+            blocks += [heading(setting.label), *_curves(series, _slug(setting.label))]
     for folder, differences in zip(folders[1:], found, strict=True):
         blocks += [
-            Heading(f"{names[folder]} against {first}"),
-            Text(
+            heading(f"{names[folder]} against {first}"),
+            (
                 f"{len(differences)} differences of the same requests, with 95 % bootstrap intervals. A difference is "
                 "real if its interval excludes zero, as one in twenty does by chance. Speed-ups are over plain "
                 "decoding of the same run; a difference of speed-ups is real only if, besides, all repeats of one run "
@@ -178,7 +145,7 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequ
                 ),
             ),
         ]
-    return [*blocks, Heading("How to read this"), Text(FORMULAS)]
+    return [*blocks, heading("How to read this"), FORMULAS]
 
 
 def _signed(each: Difference) -> str:
@@ -187,85 +154,11 @@ def _signed(each: Difference) -> str:
     return f"{each.difference.value:+.2f}{interval}"
 
 
-def markdown(blocks: Sequence[Block]) -> str:
-    """Render as Markdown; the pictures are files beside it (`pictures`)."""
-    parts = []
-    for block in blocks:
-        match block:
-            case Heading(text, level):
-                parts.append(f"{'#' * level} {text}")
-            case Text(text):
-                parts.append(text)
-            case Table(header, rows):
-                cells = [header, ("---",) * len(header), *rows]
-                parts.append("\n".join(f"| {' | '.join(_cell(text) for text in row)} |" for row in cells))
-            case Picture(name, _, caption):
-                parts.append(f"![{caption}]({name}.svg)")
-    return "\n\n".join(parts) + "\n"
-
-
-def _cell(text: str) -> str:
-    return printable(text).replace("|", "\\|")
-
-
-def pictures(blocks: Sequence[Block]) -> dict[str, str]:
-    """Collect SVG texts by file name."""
-    return {f"{block.name}.svg": block.svg for block in blocks if isinstance(block, Picture)}
-
-
-def page(blocks: Sequence[Block]) -> str:
-    """Render as one HTML file that needs no network and prints well."""
-    title = next(block.text for block in blocks if isinstance(block, Heading))
-    body = "\n".join(_html(block) for block in blocks)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{STYLE}</style></head>\n'
-        f"<body>\n{body}\n</body>\n</html>\n"
-    )
-
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #222; }
-h1 { font-size: 1.6em } h2 { font-size: 1.25em; margin-top: 2em; border-bottom: 1px solid #ddd }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .87em; font-variant-numeric: tabular-nums }
-th, td { border: 1px solid #ddd; padding: .25em .5em; text-align: right; white-space: nowrap }
-th:first-child, td:first-child { text-align: left } th { background: #f5f5f5 }
-figure { display: inline-block; margin: .5em 1em .5em 0; width: 34em; max-width: 100%; vertical-align: top }
-img { width: 100% } figcaption { font-size: .87em; color: #555 } code { overflow-wrap: anywhere }
-@media print { body { max-width: none; margin: 0; font-size: 10pt } figure, table { break-inside: avoid }
-  .wide { overflow: visible } table { font-size: 7pt } th, td { padding: .1em .3em } }
-"""
-
-
-def _html(block: Block) -> str:
-    match block:
-        case Heading(text, level):
-            return f"<h{level}>{_inline(text)}</h{level}>"
-        case Text(text):
-            return f"<p>{_inline(text)}</p>"
-        case Table(header, rows):
-            head = "".join(f"<th>{_inline(cell)}</th>" for cell in header)
-            lines = "".join(f"<tr>{''.join(f'<td>{_inline(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
-            return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table></div>'
-        case Picture(_, svg, caption):
-            # as an image, so that ids of different drawings do not clash
-            data = base64.b64encode(encoded(svg)).decode()
-            alt = html.escape(caption)
-            image = f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}">'
-            return f"<figure>{image}<figcaption>{alt}</figcaption></figure>"
-
-
-def _inline(text: str) -> str:
-    """Escape, and render `code` and **bold**."""
-    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
-    return re.sub(r"\*\*([^*]+)\*\*", r"<b>\1</b>", text)
-
-
 def _origin(folder: Folder) -> Iterator[Block]:
     plan = folder.plan
     sittings = folder.record["sittings"]
-    yield Text(f"`{' '.join(sittings[0]['command'])}`")
-    yield Text(
+    yield f"`{' '.join(sittings[0]['command'])}`"
+    yield (
         f"Target {plan.target}; drafters: {', '.join(plan.drafters)}; {plan.repeats} repeat(s), an arm decodes "
         f"{plan.in_a_row} request(s) before the next arm's turn, batch 1, at most {plan.max_new_tokens} new tokens, "
         f"seed {plan.seed}; options: dtype {plan.dtype or 'auto'}, experts {plan.experts}, kernels {plan.kernels}; "
@@ -274,13 +167,13 @@ def _origin(folder: Folder) -> Iterator[Block]:
     )
     places = list(dict.fromkeys(place_text(sitting) for sitting in sittings))
     warning = " **They differ, so times are mixed.**" if len(places) > 1 else ""
-    yield Text(f"Run in {len(sittings)} process(es), the first {sittings[0]['time']}: {'; '.join(places)}.{warning}")
+    yield f"Run in {len(sittings)} process(es), the first {sittings[0]['time']}: {'; '.join(places)}.{warning}"
     prompts = folder.asked()
     left_out = [] if prompts is None else prompts[1]
     for source in plan.sources:
         rows = [each for each in left_out if each.prompts == source.name and each.row is None]
         some = [each for each in left_out if each.prompts == source.name and each.row is not None]
-        yield Text(
+        yield (
             f"Prompts {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
             + ("" if source.max_turns is None else f", at most {source.max_turns} turn(s) of each")
             + (f", {source.num_skipped} row(s) without a usable prompt" if source.num_skipped else "")
@@ -301,7 +194,7 @@ def place_text(sitting: Mapping[str, Any]) -> str:
 
 def _failures(folder: Folder) -> Iterator[Block]:
     for (setting, arm), why in folder.errors().items():
-        yield Text(f"**Failed:** {setting.label}, K = {folder.plan.label(arm)}: {why}")
+        yield f"**Failed:** {setting.label}, K = {folder.plan.label(arm)}: {why}"
 
 
 def _summary(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
@@ -316,7 +209,7 @@ def _summary(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
         figures = map(estimate_text, (chosen["speedup"], chosen["acceptance_length"], without_loops))
         lines.append((setting.label, chosen["label"], *figures, verdict))
     if lines:
-        yield Heading("The K to use")
+        yield heading("The K to use")
         header = ("setting", "K", "speed-up", "acceptance length", "without loops", "faster than plain decoding?")
         yield Table(header, tuple(lines))
 
@@ -331,7 +224,7 @@ def _overview(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
         for title, some in _series(plan, _of(rows, setting)).items()
     }
     if any(series.values()):
-        yield Heading("All settings")
+        yield heading("All settings")
         yield from _curves(series, "all")
 
 
@@ -345,7 +238,7 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
         tuple(_line(setting, row) for row in rows),
     )
     if all(row["draft_s"] is None for row in rows):
-        yield Text("No steps were profiled, so the times of drafting and verifying are missing.")
+        yield "No steps were profiled, so the times of drafting and verifying are missing."
     yield Table(
         ("K", "ms a step", "draft ms", "verify ms", "rest ms", "v(T)", "ttft ms", "tpot ms", "itl ms: .5, .9, .99"),
         tuple(_times(row) for row in rows),
@@ -413,7 +306,7 @@ def _loads(setting: Setting, loads: Sequence[Row]) -> Iterator[Block]:
     """Show the figures of many requests at once in one setting."""
     if not loads:
         return
-    yield Heading(f"{setting.label[:1].upper()}{setting.label[1:]}: many requests at once")
+    yield heading(f"{setting.label[:1].upper()}{setting.label[1:]}: many requests at once")
     by_label: dict[str, list[Row]] = {}
     for row in loads:
         by_label.setdefault("plain decoding" if row["k"] == 0 else f"K = {row['label']}", []).append(row)
@@ -440,14 +333,14 @@ def _loads(setting: Setting, loads: Sequence[Row]) -> Iterator[Block]:
 
 def _about_loads(loads: Sequence[Row]) -> Iterator[Block]:
     if loads:
-        yield Text(LOADS)
+        yield LOADS
 
 
 def _about(setting: Setting, rows: Sequence[Row]) -> Iterator[Block]:
     """Begin a setting's section with the outputs of plain decoding, its first row."""
     plain = rows[0]
-    yield Heading(setting.label[:1].upper() + setting.label[1:])
-    yield Text(
+    yield heading(setting.label[:1].upper() + setting.label[1:])
+    yield (
         f"{plain['num_requests']} requests; of plain decoding's outputs {plain['finished_frac']:.0%} end with a stop "
         f"token, {plain['looping_frac']:.0%} loop."
     )
@@ -576,16 +469,3 @@ def _slug(label: str) -> str:
     """Make a file name from a label, with a checksum if the label is not plain lower-case ASCII."""
     plain = re.sub(r"[^a-z0-9]+", "_", label.lower()).strip("_")
     return plain if label.isascii() and label == label.lower() else f"{plain}_{zlib.crc32(label.encode()):08x}"
-
-
-def write(path: Path, blocks: Sequence[Block]) -> None:
-    """Write README.md with its pictures and report.html.
-
-    Raises InputError if a file cannot be written.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        for name, text in {"README.md": markdown(blocks), "report.html": page(blocks), **pictures(blocks)}.items():
-            write_text_whole(path / name, text)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None

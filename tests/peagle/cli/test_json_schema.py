@@ -13,7 +13,7 @@ from peagle.measure.provenance import TUNING, provenance, tuning
 from peagle.ops import jax_cure
 from peagle.text.prompts import Conversation, from_ids
 from peagle.workflows.run import Outcome, Run, RunConfig, run
-from scripts import results
+from scripts import runs
 from tests.peagle.conftest import MAX_POSITIONS
 
 K = 3
@@ -162,7 +162,7 @@ def test_a_command_names_what_the_environment_changes_about_it(monkeypatch: pyte
     monkeypatch.setenv("XLA_FLAGS", f"--first=1 --second=2 {jax_cure.FLAG}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert provenance(["speculate"])["command"] == ["XLA_FLAGS='--first=1 --second=2'", "OMP_NUM_THREADS=1", *plain]
-    shown = results.origin("scripts.some", ["two words"])["command"]
+    shown = runs.origin("scripts.some", ["two words"])["command"]
     assert shown == "XLA_FLAGS='--first=1 --second=2' OMP_NUM_THREADS=1 python -m scripts.some 'two words'"
 
 

@@ -14,7 +14,7 @@ from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio, rows
 from peagle.measure.sweep.folder import RAW, RUN, Folder, open_run
-from peagle.measure.sweep.page import Heading, Picture, Table, Text, estimate_text, markdown, page
+from peagle.measure.sweep.page import estimate_text
 from peagle.ops.errors import InputError
 from scripts.publish import ROW, publish, rounded
 from tests.peagle.measure.sweep.runs import swept
@@ -257,17 +257,3 @@ def test_medians_are_those_of_draws() -> None:
     assert (found.low, found.high) == tuple(np.quantile(draws, (0.025, 0.975)))
     assert estimate_median([4.0, 1.0, 2.0, 1.0], [0, 1, 2, 3]) == Estimate(1.5, None, None)  # too few for an interval
     assert estimate_median([], []) is None
-
-
-def test_pages_escape_what_a_name_may_hold() -> None:
-    blocks = [
-        Heading("a < b", 1),
-        Text("`x<y>` **b**"),
-        Table(("h|1",), (("<script>",),)),
-        Picture("p", "<svg/>", 'a"b'),
-    ]
-    assert "| h\\|1 |" in markdown(blocks)
-    text = page(blocks)
-    assert "<script>" not in text
-    assert "<code>x&lt;y&gt;</code> <b>b</b>" in text
-    assert 'alt="a&quot;b"' in text

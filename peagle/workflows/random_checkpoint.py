@@ -1,14 +1,10 @@
-"""Writes a GPT-OSS checkpoint of random weights in the real layout: for speed, memory and format, not for sense.
-
-    python -m scripts.make_random_checkpoint M /tmp/gpt-oss-m --unquantized --seed 1
+"""Checkpoints of random weights in GPT-OSS's real layout: to measure speed and memory, and to test the format.
 
 Tensors are drawn and written one after the other, so the 20b geometry (13 GB) needs the memory of one shard. Equal
-arguments give equal bytes. Scales are those of a fresh initialisation: activations stay finite and routing is spread.
+arguments give equal bytes. Scales are those of a fresh initialisation: activations stay finite, and routing is spread.
 """
 
-import argparse
 import math
-import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +12,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from peagle.ops.errors import InputError
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -40,9 +35,9 @@ def geometry(
     original_length: int = 4096,
     max_positions: int = 131072,
 ) -> TargetConfig:
-    """A TargetConfig with what all GPT-OSS models share filled in.
+    """Make a TargetConfig with the values that all GPT-OSS models share.
 
-    heads are query and key/value heads; experts are all of them and those a token selects.
+    heads: query and key/value heads. experts: all of them, and how many a token selects.
     """
     return TargetConfig(
         hidden_size=hidden,
@@ -88,58 +83,46 @@ SIZES = {
 }
 
 
+def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: bool = True, seed: int = 0) -> None:
+    """Write a checkpoint of random weights; mxfp4: experts in MXFP4, else in bfloat16.
+
+    Raises InputError if something is in the way, and if there is no room.
+    """
+    write_target(
+        directory,
+        config,
+        random_tensors(config, mxfp4, seed),
+        mxfp4=mxfp4,
+        stop_token_ids=(config.vocab_size - 1,),
+        shard_bytes=SHARD_BYTES,
+    )
+
+
 def random_tensors(config: TargetConfig, mxfp4: bool, seed: int) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every tensor, each drawn from the seed and its own name, so that order does not matter."""
+    """Draw every tensor as (name, array), from the seed and its own name, so that order does not matter."""
     for name, shape in tensor_shapes(config, mxfp4).items():
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if name.endswith("_blocks"):
             yield name, np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape)
         elif name.endswith("_scales"):
-            # random codes have a root mean square of 2.93; a bit more or less, so that scales tell apart
+            # random codes have a root mean square of 2.93; scales vary around its inverse, so that a mix-up shows
             centre = NO_SCALE - round(math.log2(2.93 * math.sqrt(shape[-1] * BLOCK)))
             yield name, rng.integers(centre - 1, centre + 2, shape, np.uint8)
         elif name.endswith("norm.weight"):
-            yield name, normal(rng, shape, mean=1.0, spread=0.1)
+            yield name, _normal(rng, shape, mean=1.0, spread=0.1)
         elif name.endswith(("bias", "sinks")):
-            yield name, normal(rng, shape, spread=0.1)
+            yield name, _normal(rng, shape, spread=0.1)
         elif "embed_tokens" in name:
-            yield name, normal(rng, shape)
+            yield name, _normal(rng, shape)
         else:
             inputs = shape[-1] if len(shape) == 2 else shape[-2]
-            yield name, normal(rng, shape, spread=inputs**-0.5)
+            yield name, _normal(rng, shape, spread=inputs**-0.5)
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...], mean: float = 0.0, spread: float = 1.0) -> np.ndarray:
-    """bfloat16 values, drawn in pieces: the float32 values are never in memory all at once."""
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], mean: float = 0.0, spread: float = 1.0) -> np.ndarray:
+    """Draw bfloat16 values in pieces, so that the float32 values are never in memory all at once."""
     values = np.empty(int(np.prod(shape)), ml_dtypes.bfloat16)
     for start in range(0, values.size, PIECE):
         part = values[start : start + PIECE]
         part[:] = mean + spread * rng.standard_normal(part.size, np.float32)
     return values.reshape(shape)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SIZES)
-    parser.add_argument("directory", type=Path)
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--mxfp4", dest="mxfp4", action="store_true", default=True, help="experts in MXFP4 (default)")
-    kind.add_argument("--unquantized", dest="mxfp4", action="store_false", help="experts in bfloat16")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    config = SIZES[args.size]
-    try:
-        write_target(
-            args.directory,
-            config,
-            random_tensors(config, args.mxfp4, args.seed),
-            mxfp4=args.mxfp4,
-            stop_token_ids=(config.vocab_size - 1,),
-            shard_bytes=SHARD_BYTES,
-        )
-    except InputError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,17 @@
+"""`peagle frequent-tokens`: the tokens that a target writes, the most frequent first."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from peagle.workflows.frequent_tokens import list_frequent_tokens
+
+
+def frequent_tokens_command(files: Sequence[Path], out: Path) -> int:
+    """Write the list, and print what it covers. Raises InputError for a file that holds no answers."""
+    counted = list_frequent_tokens(files, out)
+    marks = ", ".join(f"the first {size} are {share:.1%}" for size, share in counted.shares.items())
+    line = f"{out}: {counted.num_listed} tokens; of {counted.num_counted} counted {marks}"
+    Console(highlight=False, soft_wrap=True).print(line, markup=False)
+    return 0

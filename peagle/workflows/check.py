@@ -1,0 +1,134 @@
+"""Check this machine: its kernels compute what they should, and speculation changes nothing."""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle.api import Pair
+from peagle.engine.request import SamplingParams
+from peagle.loading import DEMO, HELD_OUT, load, with_drafter
+from peagle.ops import cuda, native
+from peagle.ops.kernels import for_weights
+from peagle.ops.kernels import in_words as kernels_in_words
+from peagle.result import decode
+from peagle.text.prompt_files import read_prompt_file
+from peagle.text.prompts import Rendering
+from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
+from target.config import TargetConfig
+from target.load import load_target
+from target.model import GptOss
+from target.params import TargetParams
+
+# "tiny" has heads that the GPU kernels are not for, and "S" has heads that they are for
+CHECKED = ("tiny", "S")
+MOST_OFF = 1e-3  # of the logits' standard deviation, in float32
+# In bfloat16 a token in eight or so is routed to another expert somewhere, and is far off. The median token is near;
+# of a wrong model it is not.
+MOST_OFF_TYPICAL = 0.3
+BATCH, TOKENS, WIDTH = 2, 48, 4  # several rounds of a ring of 24 positions, by passes of four rows
+NUM_DRAFTS, NEW_TOKENS = 5, 96
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    ok: bool
+    found: str
+
+
+def check() -> Iterator[Finding]:
+    """Run every check, the quickest first."""
+    yield check_kernels()
+    for size in CHECKED:
+        yield from check_logits(size)
+    yield from check_losslessness()
+
+
+def check_kernels() -> Finding:
+    """Find the implementation that is picked. XLA's own code in place of the kernels is right if it was asked for."""
+    return Finding("kernels", _kernels_run() or native.wants_xla(), kernels_in_words())
+
+
+def check_logits(size: str) -> Iterator[Finding]:
+    """Compare a random model's logits, as this machine computes them, with XLA's on CPU in float32.
+
+    size: a name of random_checkpoint.SIZES. Yields nothing if this machine computes by XLA on CPU anyway.
+    """
+    if not _kernels_run() and jax.default_backend() == "cpu":
+        return
+    config = SIZES[size]
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (BATCH, TOKENS), np.int32)
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / size
+        write_random_checkpoint(directory, config)
+        with jax.default_device(jax.devices("cpu")[0]):
+            reference = load_target(directory, experts="packed", implementation="xla").params
+            expected = _logits(reference, config, ids)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            params = load_target(directory, dtype=dtype, experts="packed", implementation=for_weights()).params
+            with jax.default_matmul_precision("highest"):  # not TF32 on a GPU, which has ten bits
+                off = (_logits(params, config, ids) - expected) / expected.std()
+            largest, typical = float(np.abs(off).max()), float(np.median(np.sqrt(np.mean(off**2, axis=-1))))
+            name = f"logits of {size} in {jnp.dtype(dtype).name}"
+            if dtype == jnp.float32:
+                yield Finding(name, largest < MOST_OFF, f"{largest:.1e} off, at most {MOST_OFF:g}")
+            else:
+                found = f"{typical:.2f} off for the median token, at most {MOST_OFF_TYPICAL:g}"
+                yield Finding(name, typical < MOST_OFF_TYPICAL, found)
+
+
+def check_losslessness() -> Iterator[Finding]:
+    """Compare speculation with plain decoding, token by token: the demo pair in float32, greedy and sampled."""
+    with jax.default_matmul_precision("highest"):
+        demo = load(dtype="float32")
+        for name, pair in (("the demo's drafter", demo), ("n-grams", with_drafter(demo, DEMO, "ngram"))):
+            for temperature in (0.0, 1.0):
+                yield _lossless(pair, f"{name}, temperature {temperature:g}", temperature)
+
+
+def _lossless(pair: Pair, name: str, temperature: float) -> Finding:
+    conversation = read_prompt_file(HELD_OUT).conversations[0]
+    sampling = SamplingParams(temperature)
+    request = pair.request(conversation, [], Rendering(), max_new_tokens=NEW_TOKENS, sampling=sampling)
+    capacity = pair.capacity([request])
+    fast, plain = (
+        decode(pair.engine(pair.engine_config(k, capacity=capacity)), [request], None)[0] for k in (NUM_DRAFTS, 0)
+    )
+    same = fast.output_ids == plain.output_ids
+    accepted = f"acceptance length {fast.acceptance_length:.2f}" if fast.acceptance_length else "no step"
+    return Finding(
+        f"speculation by {name}", same, accepted if same else f"{accepted}; other tokens than plain decoding"
+    )
+
+
+def _kernels_run() -> bool:
+    return native.available() or cuda.available()
+
+
+def _logits(params: TargetParams, config: TargetConfig, ids: np.ndarray) -> np.ndarray:
+    """Compute float32 logits [B, T, V] by passes of WIDTH rows."""
+    target = GptOss(params, config)
+    cache = target.init_cache(len(ids), ids.shape[1], WIDTH)
+    extend = jax.jit(GptOss.extend)
+    found: list[jax.Array] = []
+    for start in range(0, ids.shape[1], WIDTH):
+        tokens = ids[:, start : start + WIDTH]
+        positions = np.broadcast_to(np.arange(start, start + WIDTH, dtype=np.int32), tokens.shape)
+        output, cache = extend(target, tokens, positions, cache)
+        found.append(output.logits.astype(jnp.float32))
+    return np.asarray(jnp.concatenate(found, axis=1))
+
+
+def verdict(findings: Sequence[Finding]) -> tuple[bool, str]:
+    """Sum up in a line: whether all is right, or which checks failed."""
+    failed = [finding.name for finding in findings if not finding.ok]
+    if not failed:
+        return True, f"Right: all {len(findings)} checks pass."
+    return False, f"Wrong: {len(failed)} of {len(findings)} checks fail: {'; '.join(failed)}."

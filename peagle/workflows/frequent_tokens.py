@@ -1,0 +1,52 @@
+"""Count the tokens that a target writes, for a smaller draft vocabulary (drafter.vocabulary)."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from drafter.train.shards import read_shard
+from drafter.vocabulary import write_frequent_tokens
+from peagle.ops.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What a list of frequent tokens covers."""
+
+    num_listed: int
+    num_counted: int  # tokens of all answers
+    shares: dict[int, float]  # of all counted tokens: the share that the first N listed ones have
+
+
+def list_frequent_tokens(files: Sequence[Path], out: Path) -> Counted:
+    """Write a list of every token in the files' answers, the most frequent first.
+
+    files: documents of `peagle generate --json` and `speculate --json`, and shards of `peagle data`. Raises InputError
+    if one is neither, and if there is no token in them.
+    """
+    counts = [_count(path) for path in files]
+    total = np.zeros(max((len(each) for each in counts), default=0), np.int64)
+    for each in counts:
+        total[: len(each)] += each
+    if not total.any():
+        raise InputError("not one token in these files; expected answers to count")
+    listed = write_frequent_tokens(out, total)
+    shares = np.cumsum(np.sort(total)[::-1]) / total.sum()
+    marks = [size for size in (listed >> shift for shift in (4, 3, 2, 1)) if size]
+    return Counted(listed, int(total.sum()), {size: float(shares[size - 1]) for size in marks})
+
+
+def _count(path: Path) -> np.ndarray:
+    """Count each token id of a file's answers."""
+    try:
+        if path.suffix == ".safetensors":
+            return np.bincount(np.concatenate([each.token_ids[each.trained] for each in read_shard(path)]))
+        answers = [request["output_ids"] for request in json.loads(path.read_text(encoding="utf-8"))["requests"]]
+        return np.bincount(np.array([token for answer in answers for token in answer], np.int64))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}: {' '.join(str(error).split())}; expected a run written with --json, or a shard"
+        ) from None

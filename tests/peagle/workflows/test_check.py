@@ -1,0 +1,80 @@
+"""The self-checks: what is right passes, what is wrong is found, and the verdict says which."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from peagle.cli import main
+from peagle.ops import native
+from peagle.workflows import check as module
+from peagle.workflows.check import Finding, check_kernels, check_logits, check_losslessness, verdict
+
+
+def test_the_kernels_that_run_are_named() -> None:
+    finding = check_kernels()
+    assert finding.ok == native.available()
+    assert finding.found == native.status()[1]
+
+
+@pytest.mark.skipif(not native.available(), reason=native.status()[1])
+def test_kernels_agree_with_the_reference() -> None:
+    findings = list(check_logits("tiny"))
+    assert [finding.name for finding in findings] == ["logits of tiny in float32", "logits of tiny in bfloat16"]
+    assert all(finding.ok for finding in findings), findings
+
+
+@pytest.mark.skipif(not native.available(), reason=native.status()[1])
+def test_wrong_logits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm that is a little off: in every precision, since it is systematic."""
+    load = module.load_target
+
+    def wrong(*arguments: Any, implementation: str | None = None, **options: Any) -> Any:
+        loaded = load(*arguments, implementation=implementation, **options)
+        if implementation != "native":
+            return loaded
+        return dataclasses.replace(loaded, params=loaded.params.replace(norm=loaded.params.norm * 1.5))
+
+    monkeypatch.setattr(module, "load_target", wrong)
+    assert [finding.ok for finding in check_logits("tiny")] == [False, False]
+
+
+def test_speculation_that_changes_a_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo pair passes; an engine whose speculation changes its last token does not."""
+    findings = list(check_losslessness())
+    assert len(findings) == 4
+    assert all(finding.ok for finding in findings), findings
+    decode = module.decode
+
+    def wrong(engine: Any, *arguments: Any) -> Any:
+        (result,) = decode(engine, *arguments)
+        if not engine.config.num_speculative_tokens:
+            return [result]
+        return [dataclasses.replace(result, output_ids=(*result.output_ids[:-1], 0))]
+
+    monkeypatch.setattr(module, "decode", wrong)
+    finding = next(check_losslessness())
+    assert not finding.ok
+    assert "other tokens than plain decoding" in finding.found
+
+
+def test_the_command_ends_with_a_verdict_of_two_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, wrong = Finding("kernels", True, "native"), Finding("logits of S", False, "0.1 off")
+    monkeypatch.setattr("peagle.cli.check.check", lambda: iter([right]))
+    assert main(["check"]) == 0
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first == "Right: all 1 checks pass."
+    assert second == f"Computes here: {native.status()[1]}."
+    monkeypatch.setattr("peagle.cli.check.check", lambda: iter([right, wrong]))
+    assert main(["check"]) == 1
+    assert "Wrong: 1 of 2 checks fail: logits of S." in capsys.readouterr().out
+    assert verdict([wrong]) == (False, "Wrong: 1 of 1 checks fail: logits of S.")
+
+
+def test_without_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_kernels_run", lambda: False)
+    assert jax.default_backend() == "cpu"
+    assert list(check_logits("tiny")) == []

@@ -1,0 +1,50 @@
+"""Random checkpoints: equal seeds give equal bytes, and the model stays finite."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from peagle.cli import main
+from target.load import load_target
+from target.model import forward
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
+    for name, seed in (("one", "1"), ("two", "1"), ("three", "2")):
+        assert main(["random", "tiny", str(tmp_path / name), "--seed", seed]) == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two") != files(tmp_path / "three")
+
+
+@pytest.mark.parametrize("options", [[], ["--unquantized"]])
+def test_a_checkpoint_is_a_model_whose_logits_are_finite(tmp_path: Path, options: list[str]) -> None:
+    assert main(["random", "tiny", str(tmp_path / "tiny"), *options]) == 0
+    loaded = load_target(tmp_path / "tiny")
+    assert loaded.mxfp4 == (not options)
+    assert loaded.stop_token_ids == (loaded.config.vocab_size - 1,)
+    ids = jnp.arange(24, dtype=jnp.int32)[None]
+    logits, _ = jax.jit(lambda params: forward(params, loaded.config, ids, ids))(loaded.params)
+    assert bool(jnp.isfinite(logits).all())
+    assert 0.3 < float(logits.std()) < 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["7b", "{}/new"], "SIZE is '7b'; expected one of tiny, S, M, L, 20b, 120b"),
+        (["tiny", "{}"], "expected a new folder"),
+        (["tiny", "{}/new", "--seed", "-1"], "--seed is -1; expected 0 or more"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(["random", *(word.format(tmp_path) for word in arguments)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+    assert not (tmp_path / "new").exists()
