@@ -169,10 +169,10 @@ def with_drafter(
         drafting = drafter_of(dataclasses.replace(params, xla=plain.params.xla), config)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
-    tapped = GptOss(plain.params, plain.config, aux_layer_ids=() if layers is None else layers.outputs)
+    with_aux = GptOss(plain.params, plain.config, aux_layer_ids=() if layers is None else layers.outputs)
     return dataclasses.replace(
         pair,
-        target=tapped,
+        target=with_aux,
         drafter=drafting,
         aux_layers=None if layers is None else layers.description,
         draft_vocab=narrowed,
@@ -302,9 +302,9 @@ def fitting_aux_layers(
         outputs = default_aux_layer_ids(n)
         if len(outputs) != drafter.num_taps:
             raise InputError(
-                f"the drafter {drafter_name} reads {drafter.num_taps} taps and does not name their layers, and the "
-                f"default for the target {target_name} is {len(outputs)} taps {list(outputs)}; give --aux-layer-ids, "
-                f"or name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
+                f"the drafter {drafter_name} reads {drafter.num_taps} aux layers and does not name them, and the "
+                f"default for the target {target_name} is {len(outputs)}: {list(outputs)}; give --aux-layer-ids, or "
+                f"name the layers whose inputs they are in its config.json, under {TOP_AUX_LAYERS.key}"
             )
         return AuxLayers(outputs, aux_layers_in_words(outputs, named))
     if outside := [layer for layer in outputs if not 0 <= layer < n]:

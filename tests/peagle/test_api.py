@@ -332,7 +332,7 @@ def test_fewer_taps_than_the_default_must_be_named(tmp_path: Path) -> None:
     write_drafter(tmp_path / "two", dataclasses.replace(DRAFTER, num_taps=2, aux_layer_ids=None))
     write_drafter(tmp_path / "three", dataclasses.replace(DRAFTER, aux_layer_ids=None))
     assert check_fit(tmp_path / "deep", tmp_path / "three").outputs == (1, 3, 5)
-    with pytest.raises(InputError, match=r"reads 2 taps .* 3 taps \[1, 3, 5\]"):
+    with pytest.raises(InputError, match=r"reads 2 aux layers .* 3: \[1, 3, 5\]"):
         check_fit(tmp_path / "deep", tmp_path / "two")
 
 
