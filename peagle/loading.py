@@ -200,10 +200,10 @@ def with_drafter(
         drafting = drafter_of(params, config)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
-    tapped = GptOss(plain.params, plain.config, aux_layer_ids=() if layers is None else layers.outputs)
+    with_aux = GptOss(plain.params, plain.config, aux_layer_ids=() if layers is None else layers.outputs)
     return dataclasses.replace(
         pair,
-        target=tapped,
+        target=with_aux,
         drafter=drafting,
         aux_layers=None if layers is None else layers.description,
         draft_vocab=narrowed,

@@ -365,7 +365,7 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         (["-k", "-3", "Hi"], ["K is -3"]),
         (["-k", "1000", "Hi"], ["K is 1000", "to 128 drafted"]),
         (["-k", "x", "Hi"], ["K is 'x'", "or auto"]),
-        (["-n", "0", "Hi"], ["0 new tokens"]),
+        (["-n", "0", "Hi"], ["max_new_tokens is 0"]),
         (["--slots", "0", "Hi"], ["slots are 0", "1 or more"]),
         (["--slots", "2", "--batch", "2", "Hi"], ["--slots and --batch", "both given"]),
         (["--context", "1", "Hi"], ["context is 1"]),
