@@ -11,10 +11,11 @@ import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
+from scripts.results import in_one_line
+
 from peagle.loading import DEMO, HELD_OUT, resolve
 from peagle.ops.errors import InputError
 from peagle.text.tokenizer import Tokenizer, load_tokenizer
-from scripts.results import in_one_line
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse
 from peagle.engine.programs import Programs
 from peagle.engine.request import (
     DEFAULT_CHUNK,
@@ -71,6 +72,7 @@ class EngineConfig:
     widths: WidthTable | None = None  # None: num_speculative_tokens at any load
     adaptive: bool = False
     programs_by_width: bool = False
+    prefix_cache_bytes: int = 0
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
 
@@ -105,6 +107,7 @@ class Handle:
     finished: FinishReason | None = None
     length: int = 0  # prompt and output tokens that the host has read, the pending one excluded
     output_ids: list[int] = field(default_factory=list, repr=False)  # output tokens that the host has read
+    num_cached_tokens: int = 0  # of its prompt, that the prefix cache held
     paused: bool = False  # it drafts no more, and is decoded plainly (peagle.engine.widths)
     error: InputError | None = None  # why it ended, if finished is "error"
     wanted: bool = True  # until its reader aborts it
@@ -171,6 +174,9 @@ class Engine:
             config.chunk,
             config.steps_per_dispatch,
         )
+        self._prefix_cache: PrefixCache | None = None
+        if config.prefix_cache_bytes:
+            self._prefix_cache = PrefixCache(config.prefix_cache_bytes, *self._programs.part_bytes())
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.chunk, config.steps_per_dispatch)
         self._state: DecodeState | None = None
         self._lane: Prefix | None = None
@@ -345,6 +351,8 @@ class Engine:
                 for kind in missing:
                     for lean in (False, True) if self.drafter and not kind.num_drafts else (False,):
                         self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind, lean)
+                if self._prefix_cache is not None:
+                    self._warm_up_prefix_cache()
                 if len(self._possible_drafts) > 1:  # plain steps between drafted ones
                     self._state = self._programs.absorb(self._state)
                 jax.block_until_ready(self._state)
@@ -356,6 +364,19 @@ class Engine:
                 self._table = self._table.paying(self._measure_costs())
         if missing or measures:
             self.times, self._last_read_s = LoopTimes(), None
+
+    def _warm_up_prefix_cache(self) -> None:
+        assert self._state is not None
+        assert self._lane is not None
+        lane = self._programs.extract(self._state, self._lane, 0)
+        block, snapshot = self._programs.cut_block(lane, 0), self._programs.cut_snapshot(lane, 1)
+        self._lane = self._programs.put(lane, [block], snapshot, 1)
+
+    @property
+    def prefix_cache_use(self) -> PrefixCacheUse | None:
+        """Hits and bytes of the prefix cache so far; None without one."""
+        cache = self._prefix_cache
+        return None if cache is None else cache.use
 
     @property
     def widths(self) -> WidthTable:
@@ -464,7 +485,7 @@ class Engine:
             self._end(handle, "timeout")
         self._evict()
         interrupt.check()
-        action = self._scheduler.next(self._costs)
+        action = self._scheduler.next(self._costs, self._begin)
         if action is not None:
             self._dispatch(action)
         elif not self._in_flight:
@@ -500,6 +521,9 @@ class Engine:
             token_ids = action.key.request.prompt_ids[action.begin : action.begin + action.count]
             self._lane, result = self._programs.extend(self._lane, action.begin, token_ids)
             self._lane_logits = result
+            end = action.begin + action.count
+            if action.last or end % BLOCK == 0:
+                self._remember(action.key.request.prompt_ids[:end])
         elif isinstance(action, Admit):
             assert self._lane_logits is not None
             handle = action.key
@@ -515,6 +539,45 @@ class Engine:
             lean = self.drafter is not None and all(each.paused for each in self._scheduler.held if each is not None)
             self._state, result = self._programs.steps(self._state, widths, cost, action.count, kind, lean)
         self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
+
+    def _begin(self, handle: Handle) -> int:
+        """Load the lane with the longest known beginning of a request's prompt; return its length."""
+        if self._prefix_cache is None:
+            return 0
+        found = self._prefix_cache.match(handle.request.prompt_ids)
+        if found is None:
+            return 0
+        assert self._lane is not None
+        self._lane = self._programs.put(self._lane, found.blocks, found.snapshot, found.length)
+        handle.num_cached_tokens = found.length
+        return found.length
+
+    def _remember(self, token_ids: tuple[int, ...]) -> None:
+        """Keep the lane, which holds these tokens."""
+        if self._prefix_cache is None:
+            return
+        lane, programs = self._lane, self._programs
+        assert lane is not None
+        self._prefix_cache.insert(
+            token_ids,
+            lambda start: programs.cut_block(lane, start),
+            lambda: programs.cut_snapshot(lane, len(token_ids)),
+        )
+
+    def _remember_turn(self, handle: Handle, slot: int, last: StepRecord) -> None:
+        """Keep a request that has ended, but for the tokens of its last step: a next turn may begin with it.
+
+        The lane is used for this, so nothing is kept while it holds a prompt. A row that ended with plain steps has a
+        drafter that lags behind, so it is not kept either.
+        """
+        if self._prefix_cache is None or not self._scheduler.lane_free:
+            return
+        if handle.paused or (self.drafter is not None and not last.draft_token_ids):
+            return
+        assert self._state is not None
+        assert self._lane is not None
+        self._lane = self._programs.extract(self._state, self._lane, slot)
+        self._remember((*handle.request.prompt_ids, *handle.output_ids)[: last.length + 1])
 
     def _next_widths(self) -> tuple[np.ndarray, StepKind]:
         """Return (the drafts of each slot, the kind of step that runs them)."""
@@ -588,6 +651,8 @@ class Engine:
                 found.append((handle, self._not_finite(handle, *not_finite, tuple(token_ids), tuple(records))))
             elif records:
                 found.append((handle, self._chunk(handle, tuple(token_ids), now, tuple(records), logprobs)))
+                if handle.finished is not None:
+                    self._remember_turn(handle, slot, records[-1])
         return found
 
     def _not_finite(
@@ -634,7 +699,8 @@ class Engine:
             handle.finished = reason
             self._alive.discard(handle)
             self._scheduler.remove(handle)
-        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs))
+        cached = 0 if records else handle.num_cached_tokens
+        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached)
 
     def _end(self, handle: Handle, reason: FinishReason) -> None:
         """End a request before its last token; its slot is frozen before the next dispatch."""

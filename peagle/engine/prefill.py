@@ -11,13 +11,18 @@ where the prompt is cut, on native kernels bit for bit.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.engine.state import Prefix
-from peagle.protocols import Drafter, Target
+from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache
+from peagle.protocols import Drafter, PyTree, Target
+
+Snapshot: TypeAlias = tuple[PyTree, PyTree, jax.Array]  # of target, of drafter, aux_hidden
 
 
 def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, chunk: int) -> Prefix:
@@ -53,3 +58,100 @@ def extend(
         length=prefix.length + count,
     )
     return after, output.logits
+
+
+# What the prefix cache keeps of a Prefix (peagle.engine.prefix_cache). A block is the rows of its positions in all full
+# layers. The drafter's begin one row earlier: row p needs token p + 1, and a block must depend on its own tokens and
+# those before it alone. A snapshot is everything else: rings, aux_hidden, states that are no caches.
+
+
+def cut_block(prefix: Prefix, start: Int[Array, ""], size: int) -> list[KVCache]:
+    """Copy the rows of positions start .. start + size - 1 of every full layer."""
+
+    def cut(cache: KVCache, first: jax.Array) -> KVCache:
+        rows = min(size, cache.capacity)
+        key, value = (jax.lax.dynamic_slice_in_dim(each, first, rows, axis=1) for each in (cache.key, cache.value))
+        return KVCache(key, value)
+
+    return [cut(cache, first) for cache, first in _full_layers(prefix, start)]
+
+
+def put_block(prefix: Prefix, block: list[KVCache], start: Int[Array, ""]) -> Prefix:
+    """Write a block's rows to its positions. Blocks must be put in order."""
+    rows = iter(block)
+
+    def put(node: Any, first: jax.Array) -> Any:
+        if not _is_full(node):
+            return node
+        given = next(rows)
+        key = jax.lax.dynamic_update_slice_in_dim(node.key, given.key, first, axis=1)
+        return KVCache(key, jax.lax.dynamic_update_slice_in_dim(node.value, given.value, first, axis=1))
+
+    return _map_layers(prefix, put, start, jnp.maximum(start - 1, 0))
+
+
+def cut_snapshot(prefix: Prefix, chunk: int) -> Snapshot:
+    """Copy what is valid at the Prefix's length alone; of a ring, the positions that its window reaches.
+
+    chunk: the widest write that the Prefix's rings survive.
+    """
+
+    def cut(node: Any, length: jax.Array) -> Any:
+        if _is_full(node):
+            return None
+        if not isinstance(node, KVCache):
+            return node
+        reached = node.capacity - chunk + 1  # peagle.ops.kv_cache.ring_capacity
+        _, _, kv_heads, head_dim = node.key.shape
+        empty = init_kv_cache(1, reached, kv_heads, head_dim, node.key.dtype, ring=True)
+        return copy_positions(empty, node, jnp.zeros((), jnp.int32), length)
+
+    cut_prefix = _map_layers(prefix, cut, prefix.length[0], prefix.length[0] - 1)
+    return cut_prefix.target_cache, cut_prefix.drafter_state, prefix.aux_hidden
+
+
+def put_snapshot(prefix: Prefix, snapshot: Snapshot, length: Int[Array, ""]) -> Prefix:
+    """Complete a Prefix of this length, whose blocks have been put, by its snapshot."""
+    target_cache, drafter_state, aux_hidden = snapshot
+    given = dataclasses.replace(prefix, target_cache=target_cache, drafter_state=drafter_state)
+    rest = iter(node for tree in (given.target_cache, given.drafter_state) for node in _nodes(tree))
+
+    def put(node: Any, valid: jax.Array) -> Any:
+        kept = next(rest)
+        if _is_full(node):
+            return node
+        if not isinstance(node, KVCache):
+            return kept
+        return copy_positions(node, kept, jnp.zeros((), jnp.int32), valid)
+
+    after = _map_layers(prefix, put, length, length - 1)
+    return dataclasses.replace(after, aux_hidden=aux_hidden, length=length[None])
+
+
+def _is_full(node: Any) -> bool:
+    return isinstance(node, KVCache) and not node.ring
+
+
+def _nodes(tree: PyTree) -> list[Any]:
+    """The caches and other leaves of a tree, in order; None where a snapshot leaves out a full layer."""
+    nodes: list[Any] = jax.tree.leaves(tree, is_leaf=lambda node: node is None or isinstance(node, KVCache))
+    return nodes
+
+
+def _full_layers(prefix: Prefix, start: jax.Array) -> list[tuple[KVCache, jax.Array]]:
+    """(each full layer, the first of its rows that belong to a block), the target's before the drafter's."""
+    of_target = [(node, start) for node in _nodes(prefix.target_cache) if _is_full(node)]
+    of_drafter = [(node, jnp.maximum(start - 1, 0)) for node in _nodes(prefix.drafter_state) if _is_full(node)]
+    return of_target + of_drafter
+
+
+def _map_layers(
+    prefix: Prefix, change: Callable[[Any, jax.Array], Any], of_target: jax.Array, of_drafter: jax.Array
+) -> Prefix:
+    """Change every cache or leaf of target and drafter, each with the number that holds for its rows."""
+
+    def changed(tree: PyTree, number: jax.Array) -> PyTree:
+        return jax.tree.map(lambda node: change(node, number), tree, is_leaf=lambda node: isinstance(node, KVCache))
+
+    target_cache, drafter_state = changed(prefix.target_cache, of_target), changed(prefix.drafter_state, of_drafter)
+    return dataclasses.replace(prefix, target_cache=target_cache, drafter_state=drafter_state)

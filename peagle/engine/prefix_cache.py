@@ -1,14 +1,13 @@
-"""Prompts and answers that were computed before, for requests that begin with them. Host only; no JAX.
+"""Keep computed prompts and answers for requests that begin with them. Host only; no JAX.
 
 A trie of blocks: a node holds the full layers' rows of 128 positions, so that a shared beginning is held once. Sliding
-rings, aux_hidden and the like are valid at one length alone: a snapshot holds them, at a node's end. A request begins
-with the longest snapshot that leaves at least one of its tokens to be computed, whose logits it needs.
+rings and aux_hidden are valid at one length alone: a snapshot holds them, at the end of a node. A request begins with
+the longest snapshot that is shorter than its prompt, since the last token's logits are not kept.
 
     root ── t0..t127 ── t128..t255 ■ ── t256..t299 ■        ■ snapshot; the last node of an entry may be shorter
                                   └──── t256'..t383' ■      differs in one token: another node
 
-Entries are bounded in bytes. The snapshot that was used longest ago goes first, and with it the blocks that no other
-snapshot needs.
+The cache is bounded in bytes. It evicts the least recently used snapshot, with the blocks that no other snapshot needs.
 """
 
 import collections
@@ -39,14 +38,17 @@ class Match:
     snapshot: Any
 
 
-@dataclass
-class PrefixCacheStats:
-    """Counts since the cache was made: requests that looked, those that found something, tokens asked and found."""
+@dataclass(frozen=True)
+class PrefixCacheUse:
+    """Counts since the cache was made: requests, those that found something, tokens of prompts, those found; and the
+    entries and bytes that it holds now."""
 
-    requests: int = 0
-    hits: int = 0
-    tokens: int = 0
-    hit_tokens: int = 0
+    num_requests: int
+    num_hits: int
+    num_tokens: int
+    num_hit_tokens: int
+    num_entries: int
+    num_bytes: int
 
 
 class PrefixCache:
@@ -57,7 +59,7 @@ class PrefixCache:
         self._root = _Node(None, ())
         self._used: collections.OrderedDict[_Node, None] = collections.OrderedDict()  # nodes with a snapshot, by use
         self._num_blocks = 0
-        self.stats = PrefixCacheStats()
+        self._num_requests = self._num_hits = self._num_tokens = self._num_hit_tokens = 0
 
     @property
     def num_entries(self) -> int:
@@ -68,10 +70,15 @@ class PrefixCache:
     def num_bytes(self) -> int:
         return self._num_blocks * self._block_bytes + self.num_entries * self._snapshot_bytes
 
+    @property
+    def use(self) -> PrefixCacheUse:
+        counts = self._num_requests, self._num_hits, self._num_tokens, self._num_hit_tokens
+        return PrefixCacheUse(*counts, self.num_entries, self.num_bytes)
+
     def match(self, token_ids: Sequence[int]) -> Match | None:
         """Find the longest beginning with a snapshot, shorter than the prompt; it counts as used now."""
-        self.stats.requests += 1
-        self.stats.tokens += len(token_ids)
+        self._num_requests += 1
+        self._num_tokens += len(token_ids)
         best, length = None, 0
         for node, end in self._walk(token_ids):
             for key, child in node.children.items():
@@ -84,8 +91,8 @@ class PrefixCache:
         if best is None:
             return None
         self._used.move_to_end(best)
-        self.stats.hits += 1
-        self.stats.hit_tokens += length
+        self._num_hits += 1
+        self._num_hit_tokens += length
         return Match(length, tuple(node.block for node in _path(best)), best.snapshot)
 
     def insert(

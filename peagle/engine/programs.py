@@ -17,10 +17,12 @@ import numpy as np
 
 from peagle.engine import prefill
 from peagle.engine.adjust import adjust
+from peagle.engine.prefix_cache import BLOCK
 from peagle.engine.sampling import TARGET, LogProbs, choose, log_probs, uniforms
-from peagle.engine.state import DecodeState, Prefix, SlotParams, init_state, insert
+from peagle.engine.state import DecodeState, Prefix, SlotParams, extract, init_state, insert
 from peagle.engine.step import StepKind, Verified, absorb, accept_and_commit, propose_and_verify, steps
 from peagle.ops import native
+from peagle.ops.kv_cache import KVCache
 from peagle.protocols import Drafter, Target
 
 _traces: collections.Counter[str] = collections.Counter()
@@ -143,6 +145,45 @@ class Programs:
         outputs.copy_to_host_async()
         return jax.tree.unflatten(tree, after), outputs
 
+    def cut_block(self, lane: Prefix, start: int) -> list[KVCache]:
+        """Copy a block of the lane (peagle.engine.prefill)."""
+        leaves, tree = jax.tree.flatten(lane)
+        block: list[KVCache] = _cut_block(tree)(leaves, np.int32(start))
+        return block
+
+    def cut_snapshot(self, lane: Prefix, length: int) -> prefill.Snapshot:
+        """Copy the rest of what is valid at this length."""
+        lane = dataclasses.replace(lane, length=np.asarray([length], np.int32))  # type: ignore[arg-type]
+        leaves, tree = jax.tree.flatten(lane)
+        snapshot: prefill.Snapshot = _cut_snapshot(tree, self.chunk_length)(leaves)
+        return snapshot
+
+    def put(self, lane: Prefix, blocks: Sequence[list[KVCache]], snapshot: prefill.Snapshot, length: int) -> Prefix:
+        """Load the lane with what was cut at this length."""
+        leaves, tree = jax.tree.flatten(lane)
+        for index, block in enumerate(blocks):
+            leaves = _put_block(tree)(leaves, block, np.int32(index * BLOCK))
+        after: Prefix = jax.tree.unflatten(tree, _put_snapshot(tree)(leaves, snapshot, np.int32(length)))
+        return after
+
+    def extract(self, state: DecodeState, lane: Prefix, slot: int) -> Prefix:
+        """Load the lane with the Prefix of a slot."""
+        leaves, tree = jax.tree.flatten(state)
+        lane_leaves, lane_tree = jax.tree.flatten(lane)
+        after: Prefix = jax.tree.unflatten(lane_tree, _extract(tree, lane_tree)(leaves, lane_leaves, np.int32(slot)))
+        return after
+
+    def part_bytes(self) -> tuple[int, int]:
+        """(bytes of a block, of a snapshot)."""
+        _, lane = self.shapes()
+        start = jax.ShapeDtypeStruct((), jnp.int32)
+        parts = (
+            jax.eval_shape(functools.partial(prefill.cut_block, size=BLOCK), lane, start),
+            jax.eval_shape(functools.partial(prefill.cut_snapshot, chunk=self.chunk_length), lane),
+        )
+        block, snapshot = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in parts)
+        return block, snapshot
+
     def absorb(self, state: DecodeState) -> DecodeState:
         """Let the drafter absorb all of its input but the last row of each slot."""
         leaves, tree = jax.tree.flatten(state)
@@ -242,6 +283,60 @@ def _second_half(state: Any, kind: StepKind) -> Any:
         return jax.tree.leaves(after), output.pack()[None]
 
     return jax.jit(_accept_and_commit, donate_argnums=0)
+
+
+@functools.cache
+def _cut_block(lane: Any) -> Any:
+    def _cut(leaves: list[jax.Array], start: jax.Array) -> list[KVCache]:
+        _traces["cut block"] += 1
+        block = prefill.cut_block(jax.tree.unflatten(lane, leaves), start, BLOCK)
+        first = [dataclasses.replace(each, key=_counted_as_long(each.key, start)) for each in block[:1]]
+        return [*first, *block[1:]]
+
+    return jax.jit(_cut)
+
+
+@functools.cache
+def _cut_snapshot(lane: Any, chunk: int) -> Any:
+    def _cut_rest(leaves: list[jax.Array]) -> prefill.Snapshot:
+        _traces["cut snapshot"] += 1
+        prefix: Prefix = jax.tree.unflatten(lane, leaves)
+        target_cache, drafter_state, aux_hidden = prefill.cut_snapshot(prefix, chunk)
+        return target_cache, drafter_state, _counted_as_long(aux_hidden, prefix.length[0])
+
+    return jax.jit(_cut_rest)
+
+
+@functools.cache
+def _put_block(lane: Any) -> Any:
+    def _put(leaves: list[jax.Array], block: list[KVCache], start: jax.Array) -> list[jax.Array]:
+        _traces["put block"] += 1
+        first, *others = jax.tree.leaves(prefill.put_block(jax.tree.unflatten(lane, leaves), block, start))
+        return [_counted_as_long(first, start), *others]
+
+    return jax.jit(_put, donate_argnums=0)
+
+
+@functools.cache
+def _put_snapshot(lane: Any) -> Any:
+    def _put_rest(leaves: list[jax.Array], snapshot: prefill.Snapshot, length: jax.Array) -> list[jax.Array]:
+        _traces["put snapshot"] += 1
+        after = prefill.put_snapshot(jax.tree.unflatten(lane, leaves), snapshot, length)
+        first, *others = jax.tree.leaves(after)
+        return [_counted_as_long(first, length), *others]
+
+    return jax.jit(_put_rest, donate_argnums=0)
+
+
+@functools.cache
+def _extract(state: Any, lane: Any) -> Any:
+    def _take(leaves: list[jax.Array], lane_leaves: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
+        _traces["extract"] += 1
+        after = extract(jax.tree.unflatten(state, leaves), jax.tree.unflatten(lane, lane_leaves), slot)
+        first, *others = jax.tree.leaves(after)
+        return [_counted_as_long(first, slot), *others]
+
+    return jax.jit(_take, donate_argnums=1)
 
 
 @functools.cache

@@ -220,3 +220,4 @@ class TokenChunk:
     steps: tuple[StepRecord, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0  # in the first chunk: tokens of the prompt that the prefix cache held

@@ -8,7 +8,7 @@ waits in the lane and takes the first free slot.
 """
 
 import collections
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -104,10 +104,16 @@ class Scheduler(Generic[Key]):
         """Requests without a slot, the one in the lane included."""
         return len(self._waiting) + (self._lane is not None)
 
-    def next(self, costs: Costs) -> Chunk[Key] | Admit[Key] | Steps | None:
+    @property
+    def lane_free(self) -> bool:
+        """No prompt is in the lane."""
+        return self._lane is None
+
+    def next(self, costs: Costs, begin: Callable[[Key], int] = lambda _: 0) -> Chunk[Key] | Admit[Key] | Steps | None:
         """Choose the next dispatch and count it as sent; None: there is nothing to do."""
         if self._lane is None and self._waiting:
-            self._lane = _Lane(*self._waiting.popleft())
+            key, length = self._waiting.popleft()
+            self._lane = _Lane(key, length, begin(key))
         lane = self._lane
         prefilled = lane is not None and lane.done == lane.length
         if lane is not None and prefilled and None in self._held:
@@ -115,10 +121,10 @@ class Scheduler(Generic[Key]):
             self._held[slot], self._lane = lane.key, None
             return Admit(lane.key, slot)
         if lane is not None and not prefilled and not (self._steps_due and self.num_active):
-            begin, count = lane.done, min(self.chunk, lane.length - lane.done)
+            start, count = lane.done, min(self.chunk - lane.done % self.chunk, lane.length - lane.done)
             lane.done += count
             self._steps_due = True
-            return Chunk(lane.key, begin, count, lane.done == lane.length)
+            return Chunk(lane.key, start, count, lane.done == lane.length)
         self._steps_due = False
         if not self.num_active:
             return None

@@ -162,16 +162,19 @@ def insert(
 
 
 def extract(state: DecodeState, empty: Prefix, slot: Int[Array, ""]) -> Prefix:
-    """Extract the Prefix of a slot's tokens, the pending one excluded. `empty` gives its shape.
+    """Extract the Prefix of a slot's tokens as far as its drafter has absorbed them. `empty` gives its shape.
 
-    The slot's credit must not be below 0, and the drafter must have absorbed its input (peagle.engine.step.absorb), so
-    that no row is missing. `insert`, with the pending token as first token, then continues the request in any slot.
+    After peagle.engine.step.absorb these are all but the pending token, and `insert` with that as first token continues
+    the request in any slot. After a drafted step they are those that the step began with, and its pending token. After
+    more plain steps than that the sliding rings no longer hold what the Prefix needs. The slot's credit must not be
+    below 0.
     """
 
     def row(leaf: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(leaf, slot, 1, axis=0)
 
-    length, zero = row(state.length), jnp.zeros_like(slot)
+    zero = jnp.zeros_like(slot)
+    length = row(state.length if state.drafter_input is None else state.drafter_input.first_position + 1)
     target_cache, drafter_state = jax.tree.map(row, (state.target_cache, state.drafter_state))
     aux_hidden = empty.aux_hidden
     if state.drafter_input is not None:

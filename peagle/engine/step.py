@@ -258,10 +258,16 @@ def _input_after(
     if run.shape[1] > 1:
 
         def put(into: jax.Array, rows: jax.Array) -> jax.Array:
+            done = state.done.reshape(-1, *(1 for _ in rows.shape[1:]))  # their input stays, for `extract`
+            rows = jnp.where(done, into[:, : rows.shape[1]], rows)
             return jax.lax.dynamic_update_slice_in_dim(into, rows, 0, 1)
 
         token_ids, aux = put(before.token_ids, run), put(before.aux_hidden, aux_hidden)
-        return DrafterInput(token_ids, aux, num_new, state.length), jnp.zeros_like(state.done)
+        num, first_position = (
+            jnp.where(state.done, old, new)
+            for old, new in ((before.num, num_new), (before.first_position, state.length))
+        )
+        return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
     full = ~state.done & (before.num >= before.token_ids.shape[1])
     place = jnp.minimum(before.num, before.token_ids.shape[1] - 1)  # frozen slots are rewritten, but never read
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peagle.engine import prefix_cache
-from peagle.engine.prefix_cache import PrefixCache
+from peagle.engine.prefix_cache import PrefixCache, PrefixCacheUse
 
 BLOCK = 4
 
@@ -83,4 +83,4 @@ def test_a_prompt_that_is_held_whole_leaves_a_token_to_compute() -> None:
     assert found is not None
     assert found.length == 4
     assert cache.match([1, 2, 3, 4]) is None
-    assert vars(cache.stats) == {"requests": 2, "hits": 1, "tokens": 10, "hit_tokens": 4}
+    assert cache.use == PrefixCacheUse(2, 1, 10, 4, num_entries=2, num_bytes=2 * 10 + 2 * 5)
