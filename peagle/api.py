@@ -99,6 +99,7 @@ class Pair:
         slots: int = 1,
         context: int | None = None,
         prefill_chunk: int = DEFAULT_CHUNK,
+        prefix_cache_bytes: int = 0,
     ) -> "Stream":
         """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
 
@@ -110,9 +111,9 @@ class Pair:
         Raises InputError, before any work, for a request that cannot be run.
 
         Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
-        shape is K, `slots`, draft_sampling, prefill_chunk, and the positions: `context`, or as many as prompt and
-        max_new_tokens need, which may differ between streams. Iterate over each stream in its own thread, or over
-        `astream`.
+        shape is K, `slots`, draft_sampling, prefill_chunk, prefix_cache_bytes, and the positions: `context`, or as many
+        as prompt and max_new_tokens need, which may differ between streams. Iterate over each stream in its own thread,
+        or over `astream`.
         """
         conversation = from_text(prompt) if isinstance(prompt, str) else from_ids(prompt)
         rendering = Rendering(raw, system, reasoning_effort, date, special_tokens)
@@ -148,6 +149,7 @@ class Pair:
             adaptive=adaptive,
             draft_sampling=draft_sampling,
             chunk=prefill_chunk,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
         return Stream(self, self.engine(config), request)
 
@@ -184,8 +186,12 @@ class Pair:
         draft_sampling: bool = False,
         synthetic_acceptance: tuple[float, ...] | None = None,
         chunk: int = DEFAULT_CHUNK,
+        prefix_cache_bytes: int = 0,
     ) -> EngineConfig:
-        """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause."""
+        """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
+
+        prefix_cache_bytes: memory for prompts and answers that later requests may begin with; 0: none are kept.
+        """
         return EngineConfig(
             num_speculative_tokens=num_speculative_tokens,
             slots=slots,
@@ -195,6 +201,7 @@ class Pair:
             widths=self.widths if adaptive else None,
             adaptive=adaptive,
             programs_by_width=self.programs_by_width,
+            prefix_cache_bytes=prefix_cache_bytes,
             draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
         )
@@ -304,7 +311,8 @@ def _refuse_too_large(engine: Engine) -> None:
         )
 
     caches = f"the caches of {capacity} positions" + (f" in {slots} slots" if slots > 1 else "")
-    refuse_too_large({caches: state, "the prefill lane": lane, "a step's logits": logits}, hint)
+    kept = {"the prefix cache": engine.config.prefix_cache_bytes} if engine.config.prefix_cache_bytes else {}
+    refuse_too_large({caches: state, "the prefill lane": lane, "a step's logits": logits, **kept}, hint)
 
 
 class Stream(Iterator[str]):

@@ -121,6 +121,7 @@ class Result:
     last_s: float | None
     steps: tuple[StepRecord, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if the request sets logprobs
+    num_cached_tokens: int = 0  # of the prompt, that the prefix cache held
     times_s: tuple[float, ...] = ()  # arrivals of tokens; those of one dispatch arrive together and count once
 
     @property
@@ -213,6 +214,7 @@ class Assembler:
         self._logprobs: list[TokenLogprobs] = []
         self._steps: list[StepRecord] = []
         self._times: list[float] = []
+        self._num_cached_tokens = 0
 
     def add(self, chunk: TokenChunk) -> Piece:
         """Add a chunk; the last one also releases text that was held back.
@@ -236,6 +238,7 @@ class Assembler:
             self._first_s = chunk.time_s if self._first_s is None else self._first_s
             self._last_s = chunk.time_s
             self._times.append(chunk.time_s)
+        self._num_cached_tokens += chunk.num_cached_tokens
         self._pieces.append(text)
         return Piece(token_ids, text)
 
@@ -257,6 +260,7 @@ class Assembler:
             last_s=self._last_s,
             steps=tuple(self._steps),
             logprobs=tuple(self._logprobs),
+            num_cached_tokens=self._num_cached_tokens,
             times_s=tuple(self._times),
         )
 

@@ -8,7 +8,7 @@ from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.document import summary_block
 from peagle.cli.output import say
-from peagle.cli.settings import ChatSettings
+from peagle.cli.settings import ChatSettings, parse_prefix_cache
 from peagle.cli.speculate import load_pair, parse_num_drafts
 from peagle.loading import DEMO, drafter_path, resolve
 from peagle.measure.metrics import figure_text
@@ -16,7 +16,7 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.text.prompts import Conversation, Rendering, from_text
 from peagle.text.tokenizer import Message, chat_messages
-from peagle.workflows.run import Run, RunConfig, run
+from peagle.workflows.run import Run, RunConfig, default_prefix_cache_bytes, run
 
 DEFAULT_CONTEXT = 4096  # positions; all that the model has, if it has fewer
 PROMPT = "> "
@@ -41,6 +41,7 @@ def chat_command(settings: ChatSettings) -> int:
         sampling=settings.sampling.params(),
         stop=settings.stop,
         baseline=settings.baseline,
+        prefix_cache_bytes=parse_prefix_cache(settings.prefix_cache),
         rendering=settings.template.rendering(),
     )
     display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
@@ -48,7 +49,10 @@ def chat_command(settings: ChatSettings) -> int:
     _refuse_without_template(pair, config.rendering, target)
     k, adaptive = pair.num_drafts(asked)
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
-    config = dataclasses.replace(config, num_speculative_tokens=k, adaptive=adaptive, context=context)
+    kept = default_prefix_cache_bytes() if config.prefix_cache_bytes is None else config.prefix_cache_bytes
+    config = dataclasses.replace(
+        config, num_speculative_tokens=k, adaptive=adaptive, context=context, prefix_cache_bytes=kept
+    )
     if sys.stdin.isatty():
         display.note(WELCOME)
     Chat(pair, config, display).run()
@@ -113,6 +117,8 @@ def summary_line(done: Run, config: RunConfig) -> str:
     """What a person reads under an answer."""
     summary, result = summary_block(done, None), done.outcomes[0].result
     parts = [f"{len(result.output_ids)} tokens", f"{figure_text(summary['tok_per_s'], '.1f')} tok/s"]
+    if result.num_cached_tokens:
+        parts.append(f"{result.num_cached_tokens} of {len(result.request.prompt_ids)} prompt tokens known")
     if config.num_speculative_tokens:
         parts.append(f"acceptance length {figure_text(summary['acceptance_length'], '.2f')}")
     if config.compares:

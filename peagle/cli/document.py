@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peagle.api import Pair
+from peagle.engine.prefix_cache import PrefixCacheUse
 from peagle.measure.metrics import figure_text, speculative_decoding_block, summarize
 from peagle.measure.profile import Breakdown
 from peagle.ops import strict_json
@@ -41,7 +42,8 @@ def summary_block(run: Run, peak_memory_bytes: int | None) -> dict[str, Any]:
     """All requests together (peagle.measure.metrics.summarize)."""
     results = [outcome.result for outcome in run.outcomes]
     baselines = [outcome.baseline for outcome in run.outcomes]
-    return summarize(results, baselines, run.compile_s, peak_memory_bytes, run.host_gap_frac)
+    summary = summarize(results, baselines, run.compile_s, peak_memory_bytes, run.host_gap_frac)
+    return summary | {"prefix_cache": None if run.prefix_cache is None else dataclasses.asdict(run.prefix_cache)}
 
 
 def trace_lines(run: Run) -> Iterator[str]:
@@ -76,6 +78,8 @@ def summary_lines(
         if run.costs is not None and run.drafting_cannot_pay:
             lines.append(("costs", _hopeless(run.costs, config.num_speculative_tokens)))
         lines.append(("plain", _comparison(run, summary, config)))
+    if run.prefix_cache is not None and run.prefix_cache.num_hits:
+        lines.append(("prefix cache", _prefix_cache(run.prefix_cache)))
     lines.append(("process", f"compiled in {run.compile_s:.2f} s | peak memory {_bytes(peak_memory_bytes)}"))
     if run.profile is not None:
         lines.append(("profile", _profile(run.profile)))
@@ -116,6 +120,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "slots": config.slots,
         "context": config.context,
         "prefill_chunk": config.prefill_chunk,
+        "prefix_cache_bytes": run.prefix_cache_bytes,
         "capacity": run.capacity,
         "dtype": pair.dtype,
         "experts": pair.experts,
@@ -149,6 +154,7 @@ def _request_block(outcome: Outcome) -> dict[str, Any]:
         "stop": list(result.request.stop),
         "finish_reason": result.finish_reason or "interrupted",
         "num_truncated_tokens": result.num_truncated,
+        "num_cached_tokens": result.num_cached_tokens,
         "ttft_s": result.ttft_s,
         "tok_per_s": result.tok_per_s,
         "tpot_s": result.tpot_s,
@@ -230,6 +236,13 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     assert first is not None
     which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"
     return text + f" | {which} at token {first.index}, where the two best logits are {first.margin:.2g} apart"
+
+
+def _prefix_cache(use: PrefixCacheUse) -> str:
+    return (
+        f"{use.num_hits} of {use.num_requests} prompts began with known tokens: {use.num_hit_tokens:,} of "
+        f"{use.num_tokens:,} | {use.num_entries} entries, {_bytes(use.num_bytes)}"
+    )
 
 
 def _profile(found: Breakdown) -> str:

@@ -13,6 +13,7 @@ from typer import Argument, Option
 from peagle.cli.output import say
 from peagle.engine.request import DEFAULT_CHUNK, SamplingParams
 from peagle.ops.errors import InputError
+from peagle.ops.memory import parse_size
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
@@ -79,6 +80,16 @@ Json = Annotated[
 Quiet = Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="The text only: no progress, no summary.")]
 
 
+PrefixCache = Annotated[
+    str,
+    Option(
+        "--prefix-cache",
+        metavar="SIZE|auto",
+        rich_help_panel=RUNNING,
+        help="Memory for prompts and answers that later prompts begin with, as 512MB or 2GB; 0: none. auto: a tenth of "
+        "what is free if there are several requests.",
+    ),
+]
 DrafterWindow = Annotated[
     str,
     Option(
@@ -319,6 +330,7 @@ class DecodeSettings:
             help="Tokens of a prompt in one pass. More: prompts are read sooner; fewer: other requests wait less.",
         ),
     ] = DEFAULT_CHUNK
+    prefix_cache: PrefixCache = "auto"
     ignore_eos: Annotated[
         bool, Option("--ignore-eos", rich_help_panel=RUNNING, help="Do not end at stop tokens, but after -n tokens.")
     ] = False
@@ -434,6 +446,7 @@ class ChatSettings:
         tuple[str, ...],
         Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="End an answer before this text; repeatable."),
     ] = ()
+    prefix_cache: PrefixCache = "auto"
     quiet: Quiet = False
 
 
@@ -954,6 +967,11 @@ def parse_layers(typed: str | None, option: str = "--aux-layer-ids") -> tuple[in
         return tuple(int(part) for part in typed.split(","))
     except ValueError:
         raise InputError(f"{option} is {typed!r}; expected layers with commas between them, as 1,11,20") from None
+
+
+def parse_prefix_cache(typed: str) -> int | None:
+    """Read bytes, or None for auto. Raises InputError for anything else."""
+    return None if typed == "auto" else parse_size(typed, "--prefix-cache")
 
 
 Given = TypeVar("Given", int, str)

@@ -17,6 +17,7 @@ from peagle.cli.settings import (
     SpeculateSettings,
     chosen_slots,
     parse_layers,
+    parse_prefix_cache,
 )
 from peagle.loading import DEMO, NGRAM, drafter_path, load, resolve
 from peagle.measure.profile import writable
@@ -123,6 +124,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         slots=slots,
         context=settings.context,
         prefill_chunk=settings.prefill_chunk,
+        prefix_cache_bytes=parse_prefix_cache(settings.prefix_cache),
         ignore_eos=settings.ignore_eos,
         stop=settings.stop,
         baseline=not settings.no_baseline,

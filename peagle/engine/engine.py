@@ -62,6 +62,8 @@ class EngineConfig:
     pass. steps_per_dispatch changes when tokens reach the host, never which tokens. adaptive: measure the cost of
     drafting at warm-up, and pause rows for which drafting does not pay (peagle.engine.widths). programs_by_width:
     compile a program for each number of drafts in the table, for models whose passes also compute inactive rows.
+    prefix_cache_bytes: memory for prompts and answers that later requests may begin with (peagle.engine.prefix_cache);
+    0: none are kept.
     """
 
     num_speculative_tokens: int = 0
@@ -88,6 +90,8 @@ class EngineConfig:
             )
         if self.adaptive and k < 1:
             raise InputError("K is 0 in adaptive drafting; expected 1 or more, the most tokens to draft in a step")
+        if self.prefix_cache_bytes < 0:
+            raise InputError(f"the prefix cache is {self.prefix_cache_bytes} bytes; expected 0 or more")
         if self.chunk < 1:
             raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
         check_rates(self.synthetic_acceptance, k, self.draft_sampling)

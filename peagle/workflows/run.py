@@ -13,11 +13,13 @@ from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
 from peagle.engine.engine import DRAFTS_ARE_GREEDY, Engine, EngineConfig, Handle
+from peagle.engine.prefix_cache import PrefixCacheUse
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams, check_stop_strings
 from peagle.measure.logprobs import top_2_margin
 from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
 from peagle.ops.errors import InputError
+from peagle.ops.memory import available_memory_bytes
 from peagle.result import Assembler, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
@@ -43,6 +45,7 @@ class RunConfig:
     baseline: bool = True
     logprobs: int | None = None  # how many of the likeliest tokens to return with each emitted one
     prefill_chunk: int = DEFAULT_CHUNK
+    prefix_cache_bytes: int | None = None  # None: a tenth of the free memory if there are several requests, else 0
     profile: Path | None = None  # the directory for a trace of some of the steps (peagle.measure.profile)
     rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
@@ -108,6 +111,8 @@ class Run:
     compile_s: float = 0.0
     host_gap_frac: float | None = None  # share of the time in which the device was idle (LoopTimes of the engine)
     costs: CostsUsed | None = None
+    prefix_cache_bytes: int = 0
+    prefix_cache: PrefixCacheUse | None = None  # of the engine that speculates, since it was made
     profile: Breakdown | None = None
     profile_failed: str | None = None  # the reason
     interrupted: bool = False
@@ -117,6 +122,11 @@ class Run:
     def drafting_cannot_pay(self) -> bool:
         """Whether no step could draft."""
         return self.costs is not None and not any(self.costs.drafts.values())
+
+
+def default_prefix_cache_bytes() -> int:
+    """Return a tenth of the free memory."""
+    return available_memory_bytes() // 10
 
 
 class Observer:
@@ -164,6 +174,8 @@ class _Session:
         self.first_index = [sum(counts[:number]) for number in range(len(counts))]
         self.total = sum(counts)
         self.done = 0
+        several = default_prefix_cache_bytes() if self.total > 1 else 0
+        self.prefix_cache_bytes = several if config.prefix_cache_bytes is None else config.prefix_cache_bytes
         self.outcomes: dict[int, Outcome] = {}
         self.waiting: list[tuple[Request, int | None]] = []
         self.cut_short: dict[int, str] = {}  # by the conversation's number
@@ -189,6 +201,8 @@ class _Session:
             compile_s=self.compile_s,
             host_gap_frac=self._engine(self.config.num_speculative_tokens).times.gap_frac,
             costs=self._costs(),
+            prefix_cache_bytes=self.prefix_cache_bytes,
+            prefix_cache=self._engine(self.config.num_speculative_tokens).prefix_cache_use,
             profile=found,
             profile_failed=failed,
             interrupted=interrupted,
@@ -288,6 +302,7 @@ class _Session:
             draft_sampling=config.draft_sampling and k > 0,
             synthetic_acceptance=config.synthetic_acceptance if k else None,
             chunk=config.prefill_chunk,
+            prefix_cache_bytes=self.prefix_cache_bytes,
         )
         return self.pair.engine(shape)
 

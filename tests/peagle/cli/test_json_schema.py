@@ -22,14 +22,14 @@ PROVENANCE = {"time", "command", "git", "python", "packages", "platform", "cpu",
 CONFIG = {
     "command", "target", "drafter", "num_speculative_tokens", "adaptive", "costs", "max_new_tokens", "temperature",
     "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "min_tokens", "draft_sampling", "synthetic_acceptance", "prefill_chunk",
+    "min_tokens", "draft_sampling", "synthetic_acceptance", "prefill_chunk", "prefix_cache_bytes",
     "seed", "slots", "context", "capacity", "dtype", "experts", "kernels", "aux_layers",
     "draft_vocab", "drafter_window", "baseline", "ignore_eos", "logprobs", "raw_prompt", "special_tokens", "system",
     "reasoning_effort", "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "stop", "finish_reason", "num_truncated_tokens", "ttft_s",
-    "tok_per_s", "tpot_s", "loop_share", "speculative_decoding", "baseline", "logprobs",
+    "tok_per_s", "tpot_s", "loop_share", "speculative_decoding", "baseline", "logprobs", "num_cached_tokens",
 }  # fmt: skip
 SPECULATIVE = {
     "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps", "num_plain_steps",
@@ -44,6 +44,7 @@ SUMMARY = {
     "acceptance_rate_per_position", "conditional_rate_per_position", "loop_share", "looping_requests_frac", "tok_per_s",
     "baseline_tok_per_s", "speedup",
     "speedup_median", "num_diverged_requests", "ttft_s", "compile_s", "host_gap_frac", "peak_memory_bytes",
+    "prefix_cache",
 }  # fmt: skip
 NAMES: dict[str, str | None] = {"command": "speculate", "target": "demo", "drafter": "ngram"}
 

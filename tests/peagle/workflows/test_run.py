@@ -319,3 +319,19 @@ def test_a_pair_without_a_tokenizer_runs_on_ids_alone() -> None:
     assert STOP not in result.output_ids
     with pytest.raises(InputError, match="--prompt-ids"):
         run(pair, [from_text("Hi")], CONFIG)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: int) -> None:
+    """By default if there are several requests; 0 turns it off, and one request has nothing to begin with."""
+    conversations = [CHAT, dataclasses.replace(CHAT, turns=("a", "b", "c"))]
+    cold = run(toy, conversations, dataclasses.replace(CONFIG, slots=slots, prefix_cache_bytes=0))
+    warm = run(toy, conversations, dataclasses.replace(CONFIG, slots=slots))
+    assert ids(warm) == ids(cold)
+    assert cold.prefix_cache is None
+    assert warm.prefix_cache is not None
+    assert warm.prefix_cache.num_hits >= 4
+    cached = [outcome.result.num_cached_tokens for outcome in warm.outcomes]
+    assert [each > 0 for each in cached] == [False, True, True] * 2
+    assert sum(cached) == warm.prefix_cache.num_hit_tokens
+    assert run(toy, [from_text("solo")], CONFIG).prefix_cache is None
