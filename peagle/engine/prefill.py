@@ -22,7 +22,7 @@ from peagle.engine.state import Prefix
 from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache
 from peagle.protocols import Drafter, PyTree, Target
 
-Snapshot: TypeAlias = tuple[PyTree, PyTree, jax.Array]  # of target, of drafter, aux_hidden
+Snapshot: TypeAlias = tuple[list[Any], jax.Array]  # what is no full layer, the target's first; aux_hidden
 
 
 def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, chunk: int) -> Prefix:
@@ -97,8 +97,6 @@ def cut_snapshot(prefix: Prefix, chunk: int) -> Snapshot:
     """
 
     def cut(node: Any, length: jax.Array) -> Any:
-        if _is_full(node):
-            return None
         if not isinstance(node, KVCache):
             return node
         reached = node.capacity - chunk + 1  # peagle.ops.kv_cache.ring_capacity
@@ -106,23 +104,22 @@ def cut_snapshot(prefix: Prefix, chunk: int) -> Snapshot:
         empty = init_kv_cache(1, reached, kv_heads, head_dim, node.key.dtype, ring=True)
         return copy_positions(empty, node, jnp.zeros((), jnp.int32), length)
 
-    cut_prefix = _map_layers(prefix, cut, prefix.length[0], prefix.length[0] - 1)
-    return cut_prefix.target_cache, cut_prefix.drafter_state, prefix.aux_hidden
+    length = prefix.length[0]
+    nodes = [(node, length) for node in _nodes(prefix.target_cache)]
+    nodes += [(node, length - 1) for node in _nodes(prefix.drafter_state)]
+    return [cut(*each) for each in nodes if not _is_full(each[0])], prefix.aux_hidden
 
 
 def put_snapshot(prefix: Prefix, snapshot: Snapshot, length: Int[Array, ""]) -> Prefix:
     """Complete a Prefix of this length, whose blocks have been put, by its snapshot."""
-    target_cache, drafter_state, aux_hidden = snapshot
-    given = dataclasses.replace(prefix, target_cache=target_cache, drafter_state=drafter_state)
-    rest = iter(node for tree in (given.target_cache, given.drafter_state) for node in _nodes(tree))
+    kept, aux_hidden = snapshot
+    rest = iter(kept)
 
     def put(node: Any, valid: jax.Array) -> Any:
-        kept = next(rest)
         if _is_full(node):
             return node
-        if not isinstance(node, KVCache):
-            return kept
-        return copy_positions(node, kept, jnp.zeros((), jnp.int32), valid)
+        given = next(rest)
+        return copy_positions(node, given, jnp.zeros((), jnp.int32), valid) if isinstance(node, KVCache) else given
 
     after = _map_layers(prefix, put, length, length - 1)
     return dataclasses.replace(after, aux_hidden=aux_hidden, length=length[None])
@@ -133,8 +130,8 @@ def _is_full(node: Any) -> bool:
 
 
 def _nodes(tree: PyTree) -> list[Any]:
-    """The caches and other leaves of a tree, in order; None where a snapshot leaves out a full layer."""
-    nodes: list[Any] = jax.tree.leaves(tree, is_leaf=lambda node: node is None or isinstance(node, KVCache))
+    """List the caches and other leaves of a tree, in order."""
+    nodes: list[Any] = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
     return nodes
 
 

@@ -301,8 +301,8 @@ def _cut_snapshot(lane: Any, chunk: int) -> Any:
     def _cut_rest(leaves: list[jax.Array]) -> prefill.Snapshot:
         _traces["cut snapshot"] += 1
         prefix: Prefix = jax.tree.unflatten(lane, leaves)
-        target_cache, drafter_state, aux_hidden = prefill.cut_snapshot(prefix, chunk)
-        return target_cache, drafter_state, _counted_as_long(aux_hidden, prefix.length[0])
+        kept, aux_hidden = prefill.cut_snapshot(prefix, chunk)
+        return kept, _counted_as_long(aux_hidden, prefix.length[0])
 
     return jax.jit(_cut_rest)
 

@@ -86,7 +86,7 @@ def available_host_bytes() -> int:
     return available if limit == "max" else max(0, min(available, int(limit) - used + cached))
 
 
-SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(typed: str, option: str) -> int:

@@ -8,7 +8,14 @@ from peagle.ops.memory import parse_size
 
 @pytest.mark.parametrize(
     ("typed", "size"),
-    [("0", 0), ("512MB", 512_000_000), ("2GB", 2 * 10**9), ("1.5GiB", 3 << 29), ("64k", 64_000), (" 3 TB ", 3 * 10**12)],
+    [
+        ("0", 0),
+        ("512MB", 512_000_000),
+        ("2GB", 2 * 10**9),
+        ("1.5GiB", 3 << 29),
+        ("64k", 64_000),
+        (" 3 TB ", 3 * 10**12),
+    ],
 )
 def test_a_number_with_a_unit_is_bytes(typed: str, size: int) -> None:
     assert parse_size(typed, "--x") == size
