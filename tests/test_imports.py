@@ -2,6 +2,7 @@
 
 ops <- target, drafter
 ops <- protocols <- engine, drafters, text <- result <- api <- loading <- measure <- workflows <- cli
+measure <- serve <- cli; serve loads no checkpoints
 """
 
 import ast
@@ -30,6 +31,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.api": _API,
     "peagle.loading": (*_API, *_MODELS),
     "peagle.measure": (*_API, "peagle.loading"),
+    "peagle.serve": (*_API, "peagle.measure"),
     "peagle.workflows": (*_API, "peagle.loading", "peagle.measure", *_MODELS),
 }
 # torch and transformers' models are oracles of the tests; pickle runs code
@@ -133,6 +135,11 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/workflows/run.py", "from peagle.cli import main"),
         ("peagle/cli.py", "from scripts import sweep_acceptance"),
         ("peagle/cli.py", "import tests.conftest"),
+        ("peagle/serve/app.py", "from peagle.cli.settings import ServeSettings"),
+        ("peagle/serve/app.py", "from peagle.loading import load"),
+        ("peagle/serve/app.py", "from peagle.workflows.run import run"),
+        ("peagle/workflows/run.py", "from peagle.serve.loop import EngineLoop"),
+        ("peagle/measure/bench.py", "from peagle.serve.loop import EngineLoop"),
         ("target/load.py", "import torch.nn"),
         ("target/load.py", "import pickle"),
     ],
@@ -157,6 +164,8 @@ def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
         ("peagle/text/prompts.py", "from peagle.text.tokenizer import Tokenizer"),
         ("peagle/result.py", "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer"),
         ("peagle/workflows/run.py", "from peagle.api import Pair\nfrom target.model import GptOss"),
+        ("peagle/serve/loop.py", "from peagle.engine.engine import Engine\nfrom peagle.result import Result"),
+        ("peagle/cli/serve.py", "from peagle.serve.app import create_app"),
         ("peagle/__init__.py", "from peagle.loading import load"),
         ("peagle/loading.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),
         ("peagle/cli.py", "from target.load import load_target\nimport drafter.train.loop, peagle.engine.engine"),

@@ -22,6 +22,7 @@ from peagle.cli.settings import (
     ParitySettings,
     RandomSettings,
     ReportSettings,
+    ServeSettings,
     SpeculateSettings,
     SweepSettings,
     TrainSettings,
@@ -44,6 +45,7 @@ what comes out is, token for token, what the target alone would have said.
   your own prompt           [cyan]peagle speculate 'def mean(values):'[/cyan]
   your own checkpoints      [cyan]peagle speculate --target DIR --drafter DIR 'Why?'[/cyan]
   several turns             [cyan]peagle chat --target DIR --drafter DIR[/cyan]
+  many people at once       [cyan]peagle serve --target DIR --drafter DIR[/cyan]
   what a checkpoint is      [cyan]peagle info DIR[/cyan]
 """
 SPECULATE_HELP = """
@@ -73,6 +75,18 @@ Chat: answer one line after another, each with what was said before; streaming, 
 
   your own checkpoints   [cyan]peagle chat --target DIR --drafter DIR[/cyan]
   from a pipe            [cyan]printf 'Hi\\nAnd you?\\n' | peagle chat --target DIR --drafter ngram[/cyan]
+"""
+SERVE_HELP = """
+Serve a pair over HTTP, as OpenAI does: chat completions and completions, for many people at once.
+
+Ctrl-C or SIGTERM: answers that are under way end first. GET /health, GET /metrics for those who run it.
+
+[bold]Examples[/bold]
+
+  the demo pair          [cyan]peagle serve[/cyan]
+  your own checkpoints   [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
+  with a key             [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
+  and call it            [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
 """
 INFO_HELP = """
 Say what a checkpoint is: geometry, bytes, memory it will need, taps; with two, whether target and drafter fit.
@@ -225,6 +239,15 @@ def chat(settings: ChatSettings) -> int:
     from peagle.cli.chat import chat_command
 
     return chat_command(settings)
+
+
+@command(SERVE_HELP)
+def serve(settings: ServeSettings) -> int:
+    try:
+        from peagle.cli.serve import serve_command
+    except ModuleNotFoundError as error:
+        raise InputError(f"serving needs {error.name}, which is not installed; pip install 'peagle[serve]'") from None
+    return serve_command(settings)
 
 
 @command(INFO_HELP)

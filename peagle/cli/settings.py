@@ -451,6 +451,82 @@ class ChatSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """The options of `serve`."""
+
+    model: ModelOptions = ModelOptions()
+    drafting: DraftOptions = DraftOptions()
+    context: Annotated[
+        int | None,
+        Option(
+            "--context",
+            metavar="N",
+            rich_help_panel=MODEL,
+            help="Positions of a prompt with its answer; every slot reserves them. Default: 4096, or all of the model.",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        Option(
+            "--served-model-name",
+            metavar="NAME",
+            rich_help_panel=MODEL,
+            help="The model's name for clients. Default: that of the target's directory.",
+        ),
+    ] = None
+    date: Annotated[
+        str,
+        Option(
+            "--date",
+            metavar="YYYY-MM-DD",
+            rich_help_panel=MODEL,
+            help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
+        ),
+    ] = DEFAULT_DATE
+    host: Annotated[
+        str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on; 0: a free one.")
+    ] = 8000
+    slots: Annotated[int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Requests decoded at once.")] = 4
+    max_queue: Annotated[
+        int,
+        Option(
+            "--max-queue",
+            metavar="N",
+            rich_help_panel=RUNNING,
+            help="Requests that may wait for a slot; more are refused with status 429.",
+        ),
+    ] = 64
+    max_body: Annotated[
+        int, Option("--max-body", metavar="BYTES", rich_help_panel=RUNNING, help="Most bytes of a request.")
+    ] = 4_000_000
+    api_key_file: Annotated[
+        Path | None,
+        Option(
+            "--api-key-file",
+            metavar="FILE",
+            rich_help_panel=RUNNING,
+            help="Keys, one a line, of which a client must send one. Default: none is needed.",
+        ),
+    ] = None
+    prefix_cache: PrefixCache = "auto"
+    drain: Annotated[
+        int,
+        Option(
+            "--drain",
+            metavar="SECONDS",
+            rich_help_panel=RUNNING,
+            help="After SIGTERM or Ctrl-C, open answers may take this long to end.",
+        ),
+    ] = 30
+    quiet: Annotated[
+        bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No notes, no line for each request.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class InfoSettings:
     """The options of `info`."""
 

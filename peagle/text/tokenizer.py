@@ -53,6 +53,16 @@ class Tokenizer(Protocol):
         ...
 
 
+class TemplateError(InputError):
+    """A chat template refuses a chat, for this reason."""
+
+    def __init__(self, directory: Path, reason: str) -> None:
+        super().__init__(
+            f"{directory}: the chat template refuses this chat: {reason}; leave it out, or give --raw-prompt"
+        )
+        self.reason = reason
+
+
 class Detokenizer:
     """Convert token ids to text incrementally.
 
@@ -175,10 +185,7 @@ class ByteLevelTokenizer:
                 **dates,
             )
         except Exception as error:  # templates may raise anything
-            raise InputError(
-                f"{self._directory}: the chat template refuses this chat: {_one_line(error)}; leave it out, or give "
-                "--raw-prompt"
-            ) from None
+            raise TemplateError(self._directory, _one_line(error)) from None
         return self._encode_rendered(text, {ord(mask): chr(char) for char, mask in masks.items()})
 
     def _masks(self, texts: Sequence[str]) -> dict[int, str]:

@@ -1,0 +1,130 @@
+"""`peagle serve`: load a pair, warm it up, and answer HTTP requests in OpenAI's form until SIGTERM or Ctrl-C."""
+
+import logging
+import socket
+import sys
+from pathlib import Path
+
+from peagle.api import Pair
+from peagle.cli.display import Display
+from peagle.cli.output import say
+from peagle.cli.settings import ServeSettings, parse_prefix_cache
+from peagle.cli.speculate import load_pair, parse_num_drafts
+from peagle.engine.engine import Engine
+from peagle.loading import DEMO, drafter_path, resolve
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.memory import size_in_words
+from peagle.serve.app import Service, create_app
+from peagle.serve.loop import EngineLoop
+from peagle.serve.prompts import Prompter
+from peagle.serve.server import bind, serve
+from peagle.text.tokenizer import parse_date
+from peagle.workflows.run import default_prefix_cache_bytes
+
+DEFAULT_CONTEXT = 4096  # positions; all that the model has, if it has fewer
+DEMO_NAME = "peagle-demo"
+LOOPBACK = ("127.0.0.1", "::1")
+FAILED = 1
+
+
+def serve_command(settings: ServeSettings) -> int:
+    """Return the exit code: 0 after a drain, 1 if the engine failed.
+
+    Raises InputError, before anything slow, for options that cannot be used.
+    """
+    target = settings.model.target or DEMO
+    asked = parse_num_drafts(settings.drafting.num_speculative_tokens)
+    drafter = None if asked == 0 else settings.drafting.drafter or DEMO
+    resolve(target, "target")
+    drafter_path(target, drafter)
+    parse_date(settings.date)
+    cache_bytes = parse_prefix_cache(settings.prefix_cache)
+    for option, value, least in (
+        ("--max-queue", settings.max_queue, 0),
+        ("--max-body", settings.max_body, 1),
+        ("--drain", settings.drain, 0),
+    ):
+        if value < least:
+            raise InputError(f"{option} is {value}; expected {least} or more")
+    keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
+    with bind(settings.host, settings.port) as address:
+        if settings.host not in LOOPBACK and not keys:
+            say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
+        pair = load_pair(target, drafter, settings.model, settings.drafting, display)
+        k, adaptive = pair.num_drafts(asked)
+        context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
+        kept = default_prefix_cache_bytes() if cache_bytes is None else cache_bytes
+        engine = pair.engine(
+            pair.engine_config(k, slots=settings.slots, capacity=context, adaptive=adaptive, prefix_cache_bytes=kept)
+        )
+        _warm_up(engine, display)
+        name = settings.served_model_name or (DEMO_NAME if target == DEMO else Path(target).resolve().name)
+        for line in _described(pair, engine, name, adaptive):
+            display.note(line)
+        return _serve(settings, engine, Prompter(pair, context, settings.date), name, keys, address, display)
+
+
+def _serve(
+    settings: ServeSettings,
+    engine: Engine,
+    prompter: Prompter,
+    name: str,
+    keys: tuple[str, ...],
+    address: socket.socket,
+    display: Display,
+) -> int:
+    loop = EngineLoop(engine, settings.max_queue)
+    service = Service(loop, prompter, name, keys, settings.max_body, log=None if settings.quiet else _log())
+    try:
+        serve(create_app(service), loop, address, settings.drain, lambda url: display.note(f"ready: {url}/v1"))
+    finally:
+        loop.close()
+    interrupt.forget()
+    if loop.failure is not None:
+        say("error", loop.failure)
+    return 0 if loop.failure is None else FAILED
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Read one key a line. Raises InputError for a file without keys."""
+    try:
+        keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--api-key-file {path} cannot be read: {error}; expected a key a line, in UTF-8") from None
+    if not keys:
+        raise InputError(f"--api-key-file {path} is empty; expected a key a line")
+    return keys
+
+
+def _warm_up(engine: Engine, display: Display) -> None:
+    """Compile all programs that requests may need, so that none waits for it."""
+    with display.stage("compiling"):
+        for sampled, full in ((False, False), (True, False), (True, True)):
+            interrupt.check()
+            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring)
+    interrupt.check()
+
+
+def _described(pair: Pair, engine: Engine, name: str, adaptive: bool) -> list[str]:
+    """Describe what is served, and the memory it takes."""
+    config = engine.config
+    state, lane, logits = engine.memory_bytes()
+    k = config.num_speculative_tokens
+    speculates = "plainly" if not k else f"with up to {k} drafts a step" if adaptive else f"with K = {k}"
+    return [
+        f"serving {name} {speculates}: {config.slots} slots of {config.capacity} positions each, {pair.dtype}",
+        f"memory besides the weights: {size_in_words(state + lane + logits)} reserved, and up to "
+        f"{size_in_words(config.prefix_cache_bytes)} of known prompts",
+    ]
+
+
+def _log() -> logging.Logger:
+    """Return a log of one JSON line a request, on standard error."""
+    logger = logging.getLogger("peagle.serve")
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler(sys.stderr))
+    return logger

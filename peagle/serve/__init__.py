@@ -1,0 +1,1 @@
+"""HTTP in OpenAI's form over one engine: `peagle serve`. Needs the extra `serve`."""

@@ -1,0 +1,140 @@
+"""The answers of one HTTP request: chunks of the engine become text, and the facts that replies contain."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogprobs
+from peagle.result import Assembler, Counters, Result, refuse_stop_strings_without
+from peagle.serve.loop import EngineLoop
+from peagle.text.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True)
+class Part:
+    """One answer's tokens of a dispatch, with the text that is certain with them.
+
+    `logprobs` has no entry for the stop token, which is no text. finish_reason: of the answer's last part.
+    """
+
+    place: int
+    token_ids: tuple[int, ...]  # without the stop token
+    text: str
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: FinishReason | None
+    origins: tuple[str, ...]  # of each token (`origins`)
+
+
+class Answers:
+    """Run requests, and read their answers. Raises as EngineLoop.submit does, before anything is sent."""
+
+    def __init__(self, loop: EngineLoop, requests: Sequence[Request], tokenizer: Tokenizer | None) -> None:
+        for request in requests:
+            refuse_stop_strings_without(tokenizer, request.stop)
+        self.requests, self.started_s = tuple(requests), time.perf_counter()
+        k = loop.engine.config.num_speculative_tokens
+        self._assemblers = [Assembler(request, k, tokenizer, self.started_s) for request in requests]
+        self._call = loop.submit(requests)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yield parts as they arrive, until all answers have ended; end the requests if the reader leaves."""
+        try:
+            async with contextlib.aclosing(self._call.chunks()) as chunks:
+                async for place, chunk in chunks:
+                    yield self._part(place, chunk)
+        finally:
+            self._call.close()
+
+    def close(self) -> None:
+        """End the requests."""
+        self._call.close()
+
+    def results(self) -> list[Result]:
+        """Return the answers and their figures so far."""
+        return [assembler.result() for assembler in self._assemblers]
+
+    def _part(self, place: int, chunk: TokenChunk) -> Part:
+        assembler = self._assemblers[place]
+        piece = assembler.add(chunk)
+        if assembler.finish_reason != chunk.finish_reason:  # after a stop string
+            self._call.abort(place)
+        count = len(piece.token_ids)
+        if chunk.finish_reason == "stop" and count and count == len(chunk.token_ids):
+            count -= 1
+        return Part(
+            place,
+            piece.token_ids[:count],
+            piece.text,
+            chunk.logprobs[:count],
+            assembler.finish_reason,
+            origins(chunk)[:count],
+        )
+
+
+def origins(chunk: TokenChunk) -> tuple[str, ...]:
+    """Name each token's origin: "prefill", "plain", an accepted draft's position from 1, "recovered", "bonus"."""
+    if not chunk.steps:
+        return ("prefill",) * len(chunk.token_ids)
+    found: list[str] = []
+    for step in chunk.steps:
+        found += [str(place + 1) for place in range(step.num_accepted)]
+        drafted = len(step.draft_token_ids)
+        found.append("plain" if not drafted else "bonus" if step.num_accepted == drafted else "recovered")
+    return tuple(found[: len(chunk.token_ids)])
+
+
+class TokenTexts:
+    """The text of each token; a character that several tokens make belongs to the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+
+    def of(self, part: Part) -> list[dict[str, str]]:
+        """Return text and origin of each token."""
+        return [
+            {"text": self._detokenizer.add((token,)), "origin": origin}
+            for token, origin in zip(part.token_ids, part.origins, strict=True)
+        ]
+
+
+def usage(results: Sequence[Result]) -> dict[str, Any]:
+    """Count tokens; a prompt with n answers counts once."""
+    prompts = [result for result in results if result.request.index == 0]
+    prompt, completion = (
+        sum(len(result.request.prompt_ids) for result in prompts),
+        sum(len(result.output_ids) for result in results),
+    )
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in prompts)},
+    }
+
+
+def pooled(results: Sequence[Result]) -> Counters:
+    """Add up the steps of all answers."""
+    first, *others = (result.counters for result in results)
+    return sum(others, start=first)
+
+
+def metrics(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the block of figures under vLLM's names; none in plain decoding."""
+    found = pooled(results)
+    if not found.num_spec_tokens:
+        return {}
+    return {
+        "metrics": {
+            "speculative_decoding": {
+                "mean_acceptance_length": found.acceptance_length,
+                "draft_acceptance_rate": found.acceptance_rate,
+                "acceptance_histogram": list(found.histogram),
+                "num_spec_steps": found.num_steps,
+                "num_accepted_draft_tokens": found.num_accepted,
+                "num_draft_tokens": found.num_drafted,
+                "num_spec_tokens": found.num_spec_tokens,
+            }
+        }
+    }

@@ -1,0 +1,29 @@
+"""Errors of the HTTP interface, in OpenAI's form."""
+
+from typing import Any
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that gets an error object instead of an answer.
+
+    `param` names the field that caused it. retry_after_s: seconds after which the client may try again.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after_s: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the error object."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that belong to the status."""
+        retry = {"Retry-After": str(self.retry_after_s)} if self.retry_after_s else {}
+        return retry | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})

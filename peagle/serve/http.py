@@ -1,0 +1,103 @@
+"""Bodies, keys and disconnects: the parts of HTTP that every route shares."""
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from peagle.ops.strict_json import dumps
+from peagle.serve.errors import ApiError
+
+Found = TypeVar("Found")
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Read a body of at most `most` bytes. Raises ApiError for a larger one, before it is read."""
+    error = ApiError(413, f"the body has more than {most} bytes, the most that this server reads; send less")
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
+        raise error
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise error
+        parts.append(part)
+    return b"".join(parts)
+
+
+def check_key(request: Request, keys: Sequence[str]) -> None:
+    """Raise ApiError without one of the keys as a bearer token. Takes equally long for any token of one length."""
+    if not keys:
+        return
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    token = given.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
+    if not sum(hmac.compare_digest(token, key.encode("utf-8")) for key in keys):
+        message = "the key is missing or wrong; send it as Authorization: Bearer KEY"
+        raise ApiError(401, message, None, "invalid_api_key")
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
+    """Await the work; cancel it as soon as the client leaves.
+
+    Raises ClientDisconnect if it left before the end.
+    """
+    task, listening = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, listening):
+            each.cancel()
+        await asyncio.gather(task, listening, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class JsonReply(Response):
+    """A JSON value, in which a number that is not finite is null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content, ensure_ascii=False).encode("utf-8", "replace")
+
+
+class EventStream(Response):
+    """A stream of events that ends with its client, even while no event is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        """`close` is called at the end, whether or not the events were begun."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(
+        self,
+        scope: Scope,  # noqa: ARG002  all three are given
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        async def pump() -> None:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event.encode("utf-8"), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        try:
+            await until_disconnect(receive, pump())
+        except (ClientDisconnect, OSError):
+            return
+        finally:
+            self._close()

@@ -1,0 +1,240 @@
+"""The engine in a thread of its own, and calls to it from event loops.
+
+The thread alone drives the engine: it adds waiting requests, runs a step, and hands over the chunks, with one wake-up
+of the event loop a step. Event loops never wait for a step: they append to a queue, and abort without waiting.
+"""
+
+import asyncio
+import collections
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peagle.engine.engine import Engine, Handle
+from peagle.engine.request import Request, TokenChunk
+from peagle.serve.errors import ApiError
+
+STALLED_S = 120.0  # without a step while requests wait; longer than any compilation seen
+RETRY_AFTER_S = 1
+
+Status = Literal["ok", "failed", "stalled", "draining"]
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request of a call. `handle` is None until the thread has added it to the engine."""
+
+    call: "Call"
+    place: int
+    request: Request
+    handle: Handle | None = None
+    aborted: bool = False
+
+
+@dataclass(eq=False)
+class Call:
+    """Requests of one HTTP request, with the chunks that have arrived. Iterate in the event loop that made it."""
+
+    engine: Engine
+    loop: asyncio.AbstractEventLoop
+    jobs: list[_Job] = field(default_factory=list)
+    queue: "asyncio.Queue[tuple[int, TokenChunk | ApiError]]" = field(default_factory=asyncio.Queue)
+
+    async def chunks(self) -> AsyncIterator[tuple[int, TokenChunk]]:
+        """Yield (number of the request, chunk) as chunks arrive, until each request has ended or was aborted.
+
+        Raises ApiError if the engine fails, or a model's outputs are not finite.
+        """
+        left = set(range(len(self.jobs)))
+        while left := {place for place in left if not self.jobs[place].aborted}:
+            place, found = await self.queue.get()
+            if isinstance(found, ApiError):
+                raise found
+            if place in left:
+                if found.finish_reason is not None:
+                    left.discard(place)
+                yield place, found
+
+    def abort(self, place: int) -> None:
+        """End a request before the next dispatch. Does nothing if it has ended. Never waits."""
+        job = self.jobs[place]
+        job.aborted = True  # before the handle is read: the thread does the two in the other order
+        if job.handle is not None:
+            self.engine.abort(job.handle)
+
+    def close(self) -> None:
+        """End all requests of the call."""
+        for place in range(len(self.jobs)):
+            self.abort(place)
+
+
+class EngineLoop:
+    """One engine, the thread that drives it, and a bounded queue of requests.
+
+    max_queue: requests that may wait beyond those in slots.
+    """
+
+    def __init__(self, engine: Engine, max_queue: int) -> None:
+        self.engine, self.max_queue = engine, max_queue
+        self.failure: str | None = None
+        self.draining = False
+        self._lock = threading.Condition()
+        self._new: collections.deque[_Job] = collections.deque()
+        self._running: dict[Handle, _Job] = {}  # the thread's own
+        self._open = 0  # jobs that have not ended
+        self._closing = False
+        self._last_step_s = time.monotonic()
+        self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return self._open
+
+    @property
+    def num_running(self) -> int:
+        return min(self._open, self.engine.config.slots)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._open - self.num_running
+
+    @property
+    def status(self) -> Status:
+        """Describe what the thread does now: "stalled" is work without a step for STALLED_S."""
+        if self.failure is not None:
+            return "failed"
+        if self._open and time.monotonic() - self._last_step_s > STALLED_S:
+            return "stalled"
+        return "draining" if self.draining else "ok"
+
+    def submit(self, requests: Sequence[Request]) -> Call:
+        """Queue all requests, or none. Call it in the event loop that reads the chunks.
+
+        Raises ApiError if the queue is full or the engine has failed, InputError for a request that cannot be run.
+        """
+        for request in requests:
+            self.engine.check(request)
+        most = self.engine.config.slots + self.max_queue
+        if len(requests) > most:
+            raise ApiError(
+                400, f"{len(requests)} answers are asked for at once; expected at most {most}: ask for fewer"
+            )
+        call = Call(self.engine, asyncio.get_running_loop())
+        call.jobs = [_Job(call, place, request) for place, request in enumerate(requests)]
+        with self._lock:
+            if self.failure is not None:
+                raise self._failed()
+            if self.draining:
+                raise ApiError(503, "the server is shutting down; send the request to another one")
+            if self._open + len(requests) > most:
+                raise ApiError(
+                    429,
+                    f"{self._open} requests are running or waiting, and at most {most} may; try again later",
+                    retry_after_s=RETRY_AFTER_S,
+                )
+            if not self._open:
+                self._last_step_s = time.monotonic()
+            self._open += len(requests)
+            self._new.extend(call.jobs)
+            self._lock.notify()
+        return call
+
+    def stop(self, message: str) -> None:
+        """Take no more requests, and end the open ones with this error."""
+        with self._lock:
+            self.draining = True
+            calls = {job.call for job in (*self._new, *self._running.values())}
+        for call in calls:
+            error = ApiError(503, message)
+            call.loop.call_soon_threadsafe(call.queue.put_nowait, (0, error))
+            call.close()
+
+    def close(self) -> None:
+        """End all requests and the thread."""
+        self.stop("the server was stopped")
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
+        self._thread.join()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _drive(self) -> None:
+        try:
+            while self._wait():
+                self._add_new()
+                for handle, chunk in self.engine.step():
+                    handle.inbox.append(chunk)
+                self._hand_over()
+                self._last_step_s = time.monotonic()
+        except BaseException as error:  # no request may wait for a thread that is gone
+            self._fail(" ".join(str(error).split()) or type(error).__name__)
+
+    def _wait(self) -> bool:
+        """Wait for a request; return False if the thread shall end."""
+        if not self._open:
+            self.engine.settle()
+        with self._lock:
+            self._lock.wait_for(lambda: self._open or self._closing)
+            return not (self._closing and not self._open)
+
+    def _add_new(self) -> None:
+        while self._new:
+            with self._lock:
+                job = self._new[0]
+                if not job.aborted:
+                    job.handle = self.engine.add(job.request)
+                    self._running[job.handle] = job
+                self._new.popleft()
+                self._open -= job.handle is None
+            if job.aborted and job.handle is not None:
+                self.engine.abort(job.handle)
+
+    def _hand_over(self) -> None:
+        """Send the chunks of a step to their event loops."""
+        found: dict[asyncio.AbstractEventLoop, list[tuple[_Job, TokenChunk | ApiError]]] = {}
+        ended = []
+        for handle, job in self._running.items():
+            items = found.setdefault(job.call.loop, [])
+            if handle.error is not None:
+                items.append((job, ApiError(500, str(handle.error))))
+                handle.inbox.clear()
+            while handle.inbox:
+                items.append((job, handle.inbox.popleft()))
+            if handle.finished is not None:
+                ended.append(handle)
+        with self._lock:
+            for handle in ended:
+                del self._running[handle]
+            self._open -= len(ended)
+        for loop, items in found.items():
+            if items:
+                self._send(loop, items)
+
+    def _send(self, loop: asyncio.AbstractEventLoop, items: list[tuple[_Job, TokenChunk | ApiError]]) -> None:
+        def put() -> None:
+            for job, item in items:
+                job.call.queue.put_nowait((job.place, item))
+
+        try:
+            loop.call_soon_threadsafe(put)
+        except RuntimeError:  # the event loop is closed, so nobody reads these
+            for job, _ in items:
+                job.call.close()
+
+    def _fail(self, message: str) -> None:
+        with self._lock:
+            self.failure = message
+            jobs = [*self._new, *self._running.values()]
+            self._new.clear()
+            self._running.clear()
+            self._open = 0
+        for job in jobs:
+            self._send(job.call.loop, [(job, self._failed())])
+
+    def _failed(self) -> ApiError:
+        return ApiError(503, f"{self.failure}; the server must be started again")

@@ -1,0 +1,79 @@
+"""Prometheus metrics under vLLM's names, so that its boards and benchmark clients read them."""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from peagle.result import Result
+from peagle.serve.answers import pooled
+from peagle.serve.loop import EngineLoop
+
+SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+
+
+class Metrics:
+    """Counts since the server was started, labelled with the model's name."""
+
+    def __init__(self, loop: EngineLoop, model: str) -> None:
+        self._registry, self._model = CollectorRegistry(), model
+        for name, text, read in (
+            ("num_requests_running", "Requests in slots or in prefill.", lambda: loop.num_running),
+            ("num_requests_waiting", "Requests that wait for a slot.", lambda: loop.num_waiting),
+        ):
+            self._gauge(name, text).set_function(read)
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._generation = self._counter("generation_tokens", "Tokens of answers.")
+        self._cache_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self._cache_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Steps that drafted.")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self._success = Counter(
+            "vllm:request_success", "Ended requests.", ["model_name", "finished_reason"], registry=self._registry
+        )
+        self._per_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their position in the draft, from 0.",
+            ["model_name", "position"],
+            registry=self._registry,
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", SHORT_S)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between arrivals of tokens.", SHORT_S)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", LONG_S)
+
+    def observe(self, results: Sequence[Result]) -> None:
+        """Add the results of one call: its answers have ended, or their client has left."""
+        for result in results:
+            reason = result.finish_reason or "abort"
+            self._success.labels(self._model, reason).inc()
+            if result.request.index == 0:
+                self._prompt.inc(len(result.request.prompt_ids))
+            self._cache_queries.inc(len(result.request.prompt_ids))
+            self._cache_hits.inc(result.num_cached_tokens)
+            self._generation.inc(len(result.output_ids))
+            if result.ttft_s is not None and result.last_s is not None:
+                self._ttft.observe(result.ttft_s)
+                self._e2e.observe(result.last_s - result.started_s)
+            for seconds in result.itl_s:
+                self._itl.observe(seconds)
+        counters = pooled(results)
+        self._drafts.inc(counters.num_steps)
+        self._draft_tokens.inc(counters.num_drafted)
+        self._accepted.inc(counters.num_accepted)
+        for position, accepted in enumerate(counters.accepted_per_position):
+            self._per_position.labels(self._model, str(position)).inc(accepted)
+
+    def text(self) -> bytes:
+        """Write all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._model)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"vllm:{name}", text, ["model_name"], registry=self._registry).labels(self._model)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets)
+        return made.labels(self._model)

@@ -1,0 +1,198 @@
+"""From the body of a request to requests of the engine. Encode in one thread: the tokenizer's settings are shared."""
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peagle.api import Pair
+from peagle.engine.request import LARGEST_SEED, Request, SamplingParams
+from peagle.ops.errors import InputError
+from peagle.serve.errors import ApiError
+from peagle.serve.schema import (
+    MOST_CHOICES,
+    MOST_PROMPTS,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    DetokenizeBody,
+    Sampled,
+    TokenizeBody,
+)
+from peagle.text.prompts import brief, check_encodable
+from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize, final_message
+
+
+@dataclass(frozen=True)
+class Prompter:
+    """Make the engine's requests for one pair and context. date: of templates that show it."""
+
+    pair: Pair
+    context: int
+    date: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError without a tokenizer."""
+        if self.pair.tokenizer is None:
+            raise ApiError(400, "the model has no tokenizer; only /v1/completions with token ids is possible")
+        return self.pair.tokenizer
+
+    def chat(self, body: ChatBody) -> list[Request]:
+        """Make the requests of a chat: n answers to its messages."""
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
+        limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort)
+        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs)
+
+    def completion(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
+        """Make the requests of a completion, n for each prompt; return them with the prompts' texts for `echo`."""
+        prompts = _prompts(body)
+        if len(prompts) > MOST_PROMPTS:
+            raise ApiError(400, f"{len(prompts)} prompts are given; expected at most {MOST_PROMPTS}", "prompt")
+        if body.echo and body.logprobs is not None:
+            raise ApiError(
+                400, "echo with logprobs is not supported: prompts have no log-probabilities here", "logprobs"
+            )
+        encoded, echoed = [], []
+        for prompt in prompts:
+            ids = self.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+            self.check_ids(ids, "prompt")
+            encoded.append(ids)
+            if body.echo:
+                echoed += [prompt if isinstance(prompt, str) else detokenize(self.tokenizer, ids)] * body.n
+        return self._requests(body, encoded, 16 if body.max_tokens is None else body.max_tokens, body.logprobs), echoed
+
+    def tokenize(self, body: TokenizeBody) -> tuple[int, ...]:
+        """Return the ids of a text, or of a chat up to its next answer."""
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "expected exactly one of prompt and messages", "prompt")
+        if body.prompt is not None:
+            return self.encode(body.prompt)
+        assert body.messages is not None
+        return self.encode_chat(body.messages, body.reasoning_effort)
+
+    def detokenize(self, body: DetokenizeBody) -> str:
+        """Return the text of ids, special tokens spelled out."""
+        self.check_ids(body.tokens, "tokens")
+        return detokenize(self.tokenizer, body.tokens)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Encode a raw text. Special tokens spelled in it are characters."""
+        check_encodable(text, "the prompt")
+        return tuple(self.tokenizer.encode(text))
+
+    def encode_chat(self, messages: Sequence[ChatMessage], effort: str | None) -> tuple[int, ...]:
+        """Encode a chat up to the next answer."""
+        if not messages:
+            raise ApiError(400, "messages is empty; expected at least one message", "messages")
+        try:
+            chat = [_message(each) for each in messages]
+            ids = self.tokenizer.encode_chat(chat, reasoning_effort=effort, date=self.date)
+        except TemplateError as error:
+            message = f"the model's chat template refuses these messages: {error.reason}"
+            raise ApiError(400, message, "messages") from None
+        return tuple(ids)
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raise ApiError for an id outside the target's vocabulary."""
+        size = self.pair.target.vocab_size
+        if bad := [token for token in ids if not 0 <= token < size]:
+            raise ApiError(400, f"{param} holds token id {brief(bad[0])}; expected 0..{size - 1}", param)
+
+    def _requests(
+        self, body: Sampled, prompts: Sequence[tuple[int, ...]], limit: int | None, logprobs: int | None
+    ) -> list[Request]:
+        """Make n requests for each prompt. Random numbers depend on the seed and on the answer's number below n."""
+        if not 1 <= body.n <= MOST_CHOICES:
+            raise ApiError(400, f"n is {brief(body.n)}; expected 1..{MOST_CHOICES}", "n")
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options is given without stream; set stream to true", "stream_options")
+        stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        self.check_ids(body.stop_token_ids, "stop_token_ids")
+        own = () if body.ignore_eos else self.pair.stop_token_ids
+        stops = tuple(dict.fromkeys((*own, *body.stop_token_ids)))
+        sampling = self._sampling(body)
+        requests = []
+        for number, prompt_ids in enumerate(prompts, 1):
+            name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
+            budget = self._budget(len(prompt_ids), limit, name)
+            if body.min_tokens > budget:
+                raise ApiError(
+                    400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
+                )
+            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop)
+            requests += [dataclasses.replace(first, index=index) for index in range(body.n)]
+        return requests
+
+    def _budget(self, length: int, limit: int | None, name: str) -> int:
+        room = self.context - length
+        if room < 1:
+            raise ApiError(
+                400,
+                f"{name} has {length} tokens, but the context holds {self.context} positions; expected at most "
+                f"{self.context - 1}: shorten it",
+                "messages" if name == "the prompt" else "prompt",
+                "context_length_exceeded",
+            )
+        if limit is None:
+            return room
+        if limit < 1:
+            raise ApiError(400, f"max_tokens is {brief(limit)}; expected 1 or more", "max_tokens")
+        if limit > room:
+            raise ApiError(
+                400,
+                f"{name} has {length} tokens and max_tokens is {limit}, but the context holds {self.context} "
+                f"positions; expected max_tokens of at most {room}",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        return limit
+
+    def _sampling(self, body: Sampled) -> SamplingParams:
+        try:
+            bias = tuple((int(token), value) for token, value in body.logit_bias.items())
+        except ValueError:
+            raise ApiError(
+                400, f"logit_bias is {brief(body.logit_bias)}; expected token ids as keys", "logit_bias"
+            ) from None
+        self.check_ids([token for token, _ in bias], "logit_bias")
+        seed = secrets.randbelow(LARGEST_SEED + 1) if body.seed is None else body.seed
+        return SamplingParams(
+            temperature=body.temperature,
+            top_k=max(body.top_k, 0) if body.top_k >= -1 else body.top_k,  # -1 is off in vLLM
+            top_p=body.top_p,
+            min_p=body.min_p,
+            seed=seed,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=bias,
+            min_tokens=body.min_tokens,
+        )
+
+
+def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
+    prompt = body.prompt
+    if not prompt:
+        raise ApiError(400, "prompt is empty; expected a text or token ids", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
+
+
+def _message(given: ChatMessage) -> Message:
+    """Make a message in the form that templates take; of a past answer only its final text."""
+    if given.role != "assistant" and "content" not in given.model_fields_set:
+        raise ApiError(400, f"a message of the {given.role} has no content; add it", "messages")
+    try:
+        check_encodable(given.text, "a message")
+    except InputError as error:
+        raise ApiError(400, str(error), "messages") from None
+    return {"role": given.role, "content": final_message(given.text) if given.role == "assistant" else given.text}

@@ -1,0 +1,173 @@
+"""The bodies of requests: types and names. Unknown fields, and known ones that are not supported, are refused by name.
+
+Ranges are checked where the values are used (`peagle.engine.request`).
+"""
+
+from typing import Any, Literal, TypeVar
+
+import pydantic
+import pydantic_core
+
+from peagle.serve.errors import ApiError
+from peagle.text.prompts import brief
+
+MOST_CHOICES = 16  # of each prompt
+MOST_PROMPTS = 64  # of each call
+# values of unsupported fields that ask for nothing; null always does
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "best_of": (1,),
+    "suffix": ("",),
+    "store": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "audio": ({},),
+    "annotations": ([],),
+    "tool_calls": ([],),
+}
+
+EXPECTED = {  # of fields of several types
+    "prompt": "expected a text, a list of texts, a list of token ids, or a list of such lists",
+    "stop": "expected a text or a list of texts",
+}
+
+
+class Body(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """A message. `reasoning` of past answers is accepted and left out: a chat template drops it, too."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] = ""
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Sampled(Body):
+    """Fields of both kinds of completion. None: the default of the interface."""
+
+    model: str | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    n: int = 1
+    logit_bias: dict[str, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+
+class ChatBody(Sampled):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    return_token_origins: bool = False  # of the page: which token came from which draft
+
+
+class CompletionBody(Sampled):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+def parse(kind: type[Kind], body: bytes) -> Kind:
+    """Read the JSON of a request. Raises ApiError with the name of the field that is wrong."""
+    try:
+        given = pydantic_core.from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}; expected an object in UTF-8") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, f"the body is {brief(given)}; expected a JSON object")
+    try:
+        return kind.model_validate(_without_neutral(given, kind))
+    except pydantic.ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _without_neutral(given: Any, kind: type[Body] | None = None) -> Any:
+    """Leave out what asks for nothing: nulls, and neutral values of fields that are not supported."""
+    if not isinstance(given, dict):
+        return given
+    known = kind.model_fields if kind is not None else {}
+    kept = {
+        key: value
+        for key, value in given.items()
+        if value is not None and (key in known or not any(_same(value, each) for each in NEUTRAL.get(key, ())))
+    }
+    if isinstance(kept.get("messages"), list):
+        kept["messages"] = [_without_neutral(message) for message in kept["messages"]]
+    return kept
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and value == other
+
+
+def _refusal(error: pydantic.ValidationError) -> ApiError:
+    """Name the first field that is wrong."""
+    first, *_ = error.errors(include_url=False, include_context=False)
+    # branches of a union are part of the place, but no field of the body
+    place = [str(part) for part in first["loc"] if isinstance(part, int) or "[" not in part]
+    place = [part for part in place if part not in ("str", "TextPart")]
+    name = ".".join(place) or "the body"
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400,
+            f"{name} is not supported here (it is {brief(first['input'])}); leave it out",
+            name,
+            "unsupported_parameter",
+        )
+    if first["type"] == "missing":
+        return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
+    expected = EXPECTED.get(place[0] if place else "", first["msg"])
+    return ApiError(400, f"{name} is {brief(first['input'])}; {expected}", name, "invalid_type")

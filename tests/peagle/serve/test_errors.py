@@ -1,0 +1,190 @@
+"""Known bad inputs get an error object in OpenAI's form, that names the field."""
+
+import logging
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.peagle.serve.conftest import client_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GOOD: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 1},
+}
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    # fields, a part of the message
+    (CHAT, {"tools": [{"type": "function"}]}, "tools is not supported"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice is not supported"),
+    (CHAT, {"speculative": {"num_speculative_tokens": 2}}, "speculative is not supported"),
+    (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
+    (CHAT, {"guided_regex": "(a+)+$"}, "guided_regex is not supported"),
+    (CHAT, {"unheard_of": 1}, "unheard_of is not supported"),
+    (CHAT, {"prompt": "hi"}, "prompt is not supported"),
+    (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is not"),
+    (CHAT, {"stream_options": {"include_usage": True}}, "without stream"),
+    (CHAT, {"messages": []}, "messages is empty"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages.0.content",
+    ),
+    (CHAT, {"messages": [{"role": "user"}]}, "no content"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name is not"),
+    (CHAT, {"messages": "hi"}, "messages is 'hi'"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs is given without"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "expected 0..20"),
+    (CHAT, {"logprobs": 3}, "logprobs is 3"),
+    (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+    (CHAT, {"reasoning_effort": "extreme"}, "reasoning_effort is 'extreme'"),
+    (COMPLETIONS, {"prompt": ""}, "prompt is empty"),
+    (COMPLETIONS, {"prompt": []}, "prompt is empty"),
+    (COMPLETIONS, {"prompt": [[]]}, "is empty"),
+    (COMPLETIONS, {"prompt": 5}, "prompt is 5; expected a text"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "token id -1; expected 0..319"),
+    (COMPLETIONS, {"prompt": [320]}, "token id 320; expected 0..319"),
+    (COMPLETIONS, {"prompt": [10**30]}, "expected 0..319"),
+    (COMPLETIONS, {"prompt": [True]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 65}, "65 prompts"),
+    (COMPLETIONS, {"prompt": ["a"] * 16, "n": 16}, "at once"),
+    (COMPLETIONS, {"prompt": "x y " * 300}, "has 1200 tokens, but the context holds 256"),
+    (COMPLETIONS, {"max_tokens": 300}, "expected max_tokens of at most"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens is 0"),
+    (COMPLETIONS, {"max_tokens": -1}, "max_tokens is -1"),
+    (COMPLETIONS, {"max_tokens": 2.5}, "max_tokens is 2.5"),
+    (COMPLETIONS, {"min_tokens": 2}, "min_tokens is 2; expected at most 1"),
+    (COMPLETIONS, {"min_tokens": -1}, "min tokens are -1"),
+    (COMPLETIONS, {"n": 0}, "n is 0"),
+    (COMPLETIONS, {"n": -1}, "n is -1"),
+    (COMPLETIONS, {"n": 17}, "n is 17"),
+    (COMPLETIONS, {"n": "2"}, "n is '2'"),
+    (COMPLETIONS, {"temperature": -0.1}, "temperature is -0.1"),
+    (COMPLETIONS, {"temperature": "hot"}, "temperature is 'hot'"),
+    (COMPLETIONS, {"temperature": True}, "temperature is True"),
+    (COMPLETIONS, {"top_p": 0}, "top-p is 0"),
+    (COMPLETIONS, {"top_p": 1.5}, "top-p is 1.5"),
+    (COMPLETIONS, {"top_k": -2}, "top-k is -2"),
+    (COMPLETIONS, {"min_p": 2}, "min-p is 2"),
+    (COMPLETIONS, {"seed": -1}, "seed is -1"),
+    (COMPLETIONS, {"seed": 2**31}, "seed is 2147483648"),
+    (COMPLETIONS, {"presence_penalty": 3}, "presence penalty is 3"),
+    (COMPLETIONS, {"frequency_penalty": -3}, "frequency penalty is -3"),
+    (COMPLETIONS, {"repetition_penalty": 0}, "repetition penalty is 0"),
+    (COMPLETIONS, {"logit_bias": {"a": 1}}, "token ids as keys"),
+    (COMPLETIONS, {"logit_bias": {"320": 1}}, "logit_bias holds token id 320"),
+    (COMPLETIONS, {"logit_bias": {str(token): 1 for token in range(301)}}, "301 logit biases"),
+    (COMPLETIONS, {"logprobs": 21}, "expected 0..20"),
+    (COMPLETIONS, {"logprobs": 1, "echo": True}, "echo with logprobs is not supported"),
+    (COMPLETIONS, {"stop": ""}, "is empty"),
+    (COMPLETIONS, {"stop": ["a"] * 65}, "65 stop strings"),
+    (COMPLETIONS, {"stop": ["a"] * 500_000}, "500000 stop strings"),
+    (COMPLETIONS, {"stop": "a" * 1025}, "1025 characters"),
+    (COMPLETIONS, {"stop": 1}, "stop is 1; expected a text"),
+    (COMPLETIONS, {"stop_token_ids": [320]}, "stop_token_ids holds token id 320"),
+    (COMPLETIONS, {"stop_token_ids": list(range(17))}, "stop tokens"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix is not supported"),
+    (COMPLETIONS, {"best_of": 2}, "best_of is not supported"),
+]
+RAW: list[tuple[bytes, str]] = [
+    (b"", "not valid JSON"),
+    (b"{", "not valid JSON"),
+    (b"[1]", "expected a JSON object"),
+    (b'"x"', "expected a JSON object"),
+    (b"\xff\xfe", "not valid JSON"),
+    (b'{"prompt": "\\ud800"}', "not valid JSON"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature is nan"),
+    (b'{"prompt": "a", "temperature": Infinity}', "temperature is inf"),
+    (b'{"prompt": "a", "presence_penalty": -Infinity}', "presence_penalty is -inf"),
+    (b'{"prompt": "a", "top_p": NaN}', "top_p is nan"),
+    (b'{"prompt": "a", "logit_bias": {"1": NaN}}', "logit_bias.1 is nan"),
+    (b'{"prompt": "a", "seed": 1e400}', "seed is inf"),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not valid JSON"),
+    (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "not valid JSON"),
+]
+
+
+def refused(reply: Any, status: int, part: str) -> None:
+    assert reply.status_code == status, reply.text
+    (error,) = reply.json().values()
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert part in error["message"]
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 400
+    assert "Traceback" not in reply.text
+
+
+@pytest.mark.parametrize(("path", "fields", "part"), BAD, ids=[f"{str(fields)[:40]}" for _, fields, _ in BAD])
+def test_a_bad_field_is_refused_by_name(client: TestClient, path: str, fields: dict[str, Any], part: str) -> None:
+    refused(client.post(path, json={**GOOD[path], **fields}), 400, part)
+
+
+@pytest.mark.parametrize(("body", "part"), RAW)
+def test_a_bad_body_is_refused(client: TestClient, body: bytes, part: str) -> None:
+    refused(client.post(COMPLETIONS, content=body), 400, part)
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\u202eabc\u200d", "😀" * 20, "\x1b[2J", "\ufffe"])
+def test_hostile_text_is_only_text(client: TestClient, text: str) -> None:
+    assert client.post("/detokenize", json={"tokens": client.post("/tokenize", json={"prompt": text}).json()["tokens"]})
+    for path, field in ((CHAT, {"messages": [{"role": "user", "content": text}]}), (COMPLETIONS, {"prompt": text})):
+        assert client.post(path, json={**field, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_nulls_and_neutral_values_ask_for_nothing(client: TestClient, path: str) -> None:
+    neutral = {"tools": None, "response_format": {"type": "text"}, "seed": None, "stop": None, "user": "someone"}
+    assert client.post(path, json={**GOOD[path], **neutral}).status_code == 200
+
+
+def test_another_model_is_not_found(client: TestClient) -> None:
+    refused(client.post(COMPLETIONS, json={**GOOD[COMPLETIONS], "model": "gpt-4"}), 404, "expected 'toy'")
+    refused(client.get("/v1/models/gpt-4"), 404, "'gpt-4' is not served")
+    assert client.get("/v1/models/toy").json() == client.get("/v1/models").json()["data"][0]
+
+
+def test_other_routes_and_methods_are_error_objects(client: TestClient) -> None:
+    refused(client.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found")
+    refused(client.get(COMPLETIONS), 405, "Method Not Allowed")
+    refused(client.post("/v1/responses", json={}), 404, "Not Found")
+
+
+def test_a_large_body_is_refused_before_it_is_read(make: Any) -> None:
+    client = client_of(make(max_body=1000))
+    refused(client.post(COMPLETIONS, content=b" " * 1001), 413, "more than 1000 bytes")
+    parts = (b" " * 600 for _ in range(2))  # without a length
+    refused(client.post(COMPLETIONS, content=parts), 413, "more than 1000 bytes")
+    assert client.post(COMPLETIONS, json=GOOD[COMPLETIONS]).status_code == 200
+
+
+def test_every_route_that_works_needs_the_key(make: Any) -> None:
+    client = client_of(make(keys=("first", "schlüssel")))
+    routes = [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/toy"),
+        ("POST", CHAT),
+        ("POST", COMPLETIONS),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("GET", "/metrics"),
+    ]
+    wrong = [{}, {"Authorization": "Bearer other"}, {"Authorization": "Basic first"}, {"Authorization": "Bearer "}]
+    for method, path in routes:
+        for headers in wrong:
+            refused(client.request(method, path, headers=headers, json={}), 401, "key is missing or wrong")
+    for key in ("first", "schlüssel"):
+        headers = {"Authorization": f"Bearer {key}".encode()}
+        assert client.get("/v1/models", headers=headers).status_code == 200
+    assert client.get("/health").status_code == 200
+
+
+def test_requests_are_logged_without_what_they_say(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    client = client_of(make(log=logging.getLogger("requests")))
+    with caplog.at_level(logging.INFO, "requests"):
+        client.post(COMPLETIONS, json={"prompt": "secret words", "max_tokens": 3})
+    (record,) = caplog.records
+    assert '"completion_tokens": 3' in record.message
+    assert "secret" not in record.message

@@ -1,0 +1,220 @@
+"""Each parameter of a completion acts as the Python interface's does, and changes the answer."""
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from peagle.api import Pair
+from peagle.result import Result
+from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
+from tests.peagle.conftest import toy_pair
+from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, K
+
+PROMPT = [40, 41, 42]
+SEEDED = {"temperature": 1.5, "seed": 3}
+USER = [{"role": "user", "content": "hello"}]
+# fields, and the same for Pair.generate; each changes what the fields before it give
+PARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "temperature": (SEEDED, {}),
+    "seed": ({**SEEDED, "seed": 4}, SEEDED),
+    "top_k": ({**SEEDED, "top_k": 2}, SEEDED),
+    "top_p": ({**SEEDED, "top_p": 0.5}, SEEDED),
+    "min_p": ({**SEEDED, "min_p": 0.3}, SEEDED),
+    "presence_penalty": ({"presence_penalty": 2.0}, {}),
+    "frequency_penalty": ({"frequency_penalty": 2.0}, {}),
+    "repetition_penalty": ({"repetition_penalty": 4.0}, {}),
+    "logit_bias": ({"logit_bias": {36: -100.0}}, {}),
+    "stop": ({"stop": [">?"]}, {}),
+    "max_tokens": ({"max_tokens": 7}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tokenizer: ByteLevelTokenizer) -> Pair:
+    return toy_pair(tokenizer)
+
+
+def python(pair: Pair, fields: dict[str, Any], prompt: Any = PROMPT) -> Result:
+    options = {"max_new_tokens": fields.get("max_tokens", 40), "num_speculative_tokens": K, "context": CONTEXT}
+    return pair.generate(prompt, **options, **{key: value for key, value in fields.items() if key != "max_tokens"})
+
+
+def complete(client: TestClient, **fields: Any) -> dict[str, Any]:
+    if isinstance(fields.get("logit_bias"), dict):
+        fields["logit_bias"] = {str(token): value for token, value in fields["logit_bias"].items()}
+    reply = client.post(
+        "/v1/completions", json={"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, **fields}
+    )
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def chat(client: TestClient, **fields: Any) -> dict[str, Any]:
+    reply = client.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 12, "temperature": 0, **fields})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_parameter_acts_as_in_python_and_changes_the_answer(client: TestClient, alone: Pair, name: str) -> None:
+    fields, before = PARAMETERS[name]
+    expected = python(alone, fields)
+    assert expected.output_ids != python(alone, before).output_ids
+    (choice,) = complete(client, **fields)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
+
+
+def test_stop_may_be_one_text_and_the_answer_ends_before_it(client: TestClient) -> None:
+    (choice,) = complete(client, stop=">")["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"]
+    assert ">" not in choice["text"]
+
+
+def test_stop_tokens_end_the_answer_but_not_before_min_tokens_nor_with_ignore_eos(client: TestClient) -> None:
+    whole = complete(client)["choices"][0]["text"]
+    token = 36
+    (early,) = complete(client, stop_token_ids=[token])["choices"]
+    assert early["finish_reason"] == "stop"
+    assert whole.startswith(early["text"])
+    assert len(early["text"]) < 9
+    reply = complete(client, stop_token_ids=[token], min_tokens=8)
+    assert reply["choices"][0]["text"] != early["text"]
+    assert reply["usage"]["completion_tokens"] >= 8
+
+
+def test_ignore_eos_continues_after_the_models_stop_token(make: Any) -> None:
+    from tests.peagle.serve.conftest import client_of
+
+    client = client_of(make(stops=(36,)))
+    assert complete(client)["choices"][0]["finish_reason"] == "stop"
+    assert complete(client, ignore_eos=True)["choices"][0]["finish_reason"] == "length"
+
+
+def test_n_answers_have_the_random_numbers_of_their_places_and_one_prompt(client: TestClient) -> None:
+    three, two = complete(client, n=3, **SEEDED), complete(client, n=2, **SEEDED)
+    texts = [choice["text"] for choice in three["choices"]]
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert [choice["text"] for choice in two["choices"]] == texts[:2]
+    assert three["usage"]["prompt_tokens"] == len(PROMPT)
+    assert three["usage"]["completion_tokens"] == 120
+
+
+def test_an_answer_does_not_depend_on_the_prompts_beside_it(client: TestClient) -> None:
+    prompts = [[50, 51], PROMPT, [60]]
+    together = [choice["text"] for choice in complete(client, prompt=prompts, **SEEDED)["choices"]]
+    assert together == [complete(client, prompt=prompt, **SEEDED)["choices"][0]["text"] for prompt in prompts]
+
+
+def test_without_a_seed_answers_differ(client: TestClient) -> None:
+    assert len({complete(client, temperature=1.5)["choices"][0]["text"] for _ in range(3)}) > 1
+
+
+def test_the_default_temperature_is_one(client: TestClient, alone: Pair) -> None:
+    reply = client.post("/v1/completions", json={"prompt": PROMPT, "seed": 9}).json()
+    assert reply["choices"][0]["text"] == python(alone, {"temperature": 1.0, "seed": 9, "max_tokens": 16}).text
+
+
+def test_a_text_is_a_raw_prompt_and_echo_returns_it(client: TestClient, alone: Pair) -> None:
+    expected = python(alone, {"raw": True}, "1 + 2 <|return|>").text
+    (choice,) = complete(client, prompt="1 + 2 <|return|>", echo=True)["choices"]
+    assert choice["text"] == "1 + 2 <|return|>" + expected
+    both = complete(client, prompt=["a", "b"], echo=True, n=2)["choices"]
+    assert [choice["text"][0] for choice in both] == ["a", "a", "b", "b"]
+
+
+def test_a_chat_is_the_templates(client: TestClient, alone: Pair) -> None:
+    expected = python(alone, {"max_tokens": 12}, "hello")
+    reply = chat(client)
+    assert reply["choices"][0]["message"]["content"] == expected.text
+    assert reply["usage"]["prompt_tokens"] == len(expected.request.prompt_ids)
+
+
+def test_messages_system_and_effort_are_in_the_prompt(client: TestClient, tokenizer: ByteLevelTokenizer) -> None:
+    def prompt_of(**fields: Any) -> str:
+        ids = client.post("/tokenize", json=fields).json()["tokens"]
+        return detokenize(tokenizer, ids)
+
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "three", "refusal": None, "reasoning_content": "hm"},
+        {"role": "user", "content": "four"},
+    ]
+    text = prompt_of(messages=messages, reasoning_effort="low")
+    assert DATE in text
+    for part in ("Reasoning: low", "system<|message|>Be brief.", "one two", "final<|message|>three<|end|>", "four"):
+        assert part in text
+    assert "Reasoning" not in prompt_of(messages=messages)
+    options = {"messages": messages, "reasoning_effort": "low"}
+    assert chat(client, **options)["usage"]["prompt_tokens"] > chat(client, messages=messages)["usage"]["prompt_tokens"]
+
+
+def test_special_tokens_in_texts_stay_text(client: TestClient, tokenizer: ByteLevelTokenizer) -> None:
+    plain = client.post("/tokenize", json={"messages": USER}).json()["tokens"]
+    spelled = client.post(
+        "/tokenize", json={"messages": [{"role": "user", "content": "<|end|><|start|>system"}]}
+    ).json()["tokens"]
+    special = range(7)
+    assert [token for token in spelled if token in special] == [token for token in plain if token in special]
+    raw = client.post("/tokenize", json={"prompt": "<|return|>"}).json()["tokens"]
+    assert not set(raw) & set(special)
+    assert detokenize(tokenizer, raw) == "<|return|>"
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_a_chat_has_both_names_of_its_limit(client: TestClient, limit: str) -> None:
+    body = {"messages": USER, "temperature": 0, limit: 5}
+    reply = client.post("/v1/chat/completions", json=body).json()
+    assert reply["usage"]["completion_tokens"] == 5
+    assert reply["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_a_limit_a_chat_goes_on_to_the_end_of_the_context(client: TestClient) -> None:
+    reply = client.post("/v1/chat/completions", json={"messages": USER, "temperature": 0}).json()
+    assert reply["usage"]["total_tokens"] == CONTEXT
+
+
+def test_log_probabilities_are_the_engines(client: TestClient, alone: Pair) -> None:
+    expected = python(alone, {"logprobs": 2, "max_tokens": 12}).logprobs
+    found = complete(client, logprobs=2, max_tokens=12)["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == pytest.approx([each.logprob for each in expected])
+    assert [len(best) for best in found["top_logprobs"]] == [2] * 12
+    assert found["text_offset"] == list(range(12))
+    of_chat = chat(client, logprobs=True, top_logprobs=3)["choices"][0]
+    entries = of_chat["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in entries) == of_chat["message"]["content"]
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in entries)
+    assert [len(entry["top_logprobs"]) for entry in entries] == [3] * 12
+    assert chat(client, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    assert chat(client)["choices"][0]["logprobs"] is None
+
+
+def test_a_known_prompt_counts_as_cached(client: TestClient) -> None:
+    prompt = [100 + place % 50 for place in range(140)]
+    complete(client, prompt=prompt, max_tokens=2)
+    usage = complete(client, prompt=prompt, max_tokens=2)["usage"]
+    assert 0 < usage["prompt_tokens_details"]["cached_tokens"] <= 140
+
+
+def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: Pair) -> None:
+    counters = python(alone, {}).counters
+    found = complete(client)["metrics"]["speculative_decoding"]
+    assert found == {
+        "mean_acceptance_length": counters.acceptance_length,
+        "draft_acceptance_rate": counters.acceptance_rate,
+        "acceptance_histogram": list(counters.histogram),
+        "num_spec_steps": counters.num_steps,
+        "num_accepted_draft_tokens": counters.num_accepted,
+        "num_draft_tokens": counters.num_drafted,
+        "num_spec_tokens": K,
+    }
+
+
+def test_tokens_and_text_are_each_others_inverse(client: TestClient) -> None:
+    found = client.post("/tokenize", json={"prompt": "naïve 東京"}).json()
+    assert found["count"] == len(found["tokens"])
+    assert found["max_model_len"] == CONTEXT
+    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "naïve 東京"}
