@@ -132,7 +132,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
         requests = await service.encode(service.prompter.chat, body)
         tokenizer = service.prompter.tokenizer
         form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
-        form.token_origins = body.return_token_origins
+        form.token_origins, form.prompts = body.return_token_origins, [each.prompt_ids for each in requests]
         return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer))
 
     @guarded.post("/v1/completions")
@@ -187,26 +187,18 @@ async def _reply(
 
 async def _whole(form: Form, answers: Answers) -> dict[str, Any]:
     """Read the answers to their ends."""
-    logprobs: list[list[Any]] = [[] for _ in answers.requests]
     async with contextlib.aclosing(answers.parts()) as parts:
         async for part in parts:
-            logprobs[part.place] += part.logprobs
-    return form.whole(answers.results(), logprobs)
+            form.read(part)
+    return form.whole(answers.results())
 
 
 async def _events(form: Form, answers: Answers) -> AsyncIterator[str]:
     """Make the events of a stream. An error in its midst becomes an event."""
-    begun: set[int] = set()
     try:
         async with contextlib.aclosing(answers.parts()) as parts:
             async for part in parts:
-                choices = [] if part.place in begun else form.first(part.place)
-                begun.add(part.place)
-                if (delta := form.delta(part)) is not None:
-                    choices.append(delta)
-                if part.finish_reason is not None:
-                    choices.append(form.last(part.place, part.finish_reason))
-                if choices:
+                if choices := form.read(part):
                     yield "".join(map(form.event, choices))
     except ApiError as error:
         yield error_event(error.body())

@@ -19,8 +19,9 @@ from peagle.serve.schema import (
     Sampled,
     TokenizeBody,
 )
+from peagle.text.channels import final_message
 from peagle.text.prompts import brief, check_encodable
-from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize, final_message
+from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize
 
 
 @dataclass(frozen=True)

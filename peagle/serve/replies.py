@@ -10,6 +10,7 @@ from peagle.engine.request import TokenLogprobs
 from peagle.ops.strict_json import dumps
 from peagle.result import Result
 from peagle.serve.answers import Part, TokenTexts, metrics, usage
+from peagle.text.channels import ChannelParser, Delta
 from peagle.text.tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
@@ -17,37 +18,33 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class Form:
-    """The parts of a reply that both kinds share."""
+    """The parts of a reply that both kinds share. Read every part of an answer (`read`), then ask for the whole."""
 
     model: str
     tokenizer: Tokenizer | None
     include_usage: bool = False
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
+    _logprobs_of: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     kind, chunk_kind, prefix = "", "", ""  # of a reply; of a stream's chunk; of ids
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
 
-    def whole(self, results: Sequence[Result], logprobs: Sequence[Sequence[TokenLogprobs]]) -> dict[str, Any]:
+    def read(self, part: Part) -> list[dict[str, Any]]:
+        """Read a part of an answer; return its choices in a stream."""
+        is_first = part.place not in self._logprobs_of
+        self._logprobs_of.setdefault(part.place, []).extend(part.logprobs)
+        choices = [*(self._first(part.place) if is_first else ()), *self._middle(part)]
+        if part.finish_reason is not None:
+            choices.append(self._last(part.place, part.finish_reason))
+        return choices
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """Make the reply of answers that have ended."""
-        choices = [self.choice(place, result, logprobs[place]) for place, result in enumerate(results)]
+        choices = [self._whole(place, result) for place, result in enumerate(results)]
         return {**self._head(self.kind), "choices": choices, "usage": usage(results), **metrics(results)}
-
-    def first(self, place: int) -> list[dict[str, Any]]:
-        """Make what precedes an answer's first part in a stream."""
-        raise NotImplementedError
-
-    def choice(self, place: int, result: Result, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def delta(self, part: Part) -> dict[str, Any] | None:
-        """Make a part's choice of a stream; None if the part shows nothing."""
-        raise NotImplementedError
-
-    def last(self, place: int, reason: str) -> dict[str, Any]:
-        raise NotImplementedError
 
     def event(self, choice: dict[str, Any]) -> str:
         """Make the event of one choice."""
@@ -61,7 +58,22 @@ class Form:
         found = {"choices": [], "usage": usage(results), **metrics(results)}
         return _event({**self._head(self.chunk_kind), **found}) + DONE
 
-    def token(self, token_id: int) -> str:
+    def _first(self, place: int) -> list[dict[str, Any]]:
+        """Make what precedes an answer's first part in a stream."""
+        raise NotImplementedError
+
+    def _middle(self, part: Part) -> list[dict[str, Any]]:
+        """Make a part's choices in a stream; none if it shows nothing."""
+        raise NotImplementedError
+
+    def _last(self, place: int, reason: str) -> dict[str, Any]:
+        """Make the choice that ends an answer's stream; it has no content."""
+        raise NotImplementedError
+
+    def _whole(self, place: int, result: Result) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _token(self, token_id: int) -> str:
         """Return a token's text, an incomplete character as U+FFFD; its id without a tokenizer."""
         return f"token_id:{token_id}" if self.tokenizer is None else self._bytes(token_id).decode("utf-8", "replace")
 
@@ -74,46 +86,72 @@ class Form:
 
 @dataclass
 class ChatForm(Form):
-    """Chat completions. Content is the whole text of an answer."""
+    """Chat completions. `prompts`: of each answer; they decide whether the answer has channels (ChannelParser)."""
 
+    prompts: Sequence[tuple[int, ...]] = ()
     logprobs: bool = False
     token_origins: bool = False
+    _parsers: dict[int, ChannelParser] = field(default_factory=dict)
+    _deltas: dict[int, list[Delta]] = field(default_factory=dict)
     _texts: dict[int, TokenTexts] = field(default_factory=dict)
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, place: int, result: Result, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        return {
-            "index": place,
-            "message": {"role": "assistant", "content": result.text, "refusal": None},
-            "logprobs": self._logprobs(logprobs),
-            "finish_reason": result.finish_reason,
-        }
-
-    def first(self, place: int) -> list[dict[str, Any]]:
+    def _first(self, place: int) -> list[dict[str, Any]]:
         return [self._choice(place, {"role": "assistant", "content": ""}, None)]
 
-    def delta(self, part: Part) -> dict[str, Any] | None:
-        if not part.text and not part.logprobs and not self.token_origins:
-            return None
-        choice = self._choice(part.place, {"content": part.text}, None, part.logprobs)
-        if self.token_origins and self.tokenizer is not None:
-            texts = self._texts.setdefault(part.place, TokenTexts(self.tokenizer))
-            choice["tokens"] = texts.of(part)
-        return choice
+    def _middle(self, part: Part) -> list[dict[str, Any]]:
+        assert self.tokenizer is not None
+        if part.place not in self._parsers:
+            self._parsers[part.place] = ChannelParser(self.tokenizer, self.prompts[part.place])
+        parser = self._parsers[part.place]
+        deltas = parser.add(part.token_ids, part.text)
+        deltas += parser.finish() if part.finish_reason is not None else []
+        self._deltas.setdefault(part.place, []).extend(deltas)
+        choices = [self._choice(part.place, _delta(delta), None) for delta in deltas]
+        tokens = self._texts.setdefault(part.place, TokenTexts(self.tokenizer)).of(part) if self.token_origins else []
+        if not choices and (part.logprobs or tokens):  # control tokens, or text that is held back
+            choices = [self._choice(part.place, {"content": ""}, None)]
+        if part.logprobs:
+            choices[0]["logprobs"] = self._logprobs(part.logprobs)
+        if tokens:
+            choices[0]["tokens"] = tokens
+        return choices
 
-    def last(self, place: int, reason: str) -> dict[str, Any]:
-        return self._choice(place, {}, reason)
+    def _last(self, place: int, reason: str) -> dict[str, Any]:
+        return self._choice(place, {}, self._reason(place, reason))
 
-    def _choice(
-        self, place: int, delta: dict[str, Any], reason: str | None, logprobs: Sequence[TokenLogprobs] = ()
-    ) -> dict[str, Any]:
-        entries = self._logprobs(logprobs) if logprobs else None
-        return {"index": place, "delta": delta, "logprobs": entries, "finish_reason": reason}
+    def _whole(self, place: int, result: Result) -> dict[str, Any]:
+        texts = {"reasoning": "", "content": ""}
+        calls: dict[int, dict[str, Any]] = {}
+        for delta in self._deltas.get(place, []):
+            if delta.call is None:
+                texts[delta.kind] += delta.text
+            elif delta.call.index in calls:
+                calls[delta.call.index]["function"]["arguments"] += delta.text
+            else:
+                calls[delta.call.index] = {key: value for key, value in _call(delta).items() if key != "index"}
+        message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "refusal": None}
+        if calls:
+            message |= {"content": texts["content"] or None, "tool_calls": list(calls.values())}
+        if texts["reasoning"]:
+            message |= {"reasoning": texts["reasoning"], "reasoning_content": texts["reasoning"]}
+        return {
+            "index": place,
+            "message": message,
+            "logprobs": self._logprobs(self._logprobs_of.get(place, [])) if self.logprobs else None,
+            "finish_reason": self._reason(place, result.finish_reason or "stop"),
+        }
 
-    def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not self.logprobs:
-            return None
+    def _reason(self, place: int, reason: str) -> str:
+        """Return "tool_calls" after an answer that ended itself and calls a function."""
+        calls = any(delta.call is not None for delta in self._deltas.get(place, []))
+        return "tool_calls" if calls and reason == "stop" else reason
+
+    def _choice(self, place: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+    def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
         entries = [
             {
                 **self._entry(each.token_id, each.logprob),
@@ -124,7 +162,22 @@ class ChatForm(Form):
         return {"content": entries, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.token(token_id), "logprob": logprob, "bytes": list(self._bytes(token_id))}
+        return {"token": self._token(token_id), "logprob": logprob, "bytes": list(self._bytes(token_id))}
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    """Write a delta of one channel. Reasoning has two names, since clients differ."""
+    if delta.call is not None:
+        return {"tool_calls": [_call(delta)]}
+    if delta.kind == "reasoning":
+        return {"reasoning": delta.text, "reasoning_content": delta.text}
+    return {"content": delta.text}
+
+
+def _call(delta: Delta) -> dict[str, Any]:
+    assert delta.call is not None
+    function = {"name": delta.call.name, "arguments": delta.text}
+    return {"index": delta.call.index, "id": delta.call.id, "type": "function", "function": function}
 
 
 @dataclass
@@ -137,29 +190,33 @@ class CompletionForm(Form):
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(self, place: int, result: Result, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        prompt = self.echoed[place] if self.echoed else ""
-        return self._choice(place, prompt + (result.text or ""), result.finish_reason, logprobs)
-
-    def first(self, place: int) -> list[dict[str, Any]]:
+    def _first(self, place: int) -> list[dict[str, Any]]:
         return [self._choice(place, self.echoed[place], None)] if self.echoed else []
 
-    def delta(self, part: Part) -> dict[str, Any] | None:
+    def _middle(self, part: Part) -> list[dict[str, Any]]:
         if not part.text and not part.logprobs:
-            return None
-        return self._choice(part.place, part.text, None, part.logprobs)
+            return []
+        choice = self._choice(part.place, part.text, None)
+        if part.logprobs:
+            choice["logprobs"] = self._logprobs(part.place, part.logprobs)
+        return [choice]
 
-    def last(self, place: int, reason: str) -> dict[str, Any]:
+    def _last(self, place: int, reason: str) -> dict[str, Any]:
         return self._choice(place, "", reason)
 
-    def _choice(
-        self, place: int, text: str, reason: str | None, logprobs: Sequence[TokenLogprobs] = ()
-    ) -> dict[str, Any]:
-        entries = self._logprobs(place, logprobs) if self.logprobs and (logprobs or reason is None) else None
-        return {"index": place, "text": text, "logprobs": entries, "finish_reason": reason}
+    def _whole(self, place: int, result: Result) -> dict[str, Any]:
+        prompt = self.echoed[place] if self.echoed else ""
+        choice = self._choice(place, prompt + (result.text or ""), result.finish_reason)
+        if self.logprobs:
+            self._offsets.pop(place, None)
+            choice["logprobs"] = self._logprobs(place, self._logprobs_of.get(place, []))
+        return choice
+
+    def _choice(self, place: int, text: str, reason: str | None) -> dict[str, Any]:
+        return {"index": place, "text": text, "logprobs": None, "finish_reason": reason}
 
     def _logprobs(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        tokens = [self.token(each.token_id) for each in found]
+        tokens = [self._token(each.token_id) for each in found]
         offsets = []
         for token in tokens:
             offsets.append(self._offsets.get(place, 0))
@@ -167,7 +224,7 @@ class CompletionForm(Form):
         return {
             "tokens": tokens,
             "token_logprobs": [each.logprob for each in found],
-            "top_logprobs": [{self.token(token): value for token, value in each.best} for each in found],
+            "top_logprobs": [{self._token(token): value for token, value in each.best} for each in found],
             "text_offset": offsets,
         }
 

@@ -36,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    app: fastapi.FastAPI, loop: EngineLoop, address: socket.socket, drain_s: float, ready: Callable[[str], None]
+    app: fastapi.FastAPI, loop: EngineLoop, address: socket.socket, drain_s: int, ready: Callable[[str], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain. Calls `ready` with the URL as soon as connections are accepted."""
     config = uvicorn.Config(
@@ -46,7 +46,7 @@ def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(drain_s) + AFTER_DEADLINE_S,
+        timeout_graceful_shutdown=drain_s + AFTER_DEADLINE_S,
     )
     Server(config, loop, drain_s, ready).run([address])
 
@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
     """A server that ends when asked, without a second signal to its own process."""
 
     def __init__(
-        self, config: uvicorn.Config, loop: EngineLoop, drain_s: float, ready: Callable[[str], None] = lambda _: None
+        self, config: uvicorn.Config, loop: EngineLoop, drain_s: int, ready: Callable[[str], None] = lambda _: None
     ) -> None:
         super().__init__(config)
         self._engine_loop, self._drain_s, self._ready = loop, drain_s, ready

@@ -1,0 +1,78 @@
+"""A real server on a free port of this machine, in a thread."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from peagle.serve.app import Service, create_app
+from peagle.serve.server import Server, bind, url
+
+PATIENCE_S = 60.0
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.002)
+
+
+class Running:
+    """A server that listens at `url`."""
+
+    def __init__(self, service: Service, address: socket.socket, drain_s: int) -> None:
+        config = uvicorn.Config(create_app(service), lifespan="off", ws="none", log_config=None, access_log=False)
+        self.service, self.url, self.server = service, url(address), Server(config, service.loop, drain_s)
+        self._thread = threading.Thread(target=self.server.run, args=([address],))
+        self._thread.start()
+        eventually(lambda: self.server.started)
+
+    def end(self) -> None:
+        """Do what SIGTERM does."""
+        self.server.should_exit = True
+
+    def join(self) -> None:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(service: Service, drain_s: int = 30) -> Iterator[Running]:
+    with bind("127.0.0.1", 0) as address:
+        found = Running(service, address, drain_s)
+        try:
+            yield found
+        finally:
+            found.end()
+            found.join()
+
+
+class Gate:
+    """Holds the engine's thread between two steps, and records dispatches."""
+
+    def __init__(self, service: Service) -> None:
+        self._open, self._engine = threading.Event(), service.loop.engine
+        self.dispatched: list[object] = []
+        step, dispatch = self._engine.step, self._engine._dispatch
+        self._open.set()
+
+        def held_step() -> object:
+            assert self._open.wait(PATIENCE_S)
+            return step()
+
+        def recorded(action: object) -> None:
+            self.dispatched.append(action)
+            dispatch(action)  # type: ignore[arg-type]
+
+        self._engine.step, self._engine._dispatch = held_step, recorded  # type: ignore[method-assign, assignment]
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()

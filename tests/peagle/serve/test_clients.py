@@ -1,0 +1,114 @@
+"""The openai client, over real connections: what many clients get at once is what each gets alone."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from peagle.api import Pair
+from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.peagle.conftest import toy_pair
+from tests.peagle.serve.conftest import CONTEXT, MODEL, K, service_of
+from tests.peagle.serve.running import Gate, Running, running
+from tests.peagle.test_streams import most_at_once
+
+USER: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: ByteLevelTokenizer) -> Iterator[Running]:
+    service = service_of(toy_pair(tokenizer), keys=("secret",))
+    with running(service) as found:
+        yield found
+    service.loop.close()
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0) as found:
+        yield found
+
+
+def test_whole_answers_and_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    reply = client.chat.completions.create(model=MODEL, messages=USER, max_completion_tokens=12, temperature=0)
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 12
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.metrics["speculative_decoding"]["num_spec_tokens"] == K  # type: ignore[attr-defined]
+
+
+def test_streams(client: openai.OpenAI) -> None:
+    options: Any = {"model": MODEL, "messages": USER, "max_tokens": 20, "temperature": 0}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 20
+
+
+def test_errors_are_the_clients_own(server: Running, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
+        client.chat.completions.create(
+            model=MODEL, messages=USER, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    assert (refused.value.param, refused.value.code) == ("tools", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        client.chat.completions.create(model="gpt-4", messages=USER)
+    with pytest.raises(openai.BadRequestError, match="context holds 256"):
+        client.completions.create(model=MODEL, prompt=[8] * 300)
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="wrong") as other,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        other.models.list()
+
+
+def test_many_at_once_get_what_each_gets_alone(
+    server: Running, tokenizer: ByteLevelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: Pair = toy_pair(tokenizer)
+    asked: list[dict[str, Any]] = [
+        {"prompt": [40 + number, 7, 50], "max_tokens": 10 + 9 * number, "temperature": 0.9 * (number % 2), "seed": 7}
+        for number in range(8)
+    ]
+    expected = [
+        alone.generate(
+            each["prompt"],
+            max_new_tokens=each["max_tokens"],
+            temperature=each["temperature"],
+            seed=each["seed"],
+            num_speculative_tokens=K,
+            context=CONTEXT,
+        ).text
+        for each in asked
+    ]
+    gate = Gate(server.service)
+    most = most_at_once(monkeypatch, server.service.loop.engine)
+
+    async def ask(client: openai.AsyncOpenAI, fields: dict[str, Any], stream: bool) -> str:
+        if not stream:
+            return (await client.completions.create(model=MODEL, **fields)).choices[0].text
+        chunks = await client.completions.create(model=MODEL, stream=True, **fields)
+        return "".join([choice.text async for chunk in chunks for choice in chunk.choices])
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="secret", max_retries=0) as client:
+            gate.close()
+            tasks = [
+                asyncio.create_task(ask(client, fields, stream=number % 3 == 0)) for number, fields in enumerate(asked)
+            ]
+            while server.service.loop.num_open < len(tasks):
+                await asyncio.sleep(0.002)
+            gate.open()
+            return await asyncio.gather(*tasks)
+
+    assert asyncio.run(ask_all()) == expected
+    assert most() == 2
+    assert server.service.loop.num_open == 0
