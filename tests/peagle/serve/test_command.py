@@ -1,0 +1,108 @@
+"""`peagle serve`: what it prints, how it ends, and what it refuses before anything slow."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import peagle.cli.serve
+from peagle.cli import main
+from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.peagle.conftest import toy_pair
+
+Use = Callable[[str], None]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> Callable[..., int]:
+    """Run the command over the toy pair; call `use` with its URL in a thread, then send SIGTERM."""
+    pair, serve = toy_pair(tokenizer), peagle.cli.serve.serve
+    monkeypatch.setattr(peagle.cli.serve, "load_pair", lambda *_: pair)
+
+    def start(use: Use, *options: str, number: int = signal.SIGTERM) -> int:
+        def used(url: str) -> None:
+            try:
+                use(url)
+            finally:
+                os.kill(os.getpid(), number)
+
+        def watched(app: Any, loop: Any, address: Any, drain_s: int, ready: Use) -> None:
+            def told(url: str) -> None:
+                ready(url)
+                threading.Thread(target=used, args=(url,)).start()
+
+            serve(app, loop, address, drain_s, told)
+
+        monkeypatch.setattr(peagle.cli.serve, "serve", watched)
+        return main(["serve", "--port", "0", "--prefix-cache", "1MB", *options])
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_says_what_it_serves_answers_and_ends_well(
+    started: Callable[..., int], capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    replies: list[httpx.Response] = []
+
+    def use(url: str) -> None:
+        replies.append(httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "max_tokens": 5}, timeout=60))
+
+    assert started(use, "-k", "3", "--context", "128", "--slots", "2", number=number) == 0
+    assert replies[0].json()["usage"]["completion_tokens"] == 5
+    assert replies[0].json()["model"] == "peagle-demo"
+    said = capfd.readouterr().err
+    assert "serving peagle-demo with K = 3: 2 slots of 128 positions each" in said
+    assert "memory besides the weights: " in said
+    assert "ready: http://127.0.0.1:" in said
+    assert '"completion_tokens": 5' in said
+
+
+def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n\ntwo\n")
+    seen: list[httpx.Response] = []
+
+    def use(url: str) -> None:
+        with httpx.Client(base_url=url, headers={"Authorization": "Bearer two"}, timeout=60) as client:
+            seen.append(httpx.get(f"{url}/v1/models"))
+            seen.append(client.get("/v1/models"))
+            seen.append(client.post("/v1/completions", content=b" " * 201))
+            seen.append(client.post("/v1/completions", json={"prompt": "ab", "n": 4}))
+
+    options = ["--api-key-file", str(tmp_path / "keys"), "--served-model-name", "mine", "--max-body", "200"]
+    assert started(use, "-k", "0", "--slots", "1", "--max-queue", "2", "--context", "128", *options, "-q") == 0
+    assert [reply.status_code for reply in seen] == [401, 200, 413, 400]
+    assert seen[1].json()["data"][0]["id"] == "mine"
+    assert seen[1].json()["data"][0]["max_model_len"] == 128
+    assert "at most 3" in seen[3].json()["error"]["message"]
+
+
+def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for options, message in (
+            (["--port", str(taken.getsockname()[1])], "Address already in use"),
+            (["--port", "70000"], "cannot be listened on"),
+            (["--host", "nowhere.invalid"], "cannot be listened on"),
+            (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
+            (["--api-key-file", str(tmp_path / "empty")], "is empty"),
+            (["--max-queue", "-1"], "--max-queue is -1"),
+            (["--max-body", "0"], "--max-body is 0"),
+            (["--drain", "-1"], "--drain is -1"),
+            (["--date", "today"], "date is 'today'"),
+            (["--prefix-cache", "much"], "--prefix-cache is 'much'"),
+            (["-k", "many"], "K is 'many'"),
+            (["--target", str(tmp_path / "none")], "none"),
+        ):
+            assert main(["serve", *options]) == 2
+            said = capfd.readouterr().err
+            assert message in said
+            assert said.count("\n") == 1
