@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Answers:
         self._assemblers = [Assembler(request, k, tokenizer, self.started_s) for request in requests]
         self._call = loop.submit(requests)
 
-    async def parts(self) -> AsyncIterator[Part]:
+    async def parts(self) -> AsyncGenerator[Part, None]:
         """Yield parts as they arrive, until all answers have ended; end the requests if the reader leaves."""
         try:
             async with contextlib.aclosing(self._call.chunks()) as chunks:

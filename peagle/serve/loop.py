@@ -8,7 +8,7 @@ import asyncio
 import collections
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,7 +42,7 @@ class Call:
     jobs: list[_Job] = field(default_factory=list)
     queue: "asyncio.Queue[tuple[int, TokenChunk | ApiError]]" = field(default_factory=asyncio.Queue)
 
-    async def chunks(self) -> AsyncIterator[tuple[int, TokenChunk]]:
+    async def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """Yield (number of the request, chunk) as chunks arrive, until each request has ended or was aborted.
 
         Raises ApiError if the engine fails, or a model's outputs are not finite.
