@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import fastapi
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -21,6 +21,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.http import EventStream, JsonReply, check_key, read_body, until_disconnect
 from peagle.serve.loop import EngineLoop
 from peagle.serve.metrics import Metrics
+from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.prompts import Prompter
 from peagle.serve.replies import ChatForm, CompletionForm, Form, error_event
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
@@ -74,6 +75,7 @@ class Service:
         loop = self.loop
         return {
             "status": loop.status,
+            "model": self.model,
             "requests_running": loop.num_running,
             "requests_waiting": loop.num_waiting,
             "error": loop.failure,
@@ -115,6 +117,10 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def health() -> JsonReply:
         found = service.health()
         return JsonReply(found, 200 if found["status"] == "ok" else 503)
+
+    @app.get("/")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE, headers=HEADERS)
 
     @guarded.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -1,0 +1,28 @@
+"""The page at /: a chat whose tokens are coloured by their origin. It loads nothing from elsewhere."""
+
+import base64
+import hashlib
+import importlib.resources
+import re
+
+PAGE = importlib.resources.files("peagle.serve").joinpath("page.html").read_text("utf-8")
+
+
+def policy(page: str) -> str:
+    """Return the Content-Security-Policy: the page's own script and style, and requests to its server only."""
+
+    def hashed(tag: str) -> str:
+        (source,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return "'sha256-" + base64.b64encode(hashlib.sha256(source.encode("utf-8")).digest()).decode() + "'"
+
+    return (
+        f"default-src 'none'; connect-src 'self'; script-src {hashed('script')}; style-src {hashed('style')}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+HEADERS = {
+    "Content-Security-Policy": policy(PAGE),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
