@@ -18,7 +18,7 @@ from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.serve.answers import Answers, pooled, usage
 from peagle.serve.errors import ApiError
-from peagle.serve.http import EventStream, JsonReply, check_key, read_body, until_disconnect
+from peagle.serve.http import EventStream, JsonReply, check_key, check_origin, read_body, until_disconnect
 from peagle.serve.loop import EngineLoop
 from peagle.serve.metrics import Metrics
 from peagle.serve.page import HEADERS, PAGE
@@ -109,6 +109,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="peagle", docs_url=None, redoc_url=None, openapi_url=None)
 
     def authorised(request: fastapi.Request) -> None:
+        check_origin(request)
         check_key(request, service.keys)
 
     guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorised)])

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
+from peagle.text.prompts import brief
 
 Found = TypeVar("Found")
 
@@ -39,6 +40,13 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
     if not sum(hmac.compare_digest(token, key.encode("utf-8")) for key in keys):
         message = "the key is missing or wrong; send it as Authorization: Bearer KEY"
         raise ApiError(401, message, None, "invalid_api_key")
+
+
+def check_origin(request: Request) -> None:
+    """Raise ApiError for a request of another site's page: a browser would send it from its visitor's machine."""
+    origin, host = request.headers.get("origin"), request.headers.get("host")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise ApiError(403, f"pages of {brief(origin)} may not use this server; open the page that it serves at /")
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:

@@ -147,11 +147,10 @@ class EngineLoop:
         """Take no more requests, and end the open ones with this error."""
         with self._lock:
             self.draining = True
-            calls = {job.call for job in (*self._new, *self._running.values())}
-        for call in calls:
-            error = ApiError(503, message)
-            call.loop.call_soon_threadsafe(call.queue.put_nowait, (0, error))
-            call.close()
+            jobs = [*self._new, *self._running.values()]
+        for job in jobs:
+            self._send(job.call.loop, [(job, ApiError(503, message))])
+            job.call.close()
 
     def close(self) -> None:
         """End all requests and the thread."""

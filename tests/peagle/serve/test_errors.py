@@ -181,6 +181,12 @@ def test_every_route_that_works_needs_the_key(make: Any) -> None:
     assert client.get("/health").status_code == 200
 
 
+def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
+    for origin in ("http://evil.example", "null", "http://testserver:81"):
+        refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={"Origin": origin}), 403, "may not use")
+    assert client.get("/v1/models", headers={"Origin": "http://testserver"}).status_code == 200
+
+
 def test_requests_are_logged_without_what_they_say(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     client = client_of(make(log=logging.getLogger("requests")))
     with caplog.at_level(logging.INFO, "requests"):
