@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.serve.answers import Answers, pooled, usage
@@ -53,6 +55,17 @@ class Service:
     async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
         """Call a function that uses the tokenizer, outside of the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
+
+    async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
+        """Compute the log-probabilities of each request's prompt (`Prompter.prompt_logprobs`)."""
+        found: dict[tuple[int, ...], list[TokenLogprobs]] = {}
+        for request in requests:
+            self.loop.engine.check(request)
+            if request.prompt_ids not in found:
+                found[request.prompt_ids] = await self.loop.run(
+                    functools.partial(self.prompter.prompt_logprobs, request)
+                )
+        return [found[request.prompt_ids] for request in requests]
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model than the one that is served."""
@@ -150,6 +163,9 @@ def create_app(service: Service) -> fastapi.FastAPI:
         tokenizer = service.prompter.pair.tokenizer
         form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)
         form.echoed = echoed
+        if body.echo and body.logprobs is not None:
+            form.prompts = [each.prompt_ids for each in requests]
+            form.prompt_logprobs = await until_disconnect(request.receive, service.prompt_logprobs(requests))
         return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer))
 
     @guarded.post("/tokenize")

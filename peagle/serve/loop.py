@@ -6,11 +6,12 @@ of the event loop a step. Event loops never wait for a step: they append to a qu
 
 import asyncio
 import collections
+import concurrent.futures
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from peagle.engine.engine import Engine, Handle
 from peagle.engine.request import Request, TokenChunk
@@ -19,6 +20,7 @@ from peagle.serve.errors import ApiError
 STALLED_S = 120.0  # without a step while requests wait; longer than any compilation seen
 RETRY_AFTER_S = 1
 
+Found = TypeVar("Found")
 Status = Literal["ok", "failed", "stalled", "draining"]
 
 
@@ -82,8 +84,9 @@ class EngineLoop:
         self.draining = False
         self._lock = threading.Condition()
         self._new: collections.deque[_Job] = collections.deque()
+        self._tasks: collections.deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = collections.deque()
         self._running: dict[Handle, _Job] = {}  # the thread's own
-        self._open = 0  # jobs that have not ended
+        self._open = 0  # jobs and tasks that have not ended
         self._closing = False
         self._last_step_s = time.monotonic()
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
@@ -126,22 +129,36 @@ class EngineLoop:
         call = Call(self.engine, asyncio.get_running_loop())
         call.jobs = [_Job(call, place, request) for place, request in enumerate(requests)]
         with self._lock:
-            if self.failure is not None:
-                raise self._failed()
-            if self.draining:
-                raise ApiError(503, "the server is shutting down; send the request to another one")
-            if self._open + len(requests) > most:
-                raise ApiError(
-                    429,
-                    f"{self._open} requests are running or waiting, and at most {most} may; try again later",
-                    retry_after_s=RETRY_AFTER_S,
-                )
-            if not self._open:
-                self._last_step_s = time.monotonic()
-            self._open += len(requests)
+            self._enter(len(requests))
             self._new.extend(call.jobs)
             self._lock.notify()
         return call
+
+    async def run(self, function: Callable[[], Found]) -> Found:
+        """Call a function in the engine's thread, between two steps. Raises as the function and `submit` do."""
+        future: concurrent.futures.Future[Found] = concurrent.futures.Future()
+        with self._lock:
+            self._enter(1)
+            self._tasks.append((function, future))
+            self._lock.notify()
+        return await asyncio.wrap_future(future)
+
+    def _enter(self, count: int) -> None:
+        """Count requests, or raise ApiError if there is no room for all of them."""
+        most = self.engine.config.slots + self.max_queue
+        if self.failure is not None:
+            raise self._failed()
+        if self.draining:
+            raise ApiError(503, "the server is shutting down; send the request to another one")
+        if self._open + count > most:
+            raise ApiError(
+                429,
+                f"{self._open} requests are running or waiting, and at most {most} may; try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        if not self._open:
+            self._last_step_s = time.monotonic()
+        self._open += count
 
     def stop(self, message: str) -> None:
         """Take no more requests, and end the open ones with this error."""
@@ -166,6 +183,7 @@ class EngineLoop:
         try:
             while self._wait():
                 self._add_new()
+                self._run_task()
                 for handle, chunk in self.engine.step():
                     handle.inbox.append(chunk)
                 self._hand_over()
@@ -192,6 +210,19 @@ class EngineLoop:
                 self._open -= job.handle is None
             if job.aborted and job.handle is not None:
                 self.engine.abort(job.handle)
+
+    def _run_task(self) -> None:
+        """Run one task, so that tasks and steps alternate."""
+        if not self._tasks:
+            return
+        function, future = self._tasks.popleft()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+        with self._lock:
+            self._open -= 1
 
     def _hand_over(self) -> None:
         """Send the chunks of a step to their event loops."""
@@ -231,9 +262,14 @@ class EngineLoop:
             jobs = [*self._new, *self._running.values()]
             self._new.clear()
             self._running.clear()
+            tasks = [*self._tasks]
+            self._tasks.clear()
             self._open = 0
         for job in jobs:
             self._send(job.call.loop, [(job, self._failed())])
+        for _, future in tasks:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._failed())
 
     def _failed(self) -> ApiError:
         return ApiError(503, f"{self.failure}; the server must be started again")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle.api import Pair
-from peagle.engine.request import LARGEST_SEED, Request, SamplingParams
+from peagle.engine.request import LARGEST_SEED, MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
+from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
 from peagle.serve.schema import (
@@ -55,10 +56,6 @@ class Prompter:
         prompts = _prompts(body)
         if len(prompts) > MOST_PROMPTS:
             raise ApiError(400, f"{len(prompts)} prompts are given; expected at most {MOST_PROMPTS}", "prompt")
-        if body.echo and body.logprobs is not None:
-            raise ApiError(
-                400, "echo with logprobs is not supported: prompts have no log-probabilities here", "logprobs"
-            )
         encoded, echoed = [], []
         for prompt in prompts:
             ids = self.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -67,6 +64,15 @@ class Prompter:
             if body.echo:
                 echoed += [prompt if isinstance(prompt, str) else detokenize(self.tokenizer, ids)] * body.n
         return self._requests(body, encoded, 16 if body.max_tokens is None else body.max_tokens, body.logprobs), echoed
+
+    def prompt_logprobs(self, request: Request) -> list[TokenLogprobs]:
+        """Compute the log-probabilities of a prompt's tokens but the first, which nothing precedes.
+
+        All requests share one compiled program, of the whole context and the most likeliest tokens.
+        """
+        first, *others = request.prompt_ids
+        found = output_logprobs(self.pair.plain_target, [first], others, MOST_LOGPROBS, self.context)
+        return [dataclasses.replace(each, best=each.best[: request.logprobs]) for each in found]
 
     def tokenize(self, body: TokenizeBody) -> tuple[int, ...]:
         """Return the ids of a text, or of a chat up to its next answer."""

@@ -182,23 +182,34 @@ def _call(delta: Delta) -> dict[str, Any]:
 
 @dataclass
 class CompletionForm(Form):
-    """Completions of raw text. `echoed`: texts of the prompts, one for each answer, if they are wanted."""
+    """Completions of raw text.
+
+    `echoed`: texts of the prompts, one for each answer, if they are wanted; with log-probabilities also their ids, and
+    the log-probabilities of all but their first tokens.
+    """
 
     logprobs: bool = False
     echoed: Sequence[str] = ()
+    prompts: Sequence[tuple[int, ...]] = ()
+    prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     _offsets: dict[int, int] = field(default_factory=dict)
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def _first(self, place: int) -> list[dict[str, Any]]:
-        return [self._choice(place, self.echoed[place], None)] if self.echoed else []
+        if not self.echoed:
+            return []
+        choice = self._choice(place, self.echoed[place], None)
+        if self.logprobs:
+            choice["logprobs"] = self._of_prompt(place)
+        return [choice]
 
     def _middle(self, part: Part) -> list[dict[str, Any]]:
         if not part.text and not part.logprobs:
             return []
         choice = self._choice(part.place, part.text, None)
         if part.logprobs:
-            choice["logprobs"] = self._logprobs(part.place, part.logprobs)
+            choice["logprobs"] = self._entries(part.place, part.logprobs)
         return [choice]
 
     def _last(self, place: int, reason: str) -> dict[str, Any]:
@@ -209,13 +220,22 @@ class CompletionForm(Form):
         choice = self._choice(place, prompt + (result.text or ""), result.finish_reason)
         if self.logprobs:
             self._offsets.pop(place, None)
-            choice["logprobs"] = self._logprobs(place, self._logprobs_of.get(place, []))
+            before = self._of_prompt(place) if self.echoed else {}
+            after = self._entries(place, self._logprobs_of.get(place, []))
+            choice["logprobs"] = {key: [*before.get(key, []), *entries] for key, entries in after.items()}
         return choice
 
     def _choice(self, place: int, text: str, reason: str | None) -> dict[str, Any]:
         return {"index": place, "text": text, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _of_prompt(self, place: int) -> dict[str, list[Any]]:
+        """Make the entries of an echoed prompt. Its first token has no log-probability."""
+        first = self._entries(place, [TokenLogprobs(self.prompts[place][0], 0.0, ())])
+        first |= {"token_logprobs": [None], "top_logprobs": [None]}
+        others = self._entries(place, self.prompt_logprobs[place])
+        return {key: [*first[key], *others[key]] for key in first}
+
+    def _entries(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         tokens = [self._token(each.token_id) for each in found]
         offsets = []
         for token in tokens:

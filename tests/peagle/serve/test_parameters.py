@@ -1,5 +1,7 @@
 """Each parameter of a completion acts as the Python interface's does, and changes the answer."""
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -190,6 +192,35 @@ def test_log_probabilities_are_the_engines(client: TestClient, alone: Pair) -> N
     assert [len(entry["top_logprobs"]) for entry in entries] == [3] * 12
     assert chat(client, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
     assert chat(client)["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_log_probabilities_too(client: TestClient, alone: Pair, stream: bool) -> None:
+    """As clients that score texts ask for: the prompt's tokens, then those of the answer."""
+    answer = python(alone, {"logprobs": 2, "max_tokens": 50}, [40])
+    prompt, others = [40, *answer.output_ids[:20]], [50, 51]
+    fields = {"prompt": [prompt, others], "echo": True, "logprobs": 2, "max_tokens": 4}
+    if stream:
+        body = {"temperature": 0, "stream": True, **fields}
+        lines = client.post("/v1/completions", json=body).text.split("\n\n")[:-2]
+        parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        parts = [part["logprobs"] for part in parts if part["index"] == 0 and part["logprobs"]]
+        found = {key: [entry for part in parts for entry in part[key]] for key in parts[0]}
+    else:
+        first, second = complete(client, **fields)["choices"]
+        found = first["logprobs"]
+        assert first["text"].startswith("".join(found["tokens"][:21]))
+        assert len(second["logprobs"]["tokens"]) == 2 + 4
+    assert len(found["tokens"]) == 21 + 4
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    # the prompt goes on as the answer to its beginning did, so its tokens are the likeliest ones
+    assert found["token_logprobs"][1:21] == pytest.approx([each.logprob for each in answer.logprobs[:20]], abs=1e-4)
+    assert all(
+        max(best.values()) == value
+        for value, best in zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True)
+    )
+    assert [len(best) for best in found["top_logprobs"][1:]] == [2] * 24
+    assert found["text_offset"] == list(itertools.accumulate(map(len, found["tokens"][:-1]), initial=0))
 
 
 def test_a_known_prompt_counts_as_cached(client: TestClient) -> None:
