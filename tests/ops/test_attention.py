@@ -14,7 +14,7 @@ B, T, S, N, G, H = 2, 3, 5, 6, 2, 4
 
 
 def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(query, key, value, mask, sinks); every row sees something, and no two rows the same."""
+    """Draw (query, key, value, mask, sinks); every row attends to something, no two rows to the same."""
     rng = np.random.default_rng(seed)
     query = 2 * rng.standard_normal((B, T, N, H), np.float32)
     key, value = rng.standard_normal((2, B, S, G, H), np.float32)
@@ -26,7 +26,7 @@ def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
 def by_definition(
     query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: np.ndarray, sinks: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(output [B, T, N, H], logsumexp of the scores without the sink [B, T, N]) in float64, head by head."""
+    """Compute (output [B, T, N, H], logsumexp of the scores without the sink [B, T, N]) in float64, by head."""
     out, lse = np.zeros(query.shape), np.zeros(query.shape[:3])
     for b, t, n in np.ndindex(lse.shape):
         keys, values = key[b, :, n // (N // G)], value[b, :, n // (N // G)]
@@ -63,14 +63,14 @@ def test_a_sink_scales_by_the_sigmoid_of_the_logsumexp_above_it() -> None:
 
 @pytest.mark.parametrize("sink", [-1e4, 80.0])
 def test_extreme_sinks_stay_finite(sink: float) -> None:
-    """Far below all scores a sink is nothing; far above, it takes all the weight."""
+    """Far below all scores a sink has no weight; far above, it takes all the weight."""
     query, key, value, mask, _ = inputs(2)
     out = run(query, key, value, mask, np.full(N, sink, np.float32))
     expected = run(query, key, value, mask, None) if sink < 0 else np.zeros_like(query)
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
-def test_what_is_masked_has_no_influence() -> None:
+def test_masked_keys_have_no_influence() -> None:
     query, key, value, mask, sinks = inputs(3)
     mask[:, :, 2] = False
     before = run(query, key, value, mask, sinks)
@@ -78,7 +78,7 @@ def test_what_is_masked_has_no_influence() -> None:
     np.testing.assert_array_equal(run(query, key, value, mask, sinks), before)
 
 
-def test_a_row_that_sees_nothing_is_finite() -> None:
+def test_a_row_without_keys_is_finite() -> None:
     query, key, value, mask, sinks = inputs(4)
     mask[0, 1] = False
     assert np.isfinite(run(query, key, value, mask, sinks)).all()
@@ -123,7 +123,7 @@ def cached_pass(
     window: int | None,
     sinks: jax.Array,
 ) -> tuple[jax.Array, KVCache]:
-    """A pass whose queries and keys are not rotated."""
+    """Run a pass without rotation."""
     batch, width = positions.shape
     qkv = jnp.concatenate([query, key, value], axis=2).reshape(batch, width, -1)
     ones = jnp.ones((batch, width, H // 2), qkv.dtype)
@@ -134,7 +134,7 @@ def cached_pass(
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 100])
 @pytest.mark.parametrize("width", [17, 50])
 def test_a_long_pass_is_one_attention(monkeypatch: pytest.MonkeyPatch, width: int, window: int | None) -> None:
-    """Keys by blocks, in a full cache and, where there is a window, in a ring; prompts of two lengths, cut in two."""
+    """Keys by blocks, in a full cache and, with a window, in a ring; prompts of two lengths, cut in two."""
     monkeypatch.setattr(cached, "MOST_SCORES", 7 * width)
     rng = np.random.default_rng(width)
     query = rng.standard_normal((2, width, N, H), np.float32)
@@ -159,8 +159,8 @@ def test_a_long_pass_is_one_attention(monkeypatch: pytest.MonkeyPatch, width: in
             np.testing.assert_allclose(together[row, :length], expected[row, :length], atol=1e-5)
 
 
-def test_scores_of_a_long_prompt_are_never_in_memory_together() -> None:
-    """Neither those of a long chunk, nor those of a chunk far behind the beginning."""
+def test_scores_of_a_long_prompt_are_never_in_memory_at_once() -> None:
+    """Neither those of a long chunk, nor those of a chunk at far positions."""
     for width, capacity in ((2048, 2048), (128, 1 << 15)):
         rows = (jax.ShapeDtypeStruct((1, width, heads, H), jnp.float32) for heads in (N, G, G))
         cache = jax.eval_shape(lambda capacity=capacity: init_kv_cache(1, capacity, G, H, jnp.float32))
@@ -174,7 +174,7 @@ def test_scores_of_a_long_prompt_are_never_in_memory_together() -> None:
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("block", [1, 3, 13, 40])
 def test_keys_by_blocks_give_the_same(with_sinks: bool, window: int | None, block: int) -> None:
-    """Positions out of order, as in a ring, keys of nobody among them, a query that sees nothing, a large sink."""
+    """Positions out of order, as in a ring, with empty slots, a query without keys, a large sink."""
     rng = np.random.default_rng(7)
     keys = 13
     query = 3 * rng.standard_normal((B, T, N, H), np.float32)

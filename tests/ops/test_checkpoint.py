@@ -131,7 +131,7 @@ def test_expectations_are_checked_before_anything_is_read(single: Path) -> None:
         checkpoint.expect({name: shape for name, shape in shapes.items() if name != "brain"})
     with pytest.raises(InputError, match=r"bytes has shape \[5\], expected \[6\]"):
         checkpoint.expect({**shapes, "bytes": (6,)})
-    with pytest.raises(InputError, match="no place for"):  # looking consumed nothing
+    with pytest.raises(InputError, match="no place for"):  # expect() consumed nothing
         checkpoint.finish()
 
 
@@ -250,7 +250,7 @@ def test_a_broken_index(sharded: Path, index: str) -> None:
     assert INDEX in refusal(sharded)
 
 
-def test_writing_over_leaves_only_the_new_one_and_what_is_not_a_checkpoints(sharded: Path) -> None:
+def test_writing_over_a_checkpoint_replaces_its_files_and_keeps_unrelated_ones(sharded: Path) -> None:
     (sharded / "generation_config.json").write_text("{}")
     (sharded / "notes.txt").write_text("mine")
     write_checkpoint(sharded, {"new": True}, {"only": np.ones(2, np.float32)}, extra_files={"card.md": b"card"})
@@ -261,7 +261,7 @@ def test_writing_over_leaves_only_the_new_one_and_what_is_not_a_checkpoints(shar
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_failed_write_leaves_what_was_there(single: Path, exists: bool) -> None:
+def test_a_failed_write_leaves_the_old_checkpoint(single: Path, exists: bool) -> None:
     directory = single if exists else single.parent / "new"
 
     def broken():
@@ -281,8 +281,8 @@ def test_writing_to_a_file_is_refused(single: Path) -> None:
         write_checkpoint(single / CONFIG, {}, {})
 
 
-def test_tensors_are_made_one_after_the_other(tmp_path: Path) -> None:
-    """A shard is on disk before the tensor after the next is asked for: never two shards in memory."""
+def test_tensors_are_made_one_by_one(tmp_path: Path) -> None:
+    """A shard is on disk before the tensor after the next is made: never two shards in memory."""
     seen: list[int] = []
 
     def lazily():
@@ -311,7 +311,7 @@ def test_tensors_are_read_in_pieces_and_whole(single: Path, monkeypatch: pytest.
     opened.finish()
 
 
-def test_a_fingerprint_tells_checkpoints_apart(single: Path, sharded: Path) -> None:
+def test_checkpoints_have_different_fingerprints(single: Path, sharded: Path) -> None:
     first = fingerprint(single)
     assert first == fingerprint(single) != fingerprint(sharded)
     config = (single / CONFIG).read_text()
@@ -325,7 +325,7 @@ def test_a_fingerprint_tells_checkpoints_apart(single: Path, sharded: Path) -> N
     assert fingerprint(single) != first
 
 
-def test_parts_are_read_when_they_are_asked_for(sharded: Path) -> None:
+def test_parts_are_read_lazily(sharded: Path) -> None:
     opened = read_checkpoint(sharded)
     told: list[int] = []
     opened.watch(lambda done, _: told.append(done))

@@ -1,4 +1,4 @@
-"""Every layout, however many rows, is one function: the loop below, in float64."""
+"""Every layout, at any number of rows, computes one function: the float64 loop below."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LIMIT = 0.9  # low enough that gates and ups are really clamped, on both sides
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """One layer's experts as a checkpoint has them: [E, outputs, inputs], gate and up rows interleaved."""
+    """One layer's experts in a checkpoint's layout: [E, outputs, inputs], gate and up rows interleaved."""
 
     gate_up: np.ndarray  # [E, 2F, D]
     gate_up_bias: np.ndarray  # [E, 2F]
@@ -48,7 +48,7 @@ def packed(w: Weights) -> PackedExperts:
 
 
 def apart(rows: np.ndarray) -> np.ndarray:
-    """Gates first, then ups, along axis 1."""
+    """Reorder to all gates, then all ups, along axis 1."""
     return np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1)
 
 
@@ -68,8 +68,8 @@ LAYOUTS: dict[str, Callable[[Weights], Experts]] = {"packed": packed, "expanded"
 
 
 def by_definition(w: Weights, x: np.ndarray, router_logits: np.ndarray, limit: float = LIMIT) -> np.ndarray:
-    """As transformers' GPT-OSS has it, one token and one selected expert at a time; of equal logits the lower expert is
-    taken."""
+    """Compute transformers' GPT-OSS, one token and one selected expert at a time; of equal logits the lower expert
+    wins."""
     x, logits = x.astype(np.float64), router_logits.astype(np.float64)
     out = np.zeros_like(x)
     for t in range(len(x)):
@@ -105,15 +105,15 @@ def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_the_accelerators_form_is_the_definition(rows: int) -> None:
-    """Run here on whatever there is: on a GPU `expert_mlp` takes it by itself."""
+def test_all_pairs_is_the_definition(rows: int) -> None:
+    """Called by name here; on a GPU `expert_mlp` picks it."""
     weights = random_weights()
     x, logits = rows_and_logits(rows)
     out = jax.jit(reference.all_pairs, static_argnums=(3, 4))(x, logits, packed(weights), K, LIMIT)
     np.testing.assert_allclose(out, by_definition(weights, x, logits), atol=2e-5)
 
 
-def test_the_clamp_is_felt() -> None:
+def test_the_clamp_changes_results() -> None:
     """The test above would pass without clamps if nothing were clamped."""
     weights = random_weights()
     x, logits = rows_and_logits(4)
@@ -135,7 +135,7 @@ def test_ties_go_to_the_lower_expert(layout: str, rows: int) -> None:
 def test_an_expert_with_all_rows_and_experts_with_none(layout: str) -> None:
     weights = random_weights(5)
     x, logits = rows_and_logits(19, 6)
-    logits[:, 4] = 30.0  # everyone's first; the second one's weight all but underflows
+    logits[:, 4] = 30.0  # every row's first; the second one's weight all but underflows
     np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first sets a flag, which `check` raises; nothing is changed for whoever did not ask for it."""
+"""Ctrl-C: the first sets a flag, which `check` raises; without `handled` nothing changes."""
 
 import signal
 import threading
@@ -13,12 +13,12 @@ def press() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_the_first_is_raised_where_it_is_checked_and_nowhere_else() -> None:
+def test_the_first_is_raised_by_check_alone() -> None:
     with interrupt.handled():
         interrupt.check()
         press()
         assert interrupt.asked()
-        for _ in range(2):  # whoever catches it has not undone it
+        for _ in range(2):  # catching it does not clear the flag
             with pytest.raises(KeyboardInterrupt):
                 interrupt.check()
     interrupt.check()
@@ -41,7 +41,7 @@ def test_afterwards_signals_are_as_they_were(ends: Callable[[], None]) -> None:
         press()
 
 
-def test_what_waits_for_a_person_is_left_at_once() -> None:
+def test_waiting_for_input_ends_at_once() -> None:
     with interrupt.handled(), pytest.raises(KeyboardInterrupt), interrupt.waiting():
         press()
     with interrupt.handled():
@@ -50,7 +50,7 @@ def test_what_waits_for_a_person_is_left_at_once() -> None:
             raise AssertionError("it was pressed before")
 
 
-def test_where_it_is_ignored_it_stays_so() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interrupt.handled():
@@ -60,14 +60,14 @@ def test_where_it_is_ignored_it_stays_so() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_threads_of_a_program_may_run_commands_and_signals_are_still_the_programs() -> None:
+def test_commands_in_threads_leave_signals_to_the_program() -> None:
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
             with interrupt.handled():
                 interrupt.check()
-        except BaseException as error:  # whatever it is, the main thread is told
+        except BaseException as error:  # hand any error to the main thread
             failed.append(error)
 
     before = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A cache is a set of (position, key, value); which slots they lie in is nobody else's business."""
+"""A cache is a set of (position, key, value), in slots of its own choice."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ G, H = 2, 3
 
 
 def entries(positions: np.ndarray, version: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Keys that say which row of the batch, position and version of a token they are; values that negate them."""
+    """Make keys that encode a token's row, position and version; values are their negatives."""
     batch = np.arange(len(positions))[:, None] * 1000
     stamp = np.broadcast_to((batch + positions + version / 4.0)[..., None, None], (*positions.shape, G, H))
     return stamp.astype(np.float32), -stamp.astype(np.float32)
@@ -24,7 +24,7 @@ def write(cache: KVCache, positions: list[list[int]], version: int = 0) -> KVCac
 
 
 def held(cache: KVCache, newest: list[int]) -> list[dict[int, float]]:
-    """For each row of the batch: position -> stamp, as slot_positions reads the cache."""
+    """Return {position: stamp} for each row of the batch, by slot_positions."""
     assert np.array_equal(np.asarray(cache.key), -np.asarray(cache.value))
     positions = np.asarray(jax.jit(slot_positions)(cache, np.array(newest, np.int32)))
     stamps = np.asarray(cache.key)[:, :, 0, 0]
@@ -63,7 +63,7 @@ def test_negative_positions_are_dropped(ring: bool) -> None:
 
 
 def test_a_full_cache_drops_what_exceeds_it() -> None:
-    """Nothing is clamped onto the last good row."""
+    """Nothing is clamped onto the last slot."""
     cache = write(init_kv_cache(1, 4, G, H, jnp.float32), [[1, 2, 3]])
     over = write(cache, [[3, 4, 5]], version=1)
     assert np.asarray(over.key)[0, :, 0, 0].tolist() == [0, 1, 2, 3.25]
@@ -83,8 +83,8 @@ def test_a_ring_holds_the_last_capacity_positions_across_the_wrap(per_write: int
 
 
 @pytest.mark.parametrize("slack", [0, -1])
-def test_ring_capacity_is_exactly_enough_for_a_roll_back(slack: int) -> None:
-    """After T rows were written and all but the first rejected, the next query still finds its whole window. With one
+def test_ring_capacity_is_exactly_enough_for_a_rollback(slack: int) -> None:
+    """After T rows are written and all but the first rejected, the next query still finds its whole window. With one
     slot less it does not, so the bound is tight."""
     window, width, length = 4, 3, 10
     cache = init_kv_cache(1, ring_capacity(window, width) + slack, G, H, jnp.float32, ring=True)
@@ -98,7 +98,7 @@ def test_ring_capacity_is_exactly_enough_for_a_roll_back(slack: int) -> None:
     assert ({p: holding.get(p) for p in needed} == needed) == (slack == 0)
 
 
-def test_a_roll_back_is_overwritten_before_it_is_seen() -> None:
+def test_rolled_back_rows_are_overwritten_before_they_are_read() -> None:
     """Stale rows of a rejected draft are hidden by causality, then replaced."""
     window, width = 4, 3
     cache = init_kv_cache(1, ring_capacity(window, width), G, H, jnp.float32, ring=True)

@@ -1,4 +1,4 @@
-"""Who sees whom, against what the masks stand for, row by row."""
+"""The masks against their definitions, row by row."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +8,7 @@ from peagle.ops.mask import causal_mask, group_causal_mask
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_a_query_sees_the_positions_up_to_its_own_and_within_its_window(window: int | None) -> None:
+def test_a_query_attends_to_positions_up_to_its_own_and_within_its_window(window: int | None) -> None:
     queries, keys = np.array([0, 2, 5]), np.array([4, -1, 0, 5, 3, 1, 2])
     seen = np.asarray(causal_mask(jnp.asarray(queries)[None], jnp.asarray(keys)[None], window))[0]
     for row, query in zip(seen, queries, strict=True):
@@ -16,9 +16,9 @@ def test_a_query_sees_the_positions_up_to_its_own_and_within_its_window(window: 
         assert sorted(keys[row].tolist()) == list(reach)
 
 
-def test_a_row_sees_what_drafting_from_its_anchor_would_have_before_it() -> None:
-    """Drafting behind position a runs the context 0..a, then mask slots one after the other: row (a, d) sees exactly
-    the rows of that pass up to itself, wherever they stand; padding is nobody's."""
+def test_a_row_attends_to_the_rows_before_it_in_a_draft_from_its_anchor() -> None:
+    """Drafting after position a runs the context 0..a, then mask slots in order: row (a, d) attends to exactly the rows
+    of that pass up to itself, in any order; padding is masked."""
     rng = np.random.default_rng(0)
     rows = [(anchor, depth) for anchor in range(6) for depth in range(4)] + [(-1, 0), (-1, 2)]
     for kept in (rows, [row for row in rows if row[1] == 0 or rng.random() < 0.6]):

@@ -1,4 +1,4 @@
-"""Arrays that are in memory once, and what memory there is."""
+"""Arrays that reach the device without a copy, and available memory."""
 
 import mmap
 
@@ -13,7 +13,7 @@ from peagle.ops.memory import ALIGNMENT, aligned, aligned_copy, available_memory
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.float32, ml_dtypes.bfloat16, np.bool_])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (7,), (5, 3, 11)])
-def test_an_aligned_array_is_taken_as_it_is(shape: tuple[int, ...], dtype: type) -> None:
+def test_an_aligned_array_is_not_copied(shape: tuple[int, ...], dtype: type) -> None:
     values = aligned(shape, dtype)
     assert (values.shape, values.dtype) == (shape, np.dtype(dtype))
     assert values.flags.c_contiguous
@@ -24,7 +24,7 @@ def test_an_aligned_array_is_taken_as_it_is(shape: tuple[int, ...], dtype: type)
             assert to_device(values).unsafe_buffer_pointer() == values.ctypes.data
 
 
-def test_what_is_not_aligned_comes_over_too() -> None:
+def test_an_unaligned_array_is_copied() -> None:
     values = aligned((9, 4), np.float32).reshape(-1)[1:]
     values[:] = np.arange(35)
     np.testing.assert_array_equal(to_device(values), np.arange(35))
@@ -67,7 +67,7 @@ def test_items_are_stacked_one_after_the_other() -> None:
     np.testing.assert_array_equal(second[:, 0, 0], [0, -1, -2])
 
 
-def test_available_memory_is_the_devices_where_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_memory_is_the_devices_if_it_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Device:
         def __init__(self, stats: dict[str, int] | None) -> None:
             self.memory_stats = lambda: stats

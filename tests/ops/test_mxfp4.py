@@ -16,7 +16,7 @@ products_on_device = jax.jit(mxfp4.products_on_device)
 
 
 def every_byte_and_scale(scales: range) -> tuple[np.ndarray, np.ndarray]:
-    """(blocks [S, 16, 16], scales [S, 16]): under each scale all 256 bytes, as 16 blocks."""
+    """Make (blocks [S, 16, 16], scales [S, 16]): all 256 bytes under each scale, as 16 blocks."""
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (len(scales), 16, 16))
     return np.ascontiguousarray(blocks), np.repeat(np.array(scales, np.uint8)[:, None], 16, axis=1)
 
@@ -47,7 +47,7 @@ def test_every_byte_under_every_scale_by_definition() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_device_agrees_where_nothing_is_denormal(dtype: type) -> None:
+def test_the_device_agrees_on_normal_numbers(dtype: type) -> None:
     """Scale 2 is the first under which the smallest code, 0.5, is a normal number."""
     blocks, scales = every_byte_and_scale(range(2, NAN_SCALE))
     device = np.asarray(dequantize_on_device(jnp.asarray(blocks), jnp.asarray(scales), dtype))
@@ -59,7 +59,7 @@ def test_the_device_agrees_where_nothing_is_denormal(dtype: type) -> None:
     codes=hnp.arrays(np.uint8, (3, 2, BLOCK), elements=st.integers(0, 15)),
     scales=hnp.arrays(np.uint8, (3, 2), elements=st.integers(3, 250)),
 )
-def test_what_is_representable_survives(codes: np.ndarray, scales: np.ndarray) -> None:
+def test_representable_values_survive(codes: np.ndarray, scales: np.ndarray) -> None:
     blocks = codes[..., 0::2] | (codes[..., 1::2] << 4)
     values = dequantize(blocks, scales)
     back = dequantize(*quantize(values))
@@ -72,11 +72,11 @@ def test_quantize_takes_the_nearest_code(values: np.ndarray) -> None:
     assert blocks.shape == (2, 2, 16)
     assert scales.shape == (2, 2)
     back = dequantize(blocks, scales).astype(np.float64)
-    grid = CODES.astype(np.float64) * np.exp2(scales.astype(np.float64) - 127)[..., None]  # what each block could hold
+    grid = CODES.astype(np.float64) * np.exp2(scales.astype(np.float64) - 127)[..., None]  # each block's values
     grouped = values.astype(np.float64).reshape(2, 2, BLOCK)
     nearest = np.abs(grouped[..., None] - grid[..., None, :]).min(axis=-1)
     np.testing.assert_array_equal(np.abs(grouped - back.reshape(2, 2, BLOCK)), nearest)
-    # and the scale is the one the standard asks for: the peak lands on the code's highest exponent
+    # and the scale is the standard's: the peak lands on the code's highest exponent
     peak = np.abs(grouped).max(axis=-1) / np.exp2(scales.astype(np.float64) - 127)
     normal = np.abs(grouped).max(axis=-1) > 1e-36
     assert np.all((peak[normal] >= 4) & (peak[normal] < 8))

@@ -1,4 +1,4 @@
-"""MXFP4 bit by bit against transformers' own dequantisation (a file of its own: it needs torch)."""
+"""MXFP4 bit by bit against transformers' own dequantisation (in a file of its own, since it needs torch)."""
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +16,7 @@ from tests.ops.test_mxfp4 import every_byte_and_scale  # noqa: E402
 def test_every_byte_under_every_scale_is_bit_equal(dtype: torch.dtype) -> None:
     """Zeros' signs, denormals and infinities included; bfloat16 holds every MXFP4 value that float32 does."""
     blocks, scales = every_byte_and_scale(range(NAN_SCALE))
-    # it transposes to input-dimension first, hence the swap back
+    # transformers transposes to input dimension first, so swap back
     theirs = convert_moe_packed_tensors(torch.from_numpy(blocks)[None], torch.from_numpy(scales)[None], dtype=dtype)
     theirs = theirs.swapaxes(1, 2)[0]
     assert theirs.dtype == dtype

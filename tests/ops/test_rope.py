@@ -1,4 +1,4 @@
-"""Rotation frequencies by the papers' formulas and, in test_rope_oracle.py, against transformers' own."""
+"""RoPE frequencies by the papers' formulas and, in test_rope_oracle.py, against transformers' own."""
 
 import math
 
@@ -27,7 +27,7 @@ LLAMA3 = {
 
 
 def test_gpt_oss_constants() -> None:
-    """The bounds of the ramp and the concentration that openai's code comes to for head_dim 64."""
+    """The ramp's bounds and the concentration of openai's code for head_dim 64."""
     frequencies, concentration = rope_frequencies(parse_rope(64, {"rope_scaling": YARN, "rope_theta": 150000}, 1.0))
     assert concentration == pytest.approx(1.3465736, abs=1e-7)
     low, high = 8.0928, 17.3980
@@ -49,14 +49,14 @@ def test_both_spellings_mean_the_same(scaling: dict) -> None:
     assert parse_rope(64, {"rope_theta": 5e5, "rope_scaling": older}, 1.0) == old
 
 
-def test_a_rotation_by_layer_type_is_that_of_all_layers() -> None:
+def test_equal_settings_by_layer_type_are_those_of_all_layers() -> None:
     whole = {**YARN, "rope_theta": 5e5}
     nested = {"rope_parameters": {"full_attention": whole, "sliding_attention": dict(whole)}}
     assert parse_rope(64, nested, 1.0) == parse_rope(64, {"rope_parameters": whole}, 1.0)
     assert isinstance(parse_rope(64, nested, 1.0).scaling, Yarn)
 
 
-def test_two_spellings_that_do_not_contradict_each_other_are_read_together() -> None:
+def test_two_spellings_that_agree_are_read_together() -> None:
     expected = parse_rope(64, {"rope_scaling": YARN, "rope_theta": 5e5}, 1.0)
     older = {("type" if key == "rope_type" else key): value for key, value in YARN.items()}
     for config in (
@@ -108,7 +108,7 @@ def test_no_scaling_is_plain() -> None:
         ),
     ],
 )
-def test_what_is_not_supported_is_refused(config: dict, message: str) -> None:
+def test_unsupported_settings_are_refused(config: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         parse_rope(64, config, 1.0)
 
@@ -127,7 +127,7 @@ def test_rotation_turns_each_pair_by_its_angle() -> None:
             np.testing.assert_allclose(out[0, t, :, i + 3], turned.imag, atol=2e-5)
 
 
-def test_tables_are_cast_last_and_precise_far_out() -> None:
+def test_tables_are_cast_last_and_precise_at_far_positions() -> None:
     """Angles are float32 products, not products of bfloat16 positions; the concentration multiplies before the cast."""
     config = parse_rope(64, {"rope_scaling": YARN, "rope_theta": 150000}, 1.0)
     positions = jnp.array([[131071]], jnp.int32)

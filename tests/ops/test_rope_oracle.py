@@ -1,4 +1,4 @@
-"""Rotation frequencies against transformers' own (a file of its own: it needs torch)."""
+"""RoPE frequencies against transformers' own (in a file of its own, since it needs torch)."""
 
 import numpy as np
 import pytest

@@ -39,12 +39,12 @@ def expected(value: Any) -> Any:
 
 @settings(deadline=None, max_examples=25)
 @given(values)
-def test_what_is_not_finite_becomes_null_and_all_else_stays(value: object) -> None:
+def test_numbers_that_are_not_finite_become_null_and_all_else_stays(value: object) -> None:
     assert strict(dumps(value)) == expected(value)
     assert dumps(value, indent=1).isascii()
 
 
-def test_keys_that_are_numbers_and_what_is_no_json() -> None:
+def test_keys_that_are_numbers_and_values_that_are_not_json() -> None:
     found = strict(dumps({1: math.nan, 2: {"a": (math.inf, -math.inf, 0.5)}}))
     assert found == {"1": None, "2": {"a": [None, None, 0.5]}}
     with pytest.raises(TypeError):
@@ -52,7 +52,7 @@ def test_keys_that_are_numbers_and_what_is_no_json() -> None:
 
 
 def test_everything_is_written_by_it() -> None:
-    """json.dumps and json.dump are called nowhere else."""
+    """No other module calls json.dumps or json.dump."""
     found = []
     for package in ("peagle", "target", "drafter", "scripts"):
         for path in sorted((ROOT / package).rglob("*.py")):

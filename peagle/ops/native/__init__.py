@@ -83,7 +83,7 @@ def _choose(wanted: str) -> tuple[str | None, str]:
         return None, f"the native kernels are for CPUs, this is {jax.default_backend()}"
     built = [isa for isa in instruction_sets() if _library(isa).exists()]
     # -P: the installed package, even in a checkout of the project
-    again = f"{sys.executable} -P -m peagle.ops.native compiles them where a C++ compiler is"
+    again = f"{sys.executable} -P -m peagle.ops.native compiles them, given a C++ compiler"
     if "portable" not in built or (wanted and wanted not in built):
         return None, f"the native kernels were not compiled; {again}"
     order = list(instruction_sets())

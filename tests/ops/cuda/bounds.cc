@@ -1,6 +1,6 @@
-// The GPU kernels once more, on buffers that are as long as their values, for AddressSanitizer.
+// Runs the CUDA kernels on buffers without slack, for AddressSanitizer.
 //
-//     bounds [NUMBER]      the buffer of this number is an element shorter than it has to be
+//     bounds [NUMBER]      makes the buffer of this number an element too short
 
 #include "driver.cc"
 
@@ -11,7 +11,7 @@ constexpr int kRowCount = 9, kTopK = 2, kExpertCount = 3, kWidth = 160, kExpertW
 
 int buffers = 0, shorter = -1;
 
-// Never freed, so that nothing else lies behind it.
+// Never freed, so that no other buffer takes its memory.
 template <typename T>
 T* Make(size_t count, T value) {
   T* values = static_cast<T*>(std::malloc((count - (buffers++ == shorter ? 1 : 0)) * sizeof(T)));
@@ -73,7 +73,7 @@ int main(int count, char** words) {
   const Half* down_bias = Make<Half>(kExpertCount * kWidth, one);
   Half* hidden = Make<Half>(kRowCount * kTopK * kExpertWidth, one);
   float* out = Make<float>(kRowCount * kTopK * kWidth, 0);
-  // these have last elements that nothing has written yet
+  // the last elements of these are not yet written
   if (shorter != 1) ids[kRowCount * kTopK - 1] = 0;
   Launch(peagle_gate_up_2, "peagle_gate_up_2", 2 * kExpertWidth / kOutputs, kExpertCount, kThreads, x,
          static_cast<const int*>(ids), kRowCount, kTopK, kExpertCount, gate_up, gate_up_scales, gate_up_bias,

@@ -1,4 +1,4 @@
-"""The GPU kernels run on the CPU: their sources, launched by their own launcher, through a driver of the tests'."""
+"""The CUDA kernels on the CPU: their own sources and launcher, through the tests' driver."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ GPU_PRAGMAS = "-Wno-unknown-pragmas"
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(the launcher, made for the CPU, and the driver)."""
+    """Compile (the launcher for the CPU, the driver)."""
     directory = tmp_path_factory.mktemp("cuda")
     launcher = build.compile_library(directory / "launch.so", [build.CUDA / "launch.cc"], "-DPEAGLE_TEST_ON_HOST")
     return launcher, build.compile_library(
@@ -23,6 +23,6 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def opened(libraries: tuple[Path, Path]) -> None:
-    """The kernels run, on the CPU."""
+    """Open the kernels on the CPU."""
     launcher, driver = libraries
     cuda.open_kernels(launcher, str(driver), b"any image", "cpu")

@@ -1,7 +1,7 @@
-// A CUDA driver without a GPU: just what peagle/ops/cuda/launch.cc asks of one. Its kernels are those of peagle/ops/cuda, and
-// its threads take turns: each runs on a stack of its own until it waits for others.
+// A CUDA driver without a GPU, with the functions that peagle/ops/cuda/launch.cc uses. It runs the kernels of
+// peagle/ops/cuda; their threads take turns, each on a stack of its own until it waits for others.
 //
-// What is read in a register of another lane, and what a warp does together, follows the PTX ISA, and not those sources.
+// Reads of other lanes' registers and warp-wide operations follow the PTX ISA, independently of those sources.
 
 #include <ucontext.h>
 
@@ -46,8 +46,8 @@ Index blockIdx, gridDim;
 int Lane() { return threadIdx.x % 32; }
 int Warp() { return threadIdx.x / 32; }
 
-// Everybody among `members` arrives before anybody goes on. What differs in a warp, or in a block, that is waited for is
-// an error of the kernel: it would hang.
+// A barrier for `members`. Lanes of a warp, or threads of a block, that wait at different barriers are an error of the
+// kernel: it would hang.
 struct Barrier {
   int members = 0, arrived = 0;
   long generation = 0;
@@ -67,7 +67,7 @@ std::vector<Barrier> warp_barriers;
 
 void __syncthreads() { block_barrier.Wait(); }
 
-// What the lanes of a warp hand in, for all of them to read: until the next but one time, as two places take turns.
+// Values that a warp's lanes exchange. Two buffers alternate, so values stay readable until the exchange after the next.
 template <typename T>
 const T* Gather(const T& mine) {
   static T handed[2][32 * 32];
@@ -186,7 +186,7 @@ namespace {
 CUctx_st context;
 CUmod_st module;
 
-// The kernel, called with the values at the addresses in `arguments`.
+// Calls the kernel with the values at the addresses in `arguments`.
 template <auto kernel>
 void Call(void** arguments) {
   [&]<typename... T>(void (*)(T...)) {
@@ -249,7 +249,7 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 int cuCtxPushCurrent_v2(CUctx_st*) { return 0; }
 int cuCtxPopCurrent_v2(CUctx_st**) { return 0; }
-// The image is "refuse" where a test wants to see what a driver's refusal does.
+// The image is "refuse" if a test wants the driver to fail.
 int cuModuleLoadData(CUmod_st** made, const void* image) {
   *made = &module;
   return std::strncmp(static_cast<const char*>(image), "refuse", 6) == 0 ? 1 : 0;
@@ -272,7 +272,7 @@ int cuLaunchKernel(CUfunc_st* kernel, unsigned x, unsigned y, unsigned z, unsign
                    CUstream_st*, void** arguments, void**) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
-  std::fenv_t before;  // XLA's threads take denormal numbers for zero; GPUs do not
+  std::fenv_t before;  // XLA's threads flush denormal numbers to zero; GPUs do not
   std::fegetenv(&before);
   std::fesetenv(FE_DFL_ENV);
   current = kernel->run;

@@ -1,4 +1,4 @@
-"""The GPU kernels of attention over a cache, on a CPU: they say what the XLA form says."""
+"""The CUDA attention kernels, on a CPU, against XLA."""
 
 import functools
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Case = tuple[jax.Array, jax.Array, jax.Array, KVCache, jax.Array, jax.Array]
 def random_case(
     width: int, capacity: int, heads: int, kv_heads: int, ring: bool, lengths: tuple[int, ...], seed: int = 0
 ) -> Case:
-    """Operands of passes behind so many tokens; a row of negative length is inactive."""
+    """Draw operands of passes after so many tokens; a sequence of negative length is inactive."""
     rng, batch = np.random.default_rng(seed), len(lengths)
 
     def drawn(*shape: int) -> jax.Array:
@@ -53,16 +53,16 @@ on_xla = jax.jit(cached._on_xla, static_argnames=("num_heads", "window"))
     ("width", "capacity", "heads", "kv_heads", "window", "ring", "lengths"),
     [
         (1, 64, 8, 1, None, False, (10,)),
-        (4, 300, 16, 2, None, False, (270, 3)),  # two chunks, of which one sequence has one
+        (4, 300, 16, 2, None, False, (270, 3)),  # two chunks; one sequence has only one
         (1, 300, 4, 4, 20, False, (280,)),  # a window in a full cache: the first chunk is not read
-        (5, 40, 8, 2, 24, True, (100,)),  # round the ring
+        (5, 40, 8, 2, 24, True, (100,)),  # the ring wraps
         (3, 140, 16, 2, 128, True, (5, 1000)),
-        (2, 129, 8, 8, 128, True, (127,)),  # a query head for each of the others
+        (2, 129, 8, 8, 128, True, (127,)),  # one query head per kv head
         (16, 600, 8, 1, None, False, (500,)),  # eight tiles of queries
         (2, 64, 4, 2, 8, False, (30, -5)),
     ],
 )
-def test_it_is_the_xla_form(
+def test_it_agrees_with_xla(
     width: int, capacity: int, heads: int, kv_heads: int, window: int | None, ring: bool, lengths: tuple[int, ...]
 ) -> None:
     case = random_case(width, capacity, heads, kv_heads, ring, lengths)
@@ -83,9 +83,9 @@ def test_it_is_the_xla_form(
 @pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize("rows", [range(9), (0, 1), (0, 2, 3, 7), (5, 8), ()], ids=str)
 @pytest.mark.parametrize(("ring", "window"), [(False, None), (False, 24), (True, 24)])
-def test_a_row_is_the_same_whatever_rows_are_beside_it(ring: bool, window: int | None, rows: Sequence[int]) -> None:
-    """Those behind it, and rows of negative position, of which there may be any, anywhere: the newest position of a
-    pass is the largest, and not the last row's."""
+def test_a_rows_bits_do_not_depend_on_the_others(ring: bool, window: int | None, rows: Sequence[int]) -> None:
+    """Neither on later rows, nor on rows of negative position anywhere: the newest position of a pass is the largest,
+    not the last row's."""
     qkv, cos, sin, cache, _, sinks = random_case(9, 40 if ring else 300, 8, 2, ring, (270,))
     positions = np.full((1, 9), -1, np.int32)
     positions[0, list(rows)] = 270 + np.arange(len(rows))

@@ -1,5 +1,6 @@
-"""The GPU kernels on a CPU: their own source, launched by their own launcher, through a driver of the tests'
-(driver.cc). What only a GPU can show (its tensor cores, its driver, speed) is scripts/gpu_check's."""
+"""The CUDA expert kernels on a CPU: their own source and launcher, through the tests' driver (driver.cc).
+
+scripts/gpu_check covers what needs a GPU: tensor cores, the real driver, speed."""
 
 import os
 import subprocess
@@ -25,7 +26,7 @@ from tests.ops.cuda.conftest import DRIVER, GPU_PRAGMAS
 
 @pytest.fixture(scope="module")
 def bounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kernels on buffers that are as long as their values, a program with AddressSanitizer."""
+    """Compile a program with AddressSanitizer that runs the kernels on buffers without slack."""
     program = tmp_path_factory.mktemp("cuda") / "bounds"
     flags = ["-std=c++20", "-O1", "-g1", "-fsanitize=address", GPU_PRAGMAS, f"-I{build.CUDA}"]
     source = DRIVER.with_name("bounds.cc")
@@ -49,7 +50,7 @@ def random_experts(
 
 
 def random_rows(rows: int, width: int, num_experts: int, seed: int = 1) -> tuple[jax.Array, jax.Array]:
-    """(x, router logits)."""
+    """Draw (x, router logits)."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, width), np.float32).astype(jnp.bfloat16)
     return jnp.asarray(x), jnp.asarray(rng.standard_normal((rows, num_experts), np.float32))
@@ -59,7 +60,7 @@ routed = jax.jit(op.routed, static_argnums=(3, 4))
 
 
 def by_definition(x: jax.Array, logits: jax.Array, experts: PackedExperts, top_k: int, limit: float) -> np.ndarray:
-    """As transformers' GPT-OSS has it, in float64, but for hidden values: they are bfloat16 between the matrices."""
+    """Compute transformers' GPT-OSS in float64, with hidden values rounded to bfloat16 between the matrices."""
     rows, scores = np.asarray(x, np.float64), np.asarray(logits, np.float64)
     matrices = [
         dequantize(np.asarray(b), np.asarray(s)).astype(np.float64)
@@ -81,7 +82,7 @@ def by_definition(x: jax.Array, logits: jax.Array, experts: PackedExperts, top_k
 def expect_definition(x: jax.Array, logits: jax.Array, experts: PackedExperts, top_k: int, limit: float) -> None:
     found = np.asarray(routed(x, logits, experts, top_k, limit), np.float64)
     expected = by_definition(x, logits, experts, top_k, limit)
-    # the result is a bfloat16, and a hidden value may be rounded to the other side
+    # the result is bfloat16, and a hidden value may round the other way
     np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max())
 
 
@@ -89,21 +90,21 @@ def expect_definition(x: jax.Array, logits: jax.Array, experts: PackedExperts, t
 @pytest.mark.parametrize(
     ("rows", "num_experts", "top_k", "width", "expert_width"),
     [
-        (1, 32, 4, 160, 96),  # ragged: blocks that no whole chunk, and chunks that not all warps have
+        (1, 32, 4, 160, 96),  # ragged: blocks that do not fill a chunk, chunks that do not fill all warps
         (2, 5, 2, 32, 32),  # one block
         (7, 7, 2, 256, 32),
         (8, 40, 3, 96, 160),  # experts beyond the first word of bits
-        (9, 3, 3, 64, 64),  # everybody selects everything; two tiles of rows
+        (9, 3, 3, 64, 64),  # all rows select all experts; two tiles of rows
         (16, 6, 1, 96, 32),
         (17, 4, 2, 64, 32),
         (64, 9, 4, 64, 32),
-        (3, 4, 2, 1632, 32),  # loads ahead, more than once around
+        (3, 4, 2, 1632, 32),  # several rounds of loads in flight
     ],
 )
 def test_the_definition(rows: int, num_experts: int, top_k: int, width: int, expert_width: int) -> None:
     experts = random_experts(num_experts, width, expert_width)
     x, logits = random_rows(rows, width, num_experts)
-    expect_definition(x, logits, experts, top_k, 0.9)  # a limit that is felt
+    expect_definition(x, logits, experts, top_k, 0.9)  # a limit that clamps some values
     assert (
         np.abs(by_definition(x, logits, experts, top_k, 0.9) - by_definition(x, logits, experts, top_k, 1e9)).max()
         > 0.05
@@ -111,13 +112,13 @@ def test_the_definition(rows: int, num_experts: int, top_k: int, width: int, exp
 
 
 @pytest.mark.usefixtures("opened")
-def test_a_row_is_the_same_whatever_rows_are_beside_it() -> None:
-    """So verification says what decoding says, bit for bit."""
+def test_a_rows_bits_do_not_depend_on_the_others() -> None:
+    """So verification computes decoding's bits."""
     experts = random_experts(5, 160, 32)
     x, logits = random_rows(33, 160, 5)
     picked = (0, 6, 7, 8, 15, 16, 32)
     alone = {t: np.asarray(routed(x[t : t + 1], logits[t : t + 1], experts, 2, 7.0))[0] for t in picked}
-    for rows in (8, 9, 17, 33):  # one product's, and those of two, four, eight
+    for rows in (8, 9, 17, 33):  # tiles of one product, two, four and eight
         found = np.asarray(routed(x[:rows], logits[:rows], experts, 2, 7.0))
         for t in picked:
             if t < rows:
@@ -137,14 +138,14 @@ def test_all_rows_select_the_same_experts_or_all_different_ones(same: bool) -> N
 @pytest.mark.usefixtures("opened")
 @pytest.mark.parametrize("scale", [0, 1, 60, 127, 128, 129, 140, 200])
 def test_extreme_scales(scale: int) -> None:
-    """Codes of every scale are exact: with hidden values out of biases alone, outputs are powers of two times sums."""
+    """Codes of every scale are exact: if biases alone make the hidden values, outputs are powers of two times sums."""
     experts = random_experts(3, 64, 32, (scale, scale))
     zeros = jnp.zeros_like(experts.gate_up_blocks)
     experts = experts.replace(gate_up_blocks=zeros, down_bias=jnp.zeros_like(experts.down_bias))  # type: ignore[attr-defined]
     x, logits = random_rows(2, 64, 3)
     found = np.asarray(routed(x, logits, experts, 1, 7.0), np.float64)
     expected = by_definition(x, logits, experts, 1, 7.0)
-    # outside of the kernels XLA on CPU takes denormal numbers for zero
+    # outside of the kernels XLA on CPU flushes denormal numbers to zero
     np.testing.assert_allclose(found, expected, rtol=2**-7, atol=max(2.0**-125, 2**-8 * np.abs(expected).max()))
     assert np.abs(expected).max() > 0
 
@@ -157,7 +158,7 @@ def test_large_and_small_scales_side_by_side() -> None:
 
 
 @pytest.mark.usefixtures("opened")
-def test_the_check_passes_and_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_passes_and_finds_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     check()
     right = calls.experts
 
@@ -198,7 +199,7 @@ def within_bounds(program: Path, *shorter: str) -> subprocess.CompletedProcess[s
 
 
 def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
-    """And if it were, it would be seen: each buffer in its turn is an element too short."""
+    """The sanitizer would find it: each buffer in turn is an element too short."""
     whole = within_bounds(bounds)
     assert (whole.returncode, whole.stdout) == (0, "22 buffers\n"), whole.stderr
     for number in range(22):
@@ -217,7 +218,7 @@ def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
     ],
 )
 def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int, runs: bool) -> None:
-    """Its kernels where they are for it, XLA's form otherwise; both say the same."""
+    """The kernels if they take the operands, XLA's code otherwise; both agree."""
     monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
     experts = jax.tree.map(
         lambda leaf: leaf if leaf.dtype == jnp.uint8 else leaf.astype(dtype), random_experts(4, 64, 32)
@@ -236,17 +237,17 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int,
 
 @pytest.mark.skipif(sys.platform != "linux", reason="JAX has CUDA on Linux")
 def test_the_launcher_is_compiled_with_the_package() -> None:
-    """For a GPU's streams; it opens without a GPU, and wants the driver."""
+    """For a GPU's streams; it opens without a GPU, and looks for the driver."""
     with pytest.raises(cuda.CudaError, match="no_such_driver"):
         cuda.open_kernels(build.LAUNCHER, "no_such_driver.so", b"", "CUDA")
 
 
-def test_where_there_is_no_cuda_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "system", lambda: "Darwin")
     assert build.build_launcher() == []
 
 
-def test_the_line_of_the_kernels_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_names_the_devices_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.in_words() == native.status()[1]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA, compute capability 9.0"))
@@ -261,7 +262,7 @@ def fresh_status() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_status")
-def test_status_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.status() == (False, "XLA: the GPU kernels are for NVIDIA GPUs, this is cpu")
     monkeypatch.setenv(native.VARIABLE, native.XLA)
     cuda.status.cache_clear()
@@ -297,7 +298,7 @@ def test_a_gpu_whose_kernels_pass(monkeypatch: pytest.MonkeyPatch, libraries: tu
     monkeypatch.setattr(cuda, "open_kernels", lambda *given: open_kernels(launcher, str(driver), given[2], "cpu"))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(cuda, "_capability", lambda: "9.0")
-    assert jax.jit(lambda x: x if cuda.available() else -x)(1) == 1  # asked first while something is traced
+    assert jax.jit(lambda x: x if cuda.available() else -x)(1) == 1  # first called while a program is traced
     assert cuda.status() == (True, "CUDA, compute capability 9.0")
 
 
@@ -306,7 +307,7 @@ needs_nvrtc = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA's compi
 
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_nvidias_compiler_takes_the_source_and_what_it_makes_is_kept(
+def test_nvrtc_compiles_the_source_and_the_result_is_cached(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architecture: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -321,7 +322,7 @@ def test_nvidias_compiler_takes_the_source_and_what_it_makes_is_kept(
     compiling = nvrtc._compile
     monkeypatch.setattr(nvrtc, "_compile", unwanted)
     assert nvrtc.compile_kernels(architecture) == made
-    monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, b"--no-such-option"))  # other options, another compilation
+    monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, b"--no-such-option"))  # other options compile anew
     with pytest.raises(AssertionError, match="compiled again"):
         nvrtc.compile_kernels(architecture)
     monkeypatch.setattr(nvrtc, "_compile", compiling)
@@ -330,7 +331,7 @@ def test_nvidias_compiler_takes_the_source_and_what_it_makes_is_kept(
 
 
 @needs_nvrtc
-def test_what_nvidias_compiler_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nvrtcs_errors_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     common, experts, attention = nvrtc.SOURCES
     source = tmp_path / "experts.cu"

@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: matrices in every format with their values in float64, and bits."""
+"""Shared by the tests of the native kernels: matrices in every format with their values in float64, and bits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +13,8 @@ from peagle.ops.linear import PackedMatrix
 from peagle.ops.linear.packed import pack_floats, pack_mxfp4, packed_matrix
 
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-EXACT = 1e-5  # of results around one, summed in float32
-ROUNDED = 2.0**-8  # of a result that was rounded to bfloat16 once
+EXACT = 1e-5  # error of results around one, summed in float32
+ROUNDED = 2.0**-8  # error of a result rounded to bfloat16 once
 # for tests of what all instruction sets share: the checks of shapes are one source without vectors
 one_set = pytest.mark.parametrize("kernels", ["portable"], indirect=True)
 # (stored matrix [..., outputs, inputs] or MXFP4 pair, its values in float64)
@@ -32,7 +32,7 @@ def bfloat16_matrix(rng: np.random.Generator, *shape: int) -> Stored:
 
 
 def mxfp4_matrix(rng: np.random.Generator, *shape: int) -> Stored:
-    """Random codes under scales that make outputs around one; neighbouring blocks never have the same scale."""
+    """Draw codes under scales that make outputs around one; neighbouring blocks never have the same scale."""
     *lead, inputs = shape
     blocks = rng.integers(0, 256, (*lead, inputs // 32, 16), np.uint8)
     centre = 127 - round(np.log2(2.93 * inputs**0.5))  # random codes have a root mean square of 2.93
@@ -41,7 +41,7 @@ def mxfp4_matrix(rng: np.random.Generator, *shape: int) -> Stored:
 
 
 def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Float64 values [..., inputs]; scale byte 0 counts as zero."""
+    """Decode to float64 values [..., inputs]; scale byte 0 counts as zero."""
     nibbles = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
     powers = np.where(scales > 0, np.exp2(scales.astype(np.float64) - 127), 0.0)
     values = np.array(CODES)[nibbles] * powers[..., None]
@@ -55,10 +55,10 @@ MATRICES: dict[str, Callable[..., Stored]] = {
 }
 
 
-def to_panels(
+def pack(
     stored: np.ndarray | tuple[np.ndarray, np.ndarray], order: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
 ) -> PackedMatrix:
-    """A stored matrix as the kernels read it, its rows put in order first."""
+    """Pack a stored matrix for the kernels, after reordering its rows."""
     if isinstance(stored, tuple):
         blocks, scales = map(order, stored)
         data, packed_scales = pack_mxfp4(blocks, scales)
@@ -68,20 +68,21 @@ def to_panels(
 
 
 def each(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The function's results, compiled as one: eighteen compilations would take longer than all else. What it closes
-    over is compiled in."""
+    """Compute the function's results in one compiled program, since eighteen compilations would take longest of all.
+
+    Values that the function closes over become constants."""
     return jax.jit(lambda given: [function(*one) for one in given])(jax.tree.map(jnp.asarray, calls))
 
 
 def one_at_a_time(function: Callable[..., jax.Array], *rows: np.ndarray) -> np.ndarray:
-    """The results for each row alone, one below the other, by one compilation."""
+    """Compute the results for each row alone, with one compilation, and stack them."""
     compiled = jax.jit(function)
     calls = ([jnp.asarray(part[t : t + 1]) for part in rows] for t in range(len(rows[0])))
     return np.concatenate([compiled(*call) for call in calls])
 
 
 def bits(array: jax.Array) -> np.ndarray:
-    """What tells 0 from -0."""
+    """Return the array's bits, which distinguish 0 from -0."""
     values = np.ascontiguousarray(array)
     return values.view(np.uint16 if values.dtype == ml_dtypes.bfloat16 else np.uint32)
 

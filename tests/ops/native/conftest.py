@@ -1,4 +1,4 @@
-"""Every test that asks for `kernels` runs once per instruction set of this machine."""
+"""Every test with the fixture `kernels` runs once per instruction set of this machine."""
 
 from collections.abc import Iterator
 
@@ -8,17 +8,15 @@ from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.native.build import instruction_sets
 
-CANNOT = ("this CPU runs", "kernels are for CPUs")  # a set that is not compiled is no reason to skip
-SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that adds products of bytes to it and nothing else
+CANNOT = ("this CPU runs", "kernels are for CPUs")  # only these skip a test; a set that was not compiled fails it
+SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that differs by products of bytes alone
 
 
 @pytest.fixture(params=list(instruction_sets()))
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The instruction set in use. Kernels are called by names that contain it, so operations that are not jitted as a
-    whole are never those of another set.
+    """Select an instruction set. Kernels' names contain it, so JAX caches no operation for another set.
 
-    Modules of operations that multiply no matrices say so by NO_MATRICES: those of the two sets of SIMPLER are of one
-    code, which is tested once.
+    A module of operations without matrices sets NO_MATRICES: the two sets of SIMPLER share their code, which runs once.
     """
     monkeypatch.delenv(native.VARIABLE, raising=False)
     native.status.cache_clear()

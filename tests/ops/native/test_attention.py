@@ -1,5 +1,6 @@
-"""The compiled attention against a loop in float64 that remembers every position: full caches, rings, windows; and that
-a query's bits are a function of its position and of what it sees."""
+"""The native attention against a float64 loop over every position: full caches, rings, windows.
+
+And a query's bits are a function of its position and of the keys and values it attends to."""
 
 import dataclasses
 import functools
@@ -32,7 +33,7 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """Of queries, keys and values side by side."""
+        """The width of queries, keys and values side by side."""
         return (self.queries + 2 * self.kv) * self.dim
 
 
@@ -64,18 +65,18 @@ def random_projections(
 
 
 def angles(positions: np.ndarray, heads: Heads, dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """(cos, sin) [B, T, H/2] of made-up rotations, scaled so that they are no mere rotations."""
+    """Draw (cos, sin) [B, T, H/2], scaled so that they are no mere rotations."""
     turn = positions[:, :, None] * 10.0 ** -np.linspace(0, 2, heads.dim // 2)
     return (1.1 * np.cos(turn)).astype(dtype), (1.1 * np.sin(turn)).astype(dtype)
 
 
 def steps(*firsts: int, rows: int) -> np.ndarray:
-    """Positions [B, T] from each sequence's first one on; -1 throughout where that is negative."""
+    """Return positions [B, T] from each sequence's first one on; all -1 if that is negative."""
     return np.array([[-1] * rows if first < 0 else range(first, first + rows) for first in firsts], np.int32)
 
 
 class Memory:
-    """All keys and values by (sequence, position), rotated in float64, rounded as a cache rounds them."""
+    """All keys and values by (sequence, position), rotated in float64, rounded to the cache's dtype."""
 
     def __init__(self, heads: Heads, window: int | None, sinks: np.ndarray | None, dtype: type) -> None:
         self.heads, self.window, self.sinks, self.dtype = heads, window, sinks, dtype
@@ -90,7 +91,7 @@ class Memory:
         return self.rounded(np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1))
 
     def attend(self, b: int, position: int, query: np.ndarray) -> np.ndarray:
-        """[N H] of one query [N, H] at a position, head by head."""
+        """Compute the output [N H] of one query [N, H] at a position, head by head."""
         oldest = 0 if self.window is None else max(0, position - self.window + 1)
         seen = [(b, p) for p in range(oldest, position + 1) if (b, p) in self.keys]
         out = np.zeros((self.heads.queries, self.heads.dim))
@@ -105,7 +106,7 @@ class Memory:
         return out.ravel()
 
     def decode(self, qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[B, T, N H]: everything is written, then attended; zeros at negative positions."""
+        """Write all rows, then attend; return [B, T, N H], zeros at negative positions."""
         h = self.heads
         rows = qkv.astype(np.float64).reshape(*positions.shape, -1, h.dim)
         turns = [part.astype(np.float64)[:, :, None] for part in (cos, sin)]
@@ -120,7 +121,7 @@ class Memory:
 
 
 def empty_cache(heads: Heads, capacity: int, ring: bool, dtype: type, fill: float = np.nan) -> KVCache:
-    """Full of NaN: who reads what nobody wrote will tell."""
+    """Make a cache full of NaN, so that a read of an unwritten slot shows."""
     values = jnp.full((BATCH, capacity, heads.kv, heads.dim), fill, dtype)
     return KVCache(values, values, ring)
 
@@ -134,7 +135,7 @@ def decode(
     sinks: np.ndarray | None = None,
     form: Implementation = "native",
 ) -> tuple[jax.Array, KVCache]:
-    """One pass."""
+    """Run one pass."""
     outs, cache = decode_all([(qkv, positions)], cache, heads, window, sinks, form)
     return outs[0], cache
 
@@ -147,7 +148,7 @@ def decode_all(
     sinks: np.ndarray | None = None,
     form: Implementation = "native",
 ) -> tuple[list[jax.Array], KVCache]:
-    """Several (projections, positions) one after the other."""
+    """Run several passes (projections, positions) one after the other."""
     outs, caches = one_after_the_other(passes, cache, heads, window, sinks, form)
     return outs, caches[-1]
 
@@ -161,7 +162,7 @@ def one_after_the_other(
     form: Implementation = "native",
     restart: bool = False,
 ) -> tuple[list[jax.Array], list[KVCache]]:
-    """The results and the cache of every pass, compiled as one; with `restart` all begin with the given cache."""
+    """Run passes in one compiled program; return results and caches. restart: all begin with the given cache."""
 
     def run(given: list[tuple[jax.Array, ...]], cache: KVCache) -> tuple[list[jax.Array], list[KVCache]]:
         outs, caches, logits = [], [cache], None if sinks is None else jnp.asarray(sinks)
@@ -179,7 +180,7 @@ def one_after_the_other(
 def random_passes(
     rng: np.random.Generator, heads: Heads, kind: str, dtype: type
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(projections, positions) of each pass."""
+    """Draw (projections, positions) of each pass."""
     passes = PASSES.get(kind, PASSES["full"])
     return [(random_projections(rng, heads, rows, dtype), steps(*firsts, rows=rows)) for *firsts, rows in passes]
 
@@ -195,7 +196,7 @@ VALUES = [(np.float32, False), (np.float32, True), (ml_dtypes.bfloat16, True)]  
 def defined(
     heads: Heads, kind: str, dtype: type, with_sinks: bool
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray | None, list[np.ndarray], Memory]:
-    """(passes, sinks, what comes out of each by definition, what is remembered then): the same for all sets."""
+    """Make (passes, sinks, each one's result by definition, the positions held then), the same for all sets."""
     rng = np.random.default_rng(0)
     sinks = random_sinks(rng, heads) if with_sinks else None
     memory, passes = Memory(heads, CACHES[kind][2], sinks, dtype), random_passes(rng, heads, kind, dtype)
@@ -205,7 +206,7 @@ def defined(
 
 @pytest.mark.parametrize(
     ("heads", "kind", "dtype", "with_sinks"),
-    # every two of them meet
+    # every pair of values occurs
     [(heads, kind, *VALUES[(i + j) % len(VALUES)]) for i, heads in enumerate(HEADS) for j, kind in enumerate(CACHES)],
     ids=lambda part: f"{part.dim}" if isinstance(part, Heads) else None,
 )
@@ -230,7 +231,7 @@ def test_decoding_is_the_definition(heads: Heads, kind: str, dtype: type, with_s
 
 
 @pytest.mark.parametrize("kind", ["full", "ring"])
-def test_decoding_is_the_xla_form(kind: str) -> None:
+def test_decoding_agrees_with_xla(kind: str) -> None:
     heads, (capacity, ring, window) = HEADS[0], CACHES[kind]
     sinks, passes = random_sinks(np.random.default_rng(1), heads), some_passes(kind)
     ours, cache = decode_all(passes, empty_cache(heads, capacity, ring, np.float32), heads, window, sinks)
@@ -250,7 +251,7 @@ def some_passes(kind: str) -> list[tuple[np.ndarray, np.ndarray]]:
 
 @functools.cache
 def xla_decoding(kind: str) -> tuple[list[jax.Array], KVCache]:
-    """The same for all instruction sets."""
+    """Compute the expected results once for all instruction sets."""
     heads, (capacity, ring, window) = HEADS[0], CACHES[kind]
     empty, sinks = (
         empty_cache(heads, capacity, ring, np.float32, fill=0.0),
@@ -284,7 +285,7 @@ PADDED = (
 
 
 def padded_passes(heads: Heads) -> list[tuple[np.ndarray, np.ndarray]]:
-    """27 positions of each sequence, more than a ring holds, then the passes with padding."""
+    """Run 27 positions of each sequence, more than a ring holds, then the passes with padding."""
     rng = np.random.default_rng(14)
     passes = [steps(first, first, first, rows=9) for first in (0, 9, 18)] + [np.array(at, np.int32) for at in PADDED]
     return [(random_projections(rng, heads, at.shape[1], np.float32), at) for at in passes]
@@ -311,15 +312,15 @@ def test_the_newest_position_of_a_pass_is_the_largest(kind: str) -> None:
     assert_padding_is_nothing(kind, "native")
 
 
-@one_set  # of which XLA takes no notice
+@one_set  # XLA does not depend on the set
 @pytest.mark.parametrize("kind", ["full", "full, window", "ring"])
-def test_so_it_is_on_xla(kind: str) -> None:
+def test_the_newest_position_is_the_largest_on_xla_too(kind: str) -> None:
     assert_padding_is_nothing(kind, "xla")
 
 
 @pytest.mark.parametrize("window", [None, 5, 2])
 def test_positions_beyond_a_full_cache_are_dropped(window: int | None) -> None:
-    """A query there sees what of its positions is in the cache; where that is nothing, it is finite."""
+    """A query there attends to those of its positions that the cache holds; if there are none, its result is finite."""
     heads, rng = HEADS[1], np.random.default_rng(3)
     memory = Memory(heads, window, None, np.float32)
     cache = empty_cache(heads, 12, False, np.float32)
@@ -344,7 +345,7 @@ def test_positions_beyond_a_full_cache_are_dropped(window: int | None) -> None:
 
 @pytest.mark.parametrize("sink", [-1e4, 80.0])
 def test_extreme_sinks_stay_finite(sink: float) -> None:
-    """Far below all scores a sink is nothing; far above, it takes all the weight."""
+    """Far below all scores a sink has no weight; far above, it takes all the weight."""
     heads, rng = HEADS[0], np.random.default_rng(4)
     qkv = random_projections(rng, heads, 5, np.float32)
     positions = steps(0, 0, 0, rows=5)
@@ -372,7 +373,7 @@ def test_large_scores_stay_finite() -> None:
 def prompts(
     heads: Heads, window: int | None, dtype: type, with_sinks: bool
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray | None, list[np.ndarray]]:
-    """([(projections, positions)], sinks, what comes out of each by definition)."""
+    """Make ([(projections, positions)], sinks, each one's result by definition)."""
     rng = np.random.default_rng(6)
     sinks = random_sinks(rng, heads) if with_sinks else None
     given, outs = [], []
@@ -385,14 +386,14 @@ def prompts(
 
 @pytest.mark.parametrize(
     ("heads", "window", "dtype", "with_sinks"),
-    # every two of them meet
+    # every pair of values occurs
     [(heads, (None, 11)[(i + j) % 2], *values) for i, heads in enumerate(HEADS) for j, values in enumerate(VALUES)],
     ids=lambda part: f"{part.dim}" if isinstance(part, Heads) else None,
 )
 def test_a_prompt_in_one_pass_is_the_definition(
     heads: Heads, window: int | None, dtype: type, with_sinks: bool
 ) -> None:
-    """Into a cache that it fills, and one that has room behind it."""
+    """Into a cache that it fills, and one with room to spare."""
     given, sinks, expected = prompts(heads, window, dtype, with_sinks)
     for capacity in (41, 50):
         empty = empty_cache(heads, capacity, False, dtype)
@@ -422,7 +423,7 @@ BIT_CASES = [(HEADS[0], np.float32), (HEADS[1], ml_dtypes.bfloat16), (HEADS[3], 
 
 
 def filled(heads: Heads, kind: str, length: int, dtype: type, rng: np.random.Generator) -> tuple[KVCache, np.ndarray]:
-    """(a cache that holds `length` positions of each sequence, rows for the next ones)."""
+    """Make (a cache with `length` positions of each sequence, rows for the next ones)."""
     capacity, ring, window = CONTEXTS[kind]
     firsts = range(0, length, 6)
     passes = [(random_projections(rng, heads, 6, dtype), steps(first, first, first, rows=6)) for first in firsts]
@@ -437,7 +438,7 @@ def parts(cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(("kind", "length"), [("full", 18), ("full, window", 30), ("ring", 18), ("ring", 30)])
 @pytest.mark.parametrize(("heads", "dtype"), BIT_CASES, ids=lambda case: getattr(case, "dim", ""))
 def test_several_rows_are_the_same_rows_one_at_a_time(heads: Heads, dtype: type, kind: str, length: int) -> None:
-    """Results and caches, bit for bit; the ring of 26 wraps under way."""
+    """Results and caches, bit for bit; the ring of 26 wraps meanwhile."""
     rng = np.random.default_rng(8)
     window, sinks = CONTEXTS[kind][2], random_sinks(rng, heads)
     before, qkv = filled(heads, kind, length, dtype, rng)
@@ -481,8 +482,8 @@ def test_a_sequences_bits_do_not_depend_on_its_batch(heads: Heads, dtype: type, 
 
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize(("heads", "dtype"), BIT_CASES, ids=lambda case: getattr(case, "dim", ""))
-def test_what_a_query_does_not_see_has_no_influence(heads: Heads, dtype: type, window: int | None) -> None:
-    """Neither the number of rows, nor the capacity, nor NaN behind it and before its window."""
+def test_other_slots_do_not_affect_a_query(heads: Heads, dtype: type, window: int | None) -> None:
+    """Neither the number of rows, nor the capacity, nor NaN at later positions and before its window."""
     rng = np.random.default_rng(10)
     qkv, positions = random_projections(rng, heads, 41, dtype), steps(0, 0, 0, rows=41)
     whole, written = decode(qkv, empty_cache(heads, 41, False, dtype), positions, heads, window)
@@ -500,7 +501,7 @@ def test_what_a_query_does_not_see_has_no_influence(heads: Heads, dtype: type, w
     for row in places:
         oldest, alone = 0 if window is None else max(0, row - window + 1), slice(row, row + 1)
         held = np.full((2, BATCH, 50, heads.kv, heads.dim), np.nan, dtype)
-        held[:, :, oldest:row] = written[:, :, oldest:row]  # its own it writes
+        held[:, :, oldest:row] = written[:, :, oldest:row]  # it writes its own
         turns = angles(positions[:, alone], heads, dtype)
         calls.append((qkv[:, alone], *turns, positions[:, alone], *held))
     for row, out in zip(places, each(attend_one, calls), strict=True):
@@ -508,7 +509,7 @@ def test_what_a_query_does_not_see_has_no_influence(heads: Heads, dtype: type, w
 
 
 def test_long_contexts_take_fewer_rows_together_and_give_the_same_bits() -> None:
-    """At 6000 positions and six query heads per kv head, seven rows go together, not sixteen."""
+    """At 6000 positions and six query heads per kv head, a chunk has seven rows, not sixteen."""
     heads, rng = Heads(6, 1, 4), np.random.default_rng(11)
     cache = KVCache(*(jnp.asarray(part, jnp.float32) for part in rng.standard_normal((2, 1, 6000, 1, 4))))
     qkv = random_projections(rng, heads, 17, np.float32, batch=1)
@@ -533,7 +534,7 @@ REFUSED = Heads(6, 2, 10)
 
 
 def good_decode() -> dict[str, jax.Array]:
-    """Operands by name, in order: two rows at capacity 8."""
+    """Make operands by name, in order: two rows at capacity 8."""
     rng = np.random.default_rng(12)
     qkv, positions = random_projections(rng, REFUSED, 2, np.float32), steps(3, 1, 0, rows=2)
     cos, sin = angles(positions, REFUSED, np.float32)
@@ -604,7 +605,7 @@ def zeros(*shape: int, dtype: type = np.float32) -> np.ndarray:
     ],
     ids=lambda value: " ".join(f"{k}{v.dtype}{v.shape}" for k, v in value.items()),
 )
-def test_what_does_not_fit_is_refused(replaced: dict[str, np.ndarray]) -> None:
+def test_operands_that_do_not_fit_are_refused(replaced: dict[str, np.ndarray]) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="attention: "):
         call_decode(good_decode() | {key: jnp.asarray(value) for key, value in replaced.items()})
 

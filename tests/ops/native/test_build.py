@@ -1,4 +1,4 @@
-"""The compilation of the kernels and what it says when it fails; which kernels run, and why."""
+"""Compiling the kernels, its errors, and which kernels run and why."""
 
 import ctypes
 import importlib.util
@@ -18,7 +18,7 @@ from peagle.ops.native import build
 from peagle.ops.native.build import BuildError
 
 SETS = list(build.instruction_sets())
-AGAIN = f"{sys.executable} -P -m peagle.ops.native compiles them where a C++ compiler is"
+AGAIN = f"{sys.executable} -P -m peagle.ops.native compiles them, given a C++ compiler"
 needs_libraries = pytest.mark.usefixtures("fresh", "libraries")
 TINY = """
 #include "xla/ffi/api/c_api.h"
@@ -41,7 +41,7 @@ extern "C" const char* hidden() { return ""; }
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody has asked for the status yet, for a set, or for other libraries."""
+    """Start without a cached status, and without variables that choose a set or other libraries."""
     for name in (native.VARIABLE, native.DIRECTORY):
         monkeypatch.delenv(name, raising=False)
     native.status.cache_clear()
@@ -51,7 +51,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def compiler() -> str:
-    """Tests that really compile."""
+    """Skip tests that compile if there is no compiler."""
     try:
         return build.compiler()
     except BuildError as error:
@@ -60,14 +60,14 @@ def compiler() -> str:
 
 @pytest.fixture
 def libraries(compiler: str) -> None:
-    """Where there is a compiler there are all libraries, and no test of the kernels has an excuse."""
+    """If there is a compiler, all libraries must exist, so no test of the kernels may be skipped."""
     missing = [isa for isa in SETS if not build.library(isa).exists()]
     assert not missing, f"{compiler} is here: python -m peagle.ops.native"
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where libraries go."""
+    """The folder for libraries."""
     directory = tmp_path / "out"
     directory.mkdir()
     return directory
@@ -88,7 +88,7 @@ def refusal() -> str:
 
 
 def reason() -> str:
-    """Why XLA runs."""
+    """Return the reason why XLA runs."""
     native.status.cache_clear()
     isa, line = native.status()
     assert isa is None
@@ -97,14 +97,14 @@ def reason() -> str:
 
 
 def compile_instead(monkeypatch: pytest.MonkeyPatch, directory: Path, text: str) -> None:
-    """One source, not the kernels'."""
+    """Compile one tiny source in place of the kernels'."""
     (directory / "tiny.cc").write_text(text)
     monkeypatch.setattr(build, "HERE", directory)
     monkeypatch.setattr(build, "SOURCES", ("tiny.cc",))
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, directory: Path, *lines: str) -> Path:
-    """A compiler that does as it is told."""
+    """Make a compiler that runs a given script."""
     path = directory / "stand-in"
     path.write_text("\n".join(["#!/bin/sh", '[ "$1" = --version ] && exit 0', *lines]) + "\n")
     path.chmod(0o755)
@@ -116,7 +116,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, directory: Path, *lines: str) -> P
 
 
 def best_of_machine(isa: str) -> str:
-    """The best set that this CPU runs, as the library of that set says."""
+    """Return the best set that this CPU runs, by the portable library."""
     machine = ctypes.CDLL(str(build.library(isa))).peagle_machine
     machine.restype = ctypes.c_char_p
     return str(machine().decode())
@@ -124,7 +124,7 @@ def best_of_machine(isa: str) -> str:
 
 @needs_libraries
 @pytest.mark.parametrize("isa", SETS)
-def test_each_set_is_there_and_runs_where_the_cpu_does(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_set_is_compiled_and_runs_if_the_cpu_has_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library = ctypes.CDLL(str(build.library(isa)))
     for name in native.HANDLERS:
         assert hasattr(library, f"peagle_{name}")
@@ -137,7 +137,7 @@ def test_each_set_is_there_and_runs_where_the_cpu_does(isa: str, monkeypatch: py
 
 
 @needs_libraries
-def test_without_a_word_the_best_that_the_cpu_has_runs() -> None:
+def test_by_default_the_cpus_best_set_runs() -> None:
     best = best_of_machine("portable")
     assert native.status() == (best, f"native, {best}")
 
@@ -168,7 +168,7 @@ def test_a_set_that_the_cpu_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("fresh")
-def test_without_libraries_it_is_xla_and_the_line_says_what_to_do(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+def test_without_libraries_xla_runs_and_the_line_gives_the_remedy(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
     monkeypatch.setenv(native.DIRECTORY, str(out))
     todo = f"the native kernels were not compiled; {AGAIN}"
     assert reason() == f"XLA: {todo}"
@@ -178,7 +178,7 @@ def test_without_libraries_it_is_xla_and_the_line_says_what_to_do(monkeypatch: p
 
 
 @needs_libraries
-def test_where_the_best_is_missing_the_next_runs_and_says_so(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+def test_if_the_best_set_is_missing_the_next_runs(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
     best = native.status()[0]
     others = [isa for isa in SETS if isa != best]
     for isa in others:
@@ -201,7 +201,7 @@ def test_where_the_best_is_missing_the_next_runs_and_says_so(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("fresh")
-def test_a_library_that_does_not_load_is_xla_and_the_line_says_why(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
+def test_with_a_library_that_does_not_load_xla_runs(monkeypatch: pytest.MonkeyPatch, out: Path) -> None:
     for isa in SETS:
         build.library(isa, out).write_text("for another machine\n")
     monkeypatch.setenv(native.DIRECTORY, str(out))
@@ -213,7 +213,7 @@ def test_a_library_that_does_not_load_is_xla_and_the_line_says_why(monkeypatch: 
 
 
 @pytest.mark.usefixtures("fresh")
-def test_on_other_devices_it_is_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_other_devices_xla_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert reason() == "XLA: the native kernels are for CPUs, this is gpu"
 
@@ -223,7 +223,7 @@ def test_on_other_devices_it_is_xla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("compiler")
 def test_each_library_is_of_the_set_it_is_named_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path) -> None:
-    """The compiler takes the flags and finds XLA's headers, and what is not exported stays within."""
+    """The compiler takes the flags and finds XLA's headers, and only the handlers are exported."""
     compile_instead(monkeypatch, tmp_path, TINY)
     made = build.build(out)
     assert made == [build.library(isa, out) for isa in SETS]
@@ -292,10 +292,10 @@ def test_an_error_of_the_compilers_is_quoted(monkeypatch: pytest.MonkeyPatch, tm
     ],
     ids=["errors", "no errors", "nothing"],
 )
-def test_a_compiler_that_fails_leaves_what_there_was(
+def test_a_compiler_that_fails_leaves_older_libraries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: Path, said: list[str], quoted: str
 ) -> None:
-    """Nothing that it had written until then, and every library of before."""
+    """Nothing half-written remains, and every older library does."""
     half = 'for last; do :; done; echo half > "$last"'
     failing = stand_in(monkeypatch, tmp_path, half, *(f'echo "{line}" >&2' for line in said), "exit 1")
     old = build.library("portable", out)

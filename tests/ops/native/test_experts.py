@@ -1,5 +1,4 @@
-"""The compiled mixture-of-experts block against a loop in float64: any routing, every format; and that a row's bits are
-its own."""
+"""The native mixture-of-experts block against a float64 loop: any routing, every format, independent rows."""
 
 import dataclasses
 import functools
@@ -23,7 +22,7 @@ from tests.ops.native.cases import (
     mxfp4_values,
     one_at_a_time,
     one_set,
-    to_panels,
+    pack,
 )
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -47,7 +46,7 @@ SIZES = {
     "mxfp4": Sizes("mxfp4", 64, 96, 7, 2),
     "one of one": Sizes("float32", 16, 5, 1, 1),
     "all": Sizes("float32", 18, 13, 6, 6),
-    "two panels of experts": Sizes("bfloat16", 34, 10, 19, 4),
+    "two panels of router rows": Sizes("bfloat16", 34, 10, 19, 4),
     "several threads": Sizes("mxfp4", 96, 288, 9, 4),
 }
 OF_FORMATS = ("float32", "bfloat16", "mxfp4")
@@ -55,7 +54,7 @@ OF_FORMATS = ("float32", "bfloat16", "mxfp4")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A layer's second half as the kernel takes it, and all its values in float64."""
+    """A layer's second half, packed for the kernel, and its values in float64."""
 
     sizes: Sizes
     norm: np.ndarray
@@ -65,14 +64,14 @@ class Block:
     gate_up_bias: np.ndarray  # [E, 2F]
     down: np.ndarray  # [E, D, F]
     down_bias: np.ndarray  # [E, D]
-    panels: NativeExperts
+    packed: NativeExperts
 
     def by_definition(self, x: np.ndarray, limit: float = LIMIT) -> np.ndarray:
-        """One token and one selected expert at a time; of equal logits the lower expert is taken."""
+        """Compute one token and one selected expert at a time; of equal logits the lower expert wins."""
         out = x.astype(np.float64)
         for t, row in enumerate(out.copy()):
             y = row / np.sqrt(np.mean(row * row) + EPSILON) * self.norm
-            # a plain sum: BLAS does not promise equal sums of equal rows
+            # a plain sum, since BLAS may sum equal rows differently
             logits = (self.router * y).sum(axis=1) + self.router_bias
             selected = sorted(range(self.sizes.experts), key=lambda e: (-logits[e], e))[: self.sizes.top_k]
             weights = np.exp(logits[selected] - logits[selected].max())
@@ -90,14 +89,14 @@ class Block:
         experts: Experts | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Natively, or in XLA with experts in another layout."""
-        native_router = to_panels(self.router.astype(np.float32))
+        """Run natively, or in XLA with experts in another layout."""
+        native_router = pack(self.router.astype(np.float32))
         return expert_block(
             jnp.asarray(x),
             Norm(jnp.asarray(self.norm, jnp.float32), EPSILON),
             native_router if experts is None else jnp.asarray(self.router.T, jnp.float32),
             jnp.asarray(self.router_bias, jnp.float32),
-            self.panels if experts is None else experts,
+            self.packed if experts is None else experts,
             self.sizes.top_k,
             limit,
             positions,
@@ -116,10 +115,10 @@ def random_block(
     norm = rng.standard_normal(width, np.float32)
     own_router = 0.5 * rng.standard_normal((experts, width), np.float32)
     own_bias = rng.standard_normal(experts, np.float32)
-    panels = NativeExperts(
-        gate_up=to_panels(gate_up, alternate),
+    packed = NativeExperts(
+        gate_up=pack(gate_up, alternate),
         gate_up_bias=jnp.asarray(alternate(gate_up_bias)),
-        down=to_panels(down),
+        down=pack(down),
         down_bias=jnp.asarray(down_bias),
         hidden=hidden,
     )
@@ -133,7 +132,7 @@ def random_block(
         gate_up_bias,
         down_values,
         down_bias,
-        panels,
+        packed,
     )
 
 
@@ -150,7 +149,7 @@ def test_any_number_of_rows_is_the_definition(name: str) -> None:
         np.testing.assert_allclose(out, expected[:rows], atol=2 * EXACT, err_msg=f"{rows} rows")
 
 
-def test_the_clamp_is_felt() -> None:
+def test_the_clamp_changes_results() -> None:
     """The test above would pass without clamps if nothing were clamped."""
     block, x = random_block(SIZES["float32"]), random_rows(SIZES["float32"], 4)
     unclamped = block.by_definition(x, limit=1e9)
@@ -171,7 +170,7 @@ def test_bfloat16_rows_are_rounded_once(name: str) -> None:
 
 @functools.cache
 def xla_form(name: str) -> np.ndarray:
-    """The same for all sets."""
+    """Compute the expected results once for all sets."""
     block, x = random_block(SIZES[name], seed=2), random_rows(SIZES[name], 5)
 
     def apart(rows: np.ndarray) -> np.ndarray:
@@ -188,14 +187,14 @@ def xla_form(name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", OF_FORMATS)
-def test_it_is_the_xla_form(name: str) -> None:
+def test_it_agrees_with_xla(name: str) -> None:
     block, x = random_block(SIZES[name], seed=2), random_rows(SIZES[name], 5)
     np.testing.assert_allclose(block.run(x), xla_form(name), atol=2 * EXACT)
 
 
 @functools.cache
 def of_a_checkpoint() -> tuple[Block, np.ndarray, np.ndarray]:
-    """(a block whose matrices are packed, rows, what XLA makes of them)."""
+    """Make (a block of MXFP4 matrices, rows, XLA's results)."""
     sizes = SIZES["mxfp4"]
     rng = np.random.default_rng(3)
     (gate_up, _), (down, _) = (
@@ -203,13 +202,13 @@ def of_a_checkpoint() -> tuple[Block, np.ndarray, np.ndarray]:
         for shape in ((2 * sizes.hidden, sizes.width), (sizes.width, sizes.hidden))
     )
     block, x = random_block(sizes), random_rows(sizes, 3)
-    panels = block.panels.replace(gate_up=to_panels(gate_up, alternate), down=to_panels(down))
+    packed = block.packed.replace(gate_up=pack(gate_up, alternate), down=pack(down))
     packed = PackedExperts(*map(jnp.asarray, (*gate_up, block.gate_up_bias, *down, block.down_bias)))
     theirs = jax.jit(lambda x: block.run(x, experts=packed))(x)
-    return dataclasses.replace(block, panels=panels), x, np.asarray(theirs)
+    return dataclasses.replace(block, packed=packed), x, np.asarray(theirs)
 
 
-def test_packed_experts_of_a_checkpoint_are_the_xla_form() -> None:
+def test_mxfp4_experts_of_a_checkpoint_agree_with_xla() -> None:
     block, x, theirs = of_a_checkpoint()
     np.testing.assert_allclose(block.run(x), theirs, atol=2 * EXACT)
 
@@ -229,7 +228,7 @@ def test_all_rows_to_the_same_experts(name: str, rows: int) -> None:
 
 @pytest.mark.parametrize("name", OF_FORMATS)
 def test_all_rows_to_different_experts(name: str) -> None:
-    """Row t selects experts t k .. t k + k - 1 by its own features; few rows leave experts over, in the middle too."""
+    """Row t selects experts t k .. t k + k - 1 by its own features; few rows leave experts unselected."""
     sizes = SIZES[name]
     router = np.zeros((sizes.experts, sizes.width))
     router[range(sizes.experts), range(sizes.experts)] = 8.0
@@ -245,7 +244,7 @@ def test_all_rows_to_different_experts(name: str) -> None:
 
 
 def test_ragged_routing() -> None:
-    """Experts with 1, 7, 8, 9, 17 rows and with none, in no order of theirs: rows go together by eight."""
+    """Experts with 0, 1, 7, 8, 9 and 17 rows, shuffled; tiles have eight rows."""
     sizes = dataclasses.replace(SIZES["float32"], top_k=1)
     router = np.zeros((sizes.experts, sizes.width))
     router[range(sizes.experts), range(sizes.experts)] = 8.0
@@ -285,7 +284,7 @@ def test_extreme_scales_are_exact() -> None:
     block = dataclasses.replace(
         block,
         gate_up=mxfp4_values(blocks, scales),
-        panels=block.panels.replace(gate_up=to_panels((blocks, scales), alternate)),
+        packed=block.packed.replace(gate_up=pack((blocks, scales), alternate)),
     )
     x = random_rows(sizes, 5)
     with np.errstate(over="ignore"):
@@ -309,8 +308,8 @@ def test_a_rows_bits_do_not_depend_on_the_others(name: str, dtype: type) -> None
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_inactive_rows_are_zero_and_change_nobodys_bits(name: str) -> None:
-    """Whatever they hold, and however many they are."""
+def test_inactive_rows_are_zero_and_change_no_others_bits(name: str) -> None:
+    """With any content and in any number."""
     block, x, rng = random_block(SIZES[name], 14), random_rows(SIZES[name], 19), np.random.default_rng(15)
     positions = [rng.integers(low, high, 19, np.int32) for low, high in ((-1, 1), (-9, 3), (0, 1), (-2, 0))]
     calls = [(np.where(at[:, None] < 0, np.float32(np.nan), x), at) for at in positions]
@@ -324,21 +323,21 @@ def test_inactive_rows_are_zero_and_change_nobodys_bits(name: str) -> None:
 
 
 def good(name: str) -> tuple[dict[str, jax.Array], dict[str, np.generic]]:
-    """Operands by name, in order, and attributes."""
+    """Make operands by name, in order, and attributes."""
     sizes, block = SIZES[name], random_block(SIZES[name])
-    router = to_panels(block.router.astype(np.float32))
-    assert isinstance(block.panels.gate_up, PackedMatrix)
+    router = pack(block.router.astype(np.float32))
+    assert isinstance(block.packed.gate_up, PackedMatrix)
     operands = {
         "x": jnp.asarray(random_rows(sizes, 3)),
         "norm": jnp.asarray(block.norm),
         "router": router.data,
         "router_bias": jnp.asarray(block.router_bias, jnp.float32),
-        "gate_up": block.panels.gate_up.data,
-        "gate_up_scales": native.optional(block.panels.gate_up.scales, jnp.uint8),
-        "gate_up_bias": block.panels.gate_up_bias,
-        "down": block.panels.down.data,
-        "down_scales": native.optional(block.panels.down.scales, jnp.uint8),
-        "down_bias": block.panels.down_bias,
+        "gate_up": block.packed.gate_up.data,
+        "gate_up_scales": native.optional(block.packed.gate_up.scales, jnp.uint8),
+        "gate_up_bias": block.packed.gate_up_bias,
+        "down": block.packed.down.data,
+        "down_scales": native.optional(block.packed.down.scales, jnp.uint8),
+        "down_bias": block.packed.down_bias,
         "positions": jnp.arange(3, dtype=jnp.int32),
     }
     attributes = {

@@ -1,4 +1,4 @@
-"""The most likely token and its probability, compiled, against float64 and against XLA's form."""
+"""The most likely token and its probability, natively, against float64 and against XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +45,9 @@ def test_of_equal_logits_the_first(dtype: type) -> None:
 
 
 @each_dtype
-def test_where_there_is_none(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minus infinity is a logit like others. A row with a NaN anywhere has no largest logit, nor has one whose largest
-    is infinite; XLA's form says the same."""
+def test_rows_without_a_largest_logit(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minus infinity is a logit like others. A row with a NaN has no largest logit, nor has one whose largest is
+    infinite; XLA agrees."""
     x = np.full((9, 40_000), -np.inf, dtype)
     x[0, 7] = -1e30
     x[1, :] = 1
@@ -65,7 +65,7 @@ def test_where_there_is_none(dtype: type, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(native, "available", lambda: False)
 
 
-def test_leading_axes_stay_and_xla_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leading_axes_stay_and_xla_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jnp.asarray(logits(6, 300, np.float32).reshape(2, 3, 300))
     ours = each(likeliest, [(x,)])[0]
     monkeypatch.setattr(native, "available", lambda: False)

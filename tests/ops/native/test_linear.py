@@ -1,5 +1,5 @@
-"""The compiled multiplication by a matrix against a loop in float64, in every format, with and without what goes with
-it; and that a row's bits are its own."""
+"""The native multiplication by a matrix against a float64 loop, in every format, with and without bias, norm and
+residual; and rows are independent."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +22,14 @@ from tests.ops.native.cases import (
     mxfp4_values,
     one_at_a_time,
     one_set,
-    to_panels,
+    pack,
 )
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-EPSILON = 1e-3  # large enough to be felt
-ROWS = (*range(1, 18), 70)  # 64 rows go together
-FEW = (1, 2, 7, 16, 70)  # on all shapes but each format's first
+EPSILON = 1e-3  # large enough to change results
+ROWS = (*range(1, 18), 70)  # a block has 64 rows
+FEW = (1, 2, 7, 16, 70)  # for all shapes but each format's first
 # (inputs, outputs): multiples of 16 and not, odd and even; the last one is cut into chunks for several threads
 SHAPES = {
     "float32": [(37, 21), (48, 32), (3, 1), (160, 531)],
@@ -47,7 +47,7 @@ def by_definition(
     norm: np.ndarray | None = None,
     residual: np.ndarray | None = None,
 ) -> np.ndarray:
-    """One row after the other in float64; weight is [outputs, inputs]."""
+    """Multiply row by row in float64; weight is [outputs, inputs]."""
     out = np.zeros((len(x), len(weight)))
     for t, row in enumerate(x.astype(np.float64)):
         y = row if norm is None else row / np.sqrt(np.mean(row * row) + EPSILON) * norm.astype(np.float64)
@@ -77,29 +77,29 @@ def random_rows(rng: np.random.Generator, *shape: int, dtype: type = np.float32)
 def test_any_number_of_rows_is_the_definition(name: str, inputs: int, outputs: int, all_rows: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     stored, weight = MATRICES[name](rng, outputs, inputs)
-    panels, x = to_panels(stored), random_rows(rng, max(ROWS), inputs)
+    packed, x = pack(stored), random_rows(rng, max(ROWS), inputs)
     expected = by_definition(x, weight)
-    outs = each(lambda some: run(some, panels), [(x[:rows],) for rows in all_rows])
+    outs = each(lambda some: run(some, packed), [(x[:rows],) for rows in all_rows])
     for rows, out in zip(all_rows, outs, strict=True):
         np.testing.assert_allclose(out, expected[:rows], atol=EXACT, err_msg=f"{rows} rows")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("name", MATRICES)
-def test_what_goes_with_it(name: str, dtype: type) -> None:
-    """Bias, norm and residual, with and without each: in float32 and, rounded once at the end, in bfloat16."""
+def test_bias_norm_and_residual(name: str, dtype: type) -> None:
+    """With and without each, in float32 and, rounded once at the end, in bfloat16."""
     rng = np.random.default_rng(1)
     inputs, outputs = SHAPES[name][0]
     stored, weight = MATRICES[name](rng, outputs, inputs)
-    panels, calls = to_panels(stored), []
+    packed, calls = pack(stored), []
     for rows, has_bias, has_norm, has_residual in itertools.product((3, 70), *3 * [(False, True)]):
         x = 3 * random_rows(rng, rows, inputs, dtype=dtype)
-        x[0] *= np.array(1e-3, dtype)  # of a mean square in epsilon's order
+        x[0] *= np.array(1e-3, dtype)  # a mean square of epsilon's order
         bias = random_rows(rng, outputs, dtype=dtype) if has_bias else None
         norm = random_rows(rng, inputs, dtype=dtype) if has_norm else None
         residual = random_rows(rng, rows, outputs, dtype=dtype) if has_residual else None
         calls.append((x, bias, norm, residual))
-    outs = each(lambda x, *rest: run(x, panels, *rest), calls)
+    outs = each(lambda x, *rest: run(x, packed, *rest), calls)
     for (x, *others), out in zip(calls, outs, strict=True):
         assert out.dtype == dtype
         expected = by_definition(x, weight, *others)
@@ -109,7 +109,7 @@ def test_what_goes_with_it(name: str, dtype: type) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_it_is_the_xla_form(name: str) -> None:
+def test_it_agrees_with_xla(name: str) -> None:
     rng = np.random.default_rng(2)
     inputs, outputs = SHAPES[name][0]
     stored, _ = MATRICES[name](rng, outputs, inputs)
@@ -125,7 +125,7 @@ def test_leading_dimensions_are_rows() -> None:
     stored, _ = MATRICES["float32"](rng, 21, 37)
     x, residual = random_rows(rng, 2, 3, 37), random_rows(rng, 2, 3, 21)
     out, flat = (
-        run(x.reshape(*lead, 37), to_panels(stored), residual=residual.reshape(*lead, 21)) for lead in ((2, 3), (6,))
+        run(x.reshape(*lead, 37), pack(stored), residual=residual.reshape(*lead, 21)) for lead in ((2, 3), (6,))
     )
     assert out.shape == (2, 3, 21)
     assert_same_bits(out.reshape(6, 21), flat)
@@ -136,38 +136,38 @@ def test_leading_dimensions_are_rows() -> None:
 
 @pytest.mark.parametrize(("scale", "magnitude"), [(1, 2.0**120), (2, 2.0**110), (253, 2.0**-90), (254, 2.0**-100)])
 def test_extreme_scales_are_exact(scale: int, magnitude: float) -> None:
-    """As long as rows and results are normal numbers: weights beyond those of float32 are never formed."""
+    """If rows and results are normal numbers: no weight beyond float32's range is ever formed."""
     rng = np.random.default_rng(4)
     blocks = rng.integers(0, 256, (21, 3, 16), np.uint8)
     scales = np.full((21, 3), scale, np.uint8)
     x = (magnitude * rng.standard_normal((5, 96))).astype(np.float32)
     expected = by_definition(x, mxfp4_values(blocks, scales))
-    np.testing.assert_allclose(run(x, to_panels((blocks, scales))), expected, atol=EXACT * expected.std())
+    np.testing.assert_allclose(run(x, pack((blocks, scales))), expected, atol=EXACT * expected.std())
 
 
 def test_scale_zero_counts_as_zero() -> None:
-    """2^-127 is a denormal number, which XLA flushes; it leaves the blocks beside it alone."""
+    """2^-127 is a denormal number, which XLA flushes; neighbouring blocks are unaffected."""
     rng = np.random.default_rng(5)
     (blocks, scales), _ = MATRICES["mxfp4"](rng, 21, 96)
     scales[:, 1] = 0
     x = random_rows(rng, 5, 96)
     x[:, 32:64] *= 1e30
     np.testing.assert_allclose(
-        run(x, to_panels((blocks, scales))), by_definition(x, mxfp4_values(blocks, scales)), atol=EXACT
+        run(x, pack((blocks, scales))), by_definition(x, mxfp4_values(blocks, scales)), atol=EXACT
     )
-    assert not np.any(run(x, to_panels((blocks, np.zeros_like(scales)))))
+    assert not np.any(run(x, pack((blocks, np.zeros_like(scales)))))
 
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_inputs_may_be_of_any_size(name: str) -> None:
-    """Twelve powers of ten within one row: no input is off by more than a part of the largest beside it. And a row of
+    """Twelve powers of ten within one row: an input's error is at most a fraction of its block's largest. And a row of
     tiny numbers."""
     rng = np.random.default_rng(11)
     stored, weight = MATRICES[name](rng, 21, 96)
     x = random_rows(rng, 5, 96) * 10 ** rng.uniform(-6, 6, (5, 96)).astype(np.float32)
     x[3] *= 2.0**-120
     x[4] = 0
-    out = np.asarray(run(x, to_panels(stored)), np.float64)
+    out = np.asarray(run(x, pack(stored)), np.float64)
     largest = np.abs(x).max(axis=1, keepdims=True)
     error = np.abs(out - by_definition(x, weight))
     assert (error <= EXACT * largest + 2.0**-120).all()
@@ -176,13 +176,13 @@ def test_inputs_may_be_of_any_size(name: str) -> None:
 
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_stays_none_and_in_its_row(name: str, value: float) -> None:
+def test_nan_and_infinity_stay_in_their_row(name: str, value: float) -> None:
     rng = np.random.default_rng(12)
     stored, _ = MATRICES[name](rng, 21, 96)
-    panels, x = to_panels(stored), random_rows(rng, 5, 96)
-    without = run(x, panels)
+    packed, x = pack(stored), random_rows(rng, 5, 96)
+    without = run(x, packed)
     x[2, 40] = value
-    out = np.asarray(run(x, panels))
+    out = np.asarray(run(x, packed))
     others = [0, 1, 3, 4]
     assert not np.isfinite(out[2]).any()
     assert_same_bits(out[others], np.asarray(without)[others])
@@ -193,7 +193,7 @@ def test_what_is_no_number_stays_none_and_in_its_row(name: str, value: float) ->
 
 @pytest.mark.parametrize(
     ("name", "inputs", "outputs", "all_rows", "dtype"),
-    # rows of bfloat16 become float32 before anything else
+    # rows of bfloat16 become float32 first
     [
         (*case, dtype)
         for dtype, some in ((np.float32, CASES), (ml_dtypes.bfloat16, [case for case in CASES if case[3] == ROWS]))
@@ -206,12 +206,12 @@ def test_a_rows_bits_do_not_depend_on_the_others(
 ) -> None:
     rng = np.random.default_rng(6)
     stored, _ = MATRICES[name](rng, outputs, inputs)
-    panels = to_panels(stored)
+    packed = pack(stored)
     x, residual = random_rows(rng, 70, inputs, dtype=dtype), random_rows(rng, 70, outputs, dtype=dtype)
     bias, norm = random_rows(rng, outputs), random_rows(rng, inputs)
 
     def both(rows: jax.Array, beside: jax.Array) -> jax.Array:
-        return run(rows, panels, bias, norm, beside)
+        return run(rows, packed, bias, norm, beside)
 
     alone = one_at_a_time(both, x, residual)
     chosen = [rng.permutation(70)[:rows] for rows in all_rows]
@@ -220,15 +220,15 @@ def test_a_rows_bits_do_not_depend_on_the_others(
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_inactive_rows_are_zero_and_change_nobodys_bits(name: str) -> None:
-    """Whatever they hold, and however many they are."""
+def test_inactive_rows_are_zero_and_change_no_others_bits(name: str) -> None:
+    """With any content and in any number."""
     rng = np.random.default_rng(8)
-    panels = to_panels(MATRICES[name](rng, 21, 64)[0])
+    packed = pack(MATRICES[name](rng, 21, 64)[0])
     x, residual = random_rows(rng, 70, 64), random_rows(rng, 70, 21)
     norm = Norm(jnp.asarray(random_rows(rng, 64)), EPSILON)
 
     def some(x: jax.Array, residual: jax.Array, at: jax.Array | None = None) -> jax.Array:
-        return linear(x, panels, norm=norm, residual=residual, positions=at)
+        return linear(x, packed, norm=norm, residual=residual, positions=at)
 
     positions = [rng.integers(low, high, 70, np.int32) for low, high in ((-1, 1), (-9, 3), (0, 1), (-2, 0))]
     calls = [(np.where(at[:, None] < 0, np.float32(np.nan), x), residual, at) for at in positions]
@@ -242,14 +242,14 @@ def test_inactive_rows_are_zero_and_change_nobodys_bits(name: str) -> None:
 
 
 def good(name: str = "float32") -> dict[str, jax.Array]:
-    """Operands by name, in order: 3 rows, 64 inputs, 21 outputs."""
+    """Make operands by name, in order: 3 rows, 64 inputs, 21 outputs."""
     rng = np.random.default_rng(7)
-    panels = to_panels(MATRICES[name](rng, 21, 64)[0])
+    packed = pack(MATRICES[name](rng, 21, 64)[0])
     return {
         "x": jnp.asarray(random_rows(rng, 3, 64)),
         "norm": jnp.asarray(random_rows(rng, 64)),
-        "panels": panels.data,
-        "scales": native.optional(panels.scales, jnp.uint8),
+        "panels": packed.data,
+        "scales": native.optional(packed.scales, jnp.uint8),
         "bias": jnp.asarray(random_rows(rng, 21)),
         "residual": jnp.asarray(random_rows(rng, 3, 21)),
         "positions": jnp.arange(3, dtype=jnp.int32),
@@ -295,14 +295,14 @@ def test_good_operands_are_not_refused(name: str) -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(f"{k}{v.dtype}{v.shape}" for k, v in value.items()),
 )
-def test_what_does_not_fit_is_refused(name: str, replaced: dict[str, np.ndarray], message: str) -> None:
+def test_operands_that_do_not_fit_are_refused(name: str, replaced: dict[str, np.ndarray], message: str) -> None:
     operands = good(name) | {key: jnp.asarray(value) for key, value in replaced.items()}
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call(operands)
 
 
 @one_set
-def test_formats_are_not_taken_for_one_another() -> None:
+def test_formats_are_not_confused() -> None:
     operands = good("mxfp4")
     for scales in (np.zeros(0, np.uint8), np.zeros((2, 2, 16), np.int8), np.zeros((2, 2, 16), np.float32)):
         with pytest.raises(jax.errors.JaxRuntimeError, match="scales"):
@@ -321,12 +321,12 @@ def test_results_that_do_not_fit_are_refused(out: tuple[int, ...], dtype: type) 
         call(good(), out, dtype)
 
 
-def test_programs_at_the_same_time_do_not_disturb_each_other() -> None:
-    """Ops share the threads that help them: each is done when it returns, whoever else was at work."""
+def test_concurrent_programs_are_independent() -> None:
+    """Ops share the thread team: each is complete when it returns, whatever others run."""
     rng = np.random.default_rng(7)
     stored, weight = MATRICES["float32"](rng, 1043, 160)
-    panels, xs = to_panels(stored), [random_rows(rng, 16, 160) for _ in range(4)]
-    multiply = jax.jit(lambda x: linear(x, panels))
+    packed, xs = pack(stored), [random_rows(rng, 16, 160) for _ in range(4)]
+    multiply = jax.jit(lambda x: linear(x, packed))
     expected = [np.asarray(multiply(x)) for x in xs]
     np.testing.assert_allclose(expected[0], by_definition(xs[0], weight), atol=EXACT)
 

@@ -1,9 +1,7 @@
-"""The kernels touch no memory that is not theirs: their tests once more, in a process of its own, compiled with
-AddressSanitizer, which reports each access beyond a buffer. And it would: wherever the kernels are made to read one
-element before or behind an operand, it is reported.
+"""The kernels access no memory beyond their buffers: their tests again under AddressSanitizer, in their own process.
 
-Nothing is jitted there, so that every operand is a buffer of its own, as long as its values; in a compiled program
-operands lie side by side.
+And the sanitizer works: it reports every planted read of one element before or after an operand. Nothing is jitted
+there, so that every operand is a buffer of its own without slack; in a compiled program operands lie side by side.
 """
 
 import os
@@ -25,7 +23,7 @@ TESTS = [str(HERE / f"test_{name}.py") for name in ("linear", "experts", "attent
 # last slot in rings and beyond
 ESSENTIAL = (
     "definition and not full and not float32-True",
-    *("goes_with", "inactive", "different_experts", "ragged", "negative", "beyond"),
+    *("bias_norm", "inactive", "different_experts", "ragged", "negative", "beyond"),
 )
 EXACT = "tests.ops.native.exact_buffers"
 RECOVER = "-fsanitize-recover=address"
@@ -84,7 +82,7 @@ OPERANDS = {
         "Bytes(rotation.value)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
     },
 }
-# once: every report takes its time
+# once, since a report takes time
 READ = """
 #define PEAGLE_READ(array, at)                                  \\
   if (static bool done = false; array != nullptr && !done) {    \\
@@ -96,7 +94,7 @@ static const char* Bytes(const void* data) { return static_cast<const char*>(dat
 
 
 def preload() -> str:
-    """What has to be loaded before anything else: the sanitizer, and what it wraps the exceptions of."""
+    """List libraries to load first: the sanitizer, and the C++ library whose exceptions it wraps."""
     try:
         compiler = build.compiler()
     except build.BuildError as error:
@@ -111,10 +109,10 @@ def preload() -> str:
 
 
 def sanitized_tests(libraries: Path, reports: Path, which: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """(the tests on these libraries, what the sanitizer reported)."""
+    """Run the tests on these libraries; return (the run, the sanitizer's reports)."""
     environment = os.environ | {
         "LD_PRELOAD": preload(),
-        # equal places are reported again: else it ends after 25
+        # report equal places again: else it ends after 25
         "ASAN_OPTIONS": f"detect_leaks=0:halt_on_error=0:suppress_equal_pcs=0:log_path={reports / 'report'}",
         "JAX_DISABLE_JIT": "1",
         "JAX_PLATFORMS": "cpu",
@@ -143,7 +141,7 @@ def sanitized_tests(libraries: Path, reports: Path, which: str) -> tuple[subproc
 
 
 def build_sanitized(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    """An access beyond a buffer is reported, and life goes on."""
+    """Assert that an access beyond a buffer is reported without ending the process."""
     preload()
     monkeypatch.setattr(build, "SANITIZE", (*build.SANITIZE, RECOVER))
     directory.mkdir()
@@ -152,7 +150,7 @@ def build_sanitized(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
 
 
 def plant(sources: Path) -> dict[tuple[str, int], str]:
-    """The kernels in `sources` read one element before and one behind each operand: what is read, by file and line."""
+    """Plant reads one element before and one after each operand in `sources`; return them by file and line."""
     planted: dict[tuple[str, int], str] = {}
     found: list[str] = []
     for path in sorted(sources.glob("*.cc")):
@@ -172,7 +170,7 @@ def plant(sources: Path) -> dict[tuple[str, int], str]:
 
 
 def best() -> str:
-    """The widest set of this machine."""
+    """Return the widest set of this machine."""
     for isa in build.instruction_sets():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(native.VARIABLE, isa)
@@ -187,7 +185,7 @@ def best() -> str:
     pytest.skip("the native kernels are for CPUs")
 
 
-def test_nothing_but_what_was_planted_is_out_of_bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_planted_reads_are_out_of_bounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The machine's widest set: every planted read is found, on both sides of every operand, and nothing else."""
     isa = best()
     sources, libraries, reports = (tmp_path / name for name in ("sources", "libraries", "reports"))
@@ -201,7 +199,7 @@ def test_nothing_but_what_was_planted_is_out_of_bounds(monkeypatch: pytest.Monke
     monkeypatch.setattr(build, "instruction_sets", lambda: {isa: flags})
     build_sanitized(monkeypatch, libraries)
     if isa != "portable":
-        build.library("portable", libraries).symlink_to(portable)  # which knows the machine
+        build.library("portable", libraries).symlink_to(portable)  # it finds the machine's widest set
     done, found = sanitized_tests(libraries, reports, f"{isa} and ({' or '.join(ESSENTIAL)})")
     seen = set()
     for report in found:

@@ -1,5 +1,7 @@
-"""What the kernels compute is what their source says, to the bit, and not what an optimiser makes of it: one that fuses
-a multiplication with an addition in one loop and not in another makes a row's bits depend on its company."""
+"""The kernels' bits do not depend on the optimiser.
+
+One that fused a multiplication with an addition in one loop and not in another would make a row's bits depend on the
+rows beside it."""
 
 import os
 import subprocess

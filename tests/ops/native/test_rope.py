@@ -1,4 +1,4 @@
-"""Tables of cosines and sines, compiled, against float64 and against XLA's form."""
+"""Tables of cosines and sines, natively, against float64 and against XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 NO_MATRICES = True
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
-WIDTHS = (2, 14, 32, 34, 64, 90)  # of heads: half of each is what a table holds
+WIDTHS = (2, 14, 32, 34, 64, 90)  # of heads; a table holds half of each
 FAR = 131_072
-LAST_PLACE = 2.0**-24  # of a number below one
+LAST_PLACE = 2.0**-24  # unit in the last place of a number below one
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
@@ -25,7 +25,7 @@ def rope(width: int) -> RopeConfig:
 
 
 def exact(config: RopeConfig, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(cos, sin) in float64 of angles that are float32 products."""
+    """Compute (cos, sin) in float64 of angles that are float32 products."""
     frequencies, concentration = rope_frequencies(config)
     angles = (positions.astype(np.float32)[..., None] * frequencies).astype(np.float64)
     return np.cos(angles) * concentration, np.sin(angles) * concentration
@@ -46,7 +46,7 @@ def test_any_width_is_the_definition(width: int, dtype: type) -> None:
 
 
 def test_every_quarter_of_a_turn_and_the_sums_of_squares() -> None:
-    """Of every position, but for the last place."""
+    """At every position, up to the last place."""
     config, positions = RopeConfig(8, 3.0), np.arange(FAR, dtype=np.int32)[None]
     cos, sin = (
         np.asarray(table) for table in rope_tables(config, jnp.asarray(positions), np.float32, implementation="native")
@@ -57,7 +57,7 @@ def test_every_quarter_of_a_turn_and_the_sums_of_squares() -> None:
 
 
 @each_dtype
-def test_it_does_not_matter_which_rows_it_goes_with(dtype: type) -> None:
+def test_a_rows_bits_do_not_depend_on_the_others(dtype: type) -> None:
     config, positions = rope(90), np.arange(0, FAR, 131, dtype=np.int32)[:, None]
     together = rope_tables(config, jnp.asarray(positions), dtype, implementation="native")
     for number in range(2):
@@ -70,7 +70,7 @@ def test_it_does_not_matter_which_rows_it_goes_with(dtype: type) -> None:
         assert_same_bits(ours[0], theirs[:, 0])
 
 
-def test_xla_says_the_same() -> None:
+def test_it_agrees_with_xla() -> None:
     config, positions = rope(64), jnp.asarray(np.arange(0, FAR, 1009, dtype=np.int32)[None])
     ours = rope_tables(config, positions, np.float32, implementation="native")
     theirs = jax.jit(lambda: rope_tables(config, positions, np.float32))()

@@ -1,4 +1,4 @@
-"""The threads that help: each chunk of each job is run once, whoever calls, and a thread sanitizer finds no race."""
+"""The thread team runs each chunk of each job once, from any caller, and a thread sanitizer finds no race."""
 
 import subprocess
 from pathlib import Path
@@ -12,7 +12,7 @@ RACES = "-fsanitize=thread"
 
 
 def stress(folder: Path, *flags: str) -> Path:
-    """The program, compiled."""
+    """Compile the program."""
     try:
         compiler = build.compiler()
     except build.BuildError as error:
@@ -28,7 +28,7 @@ def stress(folder: Path, *flags: str) -> Path:
 @pytest.mark.parametrize(
     "flags", [pytest.param((), id="as_it_is"), pytest.param((RACES,), id="races", marks=pytest.mark.slow)]
 )
-def test_every_chunk_is_run_once_by_whoever_is_there(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_every_chunk_runs_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
     program = stress(tmp_path, *flags)
     for callers, threads in ((1, 2), (1, 4), (3, 2), (3, 4)):
         done = subprocess.run(

@@ -1,5 +1,5 @@
-// Jobs of all sizes from several callers at the same time: each chunk is run once, while its job lasts, and by others, too.
-// For so long, and on until somebody has helped: on a busy machine nobody may for a while.
+// Runs jobs of all sizes from several callers at once: each chunk must run once, within its job, and some by helpers.
+// Runs for SECONDS, and on until a helper has run a chunk, which may take a while on a busy machine.
 //     stress CALLERS THREADS SECONDS
 #include "thread_team.h"
 
@@ -20,7 +20,7 @@ void Expect(bool holds, const char* what) {
 }
 
 struct Job {
-  std::vector<int> runs;  // of each chunk: no atomics, so that a thread sanitizer sees two at once
+  std::vector<int> runs;  // by chunk; no atomics, so that a thread sanitizer finds concurrent runs
   peagle::Parallel& parallel;
   std::thread::id caller;
   bool nested, alive = true;

@@ -1,4 +1,4 @@
-// What thread_team.h takes of XLA's FFI: a pool of threads.
+// A stand-in for the part of XLA's FFI that thread_team.h uses: a thread pool.
 #pragma once
 
 #include <condition_variable>
