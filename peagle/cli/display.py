@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from peagle.api import show_ids
 from peagle.engine.request import Request
@@ -20,15 +21,27 @@ LINE_SECONDS = 60  # between two lines about progress, where there is no termina
 _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "�")
 
 
+# of accepted drafts by their place in the step; readable on dark and on light
+DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
+
+
+def draft_text(text: str, origin: int) -> Text:
+    """Colour the text of an accepted draft; that of the target's own tokens, origin 0, stays as it is."""
+    return Text(text, style="" if origin == 0 else DRAFT_COLOURS[min(origin, len(DRAFT_COLOURS)) - 1])
+
+
 class Display(Observer):
     """Streams one text at a time; texts of requests that are decoded together come whole, in the order of the requests,
     each when those before it have ended. Progress is shown on terminals only, and never while text runs into the same
     terminal."""
 
-    def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, has_tokenizer: bool = True) -> None:
+    def __init__(
+        self, *, text: bool, quiet: bool, total: int, streaming: bool, has_tokenizer: bool = True, colours: bool = False
+    ) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.has_tokenizer = has_tokenizer
         self._text, self._quiet, self._total, self._streaming = text, quiet, total, streaming
+        self._colours = colours and text and sys.stdout.isatty()
         self._live = self.console.is_terminal and not quiet
         self._shared = self._live and text and sys.stdout.isatty()
         self._pieces: dict[int, list[str]] = {}
@@ -37,6 +50,7 @@ class Display(Observer):
         self._done = self._finished = 0  # requests: before this round, in it
         self._decoding = ""
         self._began: float | None = None
+        self._stdout = Console(highlight=False, soft_wrap=True)
         if text and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
 
@@ -95,10 +109,16 @@ class Display(Observer):
         if self._streaming:
             self._heading(request, turn)
 
-    def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
+    def emitted(
+        self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
+    ) -> None:
         piece = text if self.has_tokenizer else show_ids(token_ids)
         self._pieces[request.index].append(piece)
-        if self._streaming:
+        if not self._streaming:
+            return
+        if parts and self._colours:
+            self._write_coloured(parts)
+        else:
             self._write(piece)
 
     def finished(self, result: Result) -> None:
@@ -171,6 +191,13 @@ class Display(Observer):
         if self._shared:
             self.clear()
         sys.stdout.write(text.translate(_UNSAFE) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+    def _write_coloured(self, parts: Sequence[tuple[str, int]]) -> None:
+        """Write the parts in the colours of their origins (peagle.result.Piece)."""
+        self.clear()
+        for text, origin in parts:
+            self._stdout.print(draft_text(text.translate(_UNSAFE), origin), end="")
         sys.stdout.flush()
 
     def _show(self, what: str, animated: bool = True) -> None:

@@ -57,6 +57,7 @@ def decode_command(settings: Settings) -> int:
         quiet=settings.quiet,
         total=sum(conversation.num_requests for conversation in conversations),
         streaming=min(slots, len(conversations)) == 1,
+        colours=settings.show_drafts,
     )
     if left_out:
         display.note(f"left out: {left_out_line(left_out)}")
@@ -128,6 +129,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         ignore_eos=settings.ignore_eos,
         stop=settings.stop,
         baseline=not settings.no_baseline,
+        show_drafts=settings.show_drafts,
         logprobs=settings.logprobs,
         profile=None if settings.profile is None else Path(settings.profile),
         rendering=rendering,
