@@ -13,7 +13,7 @@ from typer import Argument, Option
 from peagle.cli.output import say
 from peagle.engine.request import DEFAULT_CHUNK, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.ops.memory import parse_size
+from peagle.ops.sizes import parse_size
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
