@@ -14,8 +14,9 @@ from peagle.loading import DEMO, drafter_path, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.text.channels import chat_messages
 from peagle.text.prompts import Conversation, Rendering, from_text
-from peagle.text.tokenizer import Message, chat_messages
+from peagle.text.tokenizer import Message
 from peagle.workflows.run import Run, RunConfig, default_prefix_cache_bytes, run
 
 DEFAULT_CONTEXT = 4096  # positions; all that the model has, if it has fewer
@@ -46,6 +47,7 @@ def chat_command(settings: ChatSettings) -> int:
     )
     display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
     pair = load_pair(target, drafter, settings.model, settings.drafting, display)
+    display.read_by(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)
     k, adaptive = pair.num_drafts(asked)
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)

@@ -64,7 +64,7 @@ def decode_command(settings: Settings) -> int:
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
     pair = load_pair(target, drafter, settings.model, settings.drafting, display)
-    display.has_tokenizer = pair.tokenizer is not None
+    display.read_by(pair.tokenizer)
     config = _config(settings, rendering, slots, pair)
     try:
         outcome = run(pair, conversations, config, display)

@@ -28,8 +28,9 @@ from typing import Any
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable
+from peagle.text.channels import final_message
 from peagle.text.prompts import Conversation, Rendering, brief, check_encodable, check_text, from_ids, from_text
-from peagle.text.tokenizer import Message, final_message, load_tokenizer
+from peagle.text.tokenizer import Message, load_tokenizer
 
 Row = Mapping[str, Any]
 OWN = ("prompt", "turns", "prompt_ids")

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peagle.ops.errors import InputError
-from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, chat_messages, parse_date, texts_in
+from peagle.text.channels import chat_messages
+from peagle.text.tokenizer import DEFAULT_DATE, Message, Tokenizer, parse_date, texts_in
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,16 +24,15 @@ TEMPLATE_FILE = "chat_template.json"  # of older releases of transformers: {"cha
 
 Message = Mapping[str, Any]  # of a chat, in the form that templates take: role, content, further keys of the role
 
-# The beginning of a harmony answer: GPT-OSS's generation prompt ends before the channel, and before a call's recipient.
-_HEADER = re.compile(r"(?:<\|start\|>assistant)?(?: to=\S+?)?<\|channel\|>")
-_FINAL = re.compile(r"(?:<\|start\|>assistant)?<\|channel\|>final\b.*?<\|message\|>(.*)", re.DOTALL)
-_BETWEEN_MESSAGES = re.compile(r"<\|(?:end|return|call)\|>(?=<\|start\|>|\Z)")
-_STOP = re.compile(r"<\|(?:end|return|call|endoftext)\|>\Z")
-
 
 @runtime_checkable
 class Tokenizer(Protocol):
     """The protocol of a tokenizer; `load_tokenizer` returns a checkpoint's."""
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The control tokens: id -> spelling."""
+        ...
 
     def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before a text.
@@ -140,6 +139,11 @@ class ByteLevelTokenizer:
         known = inner.backend_tokenizer.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in known.items() if token.special}
 
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The control tokens: id -> spelling."""
+        return self._special
+
     def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before it, but no token twice.
 
@@ -222,31 +226,6 @@ class ByteLevelTokenizer:
             return bytes(self._byte_of[char] for char in token)
         except KeyError:  # an added token, spelled in plain text
             return token.encode("utf-8", errors="replace")
-
-
-def chat_messages(
-    turns: Sequence[str], answers: Sequence[str], system: str | None, history: Sequence[Message] = ()
-) -> list[Message]:
-    """Make the messages of a chat, in the roles every template takes: one answer fewer than turns.
-
-    `history`: messages before the first turn.
-    """
-    messages = [*([] if system is None else [{"role": "system", "content": system}]), *history]
-    for turn, answer in zip(turns[:-1], answers, strict=True):
-        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": final_message(answer)}]
-    return [*messages, *({"role": "user", "content": turn} for turn in turns[-1:])]
-
-
-def final_message(answer: str) -> str:
-    """Extract the text of an answer's final channel; empty if the answer was cut off before it.
-
-    An answer without a channel header only loses a stop token at its end.
-    Example: "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42" -> "42".
-    """
-    if not _HEADER.match(answer):
-        return _STOP.sub("", answer)
-    finals = [found[1] for each in _BETWEEN_MESSAGES.split(answer) if (found := _FINAL.match(each))]
-    return finals[-1] if finals else ""
 
 
 def texts_in(value: Any) -> Iterator[str]:

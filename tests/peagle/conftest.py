@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.special_tokens: Mapping[int, str] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
         self.asked += 1

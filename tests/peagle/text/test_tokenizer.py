@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from peagle.loading import DEMO_DIRECTORY
 from peagle.ops.errors import InputError
+from peagle.text.channels import chat_messages, final_message
 from peagle.text.tokenizer import (
     ByteLevelTokenizer,
     Detokenizer,
-    chat_messages,
     detokenize,
-    final_message,
     fix_date,
     load_tokenizer,
     parse_date,

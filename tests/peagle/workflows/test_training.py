@@ -124,7 +124,7 @@ def test_a_turn_is_asked_with_the_answers_before_it(
     said = [token for token in first.token_ids[first.trained].tolist() if token != STOP]
     assert pair.tokenizer is not None
     text = peagle.text.tokenizer.detokenize(pair.tokenizer, said)
-    expected = pair.tokenizer.encode_chat(peagle.text.tokenizer.chat_messages(["1 + 2", "and?"], [text], None))
+    expected = pair.tokenizer.encode_chat(peagle.text.channels.chat_messages(["1 + 2", "and?"], [text], None))
     assert tuple(second.token_ids[~second.trained].tolist()) == expected
 
 

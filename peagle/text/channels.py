@@ -1,0 +1,359 @@
+"""Parse an answer into reasoning, content and tool calls, by the channels of the harmony format of GPT-OSS.
+
+An answer is messages of the form <|start|>ROLE<|channel|>CHANNEL<|message|>TEXT<|end|>; the prompt already holds the
+beginning of the first. `ChannelParser` takes an answer's tokens, any number at a time, and returns `Delta`s:
+
+| header | kind |
+|---|---|
+| channel final, commentary, or no channel | content |
+| channel analysis | reasoning |
+| recipient functions.NAME on any channel, or any tool on commentary | tool_call NAME, its text the arguments |
+
+Only token ids of the tokenizer's own vocabulary are control tokens; text that spells one stays text. A tokenizer
+without these control tokens, or a prompt without a message (raw text), makes all of the answer content.
+
+Malformed answers raise nothing and lose no text:
+- A header that is none (unknown channel or role, <|message|> missing, a header inside it) becomes text, its control
+  tokens spelled out: of the message that it interrupts, else of a new content message.
+- <|start|> or <|channel|> inside a message begins the next one, as after a missing <|end|>.
+- <|message|> and <|constrain|> outside a header are spelled out.
+- <|end|>, <|return|>, <|call|> and <|endoftext|> end whatever message is there. Text after them is content.
+- A header without a message, because the answer or the message ended in it, is dropped; it holds no text.
+"""
+
+import codecs
+import collections
+import dataclasses
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from peagle.text.tokenizer import Message, Tokenizer
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|endoftext|>")
+CONTROL = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
+REQUIRED = (START, CHANNEL, MESSAGE, "<|end|>")  # a vocabulary without these has no channels
+ROLE, ANALYSIS, COMMENTARY = "assistant", "analysis", "commentary"
+CHANNELS = (ANALYSIS, COMMENTARY, "final")
+CONTENT_TYPES = ("json", "code")  # without <|constrain|> before them
+RECIPIENT, FUNCTIONS = "to=", "functions."
+MAX_HEADER = 256  # characters; more are text
+
+# An answer as text: its beginning if it has channels, its ends of messages, its control tokens in headers.
+_HEADER = re.compile(r"(?:<\|start\|>assistant)?(?: to=\S+?)?<\|channel\|>")
+_BETWEEN_MESSAGES = re.compile(r"<\|(?:end|return|call)\|>(?=<\|start\|>|\Z)")
+_IN_HEADER = re.compile(r"(<\|(?:start|channel|constrain)\|>)")
+_STOP = re.compile(r"<\|(?:end|return|call|endoftext)\|>\Z")
+
+Kind = Literal["reasoning", "content", "tool_call"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A call of a function. `index` counts the answer's calls from 0; `id` is unique."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """Text of one message of an answer.
+
+    `message` counts the answer's messages from 0. `call` is set if the kind is tool_call, in each delta of the call;
+    the first delta of a call has an empty text, any other delta has some text.
+    """
+
+    kind: Kind
+    text: str
+    message: int
+    call: ToolCall | None = None
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ChannelParser:
+    """Parse the tokens of one answer.
+
+    Deltas of one message joined do not depend on how the tokens were cut. No delta ends inside a UTF-8 character: its
+    first bytes are held back until the rest arrives, or until the message ends, which makes them U+FFFD.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), new_id: Callable[[], str] = _new_id
+    ) -> None:
+        """prompt_ids: the prompt that is answered. new_id: makes the ids of tool calls."""
+        self._tokenizer = tokenizer
+        names = {name: token_id for token_id, name in tokenizer.special_tokens.items() if name in CONTROL}
+        starts = [place for place, token_id in enumerate(prompt_ids) if token_id == names.get(START)]
+        begun = bool(starts) and all(name in names for name in REQUIRED)
+        self._control = {token_id: name for name, token_id in names.items()} if begun else {}
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._queue: collections.deque[tuple[str, bool]] = collections.deque()  # (text, whether a control token)
+        self._certain: int | None = None  # characters of the queue that are certain; None: all
+        self._messages = _Messages(new_id)
+        if begun:
+            self._read(prompt_ids[starts[-1] :])
+            self._consume()
+            self._decoder.reset()
+            self._messages.begin_answer()
+
+    def add(self, token_ids: Sequence[int], text: str | None = None) -> list[Delta]:
+        """Return the deltas that these tokens complete.
+
+        text: as much of the answer's text, control tokens spelled out, as has become certain (`Piece.text` of
+        peagle.result.Assembler, which holds back text that may begin a stop string and cuts the answer before one);
+        None: all of it. Give it in each call of an answer or in none.
+        """
+        self._read(token_ids)
+        if text is not None:
+            self._certain = (self._certain or 0) + len(text)
+        self._consume()
+        return self._messages.take()
+
+    def finish(self) -> list[Delta]:
+        """Return the deltas held back, after the answer's last token."""
+        self._decode(b"", final=True)
+        self._consume()
+        self._messages.finish()
+        return self._messages.take()
+
+    def _read(self, token_ids: Sequence[int]) -> None:
+        """Queue the tokens' text and control tokens."""
+        for token_id in token_ids:
+            name = self._control.get(token_id)
+            self._decode(b"" if name else self._tokenizer.token_bytes(token_id), final=name is not None)
+            if name is not None:
+                self._queue.append((name, True))
+
+    def _decode(self, data: bytes, final: bool) -> None:
+        if text := self._decoder.decode(data, final):
+            self._queue.append((text, False))
+
+    def _consume(self) -> None:
+        """Parse the part of the queue that is certain."""
+        while self._queue:
+            text, is_control = self._queue.popleft()
+            room = len(text) if self._certain is None else min(len(text), self._certain)
+            if room < len(text) and (is_control or not room):
+                self._queue.appendleft((text, is_control))
+                return
+            if self._certain is not None:
+                self._certain -= room
+            if is_control:
+                self._messages.control(text)
+            else:
+                self._messages.text(text[:room])
+            if room < len(text):
+                self._queue.appendleft((text[room:], False))
+                return
+
+
+class _Messages:
+    """The state of the format: in a header, in a message, or between messages."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._deltas: list[Delta] = []
+        self._num_messages = self._num_calls = 0
+        self._open: Delta | None = None  # the message that text belongs to, or that a header interrupts
+        self._header: list[tuple[str, str]] = []  # (control token, text after it); empty: not in a header
+        self._spelled = ""  # the header as text, without the prompt's part of it
+        self._given = False  # whether all control tokens of the header are the prompt's
+
+    def begin_answer(self) -> None:
+        """Drop text that is the prompt's. A tool call that the prompt began is the answer's."""
+        self._spelled, self._given = "", True
+        self._deltas = [self._open] if self._open is not None and self._open.call is not None else []
+
+    def text(self, text: str) -> None:
+        if not self._header:
+            self._write(text)
+            return
+        name, before = self._header[-1]
+        self._header[-1] = name, before + text
+        self._spelled += text
+        self._check()
+
+    def control(self, name: str) -> None:
+        if name in ENDS:
+            self.finish()
+        elif name == START or (name == CHANNEL and [each for each, _ in self._header] != [START]):
+            self._degrade()
+            self._header, self._spelled, self._given = [(name, "")], name, False
+        elif not self._header:
+            self._write(name)
+        elif name != MESSAGE:
+            self._header.append((name, ""))
+            self._spelled, self._given = self._spelled + name, False
+            self._check()
+        elif (found := _read_header(self._header, whole=True)) is not None:
+            self._header, self._spelled = [], ""
+            self._begin(found)
+        else:
+            self._spelled += name
+            self._degrade()
+
+    def finish(self) -> None:
+        """End the message. Drop a header without a message, but not text after a prompt that ends in a header."""
+        if self._given:
+            self._degrade()
+        self._header, self._spelled, self._open, self._given = [], "", None, False
+
+    def take(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _check(self) -> None:
+        if _read_header(self._header, whole=False) is None:
+            self._degrade()
+
+    def _degrade(self) -> None:
+        """Make the header so far text."""
+        spelled, self._header, self._spelled, self._given = self._spelled, [], "", False
+        if spelled:
+            self._write(spelled)
+
+    def _begin(self, header: "_Header") -> None:
+        call = None
+        if header.tool is not None:
+            call = ToolCall(self._num_calls, self._new_id(), header.tool)
+            self._num_calls += 1
+        kind: Kind = "tool_call" if call else "reasoning" if header.channel == ANALYSIS else "content"
+        self._open = Delta(kind, "", self._num_messages, call)
+        self._num_messages += 1
+        if call is not None:
+            self._deltas.append(self._open)
+
+    def _write(self, text: str) -> None:
+        if self._open is None:
+            self._begin(_Header(None, None))
+        assert self._open is not None
+        last = self._deltas[-1] if self._deltas else None
+        if last is not None and last.message == self._open.message and last.text:
+            self._deltas[-1] = dataclasses.replace(last, text=last.text + text)
+        else:
+            self._deltas.append(dataclasses.replace(self._open, text=text))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Header:
+    channel: str | None
+    recipient: str | None
+
+    @property
+    def tool(self) -> str | None:
+        """The name of the function that is called; None if none is.
+
+        Built-in tools of the format (python, browser) are called on analysis, and are part of the reasoning.
+        """
+        if self.recipient is None or self.recipient in (ROLE, "user", "all"):
+            return None
+        if self.recipient.startswith(FUNCTIONS) or self.channel in (COMMENTARY, None):
+            return self.recipient.removeprefix(FUNCTIONS)
+        return None
+
+
+def _read_header(parts: Sequence[tuple[str, str]], *, whole: bool) -> _Header | None:
+    """Read a header of (control token, text after it). None if it is none.
+
+    whole: it has ended; else it is a beginning, whose last word may be incomplete. Each beginning of a header is one,
+    so the answer's cuts do not matter.
+    """
+    order = [CONTROL.index(name) for name, _ in parts]
+    if order != sorted(set(order)) or sum(len(text) for _, text in parts) > MAX_HEADER:
+        return None
+    channel = recipient = content_type = None
+    for place, (name, text) in enumerate(parts):
+        words = text.split()
+        ends = whole or place + 1 < len(parts)  # the part is complete
+        if name == CHANNEL and not words and ends:
+            return None
+        for number, word in enumerate(words):
+            is_open = not ends and number + 1 == len(words) and not text[-1].isspace()
+            fits = _beginning if is_open else _equal
+            if number == 0 and name == START:
+                if not fits(word, (ROLE,)):
+                    return None
+            elif number == 0 and name == CHANNEL:
+                if not fits(word, CHANNELS):
+                    return None
+                channel = word
+            elif recipient is None and (_begins_recipient(word) if is_open else _recipient(word) is not None):
+                recipient = _recipient(word)
+            elif content_type is None and (name == CONSTRAIN or (name == CHANNEL and fits(word, CONTENT_TYPES))):
+                content_type = word
+            else:
+                return None
+    return _Header(channel, recipient)
+
+
+def _recipient(word: str) -> str | None:
+    """The recipient that a word names, with the prefix to= or, as some models write it, without."""
+    name = word.removeprefix(RECIPIENT)
+    return name if name.removeprefix(FUNCTIONS) and (name != word or name.startswith(FUNCTIONS)) else None
+
+
+def _begins_recipient(word: str) -> bool:
+    return word.startswith((RECIPIENT, FUNCTIONS)) or _beginning(word, (RECIPIENT, FUNCTIONS))
+
+
+def _beginning(word: str, of: Sequence[str]) -> bool:
+    return any(each.startswith(word) for each in of)
+
+
+def _equal(word: str, to: Sequence[str]) -> bool:
+    return word in to
+
+
+def final_message(answer: str) -> str:
+    """Extract an answer's last content from its text; empty if the answer was cut off before it.
+
+    Here control tokens are spelled. An answer without a channel header only loses a stop token at its end.
+    Example: "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42" -> "42".
+    """
+    if not _HEADER.match(answer):
+        return _STOP.sub("", answer)
+    contents = [(delta.message, delta.text) for delta in _parse_text(answer) if delta.kind == "content"]
+    return "".join(text for message, text in contents if message == contents[-1][0])
+
+
+def _parse_text(answer: str) -> Iterator[Delta]:
+    """Parse an answer that continues <|start|>assistant, its control tokens spelled."""
+    messages = _Messages(_new_id)
+    messages.control(START)
+    messages.text(ROLE)
+    messages.begin_answer()
+    for number, each in enumerate(_BETWEEN_MESSAGES.split(answer)):
+        if number:
+            messages.finish()
+        header, message, text = each.partition(MESSAGE)
+        for place, part in enumerate(_IN_HEADER.split(header)):
+            if place % 2:
+                messages.control(part)
+            elif part:
+                messages.text(part)
+        if message:
+            messages.control(message)
+        if text:
+            messages.text(text)
+    messages.finish()
+    yield from messages.take()
+
+
+def chat_messages(
+    turns: Sequence[str], answers: Sequence[str], system: str | None, history: Sequence[Message] = ()
+) -> list[Message]:
+    """Make the messages of a chat, in the roles every template takes: one answer fewer than turns.
+
+    `history`: messages before the first turn.
+    """
+    messages = [*([] if system is None else [{"role": "system", "content": system}]), *history]
+    for turn, answer in zip(turns[:-1], answers, strict=True):
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": final_message(answer)}]
+    return [*messages, *({"role": "user", "content": turn} for turn in turns[-1:])]

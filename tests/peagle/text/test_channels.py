@@ -1,0 +1,276 @@
+"""Channels of an answer: the format's rules, any cut, malformed answers, stop strings, prompts that begin a message."""
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.engine.request import FinishReason, Request, TokenChunk
+from peagle.loading import DEMO_DIRECTORY
+from peagle.result import Assembler
+from peagle.text.channels import CONTROL, ChannelParser, Delta
+from peagle.text.tokenizer import detokenize, load_tokenizer
+from tests.peagle.conftest import ByteTokenizer
+
+IDS = {name: 256 + number for number, name in enumerate(CONTROL)}
+Stream = Sequence[str]  # of an answer: a control token, or a text
+
+
+class HarmonyTokenizer(ByteTokenizer):
+    """A token for each byte, and the control tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.special_tokens = {token_id: name for name, token_id in IDS.items()}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.special_tokens[token_id].encode() if token_id > 255 else bytes([token_id])
+
+
+def ids(stream: Iterable[str]) -> tuple[int, ...]:
+    """Encode; text that spells a control token with a space in front is text."""
+    return tuple(i for part in stream for i in ([IDS[part]] if part in IDS else part.encode("latin-1")))
+
+
+def split(text: str) -> Stream:
+    """Cut a text at the control tokens that it spells."""
+    return [part for part in re.split("(" + "|".join(map(re.escape, CONTROL)) + ")", text) if part]
+
+
+PROMPT = ids(["<|start|>", "user", "<|message|>", "Hi", "<|end|>", "<|start|>", "assistant"])
+
+
+def parser(prompt: Sequence[int] = PROMPT, tokenizer: ByteTokenizer | None = None) -> ChannelParser:
+    numbers = itertools.count()
+    return ChannelParser(tokenizer or HarmonyTokenizer(), prompt, new_id=lambda: f"call_{next(numbers)}")
+
+
+def joined(deltas: Iterable[Delta]) -> list[tuple[str, str, str | None]]:
+    """Join each message's deltas: (kind, text, name of the tool)."""
+    messages: dict[int, tuple[str, str, str | None]] = {}
+    for delta in deltas:
+        name = None if delta.call is None else delta.call.name
+        kind, text, known = messages.setdefault(delta.message, (delta.kind, "", name))
+        assert (kind, known) == (delta.kind, name)
+        messages[delta.message] = kind, text + delta.text, name
+    assert list(messages) == sorted(messages)
+    return list(messages.values())
+
+
+def parse(stream: Stream, prompt: Sequence[int] = PROMPT) -> list[tuple[str, str, str | None]]:
+    one = parser(prompt)
+    return joined([*one.add(ids(stream)), *one.finish()])
+
+
+def content(text: str) -> tuple[str, str, None]:
+    return "content", text, None
+
+
+def reasoning(text: str) -> tuple[str, str, None]:
+    return "reasoning", text, None
+
+
+def call(name: str, arguments: str) -> tuple[str, str, str]:
+    return "tool_call", arguments, name
+
+
+WELL_FORMED = [
+    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>",
+     [reasoning("Hm."), content("42")]),
+    ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", [call("f", "{}")]),
+    ("<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}<|call|>", [call("f", "{}")]),
+    (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", [call("f", "{}")]),
+    ("<|channel|>analysis to=functions.f<|message|>{}<|call|>", [call("f", "{}")]),
+    ("<|channel|>commentary to=lookup<|message|>{}<|call|>", [call("lookup", "{}")]),
+    ("<|channel|>commentary<|message|>A plan.<|end|><|start|>assistant<|channel|>commentary to=functions.a.b"
+     "<|message|>1<|call|><|start|>assistant<|channel|>commentary to=functions.c<|message|><|call|>",
+     [content("A plan."), call("a.b", "1"), call("c", "")]),
+    ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [reasoning("1 + 1")]),
+    ("<|channel|>commentary to=assistant<|message|>Hm.<|end|>", [content("Hm.")]),
+    ("<|channel|>final <|constrain|>json<|message|>{}<|endoftext|>", [content("{}")]),
+    ("<|message|>no channel<|return|>", [content("no channel")]),
+    ("<|start|>assistant<|channel|>final<|message|>again<|return|>", [content("again")]),
+    ("<|channel|>final<|message|><|return|>", []),
+    ("", []),
+    ("<|return|>", []),
+    # cut off in a header: it is no text
+    ("<|channel|>ana", []),
+    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assis", [reasoning("Hm.")]),
+    ("<|channel|>commentary to=functions.f <|constrain|>js", []),
+]  # fmt: skip
+
+LONG = "x" * 300
+MALFORMED = [
+    ("Hello", [content("Hello")]),
+    (" Hello <|message|> you<|return|>", [content(" Hello <|message|> you")]),
+    (" to=", [content(" to=")]),
+    ("<|channel|>other<|message|>x<|end|>y", [content("<|channel|>other<|message|>x"), content("y")]),
+    ("<|channel|>final but then no message<|return|>", [content("<|channel|>final but then no message")]),
+    ("<|channel|>comment<|message|>x", [content("<|channel|>comment<|message|>x")]),
+    ("<|channel|><|message|>x", [content("<|channel|><|message|>x")]),
+    ("<|channel|>analysis<|channel|>final<|message|>x", [content("<|channel|>analysis"), content("x")]),
+    ("<|start|>assistant<|start|>assistant<|channel|>final<|message|>x",
+     [content("<|start|>assistant"), content("x")]),
+    ("<|channel|>final<|message|>a<|constrain|>b<|message|>c", [content("a<|constrain|>b<|message|>c")]),
+    ("<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>b", [reasoning("a"), content("b")]),
+    ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b", [reasoning("a"), content("b")]),
+    ("<|channel|>analysis<|message|>a<|channel|> b<|end|>", [reasoning("a<|channel|> b")]),
+    ("<|channel|>final<|message|>a<|end|><|end|><|return|>b<|call|>", [content("a"), content("b")]),
+    ("<|channel|>final<|message|>a<|end|><|start|>user<|message|>b<|end|>",
+     [content("a"), content("<|start|>user<|message|>b")]),
+    ("<|channel|>final<|end|>", []),
+    (f"<|channel|>final to={LONG}<|message|>y", [content(f"<|channel|>final to={LONG}<|message|>y")]),
+    ("<|constrain|>json<|constrain|>json<|message|>x", [content("<|constrain|>json<|constrain|>json<|message|>x")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "expected"), WELL_FORMED + MALFORMED)
+def test_messages_of_an_answer(answer: str, expected: list[tuple[str, str, str | None]]) -> None:
+    assert parse(split(answer)) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "expected"),
+    [
+        ("<|start|>assistant<|channel|>final<|message|>", "42<|return|>", [content("42")]),
+        ("<|start|>assistant<|channel|>analysis<|message|>Hm", ".<|end|>", [reasoning(".")]),
+        ("<|start|>assistant<|channel|>", "analysis<|message|>Hm.<|end|>", [reasoning("Hm.")]),
+        ("<|start|>assistant<|channel|>", "other<|message|>Hm.", [content("other<|message|>Hm.")]),
+        ("<|start|>assistant<|channel|>commentary to=functions.", "f<|message|>{}<|call|>", [call("f", "{}")]),
+        ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "{}<|call|>", [call("f", "{}")]),
+        ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "", [call("f", "")]),
+        ("<|start|>assistant<|channel|>final<|message|>\xc3", "\xa9", [content("�")]),
+        ("<|start|>user<|message|>Hi<|end|>", "<|start|>assistant<|channel|>final<|message|>Ho", [content("Ho")]),
+        ("<|start|>user<|message|>Hi", " there<|end|>", [content(" there")]),
+        ("<|start|>", "assistant<|channel|>final<|message|>Ho", [content("Ho")]),
+        # raw text: all of the answer is content
+        ("def f():", "<|channel|>final<|message|>x<|return|>", [content("<|channel|>final<|message|>x<|return|>")]),
+    ],
+)
+def test_the_prompts_part_of_a_message_is_given(
+    prompt: str, answer: str, expected: list[tuple[str, str, str | None]]
+) -> None:
+    assert parse(split(answer), ids(split(prompt))) == expected
+
+
+def test_text_that_spells_control_tokens_stays_text() -> None:
+    spelled = "<|end|><|start|>assistant<|channel|>final<|message|>so"
+    stream = ids(split("<|channel|>analysis<|message|>")) + tuple(spelled.encode()) + ids(["<|end|>"])
+    one = parser()
+    assert joined([*one.add(stream), *one.finish()]) == [reasoning(spelled)]
+
+
+def test_a_tokenizer_without_the_control_tokens_has_content_only() -> None:
+    one = parser(b"<|start|>assistant", ByteTokenizer())
+    text = "<|channel|>analysis<|message|>Hm.<|end|>"
+    assert joined([*one.add(text.encode()), *one.finish()]) == [content(text)]
+
+
+def test_calls_are_numbered_and_keep_their_ids() -> None:
+    one = parser()
+    first = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    deltas = [delta for i in ids(split(first + "<|start|>assistant" + first)) for delta in one.add([i])]
+    calls = [delta.call for delta in deltas if delta.call is not None]
+    assert len(calls) == len(deltas) == 6  # a delta without text, and one for each character
+    assert [(each.index, each.id) for each in calls] == [(0, "call_0")] * 3 + [(1, "call_1")] * 3
+    assert [delta.text for delta in deltas] == ["", "{", "}"] * 2
+    assert [delta.text for delta in parser().add(ids(split(first)))] == ["", "{}"]
+
+
+def test_ids_of_calls_are_unique() -> None:
+    stream = ids(split("<|channel|>commentary to=functions.f<|message|>{}<|call|>"))
+    found = {ChannelParser(HarmonyTokenizer(), PROMPT).add(stream)[0].call for _ in range(2)}
+    assert len({each.id for each in found if each is not None}) == 2
+
+
+def test_the_demos_answers_are_content() -> None:
+    tokenizer = load_tokenizer(DEMO_DIRECTORY / "target")
+    assert tokenizer is not None
+    prompt = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    answer = "naïve café <|end|>"
+    one = ChannelParser(tokenizer, prompt)
+    assert joined([*one.add(tokenizer.encode(answer)[1:]), *one.finish()]) == [content(answer)]
+
+
+def test_text_is_given_as_soon_as_it_is_certain() -> None:
+    one = parser()
+    assert one.add(ids(["<|channel|>", "final", "<|message|>"])) == []
+    assert [d.text for d in one.add("é".encode()[:1])] == []
+    assert [d.text for d in one.add("é".encode()[1:])] == ["é"]
+    assert [d.text for d in one.add("é".encode()[:1])] == []
+    assert [d.text for d in one.finish()] == ["�"]
+    assert [d.text for d in parser().add(b" H")] == [" H"]  # no header begins with it
+
+
+PARTS = st.sampled_from(
+    [
+        *CONTROL,
+        *("assistant", "final", "analysis", "commentary", " to=functions.f", " json", "user", " ", "{}"),
+        *("Und so viel ", "\xc3", "\xa9", "\xc3\xa9", "\xf0\x9f"),  # bytes: incomplete characters, too
+    ]
+)
+STREAMS = st.lists(PARTS, max_size=25)
+WELL_FORMED_STREAMS = st.lists(st.sampled_from([answer for answer, _ in WELL_FORMED]), max_size=4).map(
+    lambda answers: [part for each in answers for part in split(each)]
+)
+PROMPTS = st.sampled_from(["", "<|channel|>", "<|channel|>final<|message|>", "<|channel|>analysis<|message|>x<|end|>"])
+
+
+def cut(stream: Sequence[int], sizes: Sequence[int]) -> Iterable[Sequence[int]]:
+    start = 0
+    for size in sizes:
+        yield stream[start : start + size]
+        start += size
+    yield stream[start:]
+
+
+@given(STREAMS | WELL_FORMED_STREAMS, st.lists(st.integers(0, 9)), PROMPTS)
+def test_cuts_do_not_matter(stream: Stream, sizes: list[int], begun: str) -> None:
+    prompt = PROMPT + ids(split(begun))
+    whole, pieces = parser(prompt), parser(prompt)
+    expected = [*whole.add(ids(stream)), *whole.finish()]
+    found = [delta for each in cut(ids(stream), sizes) for delta in pieces.add(each)] + pieces.finish()
+    assert joined(found) == joined(expected)
+    assert {delta.call for delta in found} == {delta.call for delta in expected}
+    assert all(delta.text for delta in found if delta.call is None)
+
+
+@given(STREAMS, PROMPTS)
+def test_no_text_is_lost_and_none_is_made_up(stream: Stream, begun: str) -> None:
+    """Text of several words fits into no header; the text of messages is the answer's, with gaps."""
+    one = parser(PROMPT + ids(split(begun)))
+    text = "".join(text for _, text, _ in joined([*one.add(ids(stream)), *one.finish()]))
+    spelled = detokenize(HarmonyTokenizer(), ids(stream))
+    rest = iter(spelled)
+    assert all(char in rest for char in text)
+    assert text.count("Und so viel ") == spelled.count("Und so viel ")
+
+
+@given(STREAMS, st.lists(st.integers(1, 9)), st.sampled_from(["so", "é", "al", "<|end|>", "|>", "x"]))
+def test_stop_strings_cut_deltas_as_they_cut_the_text(stream: Stream, sizes: list[int], stop: str) -> None:
+    """As the server does it: the deltas are those of the answer that ends where its text does."""
+    tokenizer, answer = HarmonyTokenizer(), ids(stream)
+    request = Request(PROMPT, 1000, stop=(stop,))
+    assembler = Assembler(request, 0, tokenizer, 0.0)
+    one, found = parser(), []
+    chunks = [each for each in cut(answer, sizes) if each]
+    for number, each in enumerate(chunks):
+        reason: FinishReason | None = "length" if number + 1 == len(chunks) else None
+        piece = assembler.add(TokenChunk(request, tuple(each), 0.0, finish_reason=reason))
+        found += one.add(piece.token_ids, piece.text)
+    found += one.finish()
+    kept = assembler.result().text
+    assert kept == detokenize(tokenizer, answer).split(stop)[0]
+    room, expected = len(kept), []
+    for is_control, group in itertools.groupby(answer, lambda i: i > 255):
+        for each in ([i] for i in group) if is_control else [list(group)]:
+            text = detokenize(tokenizer, each)
+            if len(text) > room and is_control:
+                room = 0
+            expected += each if is_control and room else text[:room].encode()
+            room = max(0, room - len(text))
+    by_text = parser()
+    assert joined(found) == joined([*by_text.add(expected), *by_text.finish()])
