@@ -181,10 +181,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """The tokens of a chunk, and the text that is certain with them."""
+    """The tokens of a chunk, and the text that is certain with them.
+
+    parts, if asked for: (text, origin) of each token. An accepted draft's origin is its place in the step, from 1; that
+    of the target's own tokens (recovered, bonus, plain) is 0.
+    """
 
     token_ids: tuple[int, ...]
     text: str
+    parts: tuple[tuple[str, int], ...] = ()
 
 
 class Assembler:
@@ -197,13 +202,19 @@ class Assembler:
     """
 
     def __init__(
-        self, request: Request, num_speculative_tokens: int, tokenizer: Tokenizer | None, started_s: float
+        self,
+        request: Request,
+        num_speculative_tokens: int,
+        tokenizer: Tokenizer | None,
+        started_s: float,
+        by_token: bool = False,
     ) -> None:
-        """Raises InputError for stop strings without a tokenizer."""
+        """by_token: pieces have parts. Raises InputError for stop strings without a tokenizer."""
         refuse_stop_strings_without(tokenizer, request.stop)
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._num_speculative_tokens = num_speculative_tokens
+        self._by_token = by_token
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stop = StopStrings(request.stop) if request.stop else None
         self._started_s = started_s
@@ -224,13 +235,13 @@ class Assembler:
         if self.finish_reason is not None:
             return Piece((), "")
         at_stop_token = chunk.finish_reason == "stop"
-        token_ids, text = self._read(chunk.token_ids[:-1] if at_stop_token else chunk.token_ids)
+        token_ids, texts = self._read(chunk.token_ids[:-1] if at_stop_token else chunk.token_ids)
         if self._stop is not None and self._stop.complete:
             self.finish_reason = "stop"
         else:
             self.finish_reason = chunk.finish_reason
             token_ids += chunk.token_ids[-1:] if at_stop_token else ()
-            text += "" if chunk.finish_reason is None else self._flush()
+            texts += [] if chunk.finish_reason is None else [self._flush()]
         self._ids += token_ids
         self._logprobs += chunk.logprobs[: len(token_ids)]
         self._steps += [step for step in chunk.steps if self._counts(step)]
@@ -239,8 +250,11 @@ class Assembler:
             self._last_s = chunk.time_s
             self._times.append(chunk.time_s)
         self._num_cached_tokens += chunk.num_cached_tokens
-        self._pieces.append(text)
-        return Piece(token_ids, text)
+        self._pieces.append(text := "".join(texts))
+        if not self._by_token:
+            return Piece(token_ids, text)
+        origins = [place for step in chunk.steps for place in (*range(1, step.num_accepted + 1), 0)]
+        return Piece(token_ids, text, tuple(zip(texts, [*origins, *[0] * len(texts)], strict=False)))
 
     def close(self) -> str:
         """Release the text that was held back, for a request that ends unfinished."""
@@ -264,18 +278,22 @@ class Assembler:
             times_s=tuple(self._times),
         )
 
-    def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-        """Return (the tokens up to the one that completes a stop string, the text certain with them)."""
+    def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[str]]:
+        """Return (the tokens up to the one that completes a stop string, the texts that are certain with them).
+
+        One text for each token, or one for all if no token needs to be looked at by itself.
+        """
         if self._detokenizer is None:
-            return token_ids, ""
-        if self._stop is None:
-            return token_ids, self._detokenizer.add(token_ids)
-        text = ""
+            return token_ids, []
+        if self._stop is None and not self._by_token:
+            return token_ids, [self._detokenizer.add(token_ids)]
+        texts = []
         for place, token_id in enumerate(token_ids):
-            text += self._stop.add(self._detokenizer.add((token_id,)))
-            if self._stop.complete:
-                return token_ids[: place + 1], text
-        return token_ids, text
+            text = self._detokenizer.add((token_id,))
+            texts.append(text if self._stop is None else self._stop.add(text))
+            if self._stop is not None and self._stop.complete:
+                return token_ids[: place + 1], texts
+        return token_ids, texts
 
     def _counts(self, step: StepRecord) -> bool:
         """Test whether a step began before the answer's end; later ones are dropped."""
@@ -304,10 +322,12 @@ def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
     return len(set(grams)), len(grams)
 
 
-def submit(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> dict[Handle, Assembler]:
+def submit(
+    engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None, by_token: bool = False
+) -> dict[Handle, Assembler]:
     """Add the requests to an engine, each with an Assembler; none if one cannot be run."""
     now, k = time.perf_counter(), engine.config.num_speculative_tokens
-    assemblers = [Assembler(request, k, tokenizer, now) for request in requests]
+    assemblers = [Assembler(request, k, tokenizer, now, by_token) for request in requests]
     return dict(zip(engine.add_all(requests), assemblers, strict=True))
 
 

@@ -21,30 +21,25 @@ from peagle.text.tokenizer import Tokenizer, load_tokenizer
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, required=True, help="of each prompt, with its text before")
-    parser.add_argument("--num-prompts", type=int, default=12, help="held-out ones (default %(default)s)")
+    parser.add_argument("--num-prompts", type=int, default=12, help="the first held-out ones (default %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines to write; must not exist")
     arguments = parser.parse_args()
 
     def run() -> int:
         if arguments.out.exists():
             raise InputError(f"{arguments.out} exists; expected a new file")
+        if arguments.tokens < 1 or arguments.num_prompts < 1:
+            raise InputError("--tokens and --num-prompts must be 1 or more")
         tokenizer = load_tokenizer(resolve(DEMO, "target"))
         assert tokenizer is not None
-        lines = HELD_OUT.read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in spread(lines, arguments.num_prompts)]
+        lines = HELD_OUT.read_text(encoding="utf-8").splitlines()[: arguments.num_prompts]
+        rows = [json.loads(line) for line in lines]
         prompts = long_prompts([row["prompt"] for row in rows], tokenizer, arguments.tokens)
         changed = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
         arguments.out.write_text("".join(json.dumps(row) + "\n" for row in changed), encoding="utf-8")
         return 0
 
     return in_one_line("long_prompts", run)
-
-
-def spread(lines: list[str], count: int) -> list[str]:
-    """Take so many lines, evenly from all. Raises InputError for more than there are."""
-    if not 1 <= count <= len(lines):
-        raise InputError(f"--num-prompts is {count}; expected 1..{len(lines)}")
-    return [lines[index * len(lines) // count] for index in range(count)]
 
 
 def long_prompts(prompts: list[str], tokenizer: Tokenizer, num_tokens: int) -> list[str]:

@@ -11,9 +11,11 @@ os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  
 import peagle  # noqa: F401, I001  before JAX: it makes its CPU backend right before it starts
 
 import dataclasses
+import gc
 import inspect
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import flax.struct
@@ -90,3 +92,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
     COMPILED.mkdir(parents=True, exist_ok=True)
     trim(COMPILED, MOST_BYTES)
+
+
+MOST_RESIDENT_BYTES = 2_500_000_000  # of a process of the suite; JAX keeps every compiled program
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_dropped_when_they_fill_the_memory() -> Iterator[None]:
+    """Two processes that kept all programs of the suite took 14 GB."""
+    yield
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    if pages * os.sysconf("SC_PAGE_SIZE") > MOST_RESIDENT_BYTES:
+        jax.clear_caches()
+        gc.collect()

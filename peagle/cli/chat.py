@@ -47,6 +47,7 @@ def chat_command(settings: ChatSettings) -> int:
     )
     display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
     pair = load_pair(target, drafter, settings.model, settings.drafting, display)
+    display.read_by(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)
     k, adaptive = pair.num_drafts(asked)
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)

@@ -7,36 +7,56 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from peagle.api import show_ids
 from peagle.engine.request import Request
 from peagle.ops import interrupt
 from peagle.result import Result
+from peagle.text.channels import ChannelParser, Delta
+from peagle.text.tokenizer import Tokenizer
 from peagle.workflows.run import Observer
 
+DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 LINE_SECONDS = 60  # between two lines about progress, where there is no terminal
 
 # control characters but tab, line feed and carriage return: a model's output must not drive the terminal
 _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "�")
 
 
+# of accepted drafts by their place in the step; readable on dark and on light
+DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
+
+
+def draft_text(text: str, origin: int) -> Text:
+    """Colour the text of an accepted draft; that of the target's own tokens, origin 0, stays as it is."""
+    return Text(text, style="" if origin == 0 else DRAFT_COLOURS[min(origin, len(DRAFT_COLOURS)) - 1])
+
+
 class Display(Observer):
     """Streams one text at a time; texts of requests that are decoded together come whole, in the order of the requests,
     each when those before it have ended. Progress is shown on terminals only, and never while text runs into the same
-    terminal."""
+    terminal. A text that streams to a terminal is shown by its channels: reasoning and tool calls dim, then the answer;
+    elsewhere, and if quiet, it is shown as the tokens spell it."""
 
-    def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, has_tokenizer: bool = True) -> None:
+    def __init__(self, *, text: bool, quiet: bool, total: int, streaming: bool, colours: bool = False) -> None:
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.has_tokenizer = has_tokenizer
         self._text, self._quiet, self._total, self._streaming = text, quiet, total, streaming
+        self._colours = colours and text and sys.stdout.isatty()
         self._live = self.console.is_terminal and not quiet
         self._shared = self._live and text and sys.stdout.isatty()
+        self._by_channel = streaming and text and not quiet and not self._colours and sys.stdout.isatty()
+        self._has_tokenizer = True
+        self._tokenizer: Tokenizer | None = None
+        self._parsers: dict[int, ChannelParser] = {}
+        self._message: int | None = None  # of the text that streams, shown last
         self._pieces: dict[int, list[str]] = {}
         self._ended: dict[int, tuple[Request, str]] = {}  # those that wait for one before them
         self._progress: Progress | None = None
         self._done = self._finished = 0  # requests: before this round, in it
         self._decoding = ""
         self._began: float | None = None
+        self._stdout = Console(highlight=False, soft_wrap=True)
         if text and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
 
@@ -71,6 +91,10 @@ class Display(Observer):
             self.note(f"interrupted: {kept()}")
             raise
 
+    def read_by(self, tokenizer: Tokenizer | None) -> None:
+        """Take the tokenizer of the texts; without one, ids are shown."""
+        self._has_tokenizer, self._tokenizer = tokenizer is not None, tokenizer
+
     @property
     def talks(self) -> bool:
         """Whether anything but the text is shown."""
@@ -92,13 +116,21 @@ class Display(Observer):
 
     def started(self, request: Request, turn: int | None) -> None:
         self._pieces[request.index] = []
+        if self._by_channel and self._tokenizer is not None:
+            self._parsers[request.index] = ChannelParser(self._tokenizer, request.prompt_ids)
         if self._streaming:
             self._heading(request, turn)
 
-    def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
-        piece = text if self.has_tokenizer else show_ids(token_ids)
+    def emitted(
+        self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
+    ) -> None:
+        piece = text if self._has_tokenizer else show_ids(token_ids)
         self._pieces[request.index].append(piece)
-        if self._streaming:
+        if parts and self._colours and self._streaming:
+            self._write_coloured(parts)
+        elif (parser := self._parsers.get(request.index)) is not None:
+            self._write_deltas(parser.add(token_ids, text))
+        elif self._streaming:
             self._write(piece)
 
     def finished(self, result: Result) -> None:
@@ -113,6 +145,9 @@ class Display(Observer):
         if pieces is None:
             return
         text = "".join(pieces)
+        if (parser := self._parsers.pop(request.index, None)) is not None:
+            self._write_deltas(parser.finish())
+            self._message = None
         if self._streaming:
             self._write("" if text.endswith("\n") else "\n")
             return
@@ -165,12 +200,29 @@ class Display(Observer):
         left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
         return f", about {_duration(left)} left"
 
-    def _write(self, text: str) -> None:
+    def _write_deltas(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            dim = delta.kind != "content"
+            if delta.message != self._message:
+                self._write("" if self._message is None else "\n\n")
+                self._write("" if delta.call is None else f"{delta.call.name} ", dim)
+            self._message = delta.message
+            self._write(delta.text, dim)
+
+    def _write(self, text: str, dim: bool = False) -> None:
         if not self._text or not text:
             return
         if self._shared:
             self.clear()
-        sys.stdout.write(text.translate(_UNSAFE) if sys.stdout.isatty() else text)
+        shown = text.translate(_UNSAFE) if sys.stdout.isatty() else text
+        sys.stdout.write(f"{DIM}{shown}{NOT_DIM}" if dim and not self.console.is_dumb_terminal else shown)
+        sys.stdout.flush()
+
+    def _write_coloured(self, parts: Sequence[tuple[str, int]]) -> None:
+        """Write the parts in the colours of their origins (peagle.result.Piece)."""
+        self.clear()
+        for text, origin in parts:
+            self._stdout.print(draft_text(text.translate(_UNSAFE), origin), end="")
         sys.stdout.flush()
 
     def _show(self, what: str, animated: bool = True) -> None:

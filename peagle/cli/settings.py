@@ -13,7 +13,7 @@ from typer import Argument, Option
 from peagle.cli.output import say
 from peagle.engine.request import DEFAULT_CHUNK, SamplingParams
 from peagle.ops.errors import InputError
-from peagle.ops.memory import parse_size
+from peagle.ops.sizes import parse_size
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
@@ -390,6 +390,14 @@ class SpeculateSettings(DecodeSettings):
             "whatever the target says. The output means nothing, and says so.",
         ),
     ] = None
+    show_drafts: Annotated[
+        bool,
+        Option(
+            "--show-drafts",
+            rich_help_panel=OUTPUT,
+            help="Colour accepted drafts by their place in the step, in a terminal.",
+        ),
+    ] = False
     no_baseline: Annotated[
         bool,
         Option(
@@ -407,6 +415,7 @@ class GenerateSettings(DecodeSettings):
     draft_sampling: ClassVar[bool] = False
     synthetic_acceptance: ClassVar[str | None] = None
     no_baseline: ClassVar[bool] = True
+    show_drafts: ClassVar[bool] = False
     logprobs: Annotated[
         int | None,
         Option(

@@ -57,13 +57,14 @@ def decode_command(settings: Settings) -> int:
         quiet=settings.quiet,
         total=sum(conversation.num_requests for conversation in conversations),
         streaming=min(slots, len(conversations)) == 1,
+        colours=settings.show_drafts,
     )
     if left_out:
         display.note(f"left out: {left_out_line(left_out)}")
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
     pair = load_pair(target, drafter, settings.model, settings.drafting, display)
-    display.has_tokenizer = pair.tokenizer is not None
+    display.read_by(pair.tokenizer)
     config = _config(settings, rendering, slots, pair)
     try:
         outcome = run(pair, conversations, config, display)
@@ -128,6 +129,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         ignore_eos=settings.ignore_eos,
         stop=settings.stop,
         baseline=not settings.no_baseline,
+        show_drafts=settings.show_drafts,
         logprobs=settings.logprobs,
         profile=None if settings.profile is None else Path(settings.profile),
         rendering=rendering,

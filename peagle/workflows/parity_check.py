@@ -272,10 +272,17 @@ def readings(pair: Pair, model: Model, checkpoint: Checkpoint, asked: Asked) -> 
         flipped_key = "norm_output", flipped.norm_output
         yield Other(_plain(*flipped_key), _key(*flipped_key), dataclasses.replace(model, config=flipped), texts)
     longest = max(len(text.token_ids) for text in texts)
+
+    def hidden(config: DrafterConfig) -> list[int]:
+        """How many positions of the longest text each layer does not see, at most."""
+        windows = (config.window(layer) for layer in range(config.num_layers))
+        return [0 if window is None else max(longest - window, 0) for window in windows]
+
+    known = [hidden(config)]
     for window in WINDOWS:
         changed = config.with_window(window)
-        hides = window is not None and window < longest
-        if changed.windows != config.windows and (hides or (window is None and config.narrowest_window is not None)):
+        if hidden(changed) not in known:
+            known.append(hidden(changed))
             value = OFF if window is None else window
             cure = f"give --drafter-window {value}, or write {strict_json.dumps({WINDOW_KEY: value})} into "
             cure += f"{SPECULATION_FILE} beside the drafter"

@@ -43,6 +43,7 @@ class RunConfig:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # an answer ends before the first of these strings
     baseline: bool = True
+    show_drafts: bool = False  # tell the observer which tokens were accepted drafts
     logprobs: int | None = None  # how many of the likeliest tokens to return with each emitted one
     prefill_chunk: int = DEFAULT_CHUNK
     prefix_cache_bytes: int | None = None  # None: a tenth of the free memory if there are several requests, else 0
@@ -147,7 +148,9 @@ class Observer:
     def started(self, request: Request, turn: int | None) -> None:
         """Called before a request is decoded for display; not for baselines."""
 
-    def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
+    def emitted(
+        self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
+    ) -> None:
         """Called with new tokens of such a request, and the text that is certain with them."""
 
     def finished(self, result: Result) -> None:
@@ -341,7 +344,8 @@ class _Session:
             for request, turn in starting:
                 self.observer.started(request, turn)
                 turns[request.index] = turn
-            assemblers.update(submit(engine, [request for request, _ in starting], self.pair.tokenizer))
+            requests = [request for request, _ in starting]
+            assemblers.update(submit(engine, requests, self.pair.tokenizer, self.config.show_drafts))
 
         def end(assembler: Assembler) -> None:
             result = assembler.result()
@@ -352,7 +356,7 @@ class _Session:
         try:
             with contextlib.closing(follow(engine, assemblers)) as pieces:
                 for assembler, piece in pieces:
-                    self.observer.emitted(assembler.request, piece.token_ids, piece.text)
+                    self.observer.emitted(assembler.request, piece.token_ids, piece.text, piece.parts)
                     if assembler.finish_reason is not None:
                         end(assembler)
                         if (following := self._next(assembler.request.index)) is not None:

@@ -289,7 +289,7 @@ def test_a_truncated_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot continue from step 12: .* has 100 bytes, \d+ were") as error:
         trainer(out).run(initial())
     assert "\n" not in str(error.value)
-    assert "go on from the one before" in str(error.value)
+    assert "continue from the one before" in str(error.value)
 
 
 def test_a_checkpoint_without_room_on_the_disk_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,8 @@ WELL_FORMED = [
      "<|message|>1<|call|><|start|>assistant<|channel|>commentary to=functions.c<|message|><|call|>",
      [content("A plan."), call("a.b", "1"), call("c", "")]),
     ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [reasoning("1 + 1")]),
-    ("<|channel|>final <|constrain|>json<|message|>{}<|return|>", [content("{}")]),
+    ("<|channel|>commentary to=assistant<|message|>Hm.<|end|>", [content("Hm.")]),
+    ("<|channel|>final <|constrain|>json<|message|>{}<|endoftext|>", [content("{}")]),
     ("<|message|>no channel<|return|>", [content("no channel")]),
     ("<|start|>assistant<|channel|>final<|message|>again<|return|>", [content("again")]),
     ("<|channel|>final<|message|><|return|>", []),
@@ -140,6 +141,8 @@ def test_messages_of_an_answer(answer: str, expected: list[tuple[str, str, str |
         ("<|start|>assistant<|channel|>", "other<|message|>Hm.", [content("other<|message|>Hm.")]),
         ("<|start|>assistant<|channel|>commentary to=functions.", "f<|message|>{}<|call|>", [call("f", "{}")]),
         ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "{}<|call|>", [call("f", "{}")]),
+        ("<|start|>assistant<|channel|>commentary to=functions.f<|message|>", "", [call("f", "")]),
+        ("<|start|>assistant<|channel|>final<|message|>\xc3", "\xa9", [content("�")]),
         ("<|start|>user<|message|>Hi<|end|>", "<|start|>assistant<|channel|>final<|message|>Ho", [content("Ho")]),
         ("<|start|>user<|message|>Hi", " there<|end|>", [content(" there")]),
         ("<|start|>", "assistant<|channel|>final<|message|>Ho", [content("Ho")]),
@@ -174,6 +177,7 @@ def test_calls_are_numbered_and_keep_their_ids() -> None:
     assert len(calls) == len(deltas) == 6  # a delta without text, and one for each character
     assert [(each.index, each.id) for each in calls] == [(0, "call_0")] * 3 + [(1, "call_1")] * 3
     assert [delta.text for delta in deltas] == ["", "{", "}"] * 2
+    assert [delta.text for delta in parser().add(ids(split(first)))] == ["", "{}"]
 
 
 def test_ids_of_calls_are_unique() -> None:

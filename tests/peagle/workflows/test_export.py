@@ -132,7 +132,7 @@ def test_a_target_in_a_folder_is_the_drafters(
 def test_taps_are_sorted_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "drafter", aux_layer_ids=(2, 0, 1), max_positions=64)
     assert main(["export", str(source), "--out", str(tmp_path / "out")]) == 0
-    assert "taps         sorted" in capsys.readouterr().err
+    assert "aux layers   sorted" in capsys.readouterr().err
     (before, _), (after, config) = load_drafter(source), load_drafter(tmp_path / "out")
     assert config.aux_layer_ids == (0, 1, 2)
     width = TARGET.hidden_size

@@ -145,6 +145,23 @@ def test_other_readings_of_tensors_are_tried(tmp_path: Path, fault: str) -> None
         assert sum(name.startswith("vocabulary map") for name in found) == 1
 
 
+def test_windows_that_hide_something_are_tried() -> None:
+    pair = peagle.loading.load("demo", DEMO_DRAFTER, drafter_window=64)
+    hidden = np.zeros((1, 8, 192), np.float32)
+
+    def tried(length: int) -> dict[str, Any]:
+        asked = Asked((Text(np.zeros(length, np.int32), hidden[:, :3], (), (), ()),), (hidden,), (0,), 0)
+        found = readings(pair, pair.drafter, read_checkpoint(DEMO_DRAFTER), asked)
+        return {each.name: each for each in found if each.name.startswith("window")}
+
+    assert list(tried(100)) == ["window: off"]
+    found = tried(400)
+    assert list(found) == ["window: off", "window: 128", "window: 256"]
+    assert found["window: 256"].model.config.windows == (256,) * pair.drafter.config.num_layers
+    cure = 'give --drafter-window 256, or write {"drafter_window": 256} into speculation.json beside the drafter'
+    assert found["window: 256"].cure == cure
+
+
 def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = parity(capsys, "--render", "raw")
     assert code == 1

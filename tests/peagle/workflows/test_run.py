@@ -42,7 +42,9 @@ class Watcher(Observer):
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self.order.append("plain" if plainly else "fast")
 
-    def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
+    def emitted(
+        self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
+    ) -> None:
         self.text[request.index] = self.text.get(request.index, "") + text
         if self.left is not None and token_ids:
             self.left -= 1
@@ -211,8 +213,10 @@ def test_ctrl_c_is_a_flag_that_the_next_dispatch_finds(toy: Pair, slots: int) ->
     whole = run(toy, conversations, config)
 
     class Pressing(Watcher):
-        def emitted(self, request: Request, token_ids: Sequence[int], text: str) -> None:
-            super().emitted(request, token_ids, text)
+        def emitted(
+            self, request: Request, token_ids: Sequence[int], text: str, parts: Sequence[tuple[str, int]] = ()
+        ) -> None:
+            super().emitted(request, token_ids, text, parts)
             if len(self.text) == slots and not interrupt.asked():
                 signal.raise_signal(signal.SIGINT)
 

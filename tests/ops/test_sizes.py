@@ -3,7 +3,7 @@
 import pytest
 
 from peagle.ops.errors import InputError
-from peagle.ops.memory import parse_size
+from peagle.ops.sizes import parse_size
 
 
 @pytest.mark.parametrize(

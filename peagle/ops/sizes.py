@@ -1,0 +1,19 @@
+"""Sizes in bytes as people write them."""
+
+import re
+
+from peagle.ops.errors import InputError
+
+SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(typed: str, option: str) -> int:
+    """Read bytes from a number with a unit. Raises InputError for anything else.
+
+    Example: 2GB is 2e9, 1.5GiB is 1.5 * 2**30, 0 is 0.
+    """
+    found = SIZE.fullmatch(typed.strip())
+    if found is None:
+        raise InputError(f"{option} is {typed!r}; expected a size, as 512MB or 2GB, or 0")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

@@ -1,0 +1,45 @@
+"""Accepted drafts in colour: each token's text has the place of its draft, and together they are the text."""
+
+import itertools
+
+import pytest
+from rich.console import Console
+
+from peagle.api import Pair
+from peagle.cli.display import DRAFT_COLOURS, draft_text
+from peagle.result import follow, submit
+from peagle.text.prompts import Rendering, from_text
+
+NEW, K = 40, 3
+
+
+@pytest.mark.parametrize("stop", [(), ("34",)])
+def test_parts_are_the_text_with_the_places_of_the_drafts(toy: Pair, stop: tuple[str, ...]) -> None:
+    engine = toy.engine(toy.engine_config(K, capacity=128))
+    request = toy.request(from_text("solo"), [], Rendering(), max_new_tokens=NEW, stop=stop)
+    asked = submit(engine, [request], toy.tokenizer, by_token=True)
+    pieces = [piece for _, piece in follow(engine, asked)]
+    (assembler,) = asked.values()
+    result = assembler.result()
+    parts = [part for piece in pieces for part in piece.parts]
+    assert "".join(text for text, _ in parts) == "".join(piece.text for piece in pieces) == result.text
+    # the first token is prefill's; then each step's drafts, and the target's own token
+    origins = [0, *itertools.chain.from_iterable([*range(1, step.num_accepted + 1), 0] for step in result.steps)]
+    assert [origin for _, origin in parts][: len(result.output_ids) - 1] == origins[: len(result.output_ids) - 1]
+    assert any(origins)
+
+
+def test_without_being_asked_for_there_are_no_parts(toy: Pair) -> None:
+    engine = toy.engine(toy.engine_config(K, capacity=128))
+    request = toy.request(from_text("solo"), [], Rendering(), max_new_tokens=NEW)
+    assert not any(piece.parts for _, piece in follow(engine, submit(engine, [request], toy.tokenizer)))
+
+
+def test_each_place_has_its_colour_and_the_targets_tokens_have_none() -> None:
+    console = Console(record=True, force_terminal=True, color_system="truecolor")
+    for origin in range(len(DRAFT_COLOURS) + 2):
+        console.print(draft_text("x", origin), end="")
+    html = console.export_html(inline_styles=True)
+    assert all(colour in html for colour in DRAFT_COLOURS)
+    assert draft_text("x", 0).style == ""
+    assert draft_text("x", 99).style == DRAFT_COLOURS[-1]
