@@ -311,8 +311,14 @@ def _refuse_too_large(engine: Engine) -> None:
         )
 
     caches = f"the caches of {capacity} positions" + (f" in {slots} slots" if slots > 1 else "")
-    kept = {"the prefix cache": engine.config.prefix_cache_bytes} if engine.config.prefix_cache_bytes else {}
-    refuse_too_large({caches: state, "the prefill lane": lane, "a step's logits": logits, **kept}, hint)
+    refuse_too_large({caches: state, "the prefill lane": lane, "a step's logits": logits}, hint)
+    # it grows with use, up to its bound
+    kept, available = engine.config.prefix_cache_bytes, available_memory_bytes()
+    if kept > available:
+        raise InputError(
+            f"the prefix cache may take {size_in_words(kept)}, but {size_in_words(available)} are available; give a "
+            "smaller --prefix-cache, or 0"
+        )
 
 
 class Stream(Iterator[str]):

@@ -251,7 +251,7 @@ class Assembler:
             self._times.append(chunk.time_s)
         self._num_cached_tokens += chunk.num_cached_tokens
         self._pieces.append(text := "".join(texts))
-        if not self._by_token:
+        if not self._by_token or self._detokenizer is None:
             return Piece(token_ids, text)
         origins = [place for step in chunk.steps for place in (*range(1, step.num_accepted + 1), 0)]
         return Piece(token_ids, text, tuple(zip(texts, [*origins, *[0] * len(texts)], strict=False)))

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse
+from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
 from peagle.engine.programs import Programs
 from peagle.engine.request import (
     DEFAULT_CHUNK,
@@ -181,7 +181,8 @@ class Engine:
         self._prefix_cache: PrefixCache | None = None
         if config.prefix_cache_bytes:
             self._prefix_cache = PrefixCache(config.prefix_cache_bytes, *self._programs.part_bytes())
-        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.chunk, config.steps_per_dispatch)
+        chunk = aligned_chunk(config.chunk) if config.prefix_cache_bytes else config.chunk
+        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, chunk, config.steps_per_dispatch)
         self._state: DecodeState | None = None
         self._lane: Prefix | None = None
         self._lane_logits: jax.Array | None = None
@@ -346,7 +347,7 @@ class Engine:
         if missing:
             sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # as `check` requires
             # after this arbitrary token the logits need not be finite
-            with contextlib.suppress(InputError):
+            with contextlib.suppress(InputError), self._without_prefix_cache():
                 for _ in self.generate([Request((0,), 1, sampling)]):
                     pass
             with self._lock:
@@ -368,6 +369,14 @@ class Engine:
                 self._table = self._table.paying(self._measure_costs())
         if missing or measures:
             self.times, self._last_read_s = LoopTimes(), None
+
+    @contextlib.contextmanager
+    def _without_prefix_cache(self) -> Iterator[None]:
+        cache, self._prefix_cache = self._prefix_cache, None
+        try:
+            yield
+        finally:
+            self._prefix_cache = cache
 
     def _warm_up_prefix_cache(self) -> None:
         assert self._state is not None
@@ -527,7 +536,8 @@ class Engine:
             self._lane_logits = result
             end = action.begin + action.count
             if action.last or end % BLOCK == 0:
-                self._remember(action.key.request.prompt_ids[:end])
+                prompt_ids = action.key.request.prompt_ids
+                self._remember(prompt_ids[:end], len(prompt_ids))
         elif isinstance(action, Admit):
             assert self._lane_logits is not None
             handle = action.key
@@ -556,9 +566,9 @@ class Engine:
         handle.num_cached_tokens = found.length
         return found.length
 
-    def _remember(self, token_ids: tuple[int, ...]) -> None:
-        """Keep the lane, which holds these tokens."""
-        if self._prefix_cache is None:
+    def _remember(self, token_ids: tuple[int, ...], whole: int) -> None:
+        """Keep the lane, which holds these tokens, unless the whole sequence will not fit."""
+        if self._prefix_cache is None or not self._prefix_cache.fits(whole):
             return
         lane, programs = self._lane, self._programs
         assert lane is not None
@@ -581,7 +591,8 @@ class Engine:
         assert self._state is not None
         assert self._lane is not None
         self._lane = self._programs.extract(self._state, self._lane, slot)
-        self._remember((*handle.request.prompt_ids, *handle.output_ids)[: last.length + 1])
+        token_ids = (*handle.request.prompt_ids, *handle.output_ids)[: last.length + 1]
+        self._remember(token_ids, len(token_ids))
 
     def _next_widths(self) -> tuple[np.ndarray, StepKind]:
         """Return (the drafts of each slot, the kind of step that runs them)."""

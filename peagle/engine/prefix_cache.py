@@ -40,8 +40,10 @@ class Match:
 
 @dataclass(frozen=True)
 class PrefixCacheUse:
-    """Counts since the cache was made: requests, those that found something, tokens of prompts, those found; and the
-    entries and bytes that it holds now."""
+    """Counts since the cache was made, and what it holds now.
+
+    num_hits: requests that began with known tokens. num_tokens: of prompts; num_hit_tokens: those that were known.
+    """
 
     num_requests: int
     num_hits: int
@@ -75,6 +77,10 @@ class PrefixCache:
         counts = self._num_requests, self._num_hits, self._num_tokens, self._num_hit_tokens
         return PrefixCacheUse(*counts, self.num_entries, self.num_bytes)
 
+    def fits(self, length: int) -> bool:
+        """Test whether a sequence of so many tokens fits into the cache."""
+        return -(-length // BLOCK) * self._block_bytes + self._snapshot_bytes <= self._max_bytes
+
     def match(self, token_ids: Sequence[int]) -> Match | None:
         """Find the longest beginning with a snapshot, shorter than the prompt; it counts as used now."""
         self._num_requests += 1
@@ -98,13 +104,11 @@ class PrefixCache:
     def insert(
         self, token_ids: Sequence[int], cut_block: Callable[[int], Any], cut_snapshot: Callable[[], Any]
     ) -> None:
-        """Keep the sequence of these tokens. `cut_block` takes the first position of a block, and is called for those
-        that are not held; so is `cut_snapshot`.
+        """Keep the sequence of these tokens, or nothing if it is larger than the whole cache.
 
-        Nothing is kept of a sequence that is larger than the whole cache.
+        cut_block(first position) and cut_snapshot() are called for parts that are not held.
         """
-        num_blocks = -(-len(token_ids) // BLOCK)
-        if not num_blocks or num_blocks * self._block_bytes + self._snapshot_bytes > self._max_bytes:
+        if not token_ids or not self.fits(len(token_ids)):
             return
         node = self._root
         for start in range(0, len(token_ids), BLOCK):
@@ -145,6 +149,11 @@ class PrefixCache:
             del node.parent.children[node.key]
             self._num_blocks -= 1
             node = node.parent
+
+
+def aligned_chunk(chunk: int) -> int:
+    """Round a prefill chunk down, so that chunks end at the ends of blocks as often as possible."""
+    return chunk // BLOCK * BLOCK if chunk >= BLOCK else 1 << chunk.bit_length() - 1
 
 
 def _path(node: _Node) -> list[_Node]:

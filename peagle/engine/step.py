@@ -290,7 +290,7 @@ def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
     positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
         drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
-    last = jnp.maximum(before.num - 1, 0)
+    last = jnp.where(state.done, 0, jnp.maximum(before.num - 1, 0))  # the input of done rows stays, for `extract`
 
     def first(rows: jax.Array) -> jax.Array:
         index = last.reshape(-1, *(1 for _ in rows.shape[1:]))
@@ -299,7 +299,7 @@ def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
     left = DrafterInput(
         first(before.token_ids),
         first(before.aux_hidden),
-        jnp.minimum(before.num, 1),
+        jnp.where(state.done, before.num, jnp.minimum(before.num, 1)),
         before.first_position + last,
     )
     return dataclasses.replace(state, drafter_input=left, drafter_state=drafter_state)

@@ -187,10 +187,11 @@ class _Session:
         self.capacity = needed if config.context is None else config.context
 
     def run(self) -> Run:
-        interrupted, found, failed = False, None, None
+        interrupted, found, failed, used = False, None, None, None
         try:
             for number, together in enumerate(self._rounds()):
                 self._decode_round(number, together)
+            used = self._engine(self.config.num_speculative_tokens).prefix_cache_use
             if self.config.profile is not None:
                 try:
                     found = self._profile(self.config.profile)
@@ -205,7 +206,7 @@ class _Session:
             host_gap_frac=self._engine(self.config.num_speculative_tokens).times.gap_frac,
             costs=self._costs(),
             prefix_cache_bytes=self.prefix_cache_bytes,
-            prefix_cache=self._engine(self.config.num_speculative_tokens).prefix_cache_use,
+            prefix_cache=used,
             profile=found,
             profile_failed=failed,
             interrupted=interrupted,

@@ -36,6 +36,8 @@ def attention(
     if sinks is not None:
         total = total + jnp.exp(sink - peak)
     probs = (weights / total).astype(value.dtype)
+    # 0 times NaN is NaN: rows that nobody sees may hold a failed request's
+    value = jnp.where(mask.any(axis=1)[:, :, None, None], value, jnp.zeros((), value.dtype))
     out = jnp.einsum("bgrts,bsgh->btgrh", probs, value, preferred_element_type=jnp.float32)
     return out.astype(query.dtype).reshape(batch, width, heads, head_dim)
 
@@ -68,7 +70,9 @@ def attention_by_keys(
         keys, values, positions = (
             jax.lax.dynamic_slice_in_dim(rows, index * block, block, axis=1) for rows in (key, value, key_positions)
         )
-        seen = causal_mask(query_positions, positions, window)[:, None, None]
+        mask = causal_mask(query_positions, positions, window)
+        values = jnp.where(mask.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))  # 0 * NaN is NaN
+        seen = mask[:, None, None]
         scores = jnp.einsum("btgrh,bsgh->bgrts", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
         scores = jnp.where(seen, scores, MASKED)
         higher = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))

@@ -56,7 +56,16 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
     engine = Engine(
         tiny_target(),
         NGram(),
-        EngineConfig(3, 3, CAPACITY, chunk=8, steps_per_dispatch=together, widths=table, adaptive=True),
+        EngineConfig(
+            3,
+            3,
+            CAPACITY,
+            chunk=8,
+            steps_per_dispatch=together,
+            widths=table,
+            adaptive=True,
+            prefix_cache_bytes=1 << 20,
+        ),
     )
 
     class Interleaving(RuleBasedStateMachine):

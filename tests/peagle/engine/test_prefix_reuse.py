@@ -1,7 +1,9 @@
 """Requests that begin with tokens computed before get what they get cold: tokens, drafts, acceptance, bit for bit."""
 
 import dataclasses
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from peagle.engine.prefix_cache import BLOCK
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.engine.widths import WidthTable
 from peagle.ops import native
+from peagle.ops.errors import InputError
 from tests.peagle.engine.test_state import DRAFTER, TARGET, Models, models
 from tests.peagle.toys import decode, tiny_target
 
@@ -137,3 +140,67 @@ def test_an_entry_takes_the_bytes_of_its_positions(pair: Models) -> None:
     rings = sum(each * of_row for each in windows if each) + sum(each * of_drafter for each in own if each)
     assert snapshot == rings + aux
     assert use.num_bytes == 2 * block + use.num_entries * snapshot or use.num_entries > 2
+
+
+def test_the_end_of_a_turn_has_its_length_after_others_caught_up(pair: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = EngineConfig(
+        3,
+        2,
+        256,
+        64,
+        widths=WidthTable({1: 1, 2: 3}),
+        programs_by_width=True,
+        prefix_cache_bytes=HUGE,
+        synthetic_acceptance=(1.0, 1.0, 1.0),
+    )
+    engine = Engine(pair.target, pair.drafter, shape)
+    lengths, remember = [], engine._remember
+
+    def seen(token_ids: tuple[int, ...], whole: int) -> None:
+        lengths.append((int(engine._lane.length[0]), len(token_ids)))
+        remember(token_ids, whole)
+
+    monkeypatch.setattr(engine, "_remember", seen)
+    for _ in engine.generate([Request(TOKENS[:20], 18), Request(TOKENS[50:70], 13)]):
+        pass
+    assert lengths
+    assert all(lane == key for lane, key in lengths), lengths
+
+
+def test_a_chunk_that_is_no_multiple_of_a_block_keeps_blocks_all_the_same(pair: Models) -> None:
+    warm = engine(pair, HUGE, chunk=100)
+    expected, _ = ask(engine(pair, 0, chunk=100), TOKENS[: 2 * BLOCK + 9])
+    ask(warm, (*TOKENS[: 2 * BLOCK + 3], 1))
+    assert ask(warm, TOKENS[: 2 * BLOCK + 9]) == (expected, 2 * BLOCK)
+
+
+def test_a_warm_up_is_no_request(pair: Models) -> None:
+    warm = engine(pair, HUGE)
+    warm.warm_up()
+    use = warm.prefix_cache_use
+    assert use is not None
+    assert (use.num_requests, use.num_entries) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["native float32", "float32"])
+@pytest.mark.parametrize("size", [0, 1 << 30])
+def test_a_request_that_is_not_finite_disturbs_no_later_one(kind: str, size: int, tmp_path: Path) -> None:
+    """On XLA 0 times NaN is NaN: dead rows of its lane and slot must not be read."""
+    if kind.startswith("native") and not native.available():
+        pytest.skip(native.status()[1])
+    pair = models(kind, tmp_path)
+    params = pair.target.params
+    (name,) = (f.name for f in dataclasses.fields(params) if "embed" in f.name)
+    broken = dataclasses.replace(params, **{name: getattr(params, name).at[5].set(jnp.nan)})
+    target = dataclasses.replace(pair.target, params=broken)
+
+    def ask(engine: Engine, prompt: tuple[int, ...]) -> list[int]:
+        return [token for chunk in engine.follow(engine.add(Request(prompt, 1))) for token in chunk.token_ids]
+
+    shape = EngineConfig(3, 1, 256, 64, prefix_cache_bytes=size)
+    good = tuple(np.random.default_rng(3).integers(6, TARGET.vocab_size, 10).tolist())
+    expected = ask(Engine(target, pair.drafter, shape), good)
+    engine = Engine(target, pair.drafter, shape)
+    with pytest.raises(InputError):
+        ask(engine, (*good, *[6] * 40, 5, 6, 7))
+    assert ask(engine, good) == expected
