@@ -184,6 +184,8 @@ def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
     for origin in ("http://evil.example", "null", "http://testserver:81"):
         refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={"Origin": origin}), 403, "may not use")
     assert client.get("/v1/models", headers={"Origin": "http://testserver"}).status_code == 200
+    proxied = {"Origin": "https://public.example", "Sec-Fetch-Site": "same-origin"}
+    assert client.get("/v1/models", headers=proxied).status_code == 200
 
 
 def test_requests_are_logged_without_what_they_say(make: Any, caplog: pytest.LogCaptureFixture) -> None:
