@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,11 @@ def rows_and_logits(rows: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
 jitted = jax.jit(expert_mlp, static_argnums=(3, 4))
 
 
-def run(experts: Experts, x: np.ndarray, logits: np.ndarray) -> np.ndarray:
+def run(experts: Experts, x: jax.Array | np.ndarray, logits: np.ndarray) -> np.ndarray:
     return np.asarray(jitted(x, logits, experts, K, LIMIT))
 
 
-@pytest.mark.parametrize("rows", [3, 4, 19])  # 6, 8, 38 pairs: fewer and more than the 7 experts
+@pytest.mark.parametrize("rows", [1, 3, 4, 19, 150])  # 2 to 300 choices of 7 experts: none, one, or several blocks each
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
     weights = random_weights()
@@ -105,11 +106,12 @@ def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
-def test_all_pairs_is_the_definition(rows: int) -> None:
-    """Called by name here; on a GPU `expert_mlp` picks it."""
+@pytest.mark.parametrize("form", [reference.all_pairs, reference.each_expert_once, reference.grouped])
+def test_forms_are_the_definition(form: Callable[..., jax.Array], rows: int) -> None:
+    """Called by name here; `expert_mlp` picks the first two on a GPU, and the last for more rows."""
     weights = random_weights()
     x, logits = rows_and_logits(rows)
-    out = jax.jit(reference.all_pairs, static_argnums=(3, 4))(x, logits, packed(weights), K, LIMIT)
+    out = jax.jit(form, static_argnums=(3, 4))(x, logits, packed(weights), K, LIMIT)
     np.testing.assert_allclose(out, by_definition(weights, x, logits), atol=2e-5)
 
 
@@ -131,12 +133,71 @@ def test_ties_go_to_the_lower_expert(layout: str, rows: int) -> None:
     np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
 
 
+@pytest.mark.parametrize("first", [30.0, 300.0])  # the second one's weight all but underflows, or does
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_expert_with_all_rows_and_experts_with_none(layout: str) -> None:
+def test_an_expert_with_all_rows_and_experts_with_none(layout: str, first: float) -> None:
     weights = random_weights(5)
-    x, logits = rows_and_logits(19, 6)
-    logits[:, 4] = 30.0  # every row's first; the second one's weight all but underflows
+    x, logits = rows_and_logits(2 * reference.BLOCK_ROWS + 3, 6)
+    logits[:, 4] = first
+    logits[:, 5] = 1 - first
     np.testing.assert_allclose(run(LAYOUTS[layout](weights), x, logits), by_definition(weights, x, logits), atol=2e-5)
+
+
+# Rows grouped by expert
+
+GROUPED = {"packed": packed, "expanded": expanded}
+ROWS = 5 * reference.BLOCK_ROWS + 3
+
+
+def half(experts: Experts) -> Experts:
+    """Convert what is not MXFP4 to bfloat16."""
+    leaves = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.uint8 else leaf.astype(jnp.bfloat16), experts)
+    return cast(Experts, leaves)
+
+
+def run_at(experts: Experts, x: jax.Array, logits: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return np.asarray(jitted(x, logits, experts, K, LIMIT, positions), np.float32)
+
+
+@pytest.mark.parametrize("layout", GROUPED)
+def test_an_expert_without_rows_is_not_computed(layout: str) -> None:
+    weights = random_weights(8)
+    x, logits = rows_and_logits(ROWS, 9)
+    logits[:, [0, 3, 6]] = -50.0
+    expected = by_definition(weights, x, logits)
+    weights.gate_up_bias[[0, 3, 6]] = np.nan
+    np.testing.assert_allclose(run(GROUPED[layout](weights), x, logits), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("layout", GROUPED)
+def test_inactive_rows_are_zero_and_change_no_others_bits(layout: str, dtype: type) -> None:
+    experts = GROUPED[layout](random_weights(10))
+    experts = half(experts) if dtype == jnp.bfloat16 else experts
+    x, logits = rows_and_logits(ROWS, 11)
+    whole = run_at(experts, jnp.asarray(x, dtype), logits, np.arange(ROWS, dtype=np.int32))
+    rng = np.random.default_rng(12)
+    for low, high in ((-1, 1), (-9, 2), (-3, 0)):  # some, most, all inactive
+        at = rng.integers(low, high, ROWS, np.int32)
+        nan = jnp.asarray(np.where(at[:, None] < 0, np.float32(np.nan), x), dtype)
+        out = run_at(experts, nan, np.where(at[:, None] < 0, np.float32(np.nan), logits), at)
+        np.testing.assert_array_equal(out[at >= 0], whole[at >= 0])
+        assert not out[at < 0].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("layout", GROUPED)
+def test_a_rows_bits_do_not_depend_on_the_others(layout: str, dtype: type) -> None:
+    """Neither on their number nor on their order, nor on the row's place in a block."""
+    experts = GROUPED[layout](random_weights(13))
+    experts = half(experts) if dtype == jnp.bfloat16 else experts
+    x, logits = rows_and_logits(ROWS, 14)
+    logits[:, 2] += 2.0  # several blocks
+    whole = run(experts, jnp.asarray(x, dtype), logits)
+    rng = np.random.default_rng(15)
+    for count in (4, 16, 17, ROWS):
+        some = rng.permutation(ROWS)[:count]
+        np.testing.assert_array_equal(run(experts, jnp.asarray(x[some], dtype), logits[some]), whole[some])
 
 
 def test_both_routings_select_the_same() -> None:
@@ -149,16 +210,13 @@ def test_both_routings_select_the_same() -> None:
     assert ((dense > 0).sum(axis=1) == K).all()
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 100])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bfloat16_stays_bfloat16_and_close(layout: str, rows: int) -> None:
     weights = random_weights()
     x, logits = rows_and_logits(rows)
-    half = jax.tree.map(
-        lambda leaf: leaf if leaf.dtype == jnp.uint8 else jnp.asarray(np.asarray(leaf).astype(jnp.bfloat16)),
-        LAYOUTS[layout](weights),
-    )
-    out = jitted(jnp.asarray(x, jnp.bfloat16), jnp.asarray(logits, jnp.bfloat16), half, K, LIMIT)
+    experts = half(LAYOUTS[layout](weights))
+    out = jitted(jnp.asarray(x, jnp.bfloat16), jnp.asarray(logits, jnp.bfloat16), experts, K, LIMIT)
     assert out.dtype == jnp.bfloat16
     rounded = np.asarray(jnp.asarray(logits, jnp.bfloat16), np.float32)
     np.testing.assert_allclose(np.asarray(out, np.float32), by_definition(weights, x, rounded), atol=0.06)

@@ -43,7 +43,8 @@ def expert_block(
         return out.reshape(x.shape)
     rows = rms_norm(rows, norm.weight, norm.epsilon)
     logits = linear(rows, router, router_bias)
-    out = expert_mlp(rows, logits, experts, top_k, swiglu_limit, implementation=implementation)
+    of_rows = None if positions is None else positions.reshape(-1)
+    out = expert_mlp(rows, logits, experts, top_k, swiglu_limit, of_rows, implementation=implementation)
     return x + out.reshape(x.shape)
 
 
@@ -53,13 +54,15 @@ def expert_mlp(
     experts: Experts,
     top_k: int,
     swiglu_limit: float,
+    positions: Int[Array, " T"] | None = None,
     *,
     implementation: Implementation | None = None,
 ) -> Float[Array, "T D"]:
     """Sum softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e) over the top_k selected experts e.
 
-    All layouts but NativeExperts, which only `expert_block` takes, give the same function, in x's dtype. Raises
-    InputError as `expert_block` does.
+    All layouts but NativeExperts, which only `expert_block` takes, give the same function, in x's dtype. Rows of
+    negative position are inactive, as in `linear`; XLA on CPU skips them if the rows are many. Raises InputError as
+    `expert_block` does.
     """
     if isinstance(experts, NativeExperts):
         raise TypeError("the native kernels compute experts with their norm and router; call expert_block")
@@ -71,39 +74,46 @@ def expert_mlp(
         return cuda.routed(x, router_logits, experts, top_k, swiglu_limit)
     if isinstance(experts, FusedExperts):
         return reference.fused(x, router_logits, experts, top_k, swiglu_limit)
-    if isinstance(experts, PackedExperts) and x.shape[0] <= MAX_ROWS:
-        return jax.lax.platform_dependent(
-            x,
-            router_logits,
-            experts,
-            cuda=functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit, implementation=implementation),
-            default=functools.partial(_visit, top_k=top_k, limit=swiglu_limit),
-        )
-    return _visit(x, router_logits, experts, top_k, swiglu_limit)
+    return jax.lax.platform_dependent(
+        x,
+        router_logits,
+        experts,
+        cuda=functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit, implementation=implementation),
+        default=functools.partial(_elsewhere, top_k=top_k, limit=swiglu_limit, positions=positions),
+    )
 
 
 def _on_gpu(
     x: Float[Array, "T D"],
     router_logits: Float[Array, "T E"],
-    experts: PackedExperts,
+    experts: PackedExperts | ExpandedExperts,
     top_k: int,
     limit: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "T D"]:
-    if implementation != "xla" and cuda.takes(x, experts):
-        return cuda.routed(x, router_logits, experts, top_k, limit)
-    form = reference.all_pairs if x.shape[0] <= DECODE_ROWS else _visit
+    if isinstance(experts, PackedExperts):
+        if implementation != "xla" and cuda.takes(x, experts):
+            return cuda.routed(x, router_logits, experts, top_k, limit)
+        if x.shape[0] <= DECODE_ROWS:
+            return reference.all_pairs(x, router_logits, experts, top_k, limit)
+    # Not `grouped`: a GPU waits for the host at each turn of a loop of dynamic length, and there would be hundreds.
+    form = reference.selected if _few(x, experts, top_k) else reference.each_expert_once
     return form(x, router_logits, experts, top_k, limit)
 
 
-def _visit(
+def _elsewhere(
     x: Float[Array, "T D"],
     router_logits: Float[Array, "T E"],
     experts: PackedExperts | ExpandedExperts,
     top_k: int,
     limit: float,
+    positions: Int[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
-    # Few rows select few experts: read just those. Many rows select all: read each expert once for all rows.
-    if x.shape[0] * top_k < experts.num_experts:
+    if _few(x, experts, top_k):
         return reference.selected(x, router_logits, experts, top_k, limit)
-    return reference.each_expert_once(x, router_logits, experts, top_k, limit)
+    return reference.grouped(x, router_logits, experts, top_k, limit, positions)
+
+
+def _few(x: Float[Array, "T D"], experts: PackedExperts | ExpandedExperts, top_k: int) -> bool:
+    """Check if the rows are so few that dequantising an expert per choice costs less than sorting choices by expert."""
+    return x.shape[0] * top_k < experts.num_experts

@@ -1,14 +1,18 @@
 """The mixture-of-experts op in plain XLA, one function per way of visiting the experts."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
 from peagle.ops.expert_matmul.routing import route_dense, route_top_k
 from peagle.ops.expert_matmul.weights import ExpandedExperts, FusedExperts, PackedExperts
 from peagle.ops.mxfp4 import dequantize_on_device, products_on_device
 
 ALPHA = 1.702  # openai/gpt-oss: the sigmoid's slope
+BLOCK_ROWS = 16  # of `grouped`; more would be padding in a chunk of 128 tokens, which gives 16 to each of 32 experts
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -43,8 +47,7 @@ def selected(
     ids, weights = route_top_k(router_logits, top_k)
 
     def one(expert_id: jax.Array, row: jax.Array) -> jax.Array:
-        expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert_id, keepdims=False), experts)
-        return _one_expert(row[None, :], expert, limit)[0]
+        return _one_expert(row[None, :], _at(experts, expert_id), limit)[0]
 
     def one_pair(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         return one(pair[0], x[pair[1]])
@@ -90,6 +93,78 @@ def each_expert_once(
 
     total, _ = jax.lax.scan(body, jnp.zeros(x.shape, jnp.float32), (experts, weights.T))
     return total.astype(x.dtype)
+
+
+def grouped(
+    x: Float[Array, "T D"],
+    router_logits: Float[Array, "T E"],
+    experts: PackedExperts | ExpandedExperts,
+    top_k: int,
+    limit: float,
+    positions: Int[Array, " T"] | None = None,
+) -> Float[Array, "T D"]:
+    """Compute each selected expert for the rows that selected it, in blocks of BLOCK_ROWS.
+
+    Choices are sorted by expert; none is dropped. Each expert is dequantised once, and those without rows are skipped.
+    A row of negative position selects no expert, and its output is 0. All blocks have one shape, so a row's bits do not
+    depend on the rows beside it, or on their number, as far as XLA's matmul treats the rows of one shape alike: on CPU
+    it does. Not for reverse-mode differentiation: the loops have dynamic lengths.
+    """
+    rows = x.shape[0]
+    ids, weights = route_top_k(router_logits, top_k)
+    active = jnp.ones((rows, 1), bool) if positions is None else positions[:, None] >= 0
+    choices = jnp.where(active, ids, experts.num_experts).reshape(-1)  # those of inactive rows are sorted to the end
+    order = jnp.argsort(choices).astype(jnp.int32)  # stable
+    row_of = jnp.pad(order // top_k, (0, BLOCK_ROWS))
+    ends = jnp.searchsorted(choices[order], jnp.arange(experts.num_experts, dtype=jnp.int32), side="right")
+    ends = ends.astype(jnp.int32)
+    begins = jnp.pad(ends[:-1], (1, 0))
+    selected_first = jnp.argsort(begins == ends).astype(jnp.int32)
+
+    def one(i: jax.Array, out: jax.Array) -> jax.Array:
+        expert_id = selected_first[i]
+        begin = begins[expert_id]
+        through = _prepared(_at(experts, expert_id), x.dtype, limit)
+
+        def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
+            # A last block's surplus rows are the next expert's, which overwrites them, or beyond what is read.
+            start = begin + block * BLOCK_ROWS
+            block_rows = x[jax.lax.dynamic_slice_in_dim(row_of, start, BLOCK_ROWS)]
+            return jax.lax.dynamic_update_slice_in_dim(out, through(block_rows), start, axis=0)
+
+        num_blocks = (ends[expert_id] - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
+        return jax.lax.fori_loop(jnp.zeros_like(num_blocks), num_blocks, one_block, out)
+
+    num_selected = jnp.sum(begins < ends, dtype=jnp.int32)
+    sorted_out = jnp.zeros((rows * top_k + BLOCK_ROWS, x.shape[1]), x.dtype)
+    sorted_out = jax.lax.fori_loop(jnp.zeros_like(num_selected), num_selected, one, sorted_out)
+    place = jnp.argsort(order).astype(jnp.int32).reshape(rows, top_k)
+    total = jnp.sum(sorted_out[place].astype(jnp.float32) * weights[:, :, None], axis=1)
+    return jnp.where(active, total, 0.0).astype(x.dtype)
+
+
+def _prepared(
+    expert: PackedExperts | ExpandedExperts, dtype: DTypeLike, limit: float
+) -> Callable[[jax.Array], jax.Array]:
+    """Dequantise one expert's matrices; return the function that computes a block of rows [R, D] through it."""
+    if isinstance(expert, ExpandedExperts):
+        return lambda x: _one_expert(x, expert, limit)
+    gate_up = dequantize_on_device(expert.gate_up_blocks, expert.gate_up_scales, dtype)
+    down = dequantize_on_device(expert.down_blocks, expert.down_scales, dtype)
+
+    def through(x: jax.Array) -> jax.Array:
+        # XLA on CPU would copy a transposed matrix for every block, so the rows are transposed instead. Without the
+        # barriers it would undo that.
+        hidden = gate_up @ jax.lax.optimization_barrier(x.T) + expert.gate_up_bias[:, None]
+        out = down @ swiglu(hidden[0::2], hidden[1::2], limit) + expert.down_bias[:, None]
+        return jax.lax.optimization_barrier(out).T
+
+    return through
+
+
+def _at(experts: PackedExperts | ExpandedExperts, expert_id: jax.Array) -> PackedExperts | ExpandedExperts:
+    """Return one expert: the leaves without their leading E."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert_id, keepdims=False), experts)
 
 
 def _one_expert(x: jax.Array, expert: PackedExperts | ExpandedExperts, limit: float) -> jax.Array:
