@@ -41,6 +41,7 @@ def serve_command(settings: ServeSettings) -> int:
     parse_date(settings.date)
     cache_bytes = parse_prefix_cache(settings.prefix_cache)
     for option, value, least in (
+        ("--slots", settings.slots, 1),
         ("--max-queue", settings.max_queue, 0),
         ("--max-body", settings.max_body, 1),
         ("--drain", settings.drain, 0),
@@ -81,7 +82,6 @@ def _serve(
         serve(create_app(service), loop, address, settings.drain, lambda url: display.note(f"ready: {url}/v1"))
     finally:
         loop.close()
-    interrupt.forget()
     if loop.failure is not None:
         say("error", loop.failure)
     return 0 if loop.failure is None else FAILED

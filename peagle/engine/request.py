@@ -102,8 +102,11 @@ class SamplingParams:
                     f"{name.replace('_', ' ')} is {value}; expected a number from {-LARGEST_PENALTY:g} to "
                     f"{LARGEST_PENALTY:g}"
                 )
-        if not 0 < self.repetition_penalty <= HOTTEST:
-            raise InputError(f"repetition penalty is {self.repetition_penalty}; expected a number above 0 (1 is off)")
+        if not 1 / HOTTEST <= self.repetition_penalty <= HOTTEST:
+            raise InputError(
+                f"repetition penalty is {self.repetition_penalty}; expected a number from {1 / HOTTEST:g} to "
+                f"{HOTTEST:g} (1 is off)"
+            )
         if len(self.logit_bias) > MOST_BIASES:
             raise InputError(f"{len(self.logit_bias)} logit biases are given; expected at most {MOST_BIASES}")
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):

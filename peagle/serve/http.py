@@ -45,7 +45,8 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
 def check_origin(request: Request) -> None:
     """Raise ApiError for a request of another site's page: a browser would send it from its visitor's machine."""
     origin, host = request.headers.get("origin"), request.headers.get("host")
-    if origin is not None and origin.partition("://")[2] != host:
+    own = request.headers.get("sec-fetch-site") == "same-origin"  # behind a proxy that changes the host
+    if origin is not None and origin.partition("://")[2] != host and not own:
         raise ApiError(403, f"pages of {brief(origin)} may not use this server; open the page that it serves at /")
 
 

@@ -230,8 +230,11 @@ class CompletionForm(Form):
 
     def _of_prompt(self, place: int) -> dict[str, list[Any]]:
         """Make the entries of an echoed prompt. Its first token has no log-probability."""
+        token = self._token(self.prompts[place][0])
+        if not self.echoed[place].startswith(token):  # the tokenizer put it before the text
+            self._offsets[place] = -len(token)
         first = self._entries(place, [TokenLogprobs(self.prompts[place][0], 0.0, ())])
-        first |= {"token_logprobs": [None], "top_logprobs": [None]}
+        first |= {"token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
         others = self._entries(place, self.prompt_logprobs[place])
         return {key: [*first[key], *others[key]] for key in first}
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import fastapi
 import uvicorn
 
+from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.serve.loop import EngineLoop
 
@@ -74,6 +75,7 @@ class Server(uvicorn.Server):
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
+            interrupt.check()  # Ctrl-C before these handlers
             yield
         finally:
             for number, handler in before.items():

@@ -222,7 +222,8 @@ def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
     [
         ({"presence_penalty": 2.1}, "presence penalty is 2.1; expected a number from -2 to 2"),
         ({"frequency_penalty": float("nan")}, "frequency penalty is nan"),
-        ({"repetition_penalty": 0.0}, "repetition penalty is 0.0; expected a number above 0"),
+        ({"repetition_penalty": 0.0}, "repetition penalty is 0.0; expected a number from 1e-30 to"),
+        ({"repetition_penalty": 1e-38}, "repetition penalty is 1e-38; expected a number from 1e-30 to"),
         ({"logit_bias": ((1, 2.0), (1, 3.0))}, "names a token twice"),
         ({"logit_bias": ((-1, 2.0),)}, "token -1 is 2.0; expected a token id of 0 or more"),
         (

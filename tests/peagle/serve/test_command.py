@@ -13,6 +13,7 @@ import pytest
 
 import peagle.cli.serve
 from peagle.cli import main
+from peagle.engine.programs import Programs
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
 
@@ -83,6 +84,20 @@ def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Pat
     assert "at most 3" in seen[3].json()["error"]["message"]
 
 
+def test_after_the_engine_failed_the_command_ends_with_code_1(
+    started: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    def use(url: str) -> None:
+        monkeypatch.setattr(Programs, "extend", broken)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "ab"}, timeout=60).status_code == 503
+
+    assert started(use, "-k", "0", "--slots", "1", "--context", "128") == 1
+    assert "peagle: error: the engine failed: the device is gone" in capfd.readouterr().err
+
+
 def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with socket.socket() as taken:
@@ -94,6 +109,7 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--host", "nowhere.invalid"], "cannot be listened on"),
             (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
             (["--api-key-file", str(tmp_path / "empty")], "is empty"),
+            (["--slots", "0"], "--slots is 0"),
             (["--max-queue", "-1"], "--max-queue is -1"),
             (["--max-body", "0"], "--max-body is 0"),
             (["--drain", "-1"], "--drain is -1"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from peagle.serve.schema import NEUTRAL, ChatBody, CompletionBody
 from tests.peagle.serve.conftest import client_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -184,6 +185,8 @@ def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
     for origin in ("http://evil.example", "null", "http://testserver:81"):
         refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={"Origin": origin}), 403, "may not use")
     assert client.get("/v1/models", headers={"Origin": "http://testserver"}).status_code == 200
+    proxied = {"Origin": "https://public.example", "Sec-Fetch-Site": "same-origin"}
+    assert client.get("/v1/models", headers=proxied).status_code == 200
 
 
 def test_requests_are_logged_without_what_they_say(make: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -193,3 +196,35 @@ def test_requests_are_logged_without_what_they_say(make: Any, caplog: pytest.Log
     (record,) = caplog.records
     assert '"completion_tokens": 3' in record.message
     assert "secret" not in record.message
+
+
+HOSTILE: list[Any] = [
+    *(0, 1, -1, 2, 2**31, 2**63, 10**40, -(10**40), 0.5, -0.0, 1e308, 1e-308, True, False),
+    *("", "a", "\0", "1", "NaN", "../../etc/passwd", "{{ 7 * 7 }}", "http://127.0.0.1/", "🎉" * 50),
+    *([], [[]], [None], [0], [-1], ["a"], [{}], [[1], 2], [[[1]]]),
+    *({}, {"a": 1}, {"1": "x"}, {"1": 10**40}, {"type": "text"}, {"include_usage": 1}, {"role": "user", "content": {}}),
+]
+
+
+@pytest.mark.parametrize(("path", "kind"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody)])
+def test_no_value_of_any_field_is_more_than_an_error_object(client: TestClient, path: str, kind: Any) -> None:
+    served = 0
+    for field in (*kind.model_fields, *NEUTRAL, "other"):
+        for value in HOSTILE:
+            reply = client.post(path, json={**GOOD[path], field: value})
+            if reply.status_code == 200:
+                served += 1
+            elif reply.status_code != 404 or field != "model":
+                refused(reply, 400, "")
+    assert served > 50
+    assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/tokenize", "prompt"), ("/tokenize", "messages"), ("/detokenize", "tokens")]
+)
+def test_no_value_breaks_the_tokenizers_routes(client: TestClient, path: str, field: str) -> None:
+    for value in HOSTILE:
+        reply = client.post(path, json={field: value})
+        if reply.status_code != 200:
+            refused(reply, 400, "")

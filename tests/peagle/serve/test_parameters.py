@@ -8,10 +8,13 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.api import Pair
+from peagle.engine.request import TokenLogprobs
 from peagle.result import Result
+from peagle.serve.answers import Part
+from peagle.serve.replies import CompletionForm
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.peagle.conftest import toy_pair
-from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, K
+from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, K, client_of
 
 PROMPT = [40, 41, 42]
 SEEDED = {"temperature": 1.5, "seed": 3}
@@ -87,8 +90,6 @@ def test_stop_tokens_end_the_answer_but_not_before_min_tokens_nor_with_ignore_eo
 
 
 def test_ignore_eos_continues_after_the_models_stop_token(make: Any) -> None:
-    from tests.peagle.serve.conftest import client_of
-
     client = client_of(make(stops=(36,)))
     assert complete(client)["choices"][0]["finish_reason"] == "stop"
     assert complete(client, ignore_eos=True)["choices"][0]["finish_reason"] == "length"
@@ -223,6 +224,23 @@ def test_an_echoed_prompt_has_log_probabilities_too(client: TestClient, alone: P
     assert found["text_offset"] == list(itertools.accumulate(map(len, found["tokens"][:-1]), initial=0))
 
 
+def test_offsets_are_those_of_the_text(client: TestClient) -> None:
+    ids = client.post("/tokenize", json={"prompt": "1 + 2"}).json()["tokens"]
+    for prompt in ("1 + 2", ids, [0, *ids]):  # the last begins with <|startoftext|>
+        (choice,) = complete(client, prompt=prompt, echo=True, logprobs=0, max_tokens=3)["choices"]
+        found = choice["logprobs"]
+        for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+            assert choice["text"][offset:].startswith(token)
+
+
+def test_a_first_token_that_is_not_in_the_text_has_no_length(tokenizer: ByteLevelTokenizer) -> None:
+    form = CompletionForm("toy", tokenizer, logprobs=True, echoed=["ab"], prompts=[(0, 97 - 26, 98 - 26)])
+    form.prompt_logprobs = [[TokenLogprobs(71, -1.0, ()), TokenLogprobs(72, -1.0, ())]]
+    (choice,) = form.read(Part(0, (), "", (), None, ()))
+    assert choice["logprobs"]["tokens"] == ["<|startoftext|>", "a", "b"]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1]
+
+
 def test_a_known_prompt_counts_as_cached(client: TestClient) -> None:
     prompt = [100 + place % 50 for place in range(140)]
     complete(client, prompt=prompt, max_tokens=2)
@@ -249,3 +267,23 @@ def test_tokens_and_text_are_each_others_inverse(client: TestClient) -> None:
     assert found["count"] == len(found["tokens"])
     assert found["max_model_len"] == CONTEXT
     assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "naïve 東京"}
+
+
+@pytest.mark.parametrize("k", [0, 1, 7])
+def test_every_parameter_means_the_same_with_and_without_speculation(client: TestClient, make: Any, k: int) -> None:
+    other = client_of(make(k=k))
+    cases = [*(fields for fields, _ in PARAMETERS.values()), {"logprobs": 3}, {"n": 2, **SEEDED}]
+    cases += [{**SEEDED, "stop": ["a", "e"], "presence_penalty": 1.0}, {"stop_token_ids": [36], "min_tokens": 8}]
+    for fields in cases:
+        assert same(complete(other, **fields)["choices"], complete(client, **fields)["choices"]), fields
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Compare JSON values, numbers to float32's rounding."""
+    if isinstance(found, float) and isinstance(expected, float):
+        return found == pytest.approx(expected, abs=1e-5)
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in found)
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
