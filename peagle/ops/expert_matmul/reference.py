@@ -47,7 +47,8 @@ def selected(
     ids, weights = route_top_k(router_logits, top_k)
 
     def one(expert_id: jax.Array, row: jax.Array) -> jax.Array:
-        return _one_expert(row[None, :], _at(experts, expert_id), limit)[0]
+        expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert_id, keepdims=False), experts)
+        return _one_expert(row[None, :], expert, limit)[0]
 
     def one_pair(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         return one(pair[0], x[pair[1]])
@@ -119,25 +120,26 @@ def grouped(
     ends = jnp.searchsorted(choices[order], jnp.arange(experts.num_experts, dtype=jnp.int32), side="right")
     ends = ends.astype(jnp.int32)
     begins = jnp.pad(ends[:-1], (1, 0))
-    selected_first = jnp.argsort(begins == ends).astype(jnp.int32)
 
-    def one(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert_id = selected_first[i]
-        begin = begins[expert_id]
-        through = _prepared(_at(experts, expert_id), x.dtype, limit)
+    def one(out: jax.Array, step: tuple) -> tuple[jax.Array, None]:
+        expert, begin, end = step
 
-        def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
-            # A last block's surplus rows are the next expert's, which overwrites them, or beyond what is read.
-            start = begin + block * BLOCK_ROWS
-            block_rows = x[jax.lax.dynamic_slice_in_dim(row_of, start, BLOCK_ROWS)]
-            return jax.lax.dynamic_update_slice_in_dim(out, through(block_rows), start, axis=0)
+        def of_its_rows(out: jax.Array) -> jax.Array:
+            through = _prepared(expert, x.dtype, limit)
 
-        num_blocks = (ends[expert_id] - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
-        return jax.lax.fori_loop(jnp.zeros_like(num_blocks), num_blocks, one_block, out)
+            def one_block(block: jax.Array, out: jax.Array) -> jax.Array:
+                # A last block's surplus rows are the next expert's, which overwrites them, or beyond what is read.
+                start = begin + block * BLOCK_ROWS
+                block_rows = x[jax.lax.dynamic_slice_in_dim(row_of, start, BLOCK_ROWS)]
+                return jax.lax.dynamic_update_slice_in_dim(out, through(block_rows), start, axis=0)
 
-    num_selected = jnp.sum(begins < ends, dtype=jnp.int32)
+            num_blocks = (end - begin + BLOCK_ROWS - 1) // BLOCK_ROWS
+            return jax.lax.fori_loop(jnp.zeros_like(num_blocks), num_blocks, one_block, out)
+
+        return jax.lax.cond(begin < end, of_its_rows, lambda out: out, out), None
+
     sorted_out = jnp.zeros((rows * top_k + BLOCK_ROWS, x.shape[1]), x.dtype)
-    sorted_out = jax.lax.fori_loop(jnp.zeros_like(num_selected), num_selected, one, sorted_out)
+    sorted_out, _ = jax.lax.scan(one, sorted_out, (experts, begins, ends))
     place = jnp.argsort(order).astype(jnp.int32).reshape(rows, top_k)
     total = jnp.sum(sorted_out[place].astype(jnp.float32) * weights[:, :, None], axis=1)
     return jnp.where(active, total, 0.0).astype(x.dtype)
@@ -160,11 +162,6 @@ def _prepared(
         return jax.lax.optimization_barrier(out).T
 
     return through
-
-
-def _at(experts: PackedExperts | ExpandedExperts, expert_id: jax.Array) -> PackedExperts | ExpandedExperts:
-    """Return one expert: the leaves without their leading E."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert_id, keepdims=False), experts)
 
 
 def _one_expert(x: jax.Array, expert: PackedExperts | ExpandedExperts, limit: float) -> jax.Array:

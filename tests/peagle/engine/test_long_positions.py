@@ -1,0 +1,66 @@
+"""Beyond the context that a model was first trained with (YaRN): the engine against transformers."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.request import Request
+from peagle.ops.kernels import Implementation
+from target.load import load_target
+from target.model import GptOss
+from tests.peagle.toys import Scripted
+from tests.target.oracle import CONFIGS, EAGER
+
+INITIAL, PROMPT, NEW, K = 4096, 5000, 24, 3
+
+
+def decoded(engine: Engine, prompt: np.ndarray) -> tuple[list[int], list[float], list[int]]:
+    """Return (tokens, their log-probabilities, drafts accepted by each step) of a request."""
+    tokens, logprobs, accepted = [], [], []
+    for _, chunk in engine.generate([Request(tuple(prompt.tolist()), NEW, stop_token_ids=(), logprobs=0)]):
+        tokens += chunk.token_ids
+        logprobs += [each.logprob for each in chunk.logprobs]
+        accepted += [step.num_accepted for step in chunk.steps]
+    return tokens, logprobs, accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", "native"])
+def test_positions_beyond_the_initial_context_are_transformers(tmp_path: Path, implementation: Implementation) -> None:
+    """Prefilled in chunks, then decoded with drafts of which some are wrong."""
+    rope = {**CONFIGS["fused"]["rope_parameters"], "original_max_position_embeddings": INITIAL}
+    sizes = CONFIGS["fused"] | {"num_hidden_layers": 2, "rope_parameters": rope, "max_position_embeddings": 8 * INITIAL}
+    torch.manual_seed(3)
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **EAGER)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+
+    loaded = load_target(tmp_path, dtype=jnp.float32, implementation=implementation)
+    target = GptOss(loaded.params, loaded.config)
+    prompt = np.random.default_rng(4).integers(0, loaded.config.vocab_size, PROMPT)
+    plain, _, _ = decoded(Engine(target, None, EngineConfig(capacity=PROMPT + NEW)), prompt)
+    script = np.concatenate([prompt, plain, np.zeros(K, int)])
+    script[PROMPT + 4 :: 5] = (script[PROMPT + 4 :: 5] + 1) % loaded.config.vocab_size
+    drafter = Scripted(jnp.asarray(script[None], jnp.int32))
+    engine = Engine(target, drafter, EngineConfig(K, capacity=PROMPT + NEW))
+    tokens, logprobs, accepted = decoded(engine, prompt)
+    assert tokens == plain
+    assert min(accepted) < K
+    assert max(accepted) == K
+
+    whole = torch.from_numpy(np.concatenate([prompt, tokens])[None])
+    with torch.no_grad():
+        logits = model(whole, use_cache=False).logits[0, PROMPT - 1 : -1]
+    assert logits.argmax(-1).tolist() == tokens
+    expected = torch.log_softmax(logits, -1)[torch.arange(NEW), torch.tensor(tokens)].numpy()
+    np.testing.assert_allclose(logprobs, expected, atol=1e-4 * float(logits.std()))
