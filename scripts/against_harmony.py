@@ -9,13 +9,13 @@ makes of them.
 """
 
 import importlib.metadata
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
 from scripts.runs import in_one_line, new_parser
 
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "harmony.jsonl"
@@ -96,7 +96,7 @@ def write() -> int:
         lines = list(record())
     except (ImportError, RuntimeError) as error:
         raise InputError(f"openai-harmony cannot run here: {error}; see --help for what it needs") from None
-    GOLDEN.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    GOLDEN.write_text("".join(dumps(line) + "\n" for line in lines), encoding="utf-8")
     return 0
 
 

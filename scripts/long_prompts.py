@@ -11,11 +11,11 @@ import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from scripts.results import in_one_line
-
 from peagle.loading import DEMO, HELD_OUT, resolve
 from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
 from peagle.text.tokenizer import Tokenizer, load_tokenizer
+from scripts.runs import in_one_line
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
         rows = [json.loads(line) for line in lines]
         prompts = long_prompts([row["prompt"] for row in rows], tokenizer, arguments.tokens)
         changed = [row | {"prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
-        arguments.out.write_text("".join(json.dumps(row) + "\n" for row in changed), encoding="utf-8")
+        arguments.out.write_text("".join(dumps(row) + "\n" for row in changed), encoding="utf-8")
         return 0
 
     return in_one_line("long_prompts", run)
