@@ -105,3 +105,50 @@ def _programs_are_dropped_when_they_fill_the_memory() -> Iterator[None]:
     if pages * os.sysconf("SC_PAGE_SIZE") > MOST_RESIDENT_BYTES:
         jax.clear_caches()
         gc.collect()
+
+
+# modules that compile for long; a person at work leaves them out: pytest -m "not slow and not compile"
+COMPILING = (
+    "drafter/test_parity.py",
+    "drafter/test_window.py",
+    "drafter/train/test_train.py",
+    "drafter/train/test_trainer.py",
+    "golden/test_vllm.py",
+    "ops/cuda/test_attention.py",
+    "ops/cuda/test_experts.py",
+    "ops/native/test_memory.py",
+    "peagle/cli/test_chat.py",
+    "peagle/cli/test_cli.py",
+    "peagle/cli/test_compilation_cache.py",
+    "peagle/cli/test_interrupt.py",
+    "peagle/engine/test_adjust.py",
+    "peagle/engine/test_engine.py",
+    "peagle/engine/test_interleaving.py",
+    "peagle/engine/test_prefix_reuse.py",
+    "peagle/engine/test_state.py",
+    "peagle/measure/sweep/test_concurrency.py",
+    "peagle/measure/sweep/test_report.py",
+    "peagle/measure/sweep/test_sweep.py",
+    "peagle/measure/test_bench.py",
+    "peagle/measure/test_profile.py",
+    "peagle/test_api.py",
+    "peagle/test_demo.py",
+    "peagle/test_result.py",
+    "peagle/test_streams.py",
+    "peagle/workflows/test_check.py",
+    "peagle/workflows/test_export.py",
+    "peagle/workflows/test_parity.py",
+    "peagle/workflows/test_run.py",
+    "peagle/workflows/test_training.py",
+    "scripts/test_bench_peers.py",
+    "scripts/test_gpu_check.py",
+    "target/test_memory.py",
+    "target/test_parity.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(Path(__file__).parent).as_posix() in COMPILING:
+            item.add_marker("compile")

@@ -50,6 +50,11 @@ class DecodeState:
     def slots(self) -> int:
         return self.length.shape[0]
 
+    @property
+    def may_draft(self) -> jax.Array:
+        """[B]: slots whose request goes on, and may draft again."""
+        return ~self.done & (self.credit >= 0)
+
 
 @flax.struct.dataclass
 class Prefix:
@@ -225,7 +230,7 @@ def check_integrity(state: DecodeState, capacity: int) -> None:
     assert (remaining >= 1).all(), remaining
     assert (length + remaining <= capacity).all(), (length, remaining, capacity)
     if state.drafter_input is not None:
-        drafts = active & (np.asarray(state.credit) >= 0)
+        drafts = np.asarray(state.may_draft)
         length = np.asarray(state.length)[drafts]
         num, first = (np.asarray(x)[drafts] for x in (state.drafter_input.num, state.drafter_input.first_position))
         assert ((num >= 1) & (num <= state.drafter_input.token_ids.shape[1])).all(), num

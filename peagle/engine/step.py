@@ -118,7 +118,7 @@ def propose_and_verify(
     From its drafts the host makes masks for `accept_and_commit`.
     """
     active = ~state.done
-    widths = jnp.where(active & (state.credit >= 0), jnp.minimum(widths, kind.num_drafts), 0)
+    widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
     random = None
     if kind.sampled or kind.synthetic_acceptance is not None:
         reach = jnp.arange(1, kind.num_drafts + 2, dtype=jnp.int32)
@@ -168,7 +168,7 @@ def _propose(
     assert drafter is not None
     assert state.drafter_input is not None
     whole = state.drafter_input
-    first_position = jnp.where(state.done | (state.credit < 0), -1, whole.first_position)
+    first_position = jnp.where(state.may_draft, whole.first_position, -1)
     num_rows = kind.num_drafts + 1  # a step commits no more; `absorb` has taken the rest
     drafter_input = DrafterInput(
         whole.token_ids[:, :num_rows], whole.aux_hidden[:, :num_rows], whole.num, first_position
@@ -286,7 +286,7 @@ def absorb(drafter: Drafter, state: DecodeState) -> DecodeState:
     before = state.drafter_input
     assert before is not None
     place = jnp.arange(before.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    taken = (place < before.num[:, None] - 1) & ~state.done[:, None] & (state.credit >= 0)[:, None]
+    taken = (place < before.num[:, None] - 1) & state.may_draft[:, None]
     positions = jnp.where(taken, before.first_position[:, None] + place, -1)
     with jax.named_scope(DRAFT_PART):
         drafter_state = drafter.absorb(state.drafter_state, before.token_ids, before.aux_hidden, positions)
@@ -329,9 +329,7 @@ def steps(
     empty = jnp.zeros((most, state.slots, width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
 
     def go_on(run: tuple[DecodeState, jax.Array, jax.Array]) -> jax.Array:
-        goes_on = ~run[0].done
-        if kind.num_drafts:
-            goes_on &= (widths > 0) & (run[0].credit >= 0)
+        goes_on = run[0].may_draft & (widths > 0) if kind.num_drafts else ~run[0].done
         return (run[2] < limit) & jnp.any(goes_on)
 
     def one(run: tuple[DecodeState, jax.Array, jax.Array]) -> tuple[DecodeState, jax.Array, jax.Array]:
