@@ -358,6 +358,9 @@ class Engine:
                         self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind, lean)
                 if self._prefix_cache is not None:
                     self._warm_up_prefix_cache()
+                assert self._lane is not None
+                if self.drafter is not None and 0 in self._possible_drafts and self._prefix_cache is None:
+                    self._lane, _ = self._programs.extend(self._lane, 0, (0,), lean=True)
                 if len(self._possible_drafts) > 1:  # plain steps between drafted ones
                     self._state = self._programs.absorb(self._state)
                 jax.block_until_ready(self._state)
@@ -532,7 +535,9 @@ class Engine:
         self._see_gap(sent_s)
         if isinstance(action, Chunk):
             token_ids = action.key.request.prompt_ids[action.begin : action.begin + action.count]
-            self._lane, result = self._programs.extend(self._lane, action.begin, token_ids)
+            # an entry of the prefix cache may be another request's beginning, so it has the drafter's rows
+            lean = self.drafter is not None and action.key.paused and self._prefix_cache is None
+            self._lane, result = self._programs.extend(self._lane, action.begin, token_ids, lean)
             self._lane_logits = result
             end = action.begin + action.count
             if action.last or end % BLOCK == 0:
@@ -541,7 +546,6 @@ class Engine:
         elif isinstance(action, Admit):
             assert self._lane_logits is not None
             handle = action.key
-            handle.paused = not (self._table.sampled or handle.request.sampling.greedy)
             vocab_size, drafts = self.target.vocab_size, not handle.paused
             params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts)
             self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, action.slot, params)
@@ -555,7 +559,13 @@ class Engine:
         self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
 
     def _begin(self, handle: Handle) -> int:
-        """Load the lane with the longest known beginning of a request's prompt; return its length."""
+        """Decide whether a request drafts at all, and load the lane with the longest known beginning of its prompt.
+
+        Returns the length of that. A request does not draft if the table says so for its temperature, or for full slots
+        while more requests wait than there are slots.
+        """
+        crowded = self._scheduler.num_waiting > self.config.slots and self._table.at(self.config.slots) == 0
+        handle.paused = crowded or not (self._table.sampled or handle.request.sampling.greedy)
         if self._prefix_cache is None:
             return 0
         found = self._prefix_cache.match(handle.request.prompt_ids)

@@ -63,15 +63,25 @@ class Programs:
         state = init_state(self._target, self._drafter, self._slots, self._capacity, self._num_drafts)
         return state, prefill.empty_prefix(self._target, self._drafter, self._capacity, self.chunk_length)
 
-    def extend(self, lane: Prefix, begin: int, token_ids: Sequence[int]) -> tuple[Prefix, jax.Array]:
-        """Prefill a chunk at positions begin..; return (the lane, the logits that follow)."""
+    def extend(
+        self, lane: Prefix, begin: int, token_ids: Sequence[int], lean: bool = False
+    ) -> tuple[Prefix, jax.Array]:
+        """Prefill a chunk at positions begin..; return (the lane, the logits that follow).
+
+        lean: without the drafter.
+        """
         padded = np.zeros((1, self.chunk_length), np.int32)
         padded[0, : len(token_ids)] = token_ids
         lane = dataclasses.replace(lane, length=np.asarray([begin], np.int32))  # type: ignore[arg-type]  # NumPy's, too
+        models, model_tree, drafter_state = self._models, self._tree, lane.drafter_state
+        if lean:
+            models, model_tree = self._plain_models, self._plain_tree
+            lane = dataclasses.replace(lane, drafter_state=None)
         leaves, tree = jax.tree.flatten(lane)
-        program = _extend(self._tree, tree)
-        after, logits = program(self._models, leaves, padded, np.int32(len(token_ids)))
-        return jax.tree.unflatten(tree, after), logits
+        program = _extend(model_tree, tree)
+        after, logits = program(models, leaves, padded, np.int32(len(token_ids)))
+        left: Prefix = jax.tree.unflatten(tree, after)
+        return (dataclasses.replace(left, drafter_state=drafter_state) if lean else left), logits
 
     def admit(
         self, state: DecodeState, lane: Prefix, logits: jax.Array, slot: int, params: SlotParams

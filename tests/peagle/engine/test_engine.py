@@ -542,3 +542,22 @@ def test_requests_with_a_temperature_draft_only_if_the_table_says_so(target) -> 
     assert {len(record.draft_token_ids) for record in records[0]} == {0}
     assert {len(record.draft_token_ids) for record in records[1]} == {3}
     assert set(lean) == {True, False}
+
+
+def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
+    """While more wait than there are slots, and full slots do not draft, prompts and steps leave the drafter out."""
+    engine = Engine(target, NGram(), config(3, slots=2, widths=WidthTable({1: 3, 2: 0})))
+    engine.warm_up()
+    before, lean, extend = trace_counts(), [], engine._programs.extend
+
+    def spy(lane, begin, token_ids, is_lean=False):
+        lean.append(is_lean)
+        return extend(lane, begin, token_ids, is_lean)
+
+    engine._programs.extend = spy
+    tokens, records = decode(engine, [Request(PROMPTS[i % 3], 20) for i in range(7)])
+    assert tokens == [plain[i % 3][:20] for i in range(7)]
+    assert {len(record.draft_token_ids) for some in records[:4] for record in some} == {0}
+    assert any(record.draft_token_ids for record in records[6]), "the last one is alone at its end"
+    assert (lean[0], lean[-1]) == (True, False)
+    assert trace_counts() == before
