@@ -19,6 +19,7 @@ from peagle.api import Pair
 from peagle.cli import main
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request
+from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import WidthTable
 from peagle.loading import DEMO, DEMO_EAGLE3, HELD_OUT, NGRAM, with_drafter
 from peagle.ops import native
@@ -199,12 +200,12 @@ def test_info_says_the_window_and_what_its_rings_take(
     mixed = said(tmp_path / "drafter")
     assert mixed["window"].strip() == "20 positions in 1 of 2 layers, by config.json"
     assert f"{1000 * per_position / 1e3:.1f} kB float32" in mixed["KV cache per 1,000 positions"]
-    assert f"{(20 + 63) * per_position / 1e3:.1f} kB float32" in mixed["KV rings, once per row"]
+    assert f"{(20 + INPUT_ROOM - 1) * per_position / 1e3:.1f} kB float32" in mixed["KV rings, once per row"]
     (tmp_path / "drafter" / "speculation.json").write_text('{"drafter_window": 256}')
     windowed = said(tmp_path / "drafter")
     assert windowed["window"].strip() == "256 positions, by speculation.json"
     assert "KV cache per 1,000 positions" not in windowed
-    assert f"{2 * (256 + 63) * per_position / 1e3:.1f} kB float32" in windowed["KV rings, once per row"]
+    assert f"{2 * (256 + INPUT_ROOM - 1) * per_position / 1e3:.1f} kB float32" in windowed["KV rings, once per row"]
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "speculators"])
