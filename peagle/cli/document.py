@@ -200,6 +200,11 @@ def _acceptance(summary: dict[str, Any], config: RunConfig) -> str:
     if config.adaptive:
         steps = f"{summary['num_spec_steps']} steps of K <= {config.num_speculative_tokens}, "
         steps += f"{summary['num_plain_steps']} plain"
+    if config.adaptive and not summary["num_spec_steps"]:
+        why = "" if config.sampling.greedy else " with a temperature"
+        return (
+            f"nothing drafted: by the table it does not pay here{why} (see peagle info; -k K drafts anyway) | {steps}"
+        )
     text = f"length {figure_text(summary['acceptance_length'], '.2f')} | {steps} | rate per position {rates}"
     if summary["looping_requests_frac"]:
         text += f" | {summary['looping_requests_frac']:.0%} of outputs loop"

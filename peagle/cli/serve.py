@@ -112,7 +112,9 @@ def _described(pair: Pair, engine: Engine, name: str, adaptive: bool) -> list[st
     config = engine.config
     state, lane, logits = engine.memory_bytes()
     k = config.num_speculative_tokens
-    speculates = "plainly" if not k else f"with up to {k} drafts a step" if adaptive else f"with K = {k}"
+    speculates = (
+        "plainly" if not k else f"with drafts by the table: {engine.widths.in_words()}" if adaptive else f"with K = {k}"
+    )
     return [
         f"serving {name} {speculates}: {config.slots} slots of {config.capacity} positions each, {pair.dtype}",
         f"memory besides the weights: {size_in_words(state + lane + logits)} reserved, and up to "

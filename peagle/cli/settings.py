@@ -1056,7 +1056,10 @@ def parse_layers(typed: str | None, option: str = "--aux-layer-ids") -> tuple[in
 
 def parse_prefix_cache(typed: str) -> int | None:
     """Read bytes, or None for auto. Raises InputError for anything else."""
-    return None if typed == "auto" else parse_size(typed, "--prefix-cache")
+    try:
+        return None if typed == "auto" else parse_size(typed, "--prefix-cache")
+    except InputError as error:
+        raise InputError(f"{error}, or auto") from None
 
 
 Given = TypeVar("Given", int, str)
