@@ -253,8 +253,8 @@ class Assembler:
         self._pieces.append(text := "".join(texts))
         if not self._by_token or self._detokenizer is None:
             return Piece(token_ids, text)
-        origins = [place for step in chunk.steps for place in (*range(1, step.num_accepted + 1), 0)]
-        return Piece(token_ids, text, tuple(zip(texts, [*origins, *[0] * len(texts)], strict=False)))
+        places = [int(origin) if origin.isdigit() else 0 for origin in origins(chunk)]
+        return Piece(token_ids, text, tuple(zip(texts, [*places, *[0] * len(texts)], strict=False)))
 
     def close(self) -> str:
         """Release the text that was held back, for a request that ends unfinished."""
@@ -306,6 +306,18 @@ class Assembler:
             return ""
         held = "" if self._stop is None else self._stop.flush()
         return held + self._detokenizer.flush()
+
+
+def origins(chunk: TokenChunk) -> tuple[str, ...]:
+    """Name each token's origin: "prefill", "plain", an accepted draft's position from 1, "recovered", "bonus"."""
+    if not chunk.steps:
+        return ("prefill",) * len(chunk.token_ids)
+    found: list[str] = []
+    for step in chunk.steps:
+        found += [str(place + 1) for place in range(step.num_accepted)]
+        drafted = len(step.draft_token_ids)
+        found.append("plain" if not drafted else "bonus" if step.num_accepted == drafted else "recovered")
+    return tuple(found[: len(chunk.token_ids)])
 
 
 def refuse_stop_strings_without(tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:

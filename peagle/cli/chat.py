@@ -9,8 +9,7 @@ from peagle.cli.display import Display
 from peagle.cli.document import summary_block
 from peagle.cli.output import say
 from peagle.cli.settings import ChatSettings, parse_prefix_cache
-from peagle.cli.speculate import load_pair, parse_num_drafts
-from peagle.loading import DEMO, drafter_path, resolve
+from peagle.cli.speculate import chosen_context, chosen_models, load_pair
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -19,7 +18,6 @@ from peagle.text.prompts import Conversation, Rendering, from_text
 from peagle.text.tokenizer import Message
 from peagle.workflows.run import Run, RunConfig, default_prefix_cache_bytes, run
 
-DEFAULT_CONTEXT = 4096  # positions; all that the model has, if it has fewer
 PROMPT = "> "
 RESET, EXIT = "/reset", "/exit"
 WELCOME = f"{RESET} forgets the conversation, {EXIT} ends it, Ctrl-C stops an answer"
@@ -31,11 +29,7 @@ def chat_command(settings: ChatSettings) -> int:
     Raises InputError for what no message could be answered with, before anything is read, and KeyboardInterrupt for
     Ctrl-C while a message is awaited.
     """
-    target = settings.model.target or DEMO
-    asked = parse_num_drafts(settings.drafting.num_speculative_tokens)
-    drafter = None if asked == 0 else settings.drafting.drafter or DEMO
-    resolve(target, "target")
-    drafter_path(target, drafter)
+    target, drafter, asked = chosen_models(settings.model, settings.drafting)
     config = RunConfig(  # refuses, before anything slow, what no pair could do
         num_speculative_tokens=asked if isinstance(asked, int) else 1,
         max_new_tokens=settings.max_new_tokens,
@@ -50,7 +44,7 @@ def chat_command(settings: ChatSettings) -> int:
     display.read_by(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)
     k, adaptive = pair.num_drafts(asked)
-    context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
+    context = chosen_context(pair, settings.context)
     kept = default_prefix_cache_bytes() if config.prefix_cache_bytes is None else config.prefix_cache_bytes
     config = dataclasses.replace(
         config, num_speculative_tokens=k, adaptive=adaptive, context=context, prefix_cache_bytes=kept

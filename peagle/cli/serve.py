@@ -9,9 +9,9 @@ from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.settings import ServeSettings, parse_prefix_cache
-from peagle.cli.speculate import load_pair, parse_num_drafts
+from peagle.cli.speculate import chosen_context, chosen_models, load_pair
 from peagle.engine.engine import Engine
-from peagle.loading import DEMO, drafter_path, resolve
+from peagle.loading import DEMO
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import size_in_words
@@ -22,7 +22,6 @@ from peagle.serve.server import bind, serve
 from peagle.text.tokenizer import parse_date
 from peagle.workflows.run import default_prefix_cache_bytes
 
-DEFAULT_CONTEXT = 4096  # positions; all that the model has, if it has fewer
 DEMO_NAME = "peagle-demo"
 LOOPBACK = ("127.0.0.1", "::1")
 FAILED = 1
@@ -33,11 +32,7 @@ def serve_command(settings: ServeSettings) -> int:
 
     Raises InputError, before anything slow, for options that cannot be used.
     """
-    target = settings.model.target or DEMO
-    asked = parse_num_drafts(settings.drafting.num_speculative_tokens)
-    drafter = None if asked == 0 else settings.drafting.drafter or DEMO
-    resolve(target, "target")
-    drafter_path(target, drafter)
+    target, drafter, asked = chosen_models(settings.model, settings.drafting)
     parse_date(settings.date)
     cache_bytes = parse_prefix_cache(settings.prefix_cache)
     for option, value, least in (
@@ -55,7 +50,7 @@ def serve_command(settings: ServeSettings) -> int:
             say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
         pair = load_pair(target, drafter, settings.model, settings.drafting, display)
         k, adaptive = pair.num_drafts(asked)
-        context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
+        context = chosen_context(pair, settings.context)
         kept = default_prefix_cache_bytes() if cache_bytes is None else cache_bytes
         engine = pair.engine(
             pair.engine_config(k, slots=settings.slots, capacity=context, adaptive=adaptive, prefix_cache_bytes=kept)

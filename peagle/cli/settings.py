@@ -68,6 +68,16 @@ Slots = Annotated[
     ),
 ]
 Batch = Annotated[int | None, Option("--batch", hidden=True)]  # the old name of --slots
+MaxNewTokens = Annotated[
+    int, Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to answer.")
+]
+MeasuredTokens = Annotated[
+    int, Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
+]  # speeds need two tokens
+NewFolder = Annotated[str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="New folder to write.")]
+OwnFolder = Annotated[
+    str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="Folder to write; goes on with its own.")
+]
 Json = Annotated[
     str | None,
     Option(
@@ -316,9 +326,7 @@ class DecodeSettings:
         ),
     ] = None
     sampling: SamplingOptions = SamplingOptions()
-    max_new_tokens: Annotated[
-        int, Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to answer.")
-    ] = 256
+    max_new_tokens: MaxNewTokens = 256
     slots: Slots = None
     batch: Batch = None
     prefill_chunk: Annotated[
@@ -448,9 +456,7 @@ class ChatSettings:
         Option("--baseline", rich_help_panel=SPECULATION, help="Decode each answer plainly, too: the speed-up."),
     ] = False
     sampling: SamplingOptions = SamplingOptions()
-    max_new_tokens: Annotated[
-        int, Option("-n", "--max-new-tokens", metavar="N", rich_help_panel=RUNNING, help="Most tokens to answer.")
-    ] = 1024
+    max_new_tokens: MaxNewTokens = 1024
     stop: Annotated[
         tuple[str, ...],
         Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="End an answer before this text; repeatable."),
@@ -604,7 +610,7 @@ class BenchSettings:
 class SweepSettings:
     """The options of `sweep`."""
 
-    out: Annotated[str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="New folder to write.")]
+    out: NewFolder
     num_speculative_tokens: Annotated[
         str,
         Option(
@@ -717,9 +723,7 @@ class SweepSettings:
             help="Also decode all requests with so many at once, plainly and by each K: tokens a second in all.",
         ),
     ] = None
-    max_new_tokens: Annotated[
-        int, Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
-    ] = 256
+    max_new_tokens: MeasuredTokens = 256
     resume: Annotated[
         bool, Option("--resume", rich_help_panel=RUNNING, help="Go on with the run in --out, by its own plan.")
     ] = False
@@ -788,9 +792,7 @@ class ParitySettings:
     num_speculative_tokens: Annotated[
         int, Option("-k", "--num-speculative-tokens", min=1, metavar="K", rich_help_panel=SPECULATION)
     ] = 5
-    max_new_tokens: Annotated[
-        int, Option("-n", "--max-new-tokens", min=2, metavar="N", rich_help_panel=RUNNING, help="Of an answer.")
-    ] = 64
+    max_new_tokens: MeasuredTokens = 64
     reference_steps: Annotated[
         int,
         Option("--reference-steps", min=1, metavar="N", rich_help_panel=RUNNING, help="In float64: slow ones."),
@@ -807,9 +809,7 @@ class DataSettings:
         tuple[Path, ...],
         Option("--prompt-file", metavar="FILE.jsonl", rich_help_panel=PROMPT, help="JSON lines; repeatable."),
     ]
-    out: Annotated[
-        str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="Folder to write; goes on with its own.")
-    ]
+    out: OwnFolder
     num_prompts: Annotated[
         int | None, Option("--num-prompts", min=1, metavar="N", rich_help_panel=PROMPT, help="So many at most.")
     ] = None
@@ -909,9 +909,7 @@ class TrainSettings:
             help="What peagle data wrote; several, with their shares of a step's rows.",
         ),
     ]
-    out: Annotated[
-        str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="Folder to write; goes on with its own.")
-    ]
+    out: OwnFolder
     target: Target = None
     steps: Annotated[
         int | None,
@@ -996,7 +994,7 @@ class ExportSettings:
     """The options of `export`."""
 
     drafter: Annotated[str, Argument(metavar="DRAFTER", help="Directory, of any dialect; or demo.")]
-    out: Annotated[str, Option("--out", metavar="DIR", rich_help_panel=OUTPUT, help="New folder to write.")]
+    out: NewFolder
     dialect: Annotated[
         Literal["vllm", "speculators"], Option("--dialect", rich_help_panel=OUTPUT, help="Whose layout to write.")
     ] = "vllm"

@@ -14,6 +14,7 @@ from peagle.cli.settings import (
     DraftOptions,
     GenerateSettings,
     LoadOptions,
+    ModelOptions,
     SpeculateSettings,
     chosen_slots,
     parse_layers,
@@ -28,6 +29,7 @@ from peagle.text.prompt_files import left_out_line, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
 from peagle.workflows.run import RunConfig, run
 
+DEFAULT_CONTEXT = 4096  # positions of a conversation; all that the model has, if it has fewer
 EXAMPLE = 'def get(self, key, default=None):\n    """Return the value for key, or the default if there is none."""'
 
 
@@ -83,6 +85,23 @@ def decode_command(settings: Settings) -> int:
     if outcome.profile_failed is not None:
         raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
     return interrupt.EXIT_CODE if outcome.interrupted else 0
+
+
+def chosen_models(model: ModelOptions, drafting: DraftOptions) -> tuple[str, str | None, int | Literal["auto"] | None]:
+    """Return (target, drafter, K) of commands that answer many requests; K = 0 needs no drafter.
+
+    Raises InputError, before anything slow, for models that are not there and for a K that is no number.
+    """
+    target, k = model.target or DEMO, parse_num_drafts(drafting.num_speculative_tokens)
+    drafter = None if k == 0 else drafting.drafter or DEMO
+    resolve(target, "target")
+    drafter_path(target, drafter)
+    return target, drafter, k
+
+
+def chosen_context(pair: Pair, typed: int | None) -> int:
+    """Return the positions of a conversation: as typed, or DEFAULT_CONTEXT, or all that the model has."""
+    return min(DEFAULT_CONTEXT, pair.max_positions) if typed is None else pair.room(typed)
 
 
 def load_pair(target: str, drafter: str | None, loading: LoadOptions, drafting: DraftOptions, display: Display) -> Pair:

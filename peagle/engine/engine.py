@@ -343,6 +343,8 @@ class Engine:
         measures = self.config.adaptive and self._table.costs is None  # by greedy steps
         variants = {(sampled, full), (False, False)} if measures else {(sampled, full)}
         kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts]
+        if self.drafter is not None:
+            kinds += [dataclasses.replace(kind, lean=True) for kind in kinds if not kind.num_drafts]
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
             sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # as `check` requires
@@ -354,8 +356,7 @@ class Engine:
                 assert self._state is not None
                 widths = np.zeros((self.config.slots,), np.int32)
                 for kind in missing:
-                    for lean in (False, True) if self.drafter and not kind.num_drafts else (False,):
-                        self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind, lean)
+                    self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind)
                 if self._prefix_cache is not None:
                     self._warm_up_prefix_cache()
                 assert self._lane is not None
@@ -554,8 +555,7 @@ class Engine:
             num_drafts = kind.num_drafts
             self._catch_up(action.count, num_drafts)
             cost = self._table.cost(self._scheduler.num_active) or 0.0
-            lean = self.drafter is not None and all(each.paused for each in self._scheduler.held if each is not None)
-            self._state, result = self._programs.steps(self._state, widths, cost, action.count, kind, lean)
+            self._state, result = self._programs.steps(self._state, widths, cost, action.count, kind)
         self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
 
     def _begin(self, handle: Handle) -> int:
@@ -578,7 +578,7 @@ class Engine:
 
     def _remember(self, token_ids: tuple[int, ...], whole: int) -> None:
         """Keep the lane, which holds these tokens, unless the whole sequence will not fit."""
-        if self._prefix_cache is None or not self._prefix_cache.fits(whole):
+        if self._prefix_cache is None:
             return
         lane, programs = self._lane, self._programs
         assert lane is not None
@@ -586,6 +586,7 @@ class Engine:
             token_ids,
             lambda start: programs.cut_block(lane, start),
             lambda: programs.cut_snapshot(lane, len(token_ids)),
+            whole,
         )
 
     def _remember_turn(self, handle: Handle, slot: int, last: StepRecord) -> None:
@@ -612,7 +613,9 @@ class Engine:
         requests = [handle.request for handle in held if handle is not None]
         sampled = any(not request.sampling.greedy for request in requests)
         full = any(request.full for request in requests)
-        return np.asarray(rows, np.int32), self._kind(self._program_for(max(rows)), sampled, full)
+        kind = self._kind(self._program_for(max(rows)), sampled, full)
+        lean = self.drafter is not None and all(handle is None or handle.paused for handle in held)
+        return np.asarray(rows, np.int32), dataclasses.replace(kind, lean=True) if lean else kind
 
     def _program_for(self, most: int) -> int:
         """Choose the smallest compiled number of drafts that is at least `most`."""

@@ -77,10 +77,6 @@ class PrefixCache:
         counts = self._num_requests, self._num_hits, self._num_tokens, self._num_hit_tokens
         return PrefixCacheUse(*counts, self.num_entries, self.num_bytes)
 
-    def fits(self, length: int) -> bool:
-        """Test whether a sequence of so many tokens fits into the cache."""
-        return -(-length // BLOCK) * self._block_bytes + self._snapshot_bytes <= self._max_bytes
-
     def match(self, token_ids: Sequence[int]) -> Match | None:
         """Find the longest beginning with a snapshot, shorter than the prompt; it counts as used now."""
         self._num_requests += 1
@@ -102,13 +98,19 @@ class PrefixCache:
         return Match(length, tuple(node.block for node in _path(best)), best.snapshot)
 
     def insert(
-        self, token_ids: Sequence[int], cut_block: Callable[[int], Any], cut_snapshot: Callable[[], Any]
+        self,
+        token_ids: Sequence[int],
+        cut_block: Callable[[int], Any],
+        cut_snapshot: Callable[[], Any],
+        whole: int | None = None,
     ) -> None:
-        """Keep the sequence of these tokens, or nothing if it is larger than the whole cache.
+        """Keep the sequence of these tokens.
 
+        Keeps nothing if they, or the `whole` tokens that they will become, are more than the cache can hold.
         cut_block(first position) and cut_snapshot() are called for parts that are not held.
         """
-        if not token_ids or not self.fits(len(token_ids)):
+        num_blocks = -(-(whole or len(token_ids)) // BLOCK)
+        if not token_ids or num_blocks * self._block_bytes + self._snapshot_bytes > self._max_bytes:
             return
         node = self._root
         for start in range(0, len(token_ids), BLOCK):

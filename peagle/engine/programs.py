@@ -99,25 +99,24 @@ class Programs:
         return jax.tree.unflatten(tree, after), token
 
     def steps(
-        self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind, lean: bool = False
+        self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind
     ) -> tuple[DecodeState, jax.Array]:
         """Dispatch `count` steps; return (the state, their packed outputs).
 
-        Starts the copy of the outputs to the host and waits for nothing. lean: plain steps of rows that all draft no
-        more, so nothing is kept for the drafter.
+        Starts the copy of the outputs to the host and waits for nothing.
         """
-        program, operands, tree = self.prepared_steps(state, widths, cost, count, kind, lean)
+        program, operands, tree = self.prepared_steps(state, widths, cost, count, kind)
         after, outputs = program(*operands)
         outputs.copy_to_host_async()
         left = jax.tree.unflatten(tree, after)
         if kind.num_drafts == 0:
             left = dataclasses.replace(left, drafter_state=state.drafter_state)
-        if lean:
+        if kind.lean:
             left = dataclasses.replace(left, drafter_input=state.drafter_input)
         return left, outputs
 
     def prepared_steps(
-        self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind, lean: bool = False
+        self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind
     ) -> tuple[Any, list[Any], Any]:
         """Return (the program of a dispatch of steps, its operands, the tree of its state).
 
@@ -127,8 +126,7 @@ class Programs:
         if kind.num_drafts == 0:
             models, model_tree = self._plain_models, self._plain_tree
             state = dataclasses.replace(state, drafter_state=None)
-        if lean:
-            assert kind.num_drafts == 0
+        if kind.lean:
             state = dataclasses.replace(state, drafter_input=None)
         leaves, tree = jax.tree.flatten(state)
         operands = [models, leaves, widths, np.float32(cost), np.int32(count)]

@@ -36,7 +36,8 @@ class StepKind:
     num_drafts 0: plain steps. sampled: some row is not greedy. full: some row has its logits adjusted or needs
     log-probabilities (peagle.engine.request.Request.full). draft_sampling: sampled rows draw their drafts from the
     drafter's distribution at their own temperature, not truncated; else drafts are its most likely tokens.
-    synthetic_acceptance: see `accept_by_rate`.
+    synthetic_acceptance: see `accept_by_rate`. lean: plain steps of rows that all draft no more, so nothing is kept for
+    the drafter.
     """
 
     num_drafts: int
@@ -44,6 +45,7 @@ class StepKind:
     full: bool = False
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
+    lean: bool = False
 
 
 @flax.struct.dataclass

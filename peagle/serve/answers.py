@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogprobs
-from peagle.result import Assembler, Counters, Result, refuse_stop_strings_without
+from peagle.measure.metrics import speculative_decoding_block, total
+from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
 from peagle.serve.loop import EngineLoop
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
@@ -24,7 +25,7 @@ class Part:
     text: str
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
-    origins: tuple[str, ...]  # of each token (`origins`)
+    origins: tuple[str, ...]  # of each token (peagle.result.origins)
 
 
 class Answers:
@@ -73,18 +74,6 @@ class Answers:
         )
 
 
-def origins(chunk: TokenChunk) -> tuple[str, ...]:
-    """Name each token's origin: "prefill", "plain", an accepted draft's position from 1, "recovered", "bonus"."""
-    if not chunk.steps:
-        return ("prefill",) * len(chunk.token_ids)
-    found: list[str] = []
-    for step in chunk.steps:
-        found += [str(place + 1) for place in range(step.num_accepted)]
-        drafted = len(step.draft_token_ids)
-        found.append("plain" if not drafted else "bonus" if step.num_accepted == drafted else "recovered")
-    return tuple(found[: len(chunk.token_ids)])
-
-
 class TokenTexts:
     """The text of each token; a character that several tokens make belongs to the last of them."""
 
@@ -116,8 +105,7 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
 
 def pooled(results: Sequence[Result]) -> Counters:
     """Add up the steps of all answers."""
-    first, *others = (result.counters for result in results)
-    return sum(others, start=first)
+    return total([result.counters for result in results])
 
 
 def metrics(results: Sequence[Result]) -> dict[str, Any]:
@@ -125,16 +113,6 @@ def metrics(results: Sequence[Result]) -> dict[str, Any]:
     found = pooled(results)
     if not found.num_spec_tokens:
         return {}
-    return {
-        "metrics": {
-            "speculative_decoding": {
-                "mean_acceptance_length": found.acceptance_length,
-                "draft_acceptance_rate": found.acceptance_rate,
-                "acceptance_histogram": list(found.histogram),
-                "num_spec_steps": found.num_steps,
-                "num_accepted_draft_tokens": found.num_accepted,
-                "num_draft_tokens": found.num_drafted,
-                "num_spec_tokens": found.num_spec_tokens,
-            }
-        }
-    }
+    block = speculative_decoding_block(found)
+    del block["num_plain_steps"]  # no name of vLLM's
+    return {"metrics": {"speculative_decoding": block}}

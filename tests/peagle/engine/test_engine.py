@@ -307,9 +307,9 @@ def test_programs_by_width_run_no_wider_than_the_table(target, plain) -> None:
     engine.warm_up()
     before, kinds, steps = trace_counts(), [], engine._programs.steps
 
-    def spy(state, widths, cost, count, kind, lean=False):
+    def spy(state, widths, cost, count, kind):
         kinds.append((int((widths > 0).sum()), kind.num_drafts))
-        return steps(state, widths, cost, count, kind, lean)
+        return steps(state, widths, cost, count, kind)
 
     engine._programs.steps = spy
     asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 33, 60))]
@@ -532,9 +532,9 @@ def test_requests_with_a_temperature_draft_only_if_the_table_says_so(target) -> 
     engine = Engine(target, NGram(), config(3, widths=WidthTable({1: 3}, sampled=False)))
     lean, steps = [], engine._programs.steps
 
-    def spy(state, widths, cost, count, kind, is_lean=False):
-        lean.append(is_lean)
-        return steps(state, widths, cost, count, kind, is_lean)
+    def spy(state, widths, cost, count, kind):
+        lean.append(kind.lean)
+        return steps(state, widths, cost, count, kind)
 
     engine._programs.steps = spy
     tokens, records = decode(engine, asked)
