@@ -14,7 +14,8 @@ from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.document import SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
-from peagle.cli.settings import BenchSettings, DraftOptions, chosen_slots
+from peagle.cli.settings.bench import BenchSettings
+from peagle.cli.settings.shared import DraftOptions, chosen_slots
 from peagle.cli.speculate import load_pair
 from peagle.loading import DEMO, check_fit, drafter_path, resolve
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, WeightBytes, bench

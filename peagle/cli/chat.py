@@ -8,7 +8,8 @@ from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.document import summary_block
 from peagle.cli.output import say
-from peagle.cli.settings import ChatSettings, parse_prefix_cache
+from peagle.cli.settings.chat import ChatSettings
+from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import chosen_context, chosen_models, load_pair
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt

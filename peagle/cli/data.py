@@ -19,7 +19,8 @@ from drafter.train.shards import (
     total_tokens,
 )
 from peagle.cli.display import Display
-from peagle.cli.settings import DataSettings, DraftOptions, chosen_slots, parse_layers
+from peagle.cli.settings.data import DataSettings
+from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_layers
 from peagle.cli.speculate import load_pair
 from peagle.loading import DEMO, resolve
 from peagle.ops.checkpoint import fingerprint

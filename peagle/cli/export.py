@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from peagle.cli.display import Display
-from peagle.cli.settings import ExportSettings, parse_layers
+from peagle.cli.settings.export import ExportSettings
+from peagle.cli.settings.shared import parse_layers
 from peagle.loading import resolve
 from peagle.workflows.export import export
 

@@ -13,7 +13,8 @@ from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
 from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
-from peagle.cli.settings import InfoSettings, parse_layers
+from peagle.cli.settings.info import InfoSettings
+from peagle.cli.settings.shared import parse_layers
 from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (

@@ -11,29 +11,25 @@ Settings = TypeVar("Settings")
 
 
 def command_of(
-    app: typer.Typer, help_text: str, call: Callable[[Callable[[], int]], int]
-) -> Callable[[Callable[[Settings], int]], Callable[[Settings], int]]:
-    """Register a function of one frozen dataclass as a command of the same name.
+    app: typer.Typer, function: Callable[[Settings], int], call: Callable[[Callable[[], int]], int]
+) -> Callable[[Settings], int]:
+    """Register a function of one frozen dataclass as a command of the same name, and return it.
 
     The dataclass's fields are the command's parameters: annotated with typer.Option or typer.Argument, or nested
-    dataclasses, whose fields are parameters of the same command. `call` runs the function and maps its errors to an
-    exit code.
+    dataclasses, whose fields are parameters of the same command. Its docstring is the command's help. `call` runs
+    the function and maps its errors to an exit code.
     """
+    (kind,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
 
-    def register(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
-        (kind,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+    def parsed(**values: Any) -> int:
+        return call(lambda: function(_filled(kind, values)))
 
-        def parsed(**values: Any) -> int:
-            return call(lambda: function(_filled(kind, values)))
-
-        parameters = _parameters(kind)
-        parsed.__name__ = function.__name__
-        parsed.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
-        parsed.__annotations__ = {each.name: each.annotation for each in parameters}
-        app.command(function.__name__.replace("_", "-"), help=help_text)(parsed)
-        return function
-
-    return register
+    parameters = _parameters(kind)
+    parsed.__name__ = function.__name__
+    parsed.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    parsed.__annotations__ = {each.name: each.annotation for each in parameters}
+    app.command(function.__name__.replace("_", "-"), help=kind.__doc__)(parsed)
+    return function
 
 
 def given(settings: Any) -> list[str]:

@@ -10,7 +10,8 @@ from rich.console import Console
 from peagle.cli.display import Display
 from peagle.cli.document import SCHEMA, dumps
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
-from peagle.cli.settings import DraftOptions, ParitySettings, parse_layers
+from peagle.cli.settings.parity import ParitySettings
+from peagle.cli.settings.shared import DraftOptions, parse_layers
 from peagle.cli.speculate import load_pair
 from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, resolve
 from peagle.measure.provenance import provenance

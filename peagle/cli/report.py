@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from peagle.cli.display import Display
-from peagle.cli.settings import ReportSettings
+from peagle.cli.settings.report import ReportSettings
 from peagle.measure import pages
 from peagle.measure.sweep import charts, concurrency, page
 from peagle.measure.sweep.compare import differences

@@ -8,7 +8,8 @@ from pathlib import Path
 from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.output import say
-from peagle.cli.settings import ServeSettings, parse_prefix_cache
+from peagle.cli.settings.serve import ServeSettings
+from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import chosen_context, chosen_models, load_pair
 from peagle.engine.engine import Engine
 from peagle.loading import DEMO

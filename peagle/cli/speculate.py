@@ -9,13 +9,11 @@ from peagle.api import AUTO, Pair
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
-from peagle.cli.settings import (
-    DecodeSettings,
+from peagle.cli.settings.decode import DecodeSettings, GenerateSettings, SpeculateSettings
+from peagle.cli.settings.shared import (
     DraftOptions,
-    GenerateSettings,
     LoadOptions,
     ModelOptions,
-    SpeculateSettings,
     chosen_slots,
     parse_layers,
     parse_prefix_cache,

@@ -11,7 +11,8 @@ from rich.console import Console
 from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.report import show, tell_of_pictures
-from peagle.cli.settings import SweepSettings, parse_layers
+from peagle.cli.settings.shared import parse_layers
+from peagle.cli.settings.sweep import SweepSettings
 from peagle.engine.widths import OFF, WINDOW_KEY, WidthTable, widths_file, write_widths
 from peagle.loading import DEMO, HELD_OUT, NGRAM, asked_window, check_fit, drafter_path, load, resolve, with_drafter
 from peagle.measure import pages

@@ -19,7 +19,8 @@ from drafter.train.folder import LOG, read_log, steps_done
 from drafter.train.trainer import Recipe, Trainer, TrainingStopped
 from peagle.cli.curve import draw
 from peagle.cli.display import Display
-from peagle.cli.settings import ShapeOptions, TrainSettings, parse_layers
+from peagle.cli.settings.shared import parse_layers
+from peagle.cli.settings.train import ShapeOptions, TrainSettings
 from peagle.loading import DEMO, default_dtype, load, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt

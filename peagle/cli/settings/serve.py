@@ -1,0 +1,103 @@
+"""The options of `serve`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from peagle.cli.settings.shared import (
+    MODEL,
+    OUTPUT,
+    RUNNING,
+    DraftOptions,
+    ModelOptions,
+    PrefixCache,
+)
+from peagle.text.tokenizer import DEFAULT_DATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Serve a pair over HTTP, as OpenAI does: chat completions and completions, for many people at once.
+
+    Ctrl-C or SIGTERM: answers that are under way end first. GET /health, GET /metrics for those who run it.
+
+    [bold]Examples[/bold]
+
+      the demo pair          [cyan]peagle serve[/cyan]
+      your own checkpoints   [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
+      with a key             [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
+      and call it            [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
+    """
+
+    model: ModelOptions = ModelOptions()
+    drafting: DraftOptions = DraftOptions()
+    context: Annotated[
+        int | None,
+        Option(
+            "--context",
+            metavar="N",
+            rich_help_panel=MODEL,
+            help="Positions of a prompt with its answer; every slot reserves them. Default: 4096, or all of the model.",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        str | None,
+        Option(
+            "--served-model-name",
+            metavar="NAME",
+            rich_help_panel=MODEL,
+            help="The model's name for clients. Default: that of the target's directory.",
+        ),
+    ] = None
+    date: Annotated[
+        str,
+        Option(
+            "--date",
+            metavar="YYYY-MM-DD",
+            rich_help_panel=MODEL,
+            help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
+        ),
+    ] = DEFAULT_DATE
+    host: Annotated[
+        str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on; 0: a free one.")
+    ] = 8000
+    slots: Annotated[int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Requests decoded at once.")] = 4
+    max_queue: Annotated[
+        int,
+        Option(
+            "--max-queue",
+            metavar="N",
+            rich_help_panel=RUNNING,
+            help="Requests that may wait for a slot; more are refused with status 429.",
+        ),
+    ] = 64
+    max_body: Annotated[
+        int, Option("--max-body", metavar="BYTES", rich_help_panel=RUNNING, help="Most bytes of a request.")
+    ] = 4_000_000
+    api_key_file: Annotated[
+        Path | None,
+        Option(
+            "--api-key-file",
+            metavar="FILE",
+            rich_help_panel=RUNNING,
+            help="Keys, one a line, of which a client must send one. Default: none is needed.",
+        ),
+    ] = None
+    prefix_cache: PrefixCache = "auto"
+    drain: Annotated[
+        int,
+        Option(
+            "--drain",
+            metavar="SECONDS",
+            rich_help_panel=RUNNING,
+            help="After SIGTERM or Ctrl-C, open answers may take this long to end.",
+        ),
+    ] = 30
+    quiet: Annotated[
+        bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No notes, no line for each request.")
+    ] = False
