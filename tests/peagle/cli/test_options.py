@@ -17,6 +17,8 @@ class Colour:
 
 @dataclass(frozen=True, kw_only=True)
 class Paint:
+    """Paint a place."""
+
     where: Annotated[str, typer.Argument()]
     colour: Colour = Colour()
     thick: Annotated[bool, typer.Option("--thick")] = False
@@ -29,11 +31,11 @@ def painted() -> tuple[typer.Typer, list[Paint]]:
     @app.callback()
     def main() -> None: ...
 
-    @command_of(app, "Paint a place.", lambda run: run())
     def paint(settings: Paint) -> int:
         seen.append(settings)
         return 7
 
+    assert command_of(app, paint, lambda run: run()) is paint
     return app, seen
 
 
@@ -51,6 +53,11 @@ def test_fields_are_options_and_nested_dataclasses_are_groups_of_them(painted) -
 def test_a_field_without_a_default_is_required(painted) -> None:
     with pytest.raises(Exception, match=r"(?i)missing"):
         run(painted[0], "paint")
+
+
+def test_the_docstring_is_the_help(painted, capsys) -> None:
+    run(painted[0], "paint", "--help")
+    assert "Paint a place." in capsys.readouterr().out
 
 
 def test_what_differs_from_its_default_was_given() -> None:
