@@ -30,8 +30,10 @@ from peagle.text.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from drafter.config import DrafterConfig
     from drafter.load import NamedAuxLayers
+    from drafter.params import DrafterParams
     from drafter.vocabulary import DraftVocab
     from target.config import TargetConfig
+    from target.model import GptOss
 
 DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
@@ -159,7 +161,6 @@ def with_drafter(
 
     `target` must be the argument from which the pair was loaded. Raises InputError, and warns, as `load` does.
     """
-    from drafter.load import load_drafter, weight_bytes
     from drafter.propose import drafter_of
     from drafter.vocabulary import narrow
     from target.model import GptOss
@@ -174,29 +175,13 @@ def with_drafter(
     window = asked_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
-        dtype, implementation = jnp.dtype(pair.dtype), plain.params.implementation
         widths = read_widths(drafter_directory) or widths
-        size = weight_bytes(drafter_directory, dtype, implementation=implementation)
-        refuse_too_large({f"the drafter {drafter}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
-        params, config = load_drafter(
-            drafter_directory,
-            dtype,
-            implementation=implementation,
-            target_embedding=plain.params.embedding,
-            target_lm_head=plain.params.lm_head,
-            aux_layer_ids=aux_layer_ids,
-        )
+        params, config = _load_drafter(drafter_directory, plain, pair.dtype, aux_layer_ids)
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
         config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
-        if (widest := max((each or 0 for each in config.windows or ()), default=0)) > plain.max_positions:
-            warnings.warn(
-                f"the drafter's window of {widest} positions is larger than the target's {plain.max_positions}, so it "
-                "hides nothing",
-                InputWarning,
-                stacklevel=2,
-            )
+        _warn_of_windows(config, plain.max_positions)
         drafting = drafter_of(params, config)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
@@ -211,6 +196,39 @@ def with_drafter(
         widths=widths,
         _engines={},
     )
+
+
+def _load_drafter(
+    directory: Path, target: "GptOss", dtype: str, aux_layer_ids: Sequence[int] | None
+) -> "tuple[DrafterParams, DrafterConfig]":
+    """Load a drafter with weights, sharing the target's embedding and head if it has none of its own.
+
+    Raises InputError for weights that take more memory than there is.
+    """
+    from drafter.load import load_drafter, weight_bytes
+
+    implementation = target.params.implementation
+    size = weight_bytes(directory, jnp.dtype(dtype), implementation=implementation)
+    refuse_too_large({f"the drafter {directory}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
+    return load_drafter(
+        directory,
+        jnp.dtype(dtype),
+        implementation=implementation,
+        target_embedding=target.params.embedding,
+        target_lm_head=target.params.lm_head,
+        aux_layer_ids=aux_layer_ids,
+    )
+
+
+def _warn_of_windows(config: "DrafterConfig", max_positions: int) -> None:
+    """Warn of a window that is wider than all positions of the target."""
+    if (widest := max((each or 0 for each in config.windows or ()), default=0)) > max_positions:
+        warnings.warn(
+            f"the drafter's window of {widest} positions is larger than the target's {max_positions}, so it hides "
+            "nothing",
+            InputWarning,
+            stacklevel=3,
+        )
 
 
 def _aux_layers(

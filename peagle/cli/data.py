@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,68 +23,123 @@ from peagle.cli.display import Display
 from peagle.cli.settings.data import DataSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_layers
 from peagle.cli.speculate import load_pair
+from peagle.engine.request import SamplingParams
 from peagle.loading import DEMO, resolve
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import left_out_line, read_prompts
+from peagle.text.prompts import Conversation, Rendering
 from peagle.workflows.answers import Asking, answer
 from peagle.workflows.dataset import chosen_taps, document, taught, teacher_of, write
 from target.load import inspect_target
 
 
-def data_command(settings: DataSettings) -> int:
-    """The folder holds every shard. Returns the exit code. What is there already is not made again.
+@dataclass(frozen=True)
+class Checked:
+    """What is to be answered and kept: all that can be found out before weights are loaded."""
 
-    Raises InputError before any weights are read for whatever can be told then, and where a shard cannot be written.
+    name: str  # of the target, as given
+    directory: Path
+    out: Path
+    made_by: dict[str, Any]
+    conversations: Sequence[Conversation]
+    left_out: Sequence[str]
+    rendering: Rendering
+    sampling: SamplingParams
+    slots: int
+    taps: tuple[int, ...]
+    starts: range  # of each shard, the first of its conversations
+    missing: Sequence[int]  # numbers of the shards that are not there yet
+
+    def part(self, number: int) -> Sequence[Conversation]:
+        """Return the conversations of a shard."""
+        return self.conversations[self.starts[number] : self.starts[number] + self.starts.step]
+
+
+def data_command(settings: DataSettings) -> int:
+    """Answer the prompts of every shard that the folder lacks. Return the exit code.
+
+    Raises InputError before any weights are read for whatever can be known then, and if a shard cannot be written.
     """
+    checked = _checked(settings)
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    if checked.left_out:
+        display.note(f"left out: {left_out_line(checked.left_out)}")
+    if not checked.missing:
+        display.note(f"{checked.out} is complete: {len(checked.starts)} shards")
+        return 0
+    skipped: list[str] = []
+    (num_documents, num_tokens, num_answered), seconds = _answered(checked, settings, display, skipped)
+    lines = [
+        f"data         {len(checked.starts)} shards in {checked.out}, {len(checked.missing)} of them made now",
+        f"made now     {num_documents} documents, {num_tokens:,} tokens, {num_answered:,} of them the target's, "
+        f"{num_answered / seconds:,.0f} tok/s",
+    ]
+    if checked.left_out:
+        lines.append(f"left out     {left_out_line(checked.left_out)}")
+    if skipped:
+        lines.append(f"skipped      {len(skipped)} prompts that cannot be answered, the first: {skipped[0]}")
+    display.summary(lines)
+    return 0
+
+
+def _checked(settings: DataSettings) -> Checked:
+    """Read the prompts and the folder. Raises InputError for what cannot be."""
     name, asked_taps = settings.model.target or DEMO, parse_layers(settings.taps, "--taps")
     slots = chosen_slots(settings.slots, settings.batch, 32)
     directory = resolve(name, "target")
     rendering = settings.rendering.rendering()
     sets = [read_prompts(path, directory, rendering, strict=settings.strict) for path in settings.prompt_file]
     conversations = [each for one in sets for each in one.conversations]
-    left_out = [line for one in sets for line in one.left_out]
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
     if min(settings.shard_prompts, slots, settings.max_new_tokens) < 1 or min(settings.top, settings.sampling.seed) < 0:
         raise InputError("--shard-prompts, --slots and -n must be 1 or more, --top and --seed 0 or more")
-    sampling = settings.sampling.params()
-    starts = range(0, len(conversations), settings.shard_prompts)
-    out = Path(settings.out)
     config = inspect_target(directory).config
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
     if asked_taps is not None and not settings.hidden:
         raise InputError("--taps names hidden states to keep, and none are kept: give --hidden, too, or leave it out")
-    taps = chosen_taps(asked_taps, config.num_layers) if settings.hidden else ()
+    taps, out = chosen_taps(asked_taps, config.num_layers) if settings.hidden else (), Path(settings.out)
+    starts = range(0, len(conversations), settings.shard_prompts)
     made_by = _made_by(settings, name, fingerprint(directory), len(conversations), taps)
     expect_folder(out, made_by)
-    missing = [number for number in range(len(starts)) if not shard_path(out, number).exists()]
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
-    if left_out:
-        display.note(f"left out: {left_out_line(left_out)}")
-    if not missing:
-        display.note(f"{out} is complete: {len(starts)} shards")
-        return 0
-
-    pair = load_pair(name, None, settings.model, DraftOptions(), display)
-    teacher = teacher_of(directory, pair.dtype, taps) if settings.hidden or settings.top else None
-    asking = Asking(
+    return Checked(
+        name,
+        directory,
+        out,
+        made_by,
+        conversations,
+        [line for one in sets for line in one.left_out],
         rendering,
-        sampling,
-        settings.max_new_tokens,
-        pair.room(None if settings.context is None else min(settings.context, pair.max_positions)),
+        settings.sampling.params(),
         slots,
+        taps,
+        starts,
+        [number for number in range(len(starts)) if not shard_path(out, number).exists()],
     )
-    open_folder(out, made_by)
-    skipped: list[str] = []
-    finished, wanted = 0, sum(len(conversations[starts[n] : starts[n] + settings.shard_prompts]) for n in missing)
+
+
+def _answered(
+    checked: Checked, settings: DataSettings, display: Display, skipped: list[str]
+) -> tuple[Sequence[int], float]:
+    """Write the missing shards, with progress; return their documents, tokens, tokens of the target, and seconds.
+
+    skipped gets a line for each prompt that cannot be answered.
+    """
+    pair = load_pair(checked.name, None, settings.model, DraftOptions(), display)
+    wants_teacher = settings.hidden or settings.top
+    teacher = teacher_of(checked.directory, pair.dtype, checked.taps) if wants_teacher else None
+    context = pair.room(None if settings.context is None else min(settings.context, pair.max_positions))
+    asking = Asking(checked.rendering, checked.sampling, settings.max_new_tokens, context, checked.slots)
+    open_folder(checked.out, checked.made_by)
+    finished, wanted = 0, sum(len(checked.part(number)) for number in checked.missing)
     counts, started = np.zeros((3,), np.int64), time.perf_counter()
 
     def kept() -> str:
-        there = sum(shard_path(out, number).exists() for number in range(len(starts)))
-        return f"{there} of {len(starts)} shards are in {out}; the same command goes on behind them"
+        there = sum(shard_path(checked.out, number).exists() for number in range(len(checked.starts)))
+        return f"{there} of {len(checked.starts)} shards are in {checked.out}; the same command goes on after them"
 
     with display.keeping(kept), display.stage(f"answering {wanted} prompts", animated=False) as progress:
 
@@ -92,27 +148,14 @@ def data_command(settings: DataSettings) -> int:
             finished += more
             progress(finished, wanted)
 
-        for number in missing:
-            start = starts[number]
-            part = conversations[start : start + settings.shard_prompts]
-            answers = list(answer(pair, part, asking, start, skipped.append, done))
-            documents = [document(each) for each in answers]
+        for number in checked.missing:
+            part, start = checked.part(number), checked.starts[number]
+            documents = [document(each) for each in answer(pair, part, asking, start, skipped.append, done)]
             if teacher is not None:
                 documents = list(taught(documents, teacher, settings.hidden, settings.top))
-            write(out, number, documents, skipped)
+            write(checked.out, number, documents, skipped)
             counts += (len(documents), *total_tokens(documents))
-    seconds = time.perf_counter() - started
-    lines = [
-        f"data         {len(starts)} shards in {out}, {len(missing)} of them made now",
-        f"made now     {counts[0]} documents, {counts[1]:,} tokens, {counts[2]:,} of them the target's, "
-        f"{counts[2] / seconds:,.0f} tok/s",
-    ]
-    if left_out:
-        lines.append(f"left out     {left_out_line(left_out)}")
-    if skipped:
-        lines.append(f"skipped      {len(skipped)} prompts that cannot be answered, the first: {skipped[0]}")
-    display.summary(lines)
-    return 0
+    return counts.tolist(), time.perf_counter() - started
 
 
 def _made_by(settings: DataSettings, name: str, weights: str, num_prompts: int, taps: Sequence[int]) -> dict[str, Any]:

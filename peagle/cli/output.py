@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import encoded, umask
+from peagle.ops.files import encoded, write_text_whole
 
 STANDARD_OUTPUT = "-"
 
@@ -19,9 +19,9 @@ def say(what: str, message: str) -> None:
 
 
 class OutputFile:
-    """A file to be written at the end. That it can be is found out now, and nothing is left there until `write`.
+    """A file to be written at the end. Check now that it can be; leave nothing there until `write`.
 
-    Raises InputError where it cannot. "-" is standard output.
+    Raises InputError if it cannot. "-" is standard output.
     """
 
     def __init__(self, name: str, flag: str) -> None:
@@ -35,7 +35,7 @@ class OutputFile:
         return self._path
 
     def write(self, text: str) -> None:
-        """The file holds exactly this text, or what it held before."""
+        """Write exactly this text, or leave what the file held before."""
         if self._name == STANDARD_OUTPUT:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -44,7 +44,7 @@ class OutputFile:
             if self._is_device():
                 self._path.write_bytes(encoded(text))
             else:
-                self._replace(text)
+                write_text_whole(self._path, text)
         except OSError as error:
             raise self._refusal(error.strerror or str(error)) from None
 
@@ -64,19 +64,8 @@ class OutputFile:
             raise self._refusal(error.strerror or str(error)) from None
 
     def _is_device(self) -> bool:
-        """Something that must not be replaced by a file: a device, a pipe."""
+        """Whether it is a device or a pipe, which a file must not replace."""
         return self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
-
-    def _replace(self, text: str) -> None:
-        descriptor, temporary = tempfile.mkstemp(prefix=".peagle-", dir=self._path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(encoded(text))
-            os.chmod(temporary, 0o666 & ~umask())
-            os.replace(temporary, self._path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
     def _refusal(self, why: str) -> InputError:
         return InputError(

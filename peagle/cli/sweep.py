@@ -36,10 +36,10 @@ DEMO_PROMPTS = 60  # of the held-out ones, by default
 
 
 def sweep_command(settings: SweepSettings) -> int:
-    """The folder holds every decoded request of the plan, its figures and pages. Returns the exit code: 0, 1 where some
-    arms failed and the others went on, 130 after Ctrl-C (then --resume goes on).
+    """Decode every request of the plan, and write figures and pages into the folder --out.
 
-    Raises InputError, before anything is written, for whatever can be told then.
+    Return the exit code: 0, 1 if some arms failed and the others went on, 130 after Ctrl-C (then --resume goes on).
+    Raises InputError, before anything is written, for whatever can be known then.
     """
     out, display = Path(settings.out), Display(text=False, quiet=settings.quiet, total=1, streaming=False)
     folder = open_run(out) if settings.resume else None
@@ -68,24 +68,7 @@ def sweep_command(settings: SweepSettings) -> int:
             folder = begin(out, plan, origin)
         else:
             _runs_alike(folder, origin["ran"])
-        with folder.appending() as appender:
-            if settings.resume:
-                folder.save(sittings=[*folder.record["sittings"], origin], rows=None)
-            if folder.asked() is None:
-                with display.stage("reading the prompts", animated=False) as progress:
-                    try:
-                        ask(folder, pair, sets, progress)
-                    except InputError:
-                        if not settings.resume:
-                            folder.discard()  # what is wrong is the plan itself
-                        raise
-            run = SweepRun(folder, pairs, settings.continue_on_error)
-            with display.stage("compiling", animated=False) as progress:
-                run.warm_up(appender, progress)
-            with display.stage("decoding", animated=False) as progress:
-                run.decode(appender, progress)
-            with display.stage("looking at some steps", animated=False) as progress:
-                run.profile(progress)
+        run = _measured(folder, pairs, sets, settings, origin, display)
     except KeyboardInterrupt:
         display.note("interrupted" if folder is None else f"interrupted; to go on: peagle sweep --out {out} --resume")
         return interrupt.EXIT_CODE
@@ -97,6 +80,38 @@ def sweep_command(settings: SweepSettings) -> int:
     for (setting, arm), why in run.failed.items():
         display.note(f"failed: {setting.label}, K = {plan.label(arm)}: {why}")
     return 1 if run.failed else 0
+
+
+def _measured(
+    folder: Folder,
+    pairs: Pairs,
+    sets: Mapping[str, PromptSet],
+    settings: SweepSettings,
+    origin: Mapping[str, Any],
+    display: Display,
+) -> SweepRun:
+    """Decode what the folder lacks, with progress. origin: of this sitting."""
+    plain = pairs[loaded(PLAIN)]
+    assert isinstance(plain, Pair)
+    with folder.appending() as appender:
+        if settings.resume:
+            folder.save(sittings=[*folder.record["sittings"], origin], rows=None)
+        if folder.asked() is None:
+            with display.stage("reading the prompts", animated=False) as progress:
+                try:
+                    ask(folder, plain, sets, progress)
+                except InputError:
+                    if not settings.resume:
+                        folder.discard()  # what is wrong is the plan itself
+                    raise
+        run = SweepRun(folder, pairs, settings.continue_on_error)
+        with display.stage("compiling", animated=False) as progress:
+            run.warm_up(appender, progress)
+        with display.stage("decoding", animated=False) as progress:
+            run.decode(appender, progress)
+        with display.stage("looking at some steps", animated=False) as progress:
+            run.profile(progress)
+    return run
 
 
 def _finish(folder: Folder, display: Display) -> None:

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafter.load import sort_aux_layers
+from drafter.config import DrafterConfig
+from drafter.load import Dialect, sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.batches import Batches
 from drafter.train.cod import Cod
 from drafter.train.folder import LOG, read_log, steps_done
+from drafter.train.shards import Document
 from drafter.train.trainer import Recipe, Trainer, TrainingStopped
+from drafter.vocabulary import DraftVocab
 from peagle.cli.curve import draw
 from peagle.cli.display import Display
 from peagle.cli.settings.shared import parse_layers
@@ -47,8 +51,27 @@ from peagle.workflows.training import (
     shares,
     sources,
 )
+from target.config import TargetConfig
 from target.load import inspect_target, load_target
 from target.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A training that may begin: all that can be found out before weights are loaded."""
+
+    name: str  # of the target, as given
+    directory: Path
+    target: TargetConfig
+    out: Path
+    documents: Sequence[Document]
+    shape: DrafterShape
+    config: DrafterConfig
+    vocab: DraftVocab | None
+    weights: str  # fingerprint of the target's
+    recipe: Recipe  # steps: 1 if they follow from --minutes
+    batches: Batches
+    begun: dict[str, Any] | None  # the record of the training that goes on
 
 
 def train_command(settings: TrainSettings) -> int:
@@ -58,12 +81,34 @@ def train_command(settings: TrainSettings) -> int:
     InputError before anything is written for whatever can be known then, and for a training that cannot go on;
     KeyboardInterrupt after Ctrl-C, when the newest checkpoint holds the last step.
     """
+    checked = _checked(settings)
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    held_out = _held_out(settings, checked.directory, display)
+    trainer, initial = _trainer(checked, settings, held_out, display)
+    begun, out = checked.begun, checked.out
+    record_recipe(
+        out, begun, trainer.recipe, checked.config, settings.data, settings.rows, checked.documents, checked.weights
+    )
+
+    started = time.monotonic()
+    _say_where_it_begins(display, out, trainer.recipe.steps, None if begun is None else begun["recipe"]["steps"])
+    params = _trained(trainer, initial, settings.minutes, display)
+    _write_drafter(checked, params, settings.dialect)
+    lines = [f"drafter      {out / 'drafter'} | {steps_done(out)} steps | {time.monotonic() - started:.0f} s now"]
+    lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
+    if held_out is not None and held_out.left_out:
+        lines.append(f"left out     of --evaluate {left_out_line(held_out.left_out)}")
+    display.summary(lines)
+    return 0
+
+
+def _checked(settings: TrainSettings) -> Checked:
+    """Read all but weights. Raises InputError for whatever cannot be trained."""
     if settings.minutes is not None and not 0 < settings.minutes < math.inf:
         raise InputError(f"--minutes is {settings.minutes:g}; expected a number above 0")
-    name = settings.target or DEMO
+    name, out = settings.target or DEMO, Path(settings.out)
     directory = resolve(name, "target")
     files = inspect_target(directory)
-    out = Path(settings.out)
     parts = shares(settings.data)
     rows, documents = sources(parts, settings.rows, settings.width)
     shape = _shape(settings.shape)
@@ -77,18 +122,25 @@ def train_command(settings: TrainSettings) -> int:
     counts = recipe.segments.counts(recipe.cod, anchors(rows, recipe.width))
     batches = Batches(rows, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
     begun = begun_in(out)
-    if begun is None and settings.steps is None and settings.minutes is None:
+    if settings.steps is None and begun is not None:
+        recipe = dataclasses.replace(recipe, steps=begun["recipe"]["steps"])
+    elif settings.steps is None and settings.minutes is None:
         raise InputError("a new training needs --steps or --minutes")
-    display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
+    return Checked(name, directory, files.config, out, documents, shape, config, vocab, weights, recipe, batches, begun)
 
-    held_out = _held_out(settings, directory, display)
+
+def _trainer(
+    checked: Checked, settings: TrainSettings, held_out: PromptSet | None, display: Display
+) -> tuple[Trainer, DrafterParams]:
+    """Load the target, and return the trainer with what it begins from; its steps are measured if none are given."""
+    name, config = checked.name, checked.config
     with display.stage(f"loading {'the demo target' if name == DEMO else name}") as progress:
-        loaded = load_target(directory, dtype=jnp.dtype(default_dtype()), progress=progress)
-    initial = initial_params(shape.init, settings.seed, config, loaded, vocab)
+        loaded = load_target(checked.directory, dtype=jnp.dtype(default_dtype()), progress=progress)
+    initial = initial_params(checked.shape.init, settings.seed, config, loaded, checked.vocab)
     ids = None if initial.draft_to_target is None else np.asarray(initial.draft_to_target)
-    teacher = None if self_contained(documents) else Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
-    deadline = Deadline(settings.minutes)
-    evaluate = None
+    contained = self_contained(checked.documents)
+    teacher = None if contained else Teacher(loaded.params, loaded.config, config.aux_layer_ids or ())
+    deadline, evaluate = Deadline(settings.minutes), None
     if held_out is not None:
         plain, k = load(name, None), settings.num_speculative_tokens
         acceptance = Acceptance(plain, config, held_out, settings.evaluate_prompts, k)
@@ -97,15 +149,27 @@ def train_command(settings: TrainSettings) -> int:
             with deadline.moved():
                 return acceptance.of(params)
 
-    trainer = Trainer(out, config, recipe, batches, teacher, ids)
-    steps = begun["recipe"]["steps"] if begun is not None and settings.steps is None else settings.steps
-    if steps is None:
+    trainer = Trainer(
+        checked.out,
+        config,
+        checked.recipe,
+        checked.batches,
+        teacher,
+        ids,
+        evaluate=evaluate,
+        evaluate_every=settings.evaluate_every,
+        save_every=settings.save_every,
+        should_stop=lambda: interrupt.asked() or deadline.over(),
+    )
+    if settings.steps is None and checked.begun is None:
         steps = _planned(settings.minutes, trainer, initial, display)
-    recipe = dataclasses.replace(recipe, steps=steps)
-    record_recipe(out, begun, recipe, config, settings.data, settings.rows, documents, weights)
+        trainer = dataclasses.replace(trainer, recipe=dataclasses.replace(checked.recipe, steps=steps))
+    return trainer, initial
 
-    started = time.monotonic()
-    _say_where_it_begins(display, out, steps, None if begun is None else begun["recipe"]["steps"])
+
+def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, display: Display) -> DrafterParams:
+    """Train, with progress. Raises InputError if the training cannot go on, KeyboardInterrupt after Ctrl-C."""
+    steps, out = trainer.recipe.steps, trainer.out
 
     def kept() -> str:
         return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on after them"
@@ -113,36 +177,26 @@ def train_command(settings: TrainSettings) -> int:
     with display.keeping(kept), display.stage("training", animated=False) as progress:
 
         def watch(line: Mapping[str, Any]) -> None:
-            progress(line["step"], recipe.steps)
+            progress(line["step"], steps)
             display.note(_shown(line))
 
-        trainer = dataclasses.replace(
-            trainer,
-            recipe=recipe,
-            evaluate=evaluate,
-            evaluate_every=settings.evaluate_every,
-            save_every=settings.save_every,
-            watch=watch,
-            should_stop=lambda: interrupt.asked() or deadline.over(),
-        )
         try:
-            params = trainer.run(initial)
+            params = dataclasses.replace(trainer, watch=watch).run(initial)
         except TrainingStopped as error:
             raise InputError(str(error)) from None
         interrupt.check()
     if steps_done(out) < steps:
-        display.note(f"--minutes {settings.minutes:g} are over: {kept()}")
+        display.note(f"--minutes {minutes:g} are over: {kept()}")
+    return params
+
+
+def _write_drafter(checked: Checked, params: DrafterParams, dialect: Dialect) -> None:
+    """Write the trained drafter in bfloat16, with its card, into the folder's drafter/."""
     trained = dataclasses.replace(params, draft_to_target=None)
     shipped = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained)
     shipped = dataclasses.replace(shipped, draft_to_target=params.draft_to_target)
-    shipped, config = sort_aux_layers(shipped, with_positions(config, files.config, out))
-    write_with_card(out / "drafter", shipped, config, settings.dialect, name, files.config, out)
-    lines = [f"drafter      {out / 'drafter'} | {steps_done(out)} steps | {time.monotonic() - started:.0f} s now"]
-    lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
-    if held_out is not None and held_out.left_out:
-        lines.append(f"left out     of --evaluate {left_out_line(held_out.left_out)}")
-    display.summary(lines)
-    return 0
+    shipped, config = sort_aux_layers(shipped, with_positions(checked.config, checked.target, checked.out))
+    write_with_card(checked.out / "drafter", shipped, config, dialect, checked.name, checked.target, checked.out)
 
 
 def _shape(options: ShapeOptions) -> DrafterShape:

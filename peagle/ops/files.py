@@ -4,23 +4,26 @@ import contextlib
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from peagle.ops.errors import InputError
 
-_TEMPORARY = ".{}.tmp"
+_TEMPORARY = ".peagle-", ".tmp"  # around a name of few letters, as the file's own may be as long as names can be
 # control characters, line breaks, lone surrogates (a file's name may hold bytes that are not UTF-8), noncharacters
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
-def write_whole(path: Path, write: Callable[[Path], object], *, shared: bool = False) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name, then rename it to `path`, with the permissions of any new file.
 
-    Calls `write` with the temporary path. If it fails, `path` stays as it was. shared: other processes may write the
-    same file at the same time.
+    Calls `write` with the temporary path, of a file that is empty. If it fails, `path` stays as it was. Other processes
+    may write the same file at the same time.
     """
-    temporary = path.with_name(_TEMPORARY.format(f"{path.name}.{os.getpid()}" if shared else path.name))
+    descriptor, name = tempfile.mkstemp(_TEMPORARY[1], _TEMPORARY[0], path.parent)
+    os.close(descriptor)
+    temporary = Path(name)
     try:
         write(temporary)
         temporary.chmod(0o666 & ~umask())
@@ -54,7 +57,7 @@ def keep(path: Path, content: bytes) -> bool:
     """Write `content` to `path` in a cache that many processes share; return whether it succeeded."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda temporary: temporary.write_bytes(content), shared=True)
+        write_whole(path, lambda temporary: temporary.write_bytes(content))
     except OSError:
         return False
     return True
@@ -79,7 +82,7 @@ def trim(folder: Path, most_bytes: int) -> None:
 
 def holds_files(folder: Path) -> bool:
     """Check whether a folder holds anything but the temporary files of a killed `write_whole`."""
-    prefix, suffix = _TEMPORARY.split("{}")
+    prefix, suffix = _TEMPORARY
     ours = (path.name.startswith(prefix) and path.name.endswith(suffix) for path in folder.iterdir())
     return not all(ours)
 
