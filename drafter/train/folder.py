@@ -5,11 +5,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 
 RECIPE, LOG, CHECKPOINTS = "recipe.json", "log.jsonl", "checkpoints"
+COMMAND = "command"  # in the recipe: the options as they were typed
 SIZES = "sizes.json"  # sizes of a checkpoint's files
+
+
+def read_record(out: Path) -> dict[str, Any] | None:
+    """Read a training's recipe.json; None if there is none. Raises InputError for one that is cut or altered."""
+    path = out / RECIPE
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return {**record, "recipe": dict(record["recipe"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise InputError(f"{path} cannot be read; expected what peagle train writes: take another --out") from None
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:

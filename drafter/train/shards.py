@@ -26,9 +26,12 @@ from safetensors import SafetensorError, safe_open
 from peagle.ops.checkpoint import save_tensors
 from peagle.ops.errors import InputError
 from peagle.ops.files import holds_files, write_text_whole, write_whole
+from peagle.ops.records import difference_in_words, flat
 from peagle.ops.strict_json import dumps
 
 MANIFEST = "manifest.json"
+# of a manifest's values that are not called as their options are
+OPTIONS = {"prompts": "--prompt-file", "weights": "--target", "max_new_tokens": "-n", "raw": "--raw-prompt"}
 SCHEMA = 1
 NAME = "target"  # in the manifest: the target's path as it was typed; WEIGHTS identifies it
 WEIGHTS = "weights"  # in the manifest: peagle.ops.checkpoint.fingerprint of the target
@@ -53,29 +56,38 @@ def shard_path(folder: Path, number: int) -> Path:
 def expect_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
     """Raises InputError if the folder is neither new nor begun with the same settings. Writes nothing.
 
-    The target's path may differ, since one directory can have several.
+    A folder without a shard is new, whatever was begun there. The target's path may differ, since one directory can
+    have several.
     """
     manifest = {"schema": SCHEMA, **made_by}
     if (folder / MANIFEST).exists():
+        if not _has_shards(folder):
+            return
         stored = read_manifest(folder)
-        differing = sorted(key for key in {*stored, *manifest} - {NAME} if stored.get(key) != manifest.get(key))
-        if differing:
-            key = differing[0]
-            raise InputError(
-                f"{folder} was made with {key} {stored.get(key)!r}, now it is {manifest.get(key)!r}; expected the same:"
-                " take another --out"
-            )
+        then, now = ({key: each for key, each in flat(found).items() if key != NAME} for found in (stored, manifest))
+        if difference := difference_in_words(then, now, _option):
+            raise InputError(f"{folder} was made with {difference}; expected the same: take another --out")
         return
     if folder.exists() and (not folder.is_dir() or holds_files(folder)):
         what = "holds files, but no " + MANIFEST if folder.is_dir() else "is a file"
         raise InputError(f"{folder} {what}; expected a new folder, or one of training data")
 
 
+def _has_shards(folder: Path) -> bool:
+    return any(folder.glob("shard_*.safetensors"))
+
+
+def _option(key: str) -> str:
+    """Name the option that a value of a manifest comes from."""
+    name = key.rpartition(".")[2]
+    return OPTIONS.get(name) or OPTIONS.get(key.partition(".")[0]) or "--" + name.replace("_", "-")
+
+
 def open_folder(folder: Path, made_by: Mapping[str, Any]) -> None:
-    """Create the folder and its manifest, if they do not exist. Raises InputError as `expect_folder`."""
+    """Create the folder and its manifest, unless it holds shards. Raises InputError as `expect_folder`."""
     expect_folder(folder, made_by)
     path = folder / MANIFEST
-    if path.exists():
+    if path.exists() and _has_shards(folder):
         return
     manifest = {"schema": SCHEMA, **made_by}
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,9 @@ import functools
 import math
 import os
 import shutil
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
@@ -118,19 +120,62 @@ class Record:
     gradient_norm: jax.Array
 
 
+class Pace:
+    """How fast a training goes, and how long it will take.
+
+    The first step compiles, so it is left out. Evaluations are counted apart.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=50)
+        self._evaluations: list[float] = []
+        self._last: float | None = None  # end of the step before
+
+    @property
+    def step_s(self) -> float | None:
+        """The median of the last steps; None before the second."""
+        return statistics.median(self._steps) if self._steps else None
+
+    def stepped(self) -> None:
+        """Note the end of a step."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._steps.append(now - self._last)
+        self._last = now
+
+    def evaluated(self, seconds: float) -> None:
+        """Note an evaluation, which is not part of the next step."""
+        self._evaluations.append(seconds)
+        if self._last is not None:
+            self._last += seconds
+
+    def left_s(self, steps: int, evaluations: int) -> float | None:
+        """Return the seconds that so many steps and evaluations take; None before the second step."""
+        if self.step_s is None:
+            return None
+        of_one = statistics.mean(self._evaluations) if self._evaluations else 0.0
+        return steps * self.step_s + evaluations * of_one
+
+
 class TrainingStopped(RuntimeError):
     """Training cannot continue (a loss that is not finite, a full disk). The message names the last good step."""
 
 
-def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Make the recipe's update rule. Muon: orthogonalised momentum for layer matrices and fc, Adam for the rest."""
+def rate_schedule(recipe: Recipe, steps: jax.Array, peak: float) -> optax.Schedule:
+    """Make the learning rate of a training of so many steps: it rises to `peak`, stays, and falls to 0."""
+    warmup = jnp.maximum(1.0, jnp.floor(steps * recipe.warmup_frac))
+    decay = jnp.clip(jnp.floor(steps * recipe.decay_frac), 1.0, jnp.maximum(1.0, steps - warmup))
+    return lambda step: peak * jnp.clip(jnp.minimum(step / warmup, (steps - step) / decay), 0.0, 1.0)
+
+
+def optimizer(recipe: Recipe, steps: jax.Array) -> optax.GradientTransformation:
+    """Make the recipe's update rule for so many steps, whatever the recipe's own number is.
+
+    Muon: orthogonalised momentum for layer matrices and fc, Adam for the rest.
+    """
 
     def schedule(peak: float) -> optax.Schedule:
-        warmup = max(1, int(recipe.steps * recipe.warmup_frac))
-        decay = min(max(1, int(recipe.steps * recipe.decay_frac)), max(1, recipe.steps - warmup))
-        parts = [optax.linear_schedule(0.0, peak, warmup), optax.constant_schedule(peak)]
-        parts.append(optax.linear_schedule(peak, 0.0, decay))
-        return optax.join_schedules(parts, [warmup, recipe.steps - decay])
+        return rate_schedule(recipe, steps, peak)
 
     if recipe.optimizer == "adamw":
         rule = optax.adamw(schedule(recipe.learning_rate), weight_decay=recipe.weight_decay)
@@ -206,11 +251,15 @@ def next_state(
     recipe: Recipe,
     counts: tuple[tuple[int, ...], ...],
     state: State,
+    steps: jax.Array,
     draft_to_target: jax.Array | None,
     teacher: Teacher | None,
     batch: Batch,
 ) -> tuple[State, Record]:
-    """Compute (the next state, the record). Runs on every device, on its own rows, one row after the other."""
+    """Compute (the next state, the record). Runs on every device, on its own rows, one row after the other.
+
+    steps: of the whole training, for the learning rate; data, so that the program that measures a step trains, too.
+    """
 
     def add_row(total: Any, row: Batch) -> tuple[Any, None]:
         one = jax.tree.map(lambda leaf: leaf[None], row)
@@ -226,11 +275,22 @@ def next_state(
     if not recipe.train_embedding:
         gradient = gradient.replace(embedding=jnp.zeros_like(gradient.embedding))
     with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
-        updates, after = optimizer(recipe).update(gradient, state.optimizer, state.params)
+        updates, after = optimizer(recipe, steps).update(gradient, state.optimizer, state.params)
     if not recipe.train_embedding:
         updates = updates.replace(embedding=jnp.zeros_like(updates.embedding))
     record = Record(sums, jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(gradient))))
     return State(optax.apply_updates(state.params, updates), after), record
+
+
+@functools.lru_cache(maxsize=1)
+def _program(
+    config: DrafterConfig, recipe: Recipe, counts: tuple[tuple[int, ...], ...], mesh: Mesh
+) -> Callable[..., tuple[State, Record]]:
+    everywhere, by_rows = PartitionSpec(), PartitionSpec(ROWS)
+    body = functools.partial(next_state, config, recipe, counts)
+    ins = (everywhere, everywhere, everywhere, everywhere, by_rows)
+    sharded = jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=everywhere, check_vma=False)
+    return cast(Callable[..., tuple[State, Record]], jax.jit(sharded, donate_argnums=0))
 
 
 def devices_for(rows_per_step: int) -> Mesh:
@@ -245,8 +305,9 @@ class Trainer:
     """A training in a folder: recipe.json, log.jsonl, checkpoints/. It learns from `batches` and `teacher`.
 
     evaluate measures the drafter at a step (the command line passes in the engine's acceptance); its figures go to the
-    log. watch is called with every line of the log. should_stop is called before the first step and after each; True
-    ends the training as its last step would.
+    log. watch is called with every line of the log, progress after every step with the steps done and the seconds left
+    (None before the second). should_stop is called before the first step and after each; True ends the training as its
+    last step would.
     """
 
     out: Path
@@ -260,6 +321,7 @@ class Trainer:
     save_every: int = 100  # steps
     log_every: int = 10
     watch: Callable[[Mapping[str, Any]], None] = lambda _: None
+    progress: Callable[[int, float | None], None] = lambda *_: None
     should_stop: Callable[[], bool] = lambda: False
 
     def run(self, initial: DrafterParams) -> DrafterParams:
@@ -290,9 +352,9 @@ class Trainer:
         initial: DrafterParams,
     ) -> DrafterParams:
         state, first = self._restored(checkpoints, self.begin(initial))
-        evaluated = self._keep_log_until(first)
+        evaluated, pace = self._keep_log_until(first), Pace()
         if first and not evaluated:  # a kill interrupted the evaluation, or there was none
-            self._evaluate(first, state, first == self.recipe.steps)
+            self._evaluate(first, state, first == self.recipe.steps, pace)
         started, done, ends = time.monotonic(), first, self._ends(first)
         records: list[Record] = []
         while not ends:
@@ -300,16 +362,20 @@ class Trainer:
             jax.block_until_ready(records[-1:])  # the step before, so that a stop waits for one step, not for many
             records.append(record)
             done += 1
+            pace.stepped()
+            left_s = pace.left_s(self.recipe.steps - done, self._evaluations_after(done))
+            self.progress(done, left_s)
             ends = self._ends(done)
             saves = ends or done % self.save_every == 0
             if saves or done % self.log_every == 0 or self._evaluates(done, ends):
-                elapsed = time.monotonic() - started
-                self._log_records(checkpoints, done, records, elapsed, elapsed / (done - first))
+                speed = None if pace.step_s is None else round(self._tokens_per_step / pace.step_s)
+                times = {"elapsed_s": round(time.monotonic() - started, 2), "left_s": left_s, "tok_per_s": speed}
+                self._log_records(checkpoints, done, records, times)
                 records = []
             if saves:
                 self._save(checkpoints, done, state)
             try:
-                self._evaluate(done, state, ends)
+                self._evaluate(done, state, ends, pace)
             except KeyboardInterrupt:
                 self._save(checkpoints, done, state)
                 raise
@@ -322,19 +388,28 @@ class Trainer:
         due = self.evaluate_every > 0 and done % self.evaluate_every == 0
         return self.evaluate is not None and (due or ends)
 
-    def _evaluate(self, done: int, state: State, ends: bool) -> None:
+    def _evaluations_after(self, done: int) -> int:
+        if self.evaluate is None:
+            return 0
+        every, steps = self.evaluate_every, self.recipe.steps
+        return 1 if not every else -(-steps // every) - done // every
+
+    def _evaluate(self, done: int, state: State, ends: bool, pace: Pace) -> None:
         """Evaluate this step, if it is due, and log the figures."""
         if self.evaluate is not None and self._evaluates(done, ends):
+            began = time.monotonic()
             self._log({"step": done, "evaluation": dict(self.evaluate(self._whole(state.params)))})
+            pace.evaluated(time.monotonic() - began)
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return sum(source.rows_per_step for source in self.batches.sources) * self.recipe.width
 
     def compiled(self) -> Callable[[State, Batch], tuple[State, Record]]:
         """Compile a step over all devices; a call donates the state's memory."""
-        everywhere, by_rows = PartitionSpec(), PartitionSpec(ROWS)
-        body = functools.partial(next_state, self.config, self.recipe, self.batches.counts)
-        ins = (everywhere, everywhere, everywhere, by_rows)
-        sharded = jax.shard_map(body, mesh=self._mesh, in_specs=ins, out_specs=everywhere, check_vma=False)
-        step = jax.jit(sharded, donate_argnums=0)
-        fixed = self._replicated((self.draft_to_target, self.teacher))
+        any_length = dataclasses.replace(self.recipe, steps=1)
+        step = _program(self.config, any_length, self.batches.counts, self._mesh)
+        fixed = self._replicated((jnp.float32(self.recipe.steps), self.draft_to_target, self.teacher))
         return lambda state, batch: step(state, *fixed, batch)
 
     def begin(self, initial: DrafterParams) -> State:
@@ -342,7 +417,9 @@ class Trainer:
         params = jax.tree.map(
             lambda leaf: jnp.array(leaf, jnp.float32), dataclasses.replace(initial, draft_to_target=None)
         )
-        return cast(State, self._replicated(State(params, optimizer(self.recipe).init(params))))
+        return cast(
+            State, self._replicated(State(params, optimizer(self.recipe, jnp.float32(self.recipe.steps)).init(params)))
+        )
 
     @property
     def _mesh(self) -> Mesh:
@@ -402,8 +479,7 @@ class Trainer:
         checkpoints: ocp.CheckpointManager,
         done: int,
         records: list[Record],
-        elapsed_s: float,
-        step_s: float,
+        times: Mapping[str, float | None],
     ) -> None:
         loss, rows, hits, norms = (
             np.stack([np.asarray(value) for value in values])
@@ -426,8 +502,7 @@ class Trainer:
                 "hits_by_depth": [round(float(x), 4) for x in hits.sum(0) / np.maximum(rows.sum(0), 1)],
                 "rows_by_depth": [int(x) for x in rows.sum(0)],
                 "gradient_norm": float(norms.mean()),
-                "elapsed_s": round(elapsed_s, 2),
-                "left_s": round((self.recipe.steps - done) * step_s, 1),
+                **times,
             }
         )
 

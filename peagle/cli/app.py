@@ -9,7 +9,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from peagle.cli.options import Settings, command_of, given
+from peagle.cli.options import Settings, command_of, expect_alone
 from peagle.cli.output import say
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.chat import ChatSettings
@@ -134,9 +134,11 @@ def data(settings: DataSettings) -> int:
 @command
 def train(settings: TrainSettings) -> int:
     try:
-        from peagle.cli.train import train_command
+        from peagle.cli.train import RESUMABLE, train_command
     except ModuleNotFoundError as error:
         raise InputError(f"training needs {error.name}, which is not installed; pip install 'peagle[train]'") from None
+    if settings.resume:
+        expect_alone(settings, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {settings.out}")
     return train_command(settings)
 
 
@@ -151,11 +153,8 @@ def export(settings: ExportSettings) -> int:
 def sweep(settings: SweepSettings) -> int:
     from peagle.cli.sweep import sweep_command
 
-    if settings.resume and (others := [name for name in given(settings) if name not in FREE]):
-        raise InputError(
-            f"--resume goes on by the plan in {settings.out}, and {others[0].replace('_', ' ')} is given, too; leave "
-            "it out, or begin another run with another --out"
-        )
+    if settings.resume:
+        expect_alone(settings, "--resume", FREE, f"the plan in {settings.out}")
     return sweep_command(settings)
 
 

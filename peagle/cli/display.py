@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -33,6 +34,12 @@ def draft_text(text: str, origin: int) -> Text:
     return Text(text, style="" if origin == 0 else DRAFT_COLOURS[min(origin, len(DRAFT_COLOURS)) - 1])
 
 
+class Advance(Protocol):
+    """Progress of a stage: done of total, and the seconds left if they are known."""
+
+    def __call__(self, done: int, total: int, left_s: float | None = None) -> None: ...
+
+
 class Display(Observer):
     """Streams one text at a time; texts of requests that are decoded together come whole, in the order of the requests,
     each when those before it have ended. Progress is shown on terminals only, and never while text runs into the same
@@ -43,8 +50,8 @@ class Display(Observer):
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._text, self._quiet, self._total, self._streaming = text, quiet, total, streaming
         self._colours = colours and text and sys.stdout.isatty()
-        self._live = self.console.is_terminal and not quiet
-        self._shared = self._live and text and sys.stdout.isatty()
+        self.live = self.console.is_terminal and not quiet
+        self._shared = self.live and text and sys.stdout.isatty()
         self._by_channel = streaming and text and not quiet and not self._colours and sys.stdout.isatty()
         self._has_tokenizer = True
         self._tokenizer: Tokenizer | None = None
@@ -61,21 +68,26 @@ class Display(Observer):
             sys.stdout.reconfigure(errors="replace")
 
     @contextmanager
-    def stage(self, what: str, animated: bool = True) -> Iterator[Callable[[int, int], None]]:
-        """Shows what takes seconds now, with the time it took if animated; what it gives is to be told (done, all) for
-        the time left. Where there is no terminal, a line once in a while says the same. After Ctrl-C nothing begins:
-        raises KeyboardInterrupt."""
+    def stage(self, what: str, animated: bool = True) -> Iterator["Advance"]:
+        """Show what takes seconds now, with the time it took if animated.
+
+        Call the result with (done, all), and the seconds left if they are known better than by the time so far. Without
+        a terminal, a line once in a while says the same. Raises KeyboardInterrupt after Ctrl-C, before anything begins.
+        """
         interrupt.check()
         self._show(what, animated)
         began = said = time.monotonic()
 
-        def advance(done: int, total: int) -> None:
+        def advance(done: int, total: int, left_s: float | None = None) -> None:
             nonlocal said
             now = time.monotonic()
-            self._advance(done, total)
-            if not self._live and now - said >= LINE_SECONDS and total:
+            text = _progress(done, total, now - began, left_s)
+            if self._progress is not None:
+                task = self._progress.tasks[0]
+                self._progress.update(task.id, left=text, refresh=not self._progress.live.auto_refresh)
+            if not self.live and now - said >= LINE_SECONDS and total:
                 said = now
-                self.note(f"{what}: {_progress(done, total, now - began)}")
+                self.note(f"{what}: {text}")
 
         try:
             yield advance
@@ -198,7 +210,7 @@ class Display(Observer):
         if not self._done or self._began is None:
             return ""
         left = (time.perf_counter() - self._began) / self._done * (self._total - self._done)
-        return f", about {_duration(left)} left"
+        return f", about {duration(left)} left"
 
     def _write_deltas(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -227,7 +239,7 @@ class Display(Observer):
 
     def _show(self, what: str, animated: bool = True) -> None:
         """Not animated is what is measured: a thread that redraws would be in its way."""
-        if not self._live:
+        if not self.live:
             return
         self.clear()
         what_column, left_column = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
@@ -238,16 +250,15 @@ class Display(Observer):
         self._progress.add_task(what, total=None, left="")
         self._progress.start()
 
-    def _advance(self, done: int, total: int) -> None:
-        if self._progress is not None and total:
-            task = self._progress.tasks[0]
-            text = _progress(done, total, task.elapsed or 0.0)
-            self._progress.update(task.id, left=text, refresh=not self._progress.live.auto_refresh)
+
+def _progress(done: int, total: int, elapsed_s: float, left_s: float | None) -> str:
+    if not total:
+        return ""
+    if left_s is None and done:
+        left_s = elapsed_s * (total - done) / done
+    return f"{done / total:.0%}" + ("" if left_s is None else f", about {duration(left_s)} left")
 
 
-def _progress(done: int, total: int, elapsed_s: float) -> str:
-    return f"{done / total:.0%}, about {_duration(elapsed_s * (total - done) / max(done, 1))} left"
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return "3 min 20 s", or "20 s"."""
     return f"{seconds // 60:.0f} min {seconds % 60:.0f} s" if seconds >= 60 else f"{seconds:.0f} s"

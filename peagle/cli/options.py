@@ -2,10 +2,12 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+
+from peagle.ops.errors import InputError
 
 Settings = TypeVar("Settings")
 
@@ -42,6 +44,27 @@ def given(settings: Any) -> list[str]:
         elif value != field.default:
             names.append(field.name)
     return names
+
+
+def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:
+    """Raise InputError if more is given beside an option that takes all else from a file, but for what is free."""
+    if others := [name for name in given(settings) if name not in free]:
+        raise InputError(
+            f"{option} goes on by {whole}, and {others[0].replace('_', ' ')} is given, too; leave it out, or begin "
+            "another run with another --out"
+        )
+
+
+def rebuilt(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Make settings, nested ones too, from their JSON. Fields that it lacks take their defaults; others are ignored."""
+    filled = {}
+    for field in dataclasses.fields(kind):
+        if field.name in values:
+            value = values[field.name]
+            if dataclasses.is_dataclass(field.type):
+                value = rebuilt(field.type, value)
+            filled[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**filled)
 
 
 def _parameters(kind: Any) -> list[inspect.Parameter]:

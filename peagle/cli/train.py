@@ -17,12 +17,14 @@ from drafter.load import Dialect, sort_aux_layers
 from drafter.params import DrafterParams
 from drafter.train.batches import Batches
 from drafter.train.cod import Cod
-from drafter.train.folder import LOG, read_log, steps_done
+from drafter.train.folder import COMMAND, LOG, read_log, steps_done
 from drafter.train.shards import Document
 from drafter.train.trainer import Recipe, Trainer, TrainingStopped
 from drafter.vocabulary import DraftVocab
 from peagle.cli.curve import draw
-from peagle.cli.display import Display
+from peagle.cli.display import Display, duration
+from peagle.cli.options import given, rebuilt
+from peagle.cli.output import say
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.train import ShapeOptions, TrainSettings
 from peagle.loading import DEMO, default_dtype, load, resolve
@@ -35,7 +37,6 @@ from peagle.text.prompts import Rendering
 from peagle.workflows.export import with_positions, write_with_card
 from peagle.workflows.training import (
     MEASURED_STEPS,
-    PLANNED_FRAC,
     Acceptance,
     Deadline,
     DrafterShape,
@@ -45,6 +46,7 @@ from peagle.workflows.training import (
     check_tokens,
     drafter_config,
     initial_params,
+    planned_steps,
     record_recipe,
     seconds_per_step,
     self_contained,
@@ -74,6 +76,12 @@ class Checked:
     begun: dict[str, Any] | None  # the record of the training that goes on
 
 
+# what may be given beside --resume, as it does not change what is learnt, or only for how long
+RESUMABLE = ("steps", "minutes", "save_every", "evaluate", "evaluate_every", "evaluate_prompts", "strict", "quiet")
+FIRST_STEPS = 10  # each with a line of its own if there is no terminal
+WEAK_ACCEPTANCE = 1.1
+
+
 def train_command(settings: TrainSettings) -> int:
     """Check everything, write the recipe, train, and export the drafter. Return the exit code.
 
@@ -81,25 +89,76 @@ def train_command(settings: TrainSettings) -> int:
     InputError before anything is written for whatever can be known then, and for a training that cannot go on;
     KeyboardInterrupt after Ctrl-C, when the newest checkpoint holds the last step.
     """
+    settings = _resumed(settings) if settings.resume else settings
     checked = _checked(settings)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
     held_out = _held_out(settings, checked.directory, display)
+    if layers := checked.config.aux_layer_ids:
+        chosen = settings.shape.init or settings.shape.taps or settings.shape.aux_layer_ids
+        why = "as given" if chosen else "early, in the middle and late, as EAGLE-3 takes them; --taps names others"
+        display.note(f"reads the outputs of the target's layers {', '.join(map(str, layers))}: {why}")
     trainer, initial = _trainer(checked, settings, held_out, display)
     begun, out = checked.begun, checked.out
     record_recipe(
-        out, begun, trainer.recipe, checked.config, settings.data, settings.rows, checked.documents, checked.weights
+        out,
+        begun,
+        trainer.recipe,
+        checked.config,
+        settings.data,
+        settings.rows,
+        checked.documents,
+        checked.weights,
+        dataclasses.asdict(settings),
     )
 
     started = time.monotonic()
     _say_where_it_begins(display, out, trainer.recipe.steps, None if begun is None else begun["recipe"]["steps"])
     params = _trained(trainer, initial, settings.minutes, display)
     _write_drafter(checked, params, settings.dialect)
+    log = list(read_log(out / LOG))
     lines = [f"drafter      {out / 'drafter'} | {steps_done(out)} steps | {time.monotonic() - started:.0f} s now"]
-    lines.append(f"curve        {draw(list(read_log(out / LOG)), out)}")
+    lines.append(f"curve        {draw(log, out)}")
     if held_out is not None and held_out.left_out:
         lines.append(f"left out     of --evaluate {left_out_line(held_out.left_out)}")
+    if weak := _weak(log):
+        say("warning", weak)
     display.summary(lines)
     return 0
+
+
+def _resumed(settings: TrainSettings) -> TrainSettings:
+    """Return the settings that the folder was begun with, and of the given ones those that may change.
+
+    Raises InputError for a folder without a training, and for one whose record does not hold them.
+    """
+    out = Path(settings.out)
+    begun = begun_in(out)
+    if begun is None:
+        raise InputError(f"--resume: {out} holds no training; expected the folder of one, or leave out --resume")
+    if COMMAND not in begun:
+        raise InputError(f"--resume: {out} was begun by an older version; repeat its command without --resume instead")
+    changed = {name: getattr(settings, name) for name in RESUMABLE if name in given(settings)}
+    before: TrainSettings = rebuilt(TrainSettings, begun[COMMAND])
+    return dataclasses.replace(
+        before, **{"out": settings.out, "resume": True, "steps": None, "minutes": None, **changed}
+    )
+
+
+def _weak(log: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what to do about a drafter whose drafts are hardly ever right; None for another."""
+    evaluated = [line["evaluation"]["acceptance_length"] for line in log if "evaluation" in line]
+    hits = [line["hits_by_depth"][0] for line in log if "loss" in line]
+    if evaluated and evaluated[-1] is not None and evaluated[-1] < WEAK_ACCEPTANCE:
+        found = f"the acceptance length is {evaluated[-1]:.2f}"
+    elif not evaluated and hits and hits[-1] < WEAK_ACCEPTANCE - 1:
+        found = f"the first draft is right in {hits[-1]:.0%} of the places"
+    else:
+        return None
+    return (
+        f"{found}, so drafting does not pay yet; train longer (--resume --steps N), begin with a trained drafter "
+        "(--init), or, for a short training, take the rates of the demo's: --optimizer muon --learning-rate 0.008 "
+        "--other-rate 0.003 --warmup 0.02 --decay 0.6"
+    )
 
 
 def _checked(settings: TrainSettings) -> Checked:
@@ -146,8 +205,7 @@ def _trainer(
         acceptance = Acceptance(plain, config, held_out, settings.evaluate_prompts, k)
 
         def evaluate(params: DrafterParams) -> Mapping[str, Any]:
-            with deadline.moved():
-                return acceptance.of(params)
+            return acceptance.of(params)
 
     trainer = Trainer(
         checked.out,
@@ -161,8 +219,10 @@ def _trainer(
         save_every=settings.save_every,
         should_stop=lambda: interrupt.asked() or deadline.over(),
     )
-    if settings.steps is None and checked.begun is None:
-        steps = _planned(settings.minutes, trainer, initial, display)
+    done = steps_done(checked.out)
+    complete = checked.begun is None or (settings.resume and done == trainer.recipe.steps)
+    if settings.minutes is not None and settings.steps is None and complete:
+        steps = done + _planned(settings.minutes, trainer, initial, display)
         trainer = dataclasses.replace(trainer, recipe=dataclasses.replace(checked.recipe, steps=steps))
     return trainer, initial
 
@@ -174,14 +234,20 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
     def kept() -> str:
         return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on after them"
 
-    with display.keeping(kept), display.stage("training", animated=False) as progress:
+    done = steps_done(out)
+    first = "compiling and training the first step" if done < steps else "reading the last step"
+    with display.keeping(kept), display.stage(first, animated=False) as advance:
+
+        def progress(step: int, left_s: float | None) -> None:
+            advance(step, steps, left_s)
+            if step - done <= FIRST_STEPS and not display.live:
+                display.note(f"step {step} of {steps}{'' if left_s is None else f', {duration(left_s)} left'}")
 
         def watch(line: Mapping[str, Any]) -> None:
-            progress(line["step"], steps)
             display.note(_shown(line))
 
         try:
-            params = dataclasses.replace(trainer, watch=watch).run(initial)
+            params = dataclasses.replace(trainer, watch=watch, progress=progress).run(initial)
         except TrainingStopped as error:
             raise InputError(str(error)) from None
         interrupt.check()
@@ -247,18 +313,22 @@ def _recipe(settings: TrainSettings, steps: int) -> Recipe:
     )
 
 
-def _planned(minutes: float | None, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
-    """Plan as many steps as fit into most of --minutes, by a measured one. Raises InputError where not one does."""
-    assert minutes is not None
+def _planned(minutes: float, trainer: Trainer, initial: DrafterParams, display: Display) -> int:
+    """Plan as many steps as fit into most of --minutes, by measured ones. Raises InputError if not one does."""
     display.note(f"compiling, and measuring {MEASURED_STEPS} steps: how many fit into {minutes:g} minutes")
-    with display.stage("measuring a step", animated=False):
-        step_s = seconds_per_step(trainer, initial)
-    steps = int(PLANNED_FRAC * 60 * minutes / step_s)
+    with display.stage("measuring a step", animated=False) as progress:
+        step_s = seconds_per_step(trainer, initial, lambda done, total: progress(done, total, None))
+    evaluation_s = 0.0
+    if trainer.evaluate is not None:
+        with display.stage("measuring an evaluation", animated=False):
+            began = time.monotonic()
+            trainer.evaluate(initial)
+            evaluation_s = time.monotonic() - began
+    steps = planned_steps(minutes, step_s, evaluation_s, trainer.evaluate_every)
+    takes = f"a step takes {step_s:.2g} s" + (f", an evaluation {evaluation_s:.2g} s" if evaluation_s else "")
     if not steps:
-        raise InputError(
-            f"--minutes is {minutes:g}, and a step takes {step_s:.2g} s; expected time for a step, or --steps"
-        )
-    display.note(f"a step takes {step_s:.2g} s: {steps} steps are planned")
+        raise InputError(f"--minutes is {minutes:g}, and {takes}; expected time for a step, or --steps")
+    display.note(f"{takes}: {steps} steps are planned")
     return steps
 
 
@@ -271,8 +341,8 @@ def _shown(line: Mapping[str, Any]) -> str:
             f"step {line['step']}: acceptance length {lengths[0]}, without loops {lengths[1]}, of "
             f"{found['num_outputs']} held-out prompts"
         )
-    minutes = line["left_s"] / 60
+    speed = "" if line["tok_per_s"] is None else f", {line['tok_per_s']:,} tok/s, {duration(line['left_s'])} left"
     return (
         f"step {line['step']} of {line['steps']}: loss {line['loss']:.3f}, right by depth "
-        f"{' '.join(format(x, '.2f').lstrip('0') for x in line['hits_by_depth'])}, {minutes:.0f} min left"
+        f"{' '.join(format(x, '.2f').lstrip('0') for x in line['hits_by_depth'])}{speed}"
     )

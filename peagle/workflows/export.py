@@ -23,10 +23,10 @@ from drafter.load import (
     sort_aux_layers,
 )
 from drafter.params import DrafterParams
-from drafter.train.folder import LOG, RECIPE, read_log
+from drafter.train.folder import COMMAND, LOG, RECIPE, read_log, read_record
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.engine.widths import SPECULATION_FILE
-from peagle.loading import check_fit, resolve, windows_in_words
+from peagle.loading import DEMO, check_fit, resolve, windows_in_words
 from peagle.measure.metrics import figure_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded
@@ -70,12 +70,14 @@ def export(
 ) -> Exported:
     """Write the drafter in the dialect into a new folder, with its card, and read it back: the same bit for bit.
 
-    verifier: the target, as others name it. If it is a folder, it gives what the drafter leaves to its target:
-    embedding, head, positions. Raises InputError for files that cannot be read, for a folder that holds files, and for
-    a drafter that nobody else could load in that dialect.
+    verifier: the target, as others name it; None: the one that the training beside the drafter names, if there is one.
+    A folder gives what the drafter leaves to its target: embedding, head, positions. Raises InputError for files that
+    cannot be read, for a folder that holds files, and for a drafter that nobody else could load in that dialect.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists; expected a new folder, so that nothing is overwritten")
+    if verifier is None:
+        verifier = _trained_for(source)
     if dialect == "speculators" and verifier is None:
         raise InputError("--dialect speculators needs --verifier, the target: it does not load a drafter without")
     target_directory = _directory(verifier)
@@ -111,6 +113,12 @@ def with_positions(config: DrafterConfig, target: TargetConfig | None, name: Pat
             "--verifier DIR, the target's folder, whose positions are taken"
         )
     return dataclasses.replace(config, max_positions=target.max_positions)
+
+
+def _trained_for(source: Path) -> str | None:
+    """Return the target that the training whose folder holds the drafter was begun with."""
+    record = read_record(source.parent)
+    return None if record is None or COMMAND not in record else record[COMMAND]["target"] or DEMO
 
 
 def _directory(verifier: str | None) -> Path | None:

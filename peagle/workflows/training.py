@@ -6,8 +6,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from drafter.load import load_drafter, parse_config, shared_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.propose import drafter_of
 from drafter.train.batches import Source, pack
-from drafter.train.folder import RECIPE, steps_done
+from drafter.train.folder import COMMAND, RECIPE, read_record, steps_done
 from drafter.train.shards import NAME, WEIGHTS, Document, read_manifest, read_shards
 from drafter.train.trainer import Recipe, Trainer
 from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
@@ -33,6 +32,7 @@ from peagle.ops import interrupt
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import holds_files, write_text_whole
+from peagle.ops.records import difference_in_words, flat
 from peagle.ops.rope import RopeConfig
 from peagle.ops.strict_json import dumps
 from peagle.result import decode
@@ -49,7 +49,19 @@ PEAGLE_LAYERS, EAGLE3_LAYERS = 4, 1  # as their authors'
 MEASURED_STEPS = 6  # to find how many fit into --minutes
 PLANNED_FRAC = 0.9  # of the time: a machine that is a little slower later still comes to the end of the schedule
 EVALUATION_TOKENS = 256
-LENGTH = "recipe.steps"  # the one value of a record that a training may be continued with another of
+OPTIONS = {  # of a record's values that are not called as their options are
+    "rows_per_step": "--rows",
+    "recipe.cod.depth": "--depth",
+    "recipe.cod.ratio": "--ratio",
+    "recipe.cod.min_ratio": "--min-ratio",
+    "recipe.warmup_frac": "--warmup",
+    "recipe.decay_frac": "--decay",
+    "recipe.clip_norm": "--clip",
+    "recipe.train_embedding": "--freeze-embedding",
+    "recipe.compute_dtype": "--dtype",
+}
+# what a training may be continued with another of
+GIVEN, LENGTH = "data.given", "recipe.steps"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,13 +301,12 @@ def given_params(name: str, loaded: LoadedTarget, aux_layer_ids: tuple[int, ...]
 
 
 def begun_in(out: Path) -> dict[str, Any] | None:
-    """What recorded the training that is under way in the folder. Raises InputError for a folder of something else."""
-    path = out / RECIPE
-    if path.exists():
-        try:
-            return cast(dict[str, Any], json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            raise InputError(f"{path} cannot be read; expected what peagle train writes: take another --out") from None
+    """Read the record of the training that is under way in the folder; None for a new folder.
+
+    Raises InputError for a folder of something else.
+    """
+    if (record := read_record(out)) is not None:
+        return record
     if out.exists() and (not out.is_dir() or holds_files(out)):
         what = f"holds files, but no {RECIPE}" if out.is_dir() else "is a file"
         raise InputError(f"{out} {what}; expected a new folder, or one of a training")
@@ -311,9 +322,12 @@ def record_recipe(
     rows: int,
     documents: Sequence[Document],
     weights: str,
+    command: Mapping[str, Any],
 ) -> None:
-    """recipe.json is there; where it was, it says the same, or fewer steps: then it says from now on how many there
-    are, and at which step it was `continued`. Raises InputError where it says something else."""
+    """Write recipe.json, or check that it is the same. More steps are recorded, with the step they were `continued` at.
+
+    command: the options as they were typed, for --resume. Raises InputError that names every difference.
+    """
     folders = [folder for folder, _ in shares(data)]
     record = {
         "schema": 1,
@@ -327,64 +341,70 @@ def record_recipe(
     record = json.loads(dumps(record))
     if begun is None:
         out.mkdir(parents=True, exist_ok=True)
-        _write_record(out, {**record, "provenance": provenance()})
+        _write_record(out, {**record, COMMAND: dict(command), "provenance": provenance()})
         return
-    then, now = _flat(begun), _flat(record)
-    differing = [key for key in now if key not in ("data.given", LENGTH) and then.get(key) != now[key]]
-    if differing:
-        key = differing[0]
-        raise InputError(
-            f"{out} was begun with {key} {then.get(key)!r}, now it is {now[key]!r}; expected the same: take "
-            "another --out"
-        )
-    if recipe.steps < then[LENGTH]:
-        raise InputError(
-            f"{out} was begun with {then[LENGTH]} steps, now it is {recipe.steps}; expected as many or more"
-        )
-    if recipe.steps > then[LENGTH]:
-        continued = [*begun.get("continued", ()), {"at": steps_done(out), "steps_before": then[LENGTH]}]
+    stated = flat(record).keys()  # not what a later version adds
+    then, now = (
+        {key: value for key, value in flat(each).items() if key in stated and key not in (GIVEN, LENGTH)}
+        for each in (begun, record)
+    )
+    if difference := difference_in_words(then, now, _option):
+        raise InputError(f"{out} was begun with {difference}; expected the same: take another --out")
+    steps = begun["recipe"]["steps"]
+    if recipe.steps < steps:
+        raise InputError(f"{out} was begun with {steps} steps, now it is {recipe.steps}; expected as many or more")
+    if recipe.steps > steps:
+        continued = [*begun.get("continued", ()), {"at": steps_done(out), "steps_before": steps}]
         _write_record(out, {**begun, "recipe": record["recipe"], "continued": continued})
+
+
+def _option(key: str) -> str:
+    """Name the option that a value of the record comes from, or the value if several do."""
+    if key in OPTIONS:
+        return OPTIONS[key]
+    kind, _, name = key.partition(".")
+    return {"data": "--data", "target": "--target", "drafter": f"the drafter's {name.replace('_', ' ')}"}.get(
+        kind, "--" + name.replace("_", "-")
+    )
 
 
 def _write_record(out: Path, record: Mapping[str, Any]) -> None:
     write_text_whole(out / RECIPE, dumps(record, indent=1) + "\n")
 
 
-def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a.b": value} of {"a": {"b": value}}."""
-    flat: dict[str, Any] = {}
-    for key, value in record.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
 class Deadline:
-    """When so many minutes of training are over: without its first step, which compiles, and without evaluations."""
+    """When so many minutes of training are over. They begin with the first step that may begin."""
 
     def __init__(self, minutes: float | None) -> None:
         self._seconds = math.inf if minutes is None else 60 * minutes
-        self._asked, self._end = 0, math.inf
+        self._end: float | None = None
 
     def over(self) -> bool:
-        """Say whether no further step may begin; asked before each."""
-        self._asked += 1
-        if self._asked == 2:
-            self._end = time.monotonic() + self._seconds
-        return time.monotonic() >= self._end
-
-    @contextmanager
-    def moved(self) -> Iterator[None]:
-        """Move the end by the time that what goes on within takes."""
-        began = time.monotonic()
-        yield
-        self._end += time.monotonic() - began
+        """Return whether no further step may begin; call it before each."""
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + self._seconds
+        return now >= self._end
 
 
-def seconds_per_step(trainer: Trainer, initial: DrafterParams) -> float:
-    """The median time of a step on throw-away parameters, compilation left out."""
+def planned_steps(minutes: float, step_s: float, evaluation_s: float, evaluate_every: int) -> int:
+    """Return how many steps fit into most of so many minutes, with an evaluation at the end and after each so many.
+
+    evaluation_s: 0 without evaluations. evaluate_every: 0 for one at the end alone.
+    """
+    of_each = step_s + (evaluation_s / evaluate_every if evaluate_every else 0.0)
+    return max(0, int((PLANNED_FRAC * 60 * minutes - evaluation_s) / of_each))
+
+
+def seconds_per_step(trainer: Trainer, initial: DrafterParams, measured: Callable[[int, int], object]) -> float:
+    """Measure the median time of a step on throw-away parameters, without compilation.
+
+    measured(number of runs done, of all) is called before the first and after each.
+    """
     step, state = trainer.compiled(), trainer.begin(initial)
-    times = []
+    times: list[float] = []
     for number in range(MEASURED_STEPS):
+        measured(number, MEASURED_STEPS)
         interrupt.check()
         started = time.perf_counter()
         state, record = step(state, trainer.batches.at(number))

@@ -76,14 +76,15 @@ class TrainSettings:
     """Train a drafter for a target on data it wrote: P-EAGLE, or EAGLE-3.
 
     The folder holds recipe, log, checkpoints and the curve, and at the end the drafter;
-    the same command goes on where it was cut off.
+    the same command, or --resume, goes on where it was cut off.
 
     [bold]Examples[/bold]
 
       an hour             [cyan]peagle train --data DIR --out RUN --minutes 60[/cyan]
-      and 2000 more       [cyan]peagle train --data DIR --out RUN --steps 5000[/cyan]
+      go on, with more    [cyan]peagle train --out RUN --resume --steps 5000[/cyan]
       your own target     [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
       watch acceptance    [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
+      ten minutes         [cyan]peagle train --data DIR --out RUN --init DRAFTER --minutes 10[/cyan]
       the baseline        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
     """
 
@@ -95,8 +96,12 @@ class TrainSettings:
             rich_help_panel=DATA,
             help="What peagle data wrote; several, with their shares of a step's rows.",
         ),
-    ]
+    ] = ()
     out: OwnFolder
+    resume: Annotated[
+        bool,
+        Option("--resume", rich_help_panel=RUNNING, help="Go on in --out as begun; more with --steps or --minutes."),
+    ] = False
     target: Target = None
     steps: Annotated[
         int | None,
@@ -107,7 +112,7 @@ class TrainSettings:
         Option(
             "--minutes",
             rich_help_panel=LEARNING,
-            help="At most so long now, without evaluations; plans a new training's steps, by a measured one.",
+            help="At most so long now, from the first step on; plans as many steps as fit, by measured ones.",
         ),
     ] = None
     shape: ShapeOptions = ShapeOptions()

@@ -20,6 +20,7 @@ from drafter.train.shards import (
     write_shard,
 )
 from peagle.ops.errors import InputError
+from peagle.ops.files import write_whole
 
 
 def documents(seed: int, count: int = 5, taught: bool = False) -> list[Document]:
@@ -87,17 +88,19 @@ def test_an_unfinished_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_remains_of_a_killed_write_do_not_count_as_files(tmp_path: Path) -> None:
-    (tmp_path / ".manifest.json.tmp").write_text("{")
+    names: list[str] = []
+    write_whole(tmp_path / "any", lambda temporary: names.append(temporary.name))
+    (tmp_path / "any").rename(tmp_path / names[0])
     expect_folder(tmp_path, {"seed": 1})
-    open_folder(tmp_path, {"seed": 1})
-    assert os.listdir(tmp_path) == ["manifest.json"]
 
 
 def test_a_folder_continues_with_the_same_settings_only(tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    open_folder(folder, {"seed": 1, "target": "x"})
-    open_folder(folder, {"seed": 1, "target": "x"})
-    with pytest.raises(InputError, match="was made with seed 1, now it is 2"):
+    open_folder(folder, {"seed": 3, "target": "x"})
+    open_folder(folder, {"seed": 1, "target": "x"})  # no shard was made with the others
+    write_shard(folder, 0, documents(0))
+    open_folder(folder, {"seed": 1, "target": "y"})
+    with pytest.raises(InputError, match=r"was made with --seed 1 \(now 2\); expected the same"):
         open_folder(folder, {"seed": 2, "target": "x"})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")

@@ -14,6 +14,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from drafter.config import DrafterConfig
@@ -22,7 +23,7 @@ from drafter.train.batches import Batches, Source, pack
 from drafter.train.cod import Cod
 from drafter.train.folder import CHECKPOINTS, LOG, read_log, steps_done
 from drafter.train.shards import Document
-from drafter.train.trainer import Recipe, Trainer, TrainingStopped
+from drafter.train.trainer import Pace, Recipe, Trainer, TrainingStopped, _program, rate_schedule
 from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig
 
@@ -133,6 +134,55 @@ def test_with_more_steps_it_continues_at_the_rates_of_a_longer_training(tmp_path
     assert [step for step, _ in curve(out)] == [2, 4, 6]
     moved = trainer(tmp_path / "straight", longer).run(initial())
     assert not same(params, moved)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "decay"), [(2, 0.0, 1.0), (7, 0.3, 0.5), (20, 0.1, 0.95), (600, 0.02, 0.6)]
+)
+def test_the_rate_rises_stays_and_falls(steps: int, warmup: float, decay: float) -> None:
+    """Against optax's schedules."""
+    recipe = dataclasses.replace(RECIPE, learning_rate=0.5, warmup_frac=warmup, decay_frac=decay)
+    rises = max(1, int(steps * warmup))
+    falls = min(max(1, int(steps * decay)), max(1, steps - rises))
+    expected = optax.join_schedules(
+        [optax.linear_schedule(0.0, 0.5, rises), optax.constant_schedule(0.5), optax.linear_schedule(0.5, 0.0, falls)],
+        [rises, steps - falls],
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        found = [float(rate_schedule(recipe, jnp.float32(steps), 0.5)(step)) for step in range(steps + 2)]
+        np.testing.assert_allclose(found, [float(expected(step)) for step in range(steps + 2)], atol=1e-6)
+
+
+def test_a_longer_training_compiles_nothing(tmp_path: Path) -> None:
+    """Steps are measured before their number is known; the program that was measured trains."""
+    trainer(tmp_path / "run", dataclasses.replace(RECIPE, steps=2)).run(initial())
+    programs = _program.cache_info().misses
+    trainer(tmp_path / "run", dataclasses.replace(RECIPE, steps=5)).run(initial())
+    assert _program.cache_info().misses == programs
+
+
+def test_the_time_left_counts_neither_compiling_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("drafter.train.trainer.time", SimpleNamespace(monotonic=lambda: now[0]))
+    pace = Pace()
+    now[0] += 100  # compiling
+    pace.stepped()
+    assert pace.left_s(10, 0) is None
+    for seconds in (2, 2, 50, 2, 2):  # one was disturbed
+        now[0] += seconds
+        pace.stepped()
+    assert pace.left_s(10, 3) == 20
+    now[0] += 30
+    pace.evaluated(30.0)
+    now[0] += 2
+    pace.stepped()
+    assert pace.left_s(10, 3) == 20 + 3 * 30
+
+
+def test_progress_is_told_after_every_step(tmp_path: Path) -> None:
+    seen: list[tuple[int, bool]] = []
+    trainer(tmp_path / "run", progress=lambda step, left: seen.append((step, left is not None))).run(initial())
+    assert seen == [(step, step > 1) for step in range(1, 13)]
 
 
 class Killed(BaseException):

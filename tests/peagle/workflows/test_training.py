@@ -21,12 +21,12 @@ from drafter.train.folder import LOG, RECIPE, read_log
 from drafter.train.shards import read_shards
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.cli.train import _shown
+from peagle.cli.train import _shown, _weak
 from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.result import decode
-from peagle.workflows.training import Deadline, given_params
+from peagle.workflows.training import Deadline, given_params, planned_steps
 from target.load import load_target
 from tests.drafter.cases import random_params
 from tests.peagle.conftest import (
@@ -110,7 +110,21 @@ def test_data_go_on_where_they_were_cut_off_and_are_the_same(
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
     code, said = run(*arguments, "--out", copy, "--temperature", 1)
     assert code == 2
-    assert "was made with sampling" in said
+    assert "was made with --temperature 0.0 (now 1.0); expected the same" in said
+    code, said = run(*arguments, "--out", copy, "--temperature", 1, "--seed", 3, "--shard-prompts", 3)
+    assert "--shard-prompts 2 (now 3), --temperature 0.0 (now 1.0), --seed 0 (now 3)" in said
+
+
+def test_data_begun_without_a_shard_are_begun_anew(
+    directories: Directories, prompts: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("data", "--target", directories.target, "--prompt-file", prompts, "--out", tmp_path / "data")
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, peagle.workflows.answers, "decode")
+        assert run(*arguments, "-n", 20)[0] == 130
+    assert (tmp_path / "data" / "manifest.json").exists()
+    assert run(*arguments, "-n", 10)[0] == 0
+    assert json.loads((tmp_path / "data" / "manifest.json").read_text())["max_new_tokens"] == 10
 
 
 def test_a_turn_is_asked_with_the_answers_before_it(
@@ -373,7 +387,7 @@ def test_hidden_states_and_a_training_are_of_one_target(
     assert "holds what another target computed" in said
     code, said = run(*train(elsewhere, made, tmp_path / "begun"))
     assert code == 2
-    assert "was begun with target.weights" in said
+    assert "was begun with --target" in said
 
 
 @pytest.mark.parametrize(
@@ -424,9 +438,9 @@ def test_a_run_goes_on_after_ctrl_c_and_with_more_steps_and_is_not_mixed_with_an
     assert not (out / "drafter").exists()
     assert run(*train(directories, made, out))[0] == 0
     assert [line["step"] for line in read_log(out / LOG)] == [2, 4]
-    code, said = run(*train(directories, made, out, "--seed", 7))
+    code, said = run(*train(directories, made, out, "--seed", 7, "--width", 48))
     assert code == 2
-    assert "was begun with recipe.seed 0, now it is 7" in said
+    assert "was begun with --width 32 (now 48), --seed 0 (now 7); expected the same" in said
     code, said = run(*train(directories, made, out, "--steps", 3))
     assert code == 2
     assert "was begun with 4 steps, now it is 3; expected as many or more" in said
@@ -490,25 +504,78 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert "has all of its steps, 2; a larger --steps goes on with more" in capsys.readouterr().err
 
 
-def test_a_deadline_counts_neither_the_first_step_nor_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_begins_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("peagle.workflows.training.time", SimpleNamespace(monotonic=lambda: now[0]))
-    deadline = Deadline(1.0)
+    deadline, unending = Deadline(1.0), Deadline(None)
+    now[0] += 500  # loading
     seen = [deadline.over()]
-    now[0] += 500  # compiling
-    seen += [deadline.over()]
-    now[0] += 59
-    seen += [deadline.over()]
-    with deadline.moved():
-        now[0] += 1000
+    now[0] += 59  # compiling, evaluations
     seen += [deadline.over()]
     now[0] += 1
     seen += [deadline.over()]
-    assert seen == [False, False, False, False, True]
-    unending = Deadline(None)
+    assert seen == [False, False, True]
     assert not unending.over()
     now[0] += 1e9
     assert not unending.over()
+
+
+def test_evaluations_take_their_part_of_the_minutes() -> None:
+    """Nine tenths of ten minutes: steps of one second, an evaluation of 20 s at the end and after each 100."""
+    assert planned_steps(10.0, 1.0, 0.0, 0) == 540
+    assert planned_steps(10.0, 1.0, 20.0, 0) == 520
+    assert planned_steps(10.0, 1.0, 20.0, 100) == 433  # (540 - 20) / 1.2
+    assert planned_steps(0.1, 1.0, 20.0, 100) == 0
+
+
+def test_resume_needs_nothing_else_and_takes_more(
+    directories: Directories, made: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, straight = tmp_path / "run", tmp_path / "straight"
+    with monkeypatch.context() as patch:
+        press_ctrl_c_at(patch, Batches, "at", 2)
+        assert run(*train(directories, made, out))[0] == 130
+    assert run("train", "--out", out, "--resume")[0] == 0
+    assert run(*train(directories, made, straight))[0] == 0
+    one, other = (load_file(each / "drafter" / "model.safetensors") for each in (out, straight))
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    assert run("train", "--out", out, "--resume", "--steps", 6)[0] == 0
+    assert json.loads((out / RECIPE).read_text())["recipe"]["steps"] == 6
+    monkeypatch.setattr("peagle.cli.train.seconds_per_step", lambda *_: 30.0)
+    assert run("train", "--out", out, "--resume", "--minutes", 2)[0] == 0  # .9 of it: three steps
+    assert json.loads((out / RECIPE).read_text())["recipe"]["steps"] == 9
+    code, said = run("train", "--out", out, "--resume", "--seed", 5)
+    assert code == 2
+    assert "--resume goes on by the recipe in" in said
+    assert "seed is given, too" in said
+    code, said = run("train", "--out", tmp_path / "none", "--resume")
+    assert code == 2
+    assert "holds no training" in said
+    record = json.loads((out / RECIPE).read_text())
+    del record["command"]
+    (out / RECIPE).write_text(json.dumps(record))
+    assert "was begun by an older version" in run("train", "--out", out, "--resume")[1]
+
+
+def test_a_weak_drafter_is_a_warning_with_what_to_do() -> None:
+    trained = {"step": 10, "loss": 3.0, "hits_by_depth": [0.02, 0.0]}
+    assert "the first draft is right in 2% of the places" in (_weak([trained]) or "")
+    assert _weak([{**trained, "hits_by_depth": [0.5, 0.1]}]) is None
+    found = {"step": 10, "evaluation": {"acceptance_length": 1.04}}
+    assert "the acceptance length is 1.04, so drafting does not pay yet" in (_weak([trained, found]) or "")
+    assert _weak([trained, {"step": 10, "evaluation": {"acceptance_length": 2.0}}]) is None
+    assert _weak([]) is None
+
+
+def test_export_takes_the_target_from_the_training(
+    directories: Directories, made: Path, tmp_path: Path, run: Run
+) -> None:
+    assert run(*train(directories, made, tmp_path / "run"))[0] == 0
+    out = tmp_path / "theirs"
+    assert run("export", tmp_path / "run" / "drafter", "--out", out, "--dialect", "speculators")[0] == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
 
 
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:

@@ -1,0 +1,32 @@
+"""Records of runs: how two of them differ, in words."""
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the keys of `flat` records whose values differ, or that only one of them has, in order."""
+    return [key for key in {**now, **then} if then.get(key) != now.get(key)]
+
+
+def difference_in_words(then: Mapping[str, Any], now: Mapping[str, Any], name: Callable[[str], str]) -> str:
+    """Name what differs between two `flat` records: "--seed 0 (now 7), --width 512 (now 256)".
+
+    name: what a person calls a key. Several keys of one name are named once.
+    """
+    named = {
+        name(key): f"{_SHORT.repr(then.get(key))} (now {_SHORT.repr(now.get(key))})" for key in differing(then, now)
+    }
+    return ", ".join(f"{each} {values}" for each, values in named.items())
