@@ -235,8 +235,7 @@ def _trained(trainer: Trainer, initial: DrafterParams, minutes: float | None, di
         return f"{steps_done(out)} of {steps} steps are kept in {out}; the same command goes on after them"
 
     done = steps_done(out)
-    first = "compiling and training the first step" if done < steps else "reading the last step"
-    with display.keeping(kept), display.stage(first, animated=False) as advance:
+    with display.keeping(kept), display.stage("training", animated=False) as advance:
 
         def progress(step: int, left_s: float | None) -> None:
             advance(step, steps, left_s)
