@@ -1,9 +1,12 @@
 """`peagle report`: render runs of peagle sweep again, or compare several."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
+import rich.box
+import rich.table
 from rich.console import Console
+from rich.text import Text
 
 from peagle.cli.display import Display
 from peagle.cli.settings.report import ReportSettings
@@ -35,11 +38,13 @@ def report_command(settings: ReportSettings) -> int:
             raise InputError(f"{empty[0]} holds no request whose repeats are all there; resume it first")
         if len(folders) == 1:
             blocks = page.run_blocks(folders[0], found[folders[0]], loads)
+            tables = list(page.arms_blocks(folders[0], found[folders[0]]))
         else:
             blocks = page.comparison_blocks(found, [differences(folders[0], each) for each in folders[1:]])
+            tables = [("differences", block) for block in blocks if isinstance(block, pages.Table)]
         where = out or folders[0].path
         pages.write(where, blocks)
-    show(blocks, where, settings.quiet)
+    show(tables, where, settings.quiet)
     tell_of_pictures(display, where)
     return 0
 
@@ -50,11 +55,17 @@ def tell_of_pictures(display: Display, where: Path) -> None:
         display.note(f"without pictures, which need matplotlib: pip install matplotlib; then: peagle report {where}")
 
 
-def show(blocks: Sequence[pages.Block], where: Path, quiet: bool) -> None:
-    """Print the first table (of a comparison, the first run's), and the path of the whole page."""
+def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) -> None:
+    """Print tables with their titles, and the path of the whole page."""
     if quiet:
         return
-    console = Console(highlight=False, soft_wrap=True)
-    tables = [block for block in blocks if isinstance(block, pages.Table)]
-    console.print(pages.markdown(tables[:1]), markup=False)
-    console.print(f"{where / 'report.html'}", markup=False)
+    console = Console(highlight=False)
+    for title, table in tables:
+        shown = rich.table.Table(title=Text(title), title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for place, name in enumerate(table.header):
+            longest = max(map(len, name.split()))
+            shown.add_column(Text(name), justify="right" if place else "left", vertical="bottom", min_width=longest)
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        console.print(shown)
+    console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)

@@ -122,7 +122,7 @@ def _finish(folder: Folder, display: Display) -> None:
     with display.stage("drawing"):
         blocks = page.run_blocks(folder, folder.record["rows"], loads)
         pages.write(folder.path, blocks)
-    show(blocks, folder.path, quiet=not display.talks)
+    show(page.arms_blocks(folder, folder.record["rows"]), folder.path, quiet=not display.talks)
     tell_of_pictures(display, folder.path)
 
 

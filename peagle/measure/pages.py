@@ -34,14 +34,21 @@ Block = str | Table | Picture  # a string is Markdown: a heading, or a paragraph
 # no links, no images, no HTML: whatever a name holds, the page loads nothing
 _HTML_OF = MarkdownIt("zero").enable(["heading", "table", "backticks", "emphasis", "escape"])
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; color: #222; }
-h1 { font-size: 1.6em } h2 { font-size: 1.25em; margin-top: 2em; border-bottom: 1px solid #ddd }
-table { display: block; overflow-x: auto; border-collapse: collapse; font-size: .87em }
-th, td { border: 1px solid #ddd; padding: .25em .5em; text-align: right; white-space: nowrap }
-table { font-variant-numeric: tabular-nums } th { background: #f5f5f5 }
-th:first-child, td:first-child { text-align: left } code { overflow-wrap: anywhere }
-figure { display: inline-block; margin: .5em 1em .5em 0; width: 34em; max-width: 100%; vertical-align: top }
-img { width: 100% } figcaption { font-size: .87em; color: #555 }
+:root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --head: #f3f4f6; --quiet: #57606a }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e6e6; --page: #16181c; --line: #3a3f46; --head: #23272e; --quiet: #a4adb8 } }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; padding: 0 1.5em; max-width: 110em;
+  color: var(--text); background: var(--page) }
+h1 { font-size: 1.6em } h2 { font-size: 1.25em; margin-top: 2em; border-bottom: 1px solid var(--line) }
+p { max-width: 60em; text-wrap: pretty } code { overflow-wrap: anywhere }
+table { display: block; width: fit-content; max-width: 100%; overflow-x: auto; border-collapse: collapse;
+  font-size: .87em; margin: .6em 0 1.6em; font-variant-numeric: tabular-nums }
+th, td { border: 1px solid var(--line); padding: .25em .55em; text-align: right }
+td { white-space: nowrap } th { background: var(--head); vertical-align: bottom; max-width: 7.5em }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--page) }
+th:first-child { background: var(--head) }
+figure { display: inline-block; margin: .8em 1.6em 1.6em 0; width: 34em; max-width: 100%; vertical-align: top }
+img { width: 100%; border-radius: 4px; background: #fff } figcaption { font-size: .87em; color: var(--quiet) }
 @media print { body { max-width: none; margin: 0; font-size: 10pt } figure, table { break-inside: avoid }
   table { display: table; font-size: 7pt } th, td { padding: .1em .3em } }
 """

@@ -13,7 +13,8 @@ from peagle.measure.sweep.plan import AUTO
 Row = Mapping[str, Any]
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # safe for colour-blind readers
 MARKERS = "osD^vP*"
-WIDE, HIGH = 6.6, 4.0  # inches
+WIDE, HIGH = 5.4, 3.6  # inches: letters of 10 points are readable where the picture is 500 pixels wide
+HEADROOM = 1.12  # of an axis, over its highest point
 FEW_SERIES = 4
 
 
@@ -33,9 +34,7 @@ def acceptance_length(series: Mapping[str, Sequence[Row]]) -> str | None:
     def without_loops(row: Row) -> Any:
         return row["without_loops"]["acceptance_length"]
 
-    return _over_k(
-        series, "acceptance_length", "acceptance length (hollow: without looping outputs)", also=without_loops
-    )
+    return _over_k(series, "acceptance_length", "acceptance length", also=without_loops)
 
 
 def cycle(rows: Sequence[Row]) -> str | None:
@@ -61,7 +60,8 @@ def cycle(rows: Sequence[Row]) -> str | None:
         lengths = [row["tokens_per_step"] for row in profiled]
         shown = [(place, each) for place, each in zip(places, lengths, strict=True) if each is not None]
         _bars(axis, [place for place, _ in shown], [each for _, each in shown], label="tokens a pass", color="black")
-        axis.set(xlabel="K", ylabel="passes of plain decoding", ylim=(0, None))
+        axis.set(xlabel="K", ylabel="passes of plain decoding")
+        _from_zero(axis)
         axis.set_xticks(places, [row["label"] for row in profiled], rotation=_rotation(profiled))
         axis.legend()
 
@@ -78,7 +78,7 @@ def positions(series: Mapping[str, Row]) -> str | None:
         for (name, row), (color, marker) in zip(drafted.items(), _looks(), strict=False):
             rates = [each for each in row["rate_per_position"] if each is not None]
             _bars(axis, range(1, len(rates) + 1), rates, label=name, color=color, fmt=f"{marker}-")
-        axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1))
+        axis.set(xlabel="draft", ylabel="accepted / steps", ylim=(0, 1.05))
         axis.xaxis.get_major_locator().set_params(integer=True)
         _legend(axis, len(drafted))
 
@@ -126,7 +126,7 @@ def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
         axis.set_xticks(numbers, list(map(str, numbers)))
         axis.minorticks_off()
         highest = max(row["tok_per_s"]["high"] or row["tok_per_s"]["value"] for some in timed.values() for row in some)
-        axis.set(xlabel="requests at once", ylabel="total tokens a second", ylim=(0, 1.08 * highest))
+        axis.set(xlabel="requests at once", ylabel="total tokens a second", ylim=(0, HEADROOM * highest))
         _legend(axis, len(timed))
 
     return _svg(draw, len(timed))
@@ -143,7 +143,7 @@ def _over_k(
     labels.sort(key=lambda label: int(label) if label.isdecimal() else 1 << 30)
 
     def draw(axis: Any) -> None:
-        spread = np.linspace(-0.12, 0.12, len(series)) if len(series) > 1 else [0.0]
+        spread = np.linspace(-0.08, 0.08, len(series)) if len(series) > 1 else [0.0]
         for (title, rows), shift, (color, marker) in zip(series.items(), spread, _looks(), strict=False):
             for value, hollow in ((lambda row: row[key], False), (also, True)):
                 present = [row for row in rows if value is not None and value(row) is not None]
@@ -161,7 +161,8 @@ def _over_k(
                         )
         if level is not None:
             axis.axhline(level, color="grey", linewidth=0.8)
-        axis.set(xlabel="K", ylabel=name, ylim=(0, None))
+        axis.set(xlabel="K", ylabel=name, xlim=(-0.5, len(labels) - 0.5))
+        _from_zero(axis)
         axis.set_xticks(range(len(labels)), labels)
         _legend(axis, len(series))
 
@@ -169,12 +170,20 @@ def _over_k(
 
 
 def _bars(axis: Any, places: Sequence[int | float], values: Sequence[Mapping[str, float]], **style: Any) -> None:
-    """Draw points with their intervals."""
+    """Draw points with their intervals, in the legend, too, if they have any."""
     middle = np.array([each["value"] for each in values])
+    style = {"fmt": "o", "markersize": 5, "linewidth": 1.2} | style
+    if all(each["low"] is None for each in values):
+        axis.plot(list(places), middle, style.pop("fmt"), **{key: style[key] for key in style if key != "capsize"})
+        return
     ends = [[each[end] if each[end] is not None else each["value"] for end in ("low", "high")] for each in values]
     span = np.abs(np.array(ends) - middle[:, None]).T
-    style = {"fmt": "o", "capsize": 3, "markersize": 5, "linewidth": 1.2, "elinewidth": 1} | style
-    axis.errorbar(list(places), middle, span, **style)
+    axis.errorbar(list(places), middle, span, **({"capsize": 3, "elinewidth": 1} | style))
+
+
+def _from_zero(axis: Any) -> None:
+    """Begin the vertical axis at zero, with room above the highest point."""
+    axis.set_ylim(0, HEADROOM * axis.get_ylim()[1] / 1.05)  # matplotlib's own margin is .05
 
 
 def _looks() -> Iterator[tuple[str, str]]:
@@ -208,7 +217,7 @@ def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
 
     # no date and no random ids, so that the same figures give the same file
     with matplotlib.rc_context(
-        {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 9, "text.parse_math": False}
+        {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
     ):
         below = 0.1 * num_series if num_series > FEW_SERIES else 0.0  # two columns of lines of .2 inches
         figure, axis = plt.subplots(figsize=(WIDE, HIGH + below), layout="constrained")

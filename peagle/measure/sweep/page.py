@@ -41,6 +41,9 @@ SHORT = (  # of FIGURES
 )
 
 
+ACCEPTANCE = "Acceptance length over K; hollow markers: without looping outputs."
+SHORTEST = ("K", "acceptance length", "speed-up", "c(K)", "tok/s", "outputs equal to plain")  # of FIGURES
+NAMED = ("peagle", "jax", "jaxlib")  # packages whose versions a page names
 FORMULAS = (
     "Acceptance length: 1 + accepted / steps, over all steps that verified drafts; mean of requests: the same for each "
     "request, averaged. Per position: steps that accepted this draft / all steps; given those before: / steps "
@@ -100,6 +103,17 @@ def short_blocks(folder: Folder, rows: Sequence[Row], loads: Sequence[Row] = ())
             if not isinstance(block, Picture) or setting == plan.settings[0]:
                 blocks.append(block)
     return [*blocks, heading("How to read this"), FORMULAS, *_about_loads(loads)]
+
+
+def arms_blocks(folder: Folder, rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
+    """Yield for each setting its label and the short figures of all arms, for a terminal; then what to use."""
+    for setting in folder.plan.settings:
+        if some := _of(rows, setting):
+            lines = (dict(zip(FIGURES, _line(setting, row), strict=True)) for row in some)
+            yield setting.label, Table(SHORTEST, tuple(tuple(cells[name] for name in SHORTEST) for cells in lines))
+    for block in _summary(folder.plan, rows):
+        if isinstance(block, Table):
+            yield "the K to use", block
 
 
 def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequence[Difference]]) -> list[Block]:
@@ -189,7 +203,8 @@ def place_text(sitting: Mapping[str, Any]) -> str:
     where = f"{sitting['cpu']}, {sitting['num_threads']} threads" if device["platform"] == "cpu" else device["kind"]
     commit = f", commit {git['commit'][:10]}{' with changes' if git['dirty'] else ''}" if git else ""
     ran = "".join(f", {name} {value}" for name, value in sitting.get("ran", {}).items())
-    return f"{where}{ran}; jaxlib {sitting['packages']['jaxlib']}{commit}"
+    versions = ", ".join(f"{name} {sitting['packages'][name]}" for name in NAMED if name in sitting["packages"])
+    return f"{where}{ran}; {versions}{commit}"
 
 
 def _failures(folder: Folder) -> Iterator[Block]:
@@ -198,19 +213,29 @@ def _failures(folder: Folder) -> Iterator[Block]:
 
 
 def _summary(plan: Plan, rows: Sequence[Row]) -> Iterator[Block]:
-    """Name the fastest K of each setting."""
+    """Name the K to use of each setting, if one is surely faster than plain decoding, or none is faster."""
     lines = []
     for setting in plan.settings:
         chosen = best(_of(rows, setting))
         if chosen is None:
             continue
-        verdict = "plain decoding is fastest" if chosen["k"] == 0 else "yes" if sure(chosen) else "undecided"
+        if chosen["k"] == 0:
+            verdict = "0, plain decoding"
+        elif sure(chosen):
+            verdict = chosen["label"]
+        else:
+            verdict = "undecided"  # its interval reaches below 1
         without_loops = chosen["without_loops"]["acceptance_length"]
         figures = map(estimate_text, (chosen["speedup"], chosen["acceptance_length"], without_loops))
-        lines.append((setting.label, chosen["label"], *figures, verdict))
+        lines.append((setting.label, verdict, chosen["label"], *figures))
     if lines:
         yield heading("The K to use")
-        header = ("setting", "K", "speed-up", "acceptance length", "without loops", "faster than plain decoding?")
+        yield (
+            "K: tokens drafted a step. Speed-up: over plain decoding of the same requests. Acceptance length: tokens a "
+            "step, the target's own one among them. In brackets: 95 % intervals. Undecided: not even the fastest is "
+            "surely faster than plain decoding."
+        )
+        header = ("setting", "K to use", "fastest measured", "its speed-up", "its acceptance length", "without loops")
         yield Table(header, tuple(lines))
 
 
@@ -233,18 +258,30 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
         return
     slug, fast = _slug(setting.label), rows[1:]
     yield from _about(setting, rows)
+    yield (
+        "**Acceptance and speed.** Pooled over all requests; the columns of means and medians count each request the "
+        "same. c(K): what a pass costs, in passes of plain decoding; tokens a pass / c(K) is the speed-up."
+    )
     yield Table(
         FIGURES,
         tuple(_line(setting, row) for row in rows),
     )
     if all(row["draft_s"] is None for row in rows):
         yield "No steps were profiled, so the times of drafting and verifying are missing."
+    yield (
+        "**Times.** v(T): a pass of the target over T = K + 1 rows, in passes over one row. ttft: time to the first "
+        "token; tpot: time per token after it; itl: time between arrivals of tokens, of which several may come at once."
+    )
     yield Table(
         ("K", "ms a step", "draft ms", "verify ms", "rest ms", "v(T)", "ttft ms", "tpot ms", "itl ms: .5, .9, .99"),
         tuple(_times(row) for row in rows),
     )
     drafted = [row for row in fast if row["num_spec_steps"]]
     if drafted:
+        yield (
+            "**Drafts.** Per position: how often the first, second, ... draft is accepted, of all steps; given those "
+            "before: of the steps that accepted all drafts before it."
+        )
         yield Table(
             ("K", "per position", "given those before", "steps that accepted 0, 1, ...", "plain steps"),
             tuple(
@@ -275,11 +312,14 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
     yield from _parts(fast)
 
 
-def _parts(rows: Sequence[Row]) -> Iterator[Table]:
+def _parts(rows: Sequence[Row]) -> Iterator[Block]:
     """Make the tables by category and by prompt length."""
     for key, name in (("by_category", "category"), ("by_bucket", "prompt tokens")):
-        parts = [(row, part) for row in rows for part in row[key]]
+        found = [(row, part) for row in rows for part in row[key]]
+        names = list(dict.fromkeys(part["part"] for _, part in found))
+        parts = sorted(found, key=lambda each: names.index(each[1]["part"]))
         if parts:
+            yield f"**By {name}.**"
             header = (name, "K", "requests", "loop", "acceptance length", "speed-up", "tokens a pass", "c(K)", "v(T)")
             yield Table(
                 (*header, "tok/s", "ttft ms", "tpot ms", "without loops: acceptance", "speed-up"),
@@ -359,7 +399,7 @@ def _curves(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
     series = {title or "all": rows for title, rows in series.items() if rows}
     if series:
         yield from _picture(f"{slug}_speedup", charts.speedup(series), "Speed-up over K.")
-        yield from _picture(f"{slug}_acceptance", charts.acceptance_length(series), "Acceptance length over K.")
+        yield from _picture(f"{slug}_acceptance", charts.acceptance_length(series), ACCEPTANCE)
 
 
 def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:

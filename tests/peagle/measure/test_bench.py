@@ -1,8 +1,9 @@
 """`peagle bench`: counts, formulas, output and errors. No test depends on a measured time."""
 
+import contextlib
 import json
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -389,17 +390,22 @@ def test_markdown_alone_goes_to_standard_output(run: Run) -> None:
 
 
 def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from peagle.cli.display import Display
+    from peagle.cli.display import Advance, Display
 
-    told, advance = [], Display._advance
+    stage = Display.stage
 
-    def interrupt(self: Display, done: int, total: int) -> None:
-        told.append((done, total))
-        advance(self, done, total)
-        if (done, total) == (4 + 3, 12):  # of the tests, not of the bytes read
-            signal.raise_signal(signal.SIGINT)
+    @contextlib.contextmanager
+    def interrupting(self: Display, what: str, animated: bool = True) -> Iterator[Advance]:
+        with stage(self, what, animated) as advance:
 
-    monkeypatch.setattr(Display, "_advance", interrupt)
+            def advance_and_interrupt(done: int, total: int, left_s: float | None = None) -> None:
+                advance(done, total, left_s)
+                if (done, total) == (4 + 3, 12):  # of the tests, not of the bytes read
+                    signal.raise_signal(signal.SIGINT)
+
+            yield advance_and_interrupt
+
+    monkeypatch.setattr(Display, "stage", interrupting)
     code, out, _ = run(*ARGUMENTS, "--json", str(tmp_path / "out.json"))
     value = json.loads((tmp_path / "out.json").read_text())
     assert code == 130

@@ -219,7 +219,7 @@ def test_a_run_with_it_is_compared_with_one_without(
     (tmp_path / "before").mkdir()
     without = swept(monkeypatch, tmp_path / "before" / "run")
     assert "by_concurrency" not in without.record
-    assert "at once" not in (without.path / "README.md").read_text()
+    assert "requests at once" not in (without.path / "README.md").read_text()
     for pair in ((without, finished), (finished, without)):
         found = differences(*pair)
         assert [each.label for each in found] == ["1", "1", "3", "3"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from peagle.cli import main
-from peagle.measure.sweep import charts
+from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio, rows
 from peagle.measure.sweep.folder import RAW, RUN, Folder, open_run
@@ -75,6 +75,33 @@ def test_a_run_is_rendered_once_more_and_an_unfinished_one_says_so(
     (folder.path / RAW).write_text("")
     assert main(["report", str(folder.path)]) == 2
     assert "resume it first" in capsys.readouterr().err
+
+
+def test_the_terminal_shows_all_arms_and_a_winner_only_if_it_is_surely_one(
+    runs: tuple[Folder, Folder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twice as fast: not sure with few conversations, whose speed-up has no interval; sure with one above 1."""
+    folder = runs[0]
+    rewrite(folder, lambda _: None)
+    assert main(["report", str(folder.path)]) == 0
+    shown = capsys.readouterr().out
+    found = rows(folder)
+    labels = [line.split()[0] for line in shown.splitlines() if line.strip()]
+    assert all(row["label"].split(",")[0] in labels for row in found)
+    assert ("undecided" in shown) == (found[-1]["speedup"]["low"] is None)
+    surely = [row | {"speedup": {"value": 2.0, "low": 1.5, "high": 2.5}} if row["k"] else row for row in found]
+    (*_, (title, table)) = page.arms_blocks(folder, surely)
+    assert (title, table.rows[0][1]) == ("the K to use", found[1]["label"])
+    slower = [row | {"speedup": {"value": 0.5, "low": 0.4, "high": 0.6}} if row["k"] else row for row in found]
+    assert list(page.arms_blocks(folder, slower))[-1][1].rows[0][1] == "0, plain decoding"
+
+
+def test_an_interval_is_in_the_legend_only_if_it_is_drawn() -> None:
+    def line(low: float | None) -> dict[str, Any]:
+        return {"k": 1, "label": "1", "speedup": {"value": 2.0, "low": low, "high": None if low is None else 3.0}}
+
+    bare, with_interval = (charts.speedup({"a": [line(low)], "b": [line(low)]}) or "" for low in (None, 1.0))
+    assert ("LineCollection" in bare, "LineCollection" in with_interval) == (False, True)
 
 
 def test_a_run_in_short_has_the_figures_of_the_whole(
