@@ -94,8 +94,11 @@ def _checked(settings: DataSettings) -> Checked:
     conversations = [each for one in sets for each in one.conversations]
     if settings.num_prompts is not None:
         conversations = conversations[: settings.num_prompts]
-    if min(settings.shard_prompts, slots, settings.max_new_tokens) < 1 or min(settings.top, settings.sampling.seed) < 0:
-        raise InputError("--shard-prompts, --slots and -n must be 1 or more, --top and --seed 0 or more")
+    least = {"--shard-prompts": (settings.shard_prompts, 1), "--slots": (slots, 1), "-n": (settings.max_new_tokens, 1)}
+    least |= {"--top": (settings.top, 0), "--seed": (settings.sampling.seed, 0)}
+    for option, (value, lowest) in least.items():
+        if value < lowest:
+            raise InputError(f"{option} is {value}; expected {lowest} or more")
     config = inspect_target(directory).config
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")

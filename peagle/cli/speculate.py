@@ -28,7 +28,16 @@ from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
 from peagle.workflows.run import RunConfig, run
 
 DEFAULT_CONTEXT = 4096  # positions of a conversation; all that the model has, if it has fewer
-EXAMPLE = 'def get(self, key, default=None):\n    """Return the value for key, or the default if there is none."""'
+EXAMPLE = '''\
+Rename the function to `handle`.
+
+def push(self, item):
+    """Put an item into the queue, and wake up one of those that wait for it."""
+    with self._lock:
+        if self._closed:
+            raise ValueError("the queue is closed")
+        self._items.append(item)
+        self._ready.notify()'''  # which the demo can do
 
 
 Settings = SpeculateSettings | GenerateSettings

@@ -13,9 +13,9 @@ from peagle.cli.settings.shared import (
     MaxNewTokens,
     ModelOptions,
     PrefixCache,
-    Quiet,
     SamplingOptions,
     TemplateOptions,
+    TextOnly,
 )
 
 
@@ -54,4 +54,4 @@ class ChatSettings:
         Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="End an answer before this text; repeatable."),
     ] = ()
     prefix_cache: PrefixCache = "auto"
-    quiet: Quiet = False
+    quiet: TextOnly = False

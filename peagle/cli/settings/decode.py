@@ -18,11 +18,11 @@ from peagle.cli.settings.shared import (
     MaxNewTokens,
     ModelOptions,
     PrefixCache,
-    Quiet,
     RenderingOptions,
     SamplingOptions,
     Slots,
     Strict,
+    TextOnly,
 )
 from peagle.engine.request import DEFAULT_CHUNK
 
@@ -110,7 +110,7 @@ class DecodeSettings:
             help="Trace some of the steps once more, into this directory, and say where their time goes.",
         ),
     ] = None
-    quiet: Quiet = False
+    quiet: TextOnly = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,10 @@ Json = Annotated[
         help="All results as one JSON object; with - nothing else goes to standard output.",
     ),
 ]
-Quiet = Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="The text only: no progress, no summary.")]
+TextOnly = Annotated[
+    bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="The text only: no progress, no summary.")
+]
+Quiet = Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Warnings and errors only.")]
 PrefixCache = Annotated[
     str,
     Option(

@@ -96,8 +96,10 @@ class Plan:
     drafter_windows: tuple[str | None, ...] = (None,)
 
     def __post_init__(self) -> None:
-        if self.repeats < 1 or self.max_new_tokens < 2:
-            raise InputError("--repeats must be 1 or more, and -n 2 or more: a speed needs two tokens")
+        if self.repeats < 1:
+            raise InputError(f"--repeats is {self.repeats}; expected 1 or more")
+        if self.max_new_tokens < 2:
+            raise InputError(f"-n is {self.max_new_tokens}; expected 2 or more: a speed needs two tokens")
         if self.in_a_row < 1:
             raise InputError(f"--in-a-row is {self.in_a_row}; expected 1 or more requests")
         if self.special_tokens and True not in self.raw:
@@ -105,7 +107,8 @@ class Plan:
         if any(not 0 <= t < float("inf") for t in self.temperatures):
             raise InputError(f"--temperature is {max(self.temperatures, key=abs)}; expected finite numbers, 0 or more")
         if list(self.buckets) != sorted(set(self.buckets)) or any(edge < 1 for edge in self.buckets):
-            raise InputError("--buckets must be numbers of tokens that rise, such as 128,512")
+            typed = ",".join(map(str, self.buckets))
+            raise InputError(f"--buckets is {typed}; expected numbers of tokens that rise, such as 128,512")
         if wrong := [slots for slots in self.concurrencies if slots < 1]:
             raise InputError(f"--concurrency is {wrong[0]}; expected 1 or more requests at once")
         for k in self.ks:

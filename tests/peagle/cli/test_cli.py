@@ -22,6 +22,7 @@ import peagle.loading
 from peagle.api import Pair
 from peagle.cli import main
 from peagle.cli.display import Display
+from peagle.cli.speculate import EXAMPLE
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.ops.kernels import for_weights
@@ -292,7 +293,8 @@ def test_no_prompt_runs_the_built_in_example(cli: Run) -> None:
     code, out, err = cli(*SPECULATE)
     assert code == 0
     assert out
-    assert "def get" in err
+    assert "the built-in example:" in err
+    assert EXAMPLE.splitlines()[0] in err
 
 
 def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -> None:

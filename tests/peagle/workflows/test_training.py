@@ -393,7 +393,7 @@ def test_hidden_states_and_a_training_are_of_one_target(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("-n", 0), "-n must be 1 or more"),
+        (("-n", 0), "-n is 0; expected 1 or more"),
         (("--seed", -1), "--seed 0 or more"),
         (("--top", 100_000), f"--top is 100000; expected at most {VOCAB_SIZE}"),
         (("--taps", "0,1,2"), "give --hidden, too"),
