@@ -1,0 +1,127 @@
+"""The page at / in a real browser, by keyboard alone: Chromium, driven by playwright, if both are installed."""
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.peagle.conftest import toy_pair
+from tests.peagle.serve.conftest import service_of
+from tests.peagle.serve.running import PATIENCE_S, Running, eventually, running
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer: ByteLevelTokenizer) -> Iterator[Running]:
+    """One server for all tests, whose answers have the length they are asked for."""
+    service = service_of(toy_pair(tokenizer, ()))
+    with running(service) as found:
+        yield found
+    service.loop.close()
+
+
+class Visit:
+    """A page that is open, with what went wrong in it and where it sent requests."""
+
+    def __init__(self, page: Any, url: str) -> None:
+        self.page, self.errors, self.addresses = page, list[str](), list[str]()
+        page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", lambda request: self.addresses.append(request.url))
+        page.goto(url)
+
+    def text(self, name: str) -> str:
+        found: str = self.page.locator(f"#{name}").inner_text()
+        return found
+
+    def ends(self, pattern: str) -> None:
+        """Wait until the state's line matches."""
+        state = self.page.locator("#state")
+        sync_api.expect(state).to_have_text(re.compile(f"^({pattern})$"), timeout=1000 * PATIENCE_S)
+
+    def ask(self, text: str, most: int) -> None:
+        """Type a message and send it, without a mouse."""
+        self.page.locator("#most").fill(str(most))
+        self.page.locator("#prompt").focus()
+        self.page.keyboard.press("Control+A")
+        self.page.keyboard.type(text)
+        self.page.keyboard.press("Enter")
+
+
+@pytest.fixture
+def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
+    contexts = []
+
+    def open_page(url: str, width: int = 1400, scheme: str = "light") -> Visit:
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
+        return Visit(contexts[-1].new_page(), url)
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def test_a_message_is_answered_in_colours(server: Running, visit: Callable[..., Visit]) -> None:
+    seen = visit(server.url)
+    seen.ask("ab", 12)
+    seen.ends("finish: length")
+    spans = seen.page.locator(".assistant span")
+    assert spans.count() == 12
+    assert seen.text("count") == "12"
+    assert spans.first.get_attribute("class") == "prefill"
+    assert float(seen.text("length")) >= 1
+    assert seen.page.evaluate("document.activeElement.id") == "prompt"  # ready for the next message
+    assert seen.errors == []
+    assert {address.startswith(server.url) for address in seen.addresses} == {True}
+
+
+def test_escape_stops_an_answer_and_frees_its_slot(server: Running, visit: Callable[..., Visit]) -> None:
+    seen = visit(server.url)
+    seen.ask("ab", 200)
+    seen.page.keyboard.press("Escape")
+    seen.ends(r"stopped|finish: length")
+    eventually(lambda: server.service.loop.num_running == 0)
+    assert seen.errors == []
+
+
+def test_a_refusal_is_shown_where_the_answer_would_be(server: Running, visit: Callable[..., Visit]) -> None:
+    seen = visit(server.url)
+    seen.ask("ab " * 400, 5)
+    seen.ends(".*tokens.*")
+    assert seen.page.locator(".assistant").count() == 0
+    assert seen.page.locator("#prompt").input_value().startswith("ab")  # the message is not lost
+
+
+@pytest.mark.parametrize("width", [1400, 500])
+def test_it_is_readable_in_light_and_dark_and_fits_its_window(
+    server: Running, visit: Callable[..., Visit], width: int
+) -> None:
+    brightness = {}
+    for scheme in ("light", "dark"):
+        page = visit(server.url, width, scheme).page
+        brightness[scheme] = [
+            page.evaluate(
+                "name => getComputedStyle(document.body)[name].match(/[0-9]+/g).slice(0, 3)"
+                ".reduce((sum, each) => sum + Number(each), 0) / 3",
+                name,
+            )
+            for name in ("color", "backgroundColor")
+        ]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    (light_text, light_page), (dark_text, dark_page) = brightness["light"], brightness["dark"]
+    assert light_page - light_text > 128
+    assert dark_text - dark_page > 128
