@@ -56,9 +56,7 @@ class Visit:
     def ask(self, text: str, most: int) -> None:
         """Type a message and send it, without a mouse."""
         self.page.locator("#most").fill(str(most))
-        self.page.locator("#prompt").focus()
-        self.page.keyboard.press("Control+A")
-        self.page.keyboard.type(text)
+        self.page.locator("#prompt").fill(text)
         self.page.keyboard.press("Enter")
 
 
