@@ -11,7 +11,7 @@ NATIVE = Path(__file__).parent / "peagle" / "ops" / "native"
 
 
 class CustomBuildHook(BuildHookInterface):
-    """The wheel holds the kernels of every instruction set, or none."""
+    """The wheel holds the kernels that this machine runs, of every instruction set if asked for, or none."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
         spec = importlib.util.spec_from_file_location("native_build", NATIVE / "build.py")
@@ -20,7 +20,7 @@ class CustomBuildHook(BuildHookInterface):
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
         try:
-            made = [*native.build(), *native.build_launcher()]
+            made = [*native.build(every=native.asked_for_all()), *native.build_launcher()]
         except native.BuildError as error:
             print(f"peagle: no native kernels, XLA's own code will run instead: {error}", file=sys.stderr)
             return

@@ -11,5 +11,6 @@ python=${PYTHON:-python3}
 "$environment/bin/pip" install --quiet --upgrade pip
 # torch is an oracle of the parity tests: the CPU wheel, where the platform has one, without its CUDA packages
 "$environment/bin/pip" install --quiet torch==2.13.0
-"$environment/bin/pip" install --quiet -e '.[test]'
+# the kernels of every instruction set, where an installation compiles those of its machine alone
+PEAGLE_INSTRUCTION_SETS=all "$environment/bin/pip" install --quiet -e '.[test]'
 "$environment/bin/python" -m pytest

@@ -84,8 +84,10 @@ def _choose(wanted: str) -> tuple[str | None, str]:
     built = [isa for isa in instruction_sets() if _library(isa).exists()]
     # -P: the installed package, even in a checkout of the project
     again = f"{sys.executable} -P -m peagle.ops.native compiles them, given a C++ compiler"
-    if "portable" not in built or (wanted and wanted not in built):
+    if "portable" not in built:
         return None, f"the native kernels were not compiled; {again}"
+    if wanted and wanted not in built:
+        return None, f"the kernels for {wanted} were not compiled; {again.replace('compiles', '--all compiles')}"
     order = list(instruction_sets())
     try:
         machine = _open("portable").peagle_machine

@@ -1,10 +1,12 @@
 """Compile the native CPU kernels, one shared library per instruction set, and the CUDA kernels' launcher.
 
-    python -m peagle.ops.native
+    python -m peagle.ops.native [--all]
 
 Installing the package runs this if there is a C++ compiler (hatch_build.py), so this module imports only the standard
-library. The command is for an installation that found no compiler, or another jaxlib. The CUDA kernels themselves are
-compiled at their first use (peagle.ops.cuda).
+library. It compiles what this machine runs: its best instruction set, and the portable one, which tells machines apart.
+--all, or PEAGLE_INSTRUCTION_SETS=all while installing, compiles every set, for tests and for wheels. The command is for
+an installation that found no compiler, or another jaxlib. The CUDA kernels themselves are compiled at their first use
+(peagle.ops.cuda).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +24,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCES = ("packed.cc", "linear.cc", "experts.cc", "attention.cc", "rope.cc", "likeliest.cc", "ffi.cc")
 SUFFIX = ".so"
+VARIABLE = "PEAGLE_INSTRUCTION_SETS"
+CPU_INFO = Path("/proc/cpuinfo")
 CUDA = HERE.parent / "cuda"
 LAUNCHER = CUDA / f"launch{SUFFIX}"
 _X86 = {
@@ -51,6 +56,28 @@ def instruction_sets() -> dict[str, tuple[str, ...]]:
     return {**(_X86 if x86 else {}), "portable": ()}
 
 
+def sets_of_this_machine() -> dict[str, tuple[str, ...]]:
+    """Of `instruction_sets`, return the best that this machine runs, and the portable one; all if nobody can tell."""
+    sets = instruction_sets()
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        flags = None
+    if flags is None:
+        return sets
+    has = {name.replace("_", "") for name in flags[1].split()}
+    best = next(isa for isa, needs in sets.items() if {flag.removeprefix("-m") for flag in needs} <= has)
+    return {isa: sets[isa] for isa in dict.fromkeys((best, "portable"))}
+
+
+def asked_for_all() -> bool:
+    """Whether PEAGLE_INSTRUCTION_SETS is "all". Raises BuildError for another value."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "all"):
+        raise BuildError(f"{VARIABLE} is {asked!r}; expected all, or nothing for what this machine runs")
+    return asked == "all"
+
+
 def compiler() -> str:
     """Find the C++ compiler: $CXX, else the system's. Raises BuildError if there is none."""
     for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
@@ -68,17 +95,17 @@ def headers() -> Path:
     raise BuildError("jaxlib, which brings XLA's FFI headers, is not installed")
 
 
-def build(directory: Path = HERE, *, sanitize: bool = False) -> list[Path]:
+def build(directory: Path = HERE, *, every: bool = True, sanitize: bool = False) -> list[Path]:
     """Compile the CPU kernels' libraries into `directory`; return their paths.
 
-    Raises BuildError with the compiler's first error.
+    every: all instruction sets; else `sets_of_this_machine`. Raises BuildError with the compiler's first error.
     """
 
     def one(isa: str, flags: tuple[str, ...]) -> Path:
         sources = [HERE / source for source in SOURCES]
         return compile_library(library(isa, directory), sources, *flags, *(SANITIZE if sanitize else ()))
 
-    sets = instruction_sets()
+    sets = instruction_sets() if every else sets_of_this_machine()
     with ThreadPoolExecutor() as pool:
         return list(pool.map(one, sets.keys(), sets.values()))
 
@@ -111,10 +138,13 @@ def compile_library(path: Path, sources: list[Path], *flags: str) -> Path:
     return path
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Run the command."""
+    if arguments not in ([], ["--all"]):
+        print(f"peagle: {' '.join(arguments)!r} is no option of this; expected --all, or nothing", file=sys.stderr)
+        return 2
     try:
-        for path in [*build(), *build_launcher()]:
+        for path in [*build(every=bool(arguments) or asked_for_all()), *build_launcher()]:
             print(path)
     except BuildError as error:
         print(f"peagle: the native kernels were not built: {error}", file=sys.stderr)

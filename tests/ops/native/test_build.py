@@ -62,7 +62,7 @@ def compiler() -> str:
 def libraries(compiler: str) -> None:
     """If there is a compiler, all libraries must exist, so no test of the kernels may be skipped."""
     missing = [isa for isa in SETS if not build.library(isa).exists()]
-    assert not missing, f"{compiler} is here: python -m peagle.ops.native"
+    assert not missing, f"{compiler} is here: python -m peagle.ops.native --all"
 
 
 @pytest.fixture
@@ -142,6 +142,38 @@ def test_by_default_the_cpus_best_set_runs() -> None:
     assert native.status() == (best, f"native, {best}")
 
 
+@needs_libraries
+def test_an_installation_compiles_the_set_that_runs_and_the_portable_one() -> None:
+    expected = dict.fromkeys((best_of_machine("portable"), "portable"))
+    assert list(build.sets_of_this_machine()) == list(expected)
+
+
+def test_the_set_is_chosen_by_all_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(build, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+
+    def chosen(flags: str) -> list[str]:
+        (tmp_path / "cpuinfo").write_text(f"model name : any\nflags\t\t: fpu {flags} sse2\n")
+        return list(build.sets_of_this_machine())
+
+    avx512 = "avx2 fma avx512f avx512bw avx512vl avx512dq"
+    assert chosen(f"{avx512} avx512_vnni") == ["avx512vnni", "portable"]
+    assert chosen(avx512) == ["avx512", "portable"]
+    assert chosen("avx2 fma avx512f") == ["avx2", "portable"]
+    assert chosen("avx2") == ["portable"]  # without fma
+    (tmp_path / "cpuinfo").unlink()
+    assert build.sets_of_this_machine() == build.instruction_sets()
+
+
+def test_every_set_is_compiled_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not build.asked_for_all()
+    monkeypatch.setenv(build.VARIABLE, "all")
+    assert build.asked_for_all()
+    monkeypatch.setenv(build.VARIABLE, "avx3")
+    with pytest.raises(BuildError, match="'avx3'; expected all"):
+        build.asked_for_all()
+
+
 @pytest.mark.usefixtures("fresh")
 def test_xla_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native.VARIABLE, "xla")
@@ -194,7 +226,7 @@ def test_if_the_best_set_is_missing_the_next_runs(monkeypatch: pytest.MonkeyPatc
         again = AGAIN
         assert line == f"native, {isa} (those for {best} were not compiled; {again})"
         monkeypatch.setenv(native.VARIABLE, best)
-        assert refusal().startswith(f"PEAGLE_KERNELS is {best!r}, but the native kernels were not compiled; ")
+        assert refusal().startswith(f"PEAGLE_KERNELS is {best!r}, but the kernels for {best} were not compiled; ")
         monkeypatch.setenv(native.VARIABLE, isa)
         native.status.cache_clear()
         assert native.status() == (isa, f"native, {isa}"), "it was asked for"
@@ -258,7 +290,7 @@ def test_without_a_compiler_it_says_so(
         build.build(out)
     assert one_line(caught.value) == "no C++ compiler was found (CXX, c++, g++, clang++)"
     assert not list(out.iterdir())
-    assert build.main() == 2
+    assert build.main([]) == 2
     seen = capsys.readouterr()
     assert seen.out == ""
     assert seen.err == f"peagle: the native kernels were not built: {caught.value}\n"
