@@ -4,6 +4,7 @@ With workflows/ and the commands, the only module of peagle/ that imports target
 """
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from target.model import GptOss
 
 DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's training data
 MOST_STEPS_PER_DISPATCH = 24
@@ -304,22 +306,36 @@ def windows_in_words(config: "DrafterConfig") -> str:
 
 
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
-    """Return the directory of a name: one of the demo's, or itself.
+    """Return the directory of a name: one of the demo's, itself, or of OWNER/NAME in the local Hugging Face cache.
 
-    Raises InputError without a demo.
+    Nothing is fetched. Raises InputError without a demo, and for an OWNER/NAME that is neither a path nor in the cache.
     """
     if name == DEMO_EAGLE3 and part == "drafter":
         directory = DEMO_DIRECTORY / "drafter_eagle3"
     elif name == DEMO:
         directory = DEMO_DIRECTORY / part
     else:
-        return Path(name)
+        return Path(name) if Path(name).exists() or not REPOSITORY.fullmatch(str(name)) else _cached(str(name))
     if not (directory / "config.json").is_file():
         raise InputError(
             f"this installation of peagle comes without the demo {part}; give checkpoint directories with --target and "
             "--drafter, or train the demo with scripts/demo"
         )
     return directory
+
+
+def _cached(name: str) -> Path:
+    """Return the snapshot of a repository in the local Hugging Face cache. Raises InputError if there is none."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise InputError(
+            f"{name} is neither a directory nor in the local Hugging Face cache; expected a checkpoint: "
+            f"hf download {name} fetches it"
+        ) from None
 
 
 def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:

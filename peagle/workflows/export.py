@@ -122,9 +122,14 @@ def _trained_for(source: Path) -> str | None:
 
 
 def _directory(verifier: str | None) -> Path | None:
-    """The target's folder, where --verifier names one and no repository."""
-    directory = None if verifier is None else resolve(verifier, "target")
-    return directory if directory is not None and directory.is_dir() else None
+    """Return the target's folder; None if --verifier names a repository that is not on this machine."""
+    if verifier is None:
+        return None
+    try:
+        directory = resolve(verifier, "target")
+    except InputError:
+        return None
+    return directory if directory.is_dir() else None
 
 
 def _load(

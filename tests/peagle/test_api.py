@@ -236,6 +236,22 @@ def test_names_stand_for_the_demo_and_for_directories(directories: Directories) 
             drafter_path(directories.target, name)
 
 
+def test_a_repository_in_the_local_cache_is_found_by_its_name(
+    directories: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache as the Hugging Face hub lays it out. Nothing is fetched for another name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository, revision = tmp_path / "models--openai--gpt-oss-20b", "0" * 40
+    shutil.copytree(directories.target, repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    assert resolve("openai/gpt-oss-20b", "target") == repository / "snapshots" / revision
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("it asks the network"))
+    for name in ("openai/gpt-oss-120b", "run/drafter"):
+        with pytest.raises(InputError, match=rf"{name} is neither a directory nor in the local .* hf download {name}"):
+            resolve(name, "drafter")
+
+
 def test_a_pair_that_fits_has_the_drafters_taps(directories: Directories) -> None:
     assert check_fit(directories.target, directories.drafter).outputs == DRAFTER.aux_layer_ids
 
