@@ -54,13 +54,20 @@ def serve_command(settings: ServeSettings) -> int:
         context = chosen_context(pair, settings.context)
         kept = default_prefix_cache_bytes() if cache_bytes is None else cache_bytes
         engine = pair.engine(
-            pair.engine_config(k, slots=settings.slots, capacity=context, adaptive=adaptive, prefix_cache_bytes=kept)
+            pair.engine_config(
+                k,
+                slots=settings.slots,
+                capacity=context,
+                adaptive=adaptive,
+                prefix_cache_bytes=kept,
+                k_per_request=True,
+            )
         )
         _warm_up(engine, display)
         name = settings.served_model_name or (DEMO_NAME if target == DEMO else Path(target).resolve().name)
         for line in _described(pair, engine, name, adaptive):
             display.note(line)
-        return _serve(settings, engine, Prompter(pair, context, settings.date), name, keys, address, display)
+        return _serve(settings, engine, Prompter(pair, context, settings.date, k), name, keys, address, display)
 
 
 def _serve(

@@ -144,8 +144,8 @@ class Request:
     one, with their log-probabilities; None: no log-probabilities. `index` distinguishes requests of the same seed, such
     as the prompts of a file or several answers to one; requests in an engine may share one. `name` is the prompt's name
     in messages. `stop`: the answer's text ends before the first of these strings; peagle.result.Assembler applies
-    them, since the engine works on tokens only. num_speculative_tokens: the most drafts of a step of this request; None:
-    as many as the engine's.
+    them, since the engine works on tokens only. num_speculative_tokens: the most drafts of a step of this request;
+    None: the engine's.
     """
 
     prompt_ids: tuple[int, ...]

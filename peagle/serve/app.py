@@ -152,8 +152,8 @@ def create_app(service: Service) -> fastapi.FastAPI:
         requests = await service.encode(service.prompter.chat, body)
         tokenizer = service.prompter.tokenizer
         form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
-        form.token_origins, form.prompts = body.return_token_origins, [each.prompt_ids for each in requests]
-        return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer))
+        form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
+        return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer, channels=True))
 
     @guarded.post("/v1/completions")
     async def completions(request: fastapi.Request) -> fastapi.Response:

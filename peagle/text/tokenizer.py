@@ -42,9 +42,14 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(
-        self, messages: Sequence[Message], *, reasoning_effort: str | None = None, date: str = DEFAULT_DATE
+        self,
+        messages: Sequence[Message],
+        *,
+        reasoning_effort: str | None = None,
+        date: str = DEFAULT_DATE,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[int, ...]:
-        """Encode a chat up to the next answer. Text in a message never becomes a control token."""
+        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -164,9 +169,14 @@ class ByteLevelTokenizer:
         return bare if bare and bare[0] in self._special and bare[0] == ids[0] else ids
 
     def encode_chat(
-        self, messages: Sequence[Message], *, reasoning_effort: str | None = None, date: str = DEFAULT_DATE
+        self,
+        messages: Sequence[Message],
+        *,
+        reasoning_effort: str | None = None,
+        date: str = DEFAULT_DATE,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[int, ...]:
-        """Encode a chat up to the next answer. Text in a message never becomes a control token.
+        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
 
         Raises InputError if there is no template, or it refuses the chat.
         """
@@ -178,10 +188,11 @@ class ByteLevelTokenizer:
                 f"{self._directory} has no chat template; add chat_template.jinja, or give --raw-prompt"
             ) from None
         template, dates = fix_date(template, date)
-        masks = self._masks([*texts_in(messages), template, *options.values()])
+        masks = self._masks([*texts_in([messages, tools]), template, *options.values()])
         try:
             text = self._inner.apply_chat_template(
                 _with_texts([*messages], lambda text: text.translate(masks)),
+                tools=_with_texts([*tools], lambda text: text.translate(masks)) or None,
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=True,

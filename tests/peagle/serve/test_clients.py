@@ -54,7 +54,7 @@ def test_streams(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_the_clients_own(server: Running, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
+    with pytest.raises(openai.BadRequestError, match="tools are not supported") as refused:
         client.chat.completions.create(
             model=MODEL, messages=USER, tools=[{"type": "function", "function": {"name": "f"}}]
         )
