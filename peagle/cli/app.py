@@ -218,7 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         if not hasattr(error, "format_message"):  # not the parser's: a bug of ours, whose traceback is wanted
             raise
-        return _complain(f"{error.format_message()} (peagle --help shows the usage)")
+        message = error.format_message().replace("Value error, ", "").replace("Input should be", "expected")
+        return _complain(f"{message} (peagle --help shows the usage)")
     return code if isinstance(code, int) else OK
 
 

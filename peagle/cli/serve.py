@@ -82,7 +82,14 @@ def _serve(
     loop = EngineLoop(engine, settings.max_queue)
     service = Service(loop, prompter, name, keys, settings.max_body, log=None if settings.quiet else _log())
     try:
-        serve(create_app(service), loop, address, settings.drain, lambda url: display.note(f"ready: {url}/v1"))
+        serve(
+            create_app(service),
+            loop,
+            address,
+            settings.drain,
+            lambda url: display.note(f"ready: {url}/v1"),
+            display.note,
+        )
     finally:
         loop.close()
     if loop.failure is not None:

@@ -204,6 +204,8 @@ async def _reply(
         return EventStream(_events(form, answers), finish)
     try:
         return JsonReply(await until_disconnect(request.receive, _whole(form, answers)))
+    except asyncio.CancelledError:  # the server ends before its client
+        raise ClientDisconnect from None
     finally:
         finish()
 

@@ -106,7 +106,7 @@ class EventStream(Response):
 
         try:
             await until_disconnect(receive, pump())
-        except (ClientDisconnect, OSError):
+        except (ClientDisconnect, OSError, asyncio.CancelledError):  # cancelled: the server ends before its client
             return
         finally:
             self._close()

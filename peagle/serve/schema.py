@@ -3,6 +3,7 @@
 Ranges are checked where the values are used (`peagle.engine.request`).
 """
 
+import re
 from typing import Any, Literal, TypeVar
 
 import pydantic
@@ -217,6 +218,11 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
         )
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
-    reason = first["msg"][:1].lower() + first["msg"][1:]
-    expected = EXPECTED.get(place[0] if place else "", reason.replace("input should be", "expected"))
+    expected = EXPECTED.get(place[0] if place else "", _in_words(first["msg"]))
     return ApiError(400, f"{name} is {brief(first['input'])}; {expected}", name, "invalid_type")
+
+
+def _in_words(message: str) -> str:
+    """Say what the type checker expected."""
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message.removeprefix("Value error, "))
+    return message.replace("Input should be", "expected").replace("a valid string", "a text").replace("a valid ", "a ")

@@ -33,12 +33,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> C
             finally:
                 os.kill(os.getpid(), number)
 
-        def watched(app: Any, loop: Any, address: Any, drain_s: int, ready: Use) -> None:
+        def watched(app: Any, loop: Any, address: Any, drain_s: int, ready: Use, note: Use) -> None:
             def told(url: str) -> None:
                 ready(url)
                 threading.Thread(target=used, args=(url,)).start()
 
-            serve(app, loop, address, drain_s, told)
+            serve(app, loop, address, drain_s, told, note)
 
         monkeypatch.setattr(peagle.cli.serve, "serve", watched)
         return main(["serve", "--port", "0", "--prefix-cache", "1MB", *options])
