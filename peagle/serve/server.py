@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         self._engine_loop, self._drain_s, self._ready, self._note = loop, drain_s, ready, note
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  a signal handler's two
         """Begin the drain; end it at a second signal. A signal handler takes no locks, so the event loop does that."""
         if not self.should_exit or self._event_loop is None:
             self.should_exit = True
@@ -127,10 +127,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine_loop.draining = True
         if count := self._engine_loop.num_open:
-            self._note(
-                f"shutting down: {_counted(count)} under way may take up to {self._drain_s} s; another Ctrl-C or SIGTERM "
-                "cuts them off"
-            )
+            within = f"{_counted(count)} under way may take up to {self._drain_s} s"
+            self._note(f"shutting down: {within}; another Ctrl-C or SIGTERM cuts them off")
         deadline = asyncio.get_running_loop().call_later(self._drain_s, self._cut, DEADLINE)
         try:
             await super().shutdown(sockets)
