@@ -1,6 +1,7 @@
 """`peagle serve`: load a pair, warm it up, and answer HTTP requests in OpenAI's form until SIGTERM or Ctrl-C."""
 
 import logging
+import re
 import socket
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import size_in_words
 from peagle.serve.app import Service, create_app
+from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
 from peagle.serve.prompts import Prompter
 from peagle.serve.server import bind, serve
@@ -45,10 +47,14 @@ def serve_command(settings: ServeSettings) -> int:
         if value < least:
             raise InputError(f"{option} is {value}; expected {least} or more")
     keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    for origin in settings.allow_origin:
+        check_allowed_origin(origin)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
     with bind(settings.host, settings.port) as address:
         if settings.host not in LOOPBACK and not keys:
             say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
+        if ANY_ORIGIN in settings.allow_origin and not keys:
+            say("warning", "--allow-origin * lets every site that a visitor opens in, and no --api-key-file is given")
         pair = load_pair(target, drafter, settings.model, settings.drafting, display)
         k, adaptive = pair.num_drafts(asked)
         context = chosen_context(pair, settings.context)
@@ -80,7 +86,8 @@ def _serve(
     display: Display,
 ) -> int:
     loop = EngineLoop(engine, settings.max_queue)
-    service = Service(loop, prompter, name, keys, settings.max_body, log=None if settings.quiet else _log())
+    log = None if settings.quiet else _log()
+    service = Service(loop, prompter, name, keys, settings.max_body, settings.allow_origin, log)
     try:
         serve(
             create_app(service),
@@ -106,6 +113,12 @@ def read_keys(path: Path) -> tuple[str, ...]:
     if not keys:
         raise InputError(f"--api-key-file {path} is empty; expected a key a line")
     return keys
+
+
+def check_allowed_origin(origin: str) -> None:
+    """Raise InputError for text that a browser never sends as an origin."""
+    if origin != ANY_ORIGIN and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+        raise InputError(f"--allow-origin is {origin!r}; expected a site as https://example.org, without a path, or *")
 
 
 def _warm_up(engine: Engine, display: Display) -> None:

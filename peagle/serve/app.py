@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import fastapi
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -34,13 +35,14 @@ Found = TypeVar("Found")
 
 @dataclass
 class Service:
-    """All that the routes use. keys: empty means that none is required."""
+    """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them."""
 
     loop: EngineLoop
     prompter: Prompter
     model: str
     keys: Sequence[str] = ()
     max_body: int = DEFAULT_MAX_BODY
+    origins: Sequence[str] = ()
     log: logging.Logger | None = None  # of a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(init=False)
@@ -122,9 +124,17 @@ def create_app(service: Service) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="peagle", docs_url=None, redoc_url=None, openapi_url=None)
 
     def authorised(request: fastapi.Request) -> None:
-        check_origin(request)
+        check_origin(request, service.origins)
         check_key(request, service.keys)
 
+    if service.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
     guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorised)])
 
     @app.get("/health")
@@ -180,6 +190,11 @@ def create_app(service: Service) -> fastapi.FastAPI:
         body = parse(DetokenizeBody, await read_body(request, service.max_body))
         service.check_model(body.model)
         return {"prompt": await service.encode(service.prompter.detokenize, body)}
+
+    @guarded.get("/tokenizer_info")
+    async def tokenizer_info() -> JsonReply:
+        info = {**service.prompter.tokenizer.info, "tokenizer_class": "PreTrainedTokenizerFast"}
+        return JsonReply({**info, "model_max_length": service.prompter.context})
 
     @guarded.get("/metrics")
     async def metrics() -> fastapi.Response:

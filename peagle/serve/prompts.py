@@ -25,7 +25,7 @@ from peagle.serve.schema import (
 from peagle.serve.tools import begin_call, chat_of, offered, takes_tools
 from peagle.text.channels import CALL
 from peagle.text.prompts import brief, check_encodable
-from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize
+from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class Prompter:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "expected exactly one of prompt and messages", "prompt")
         if body.prompt is not None:
-            return self.encode(body.prompt)
+            ids = self.encode(body.prompt)
+            return ids if body.add_special_tokens else encode_characters(self.tokenizer, body.prompt)
         assert body.messages is not None
         tools, _ = offered(body.tools, "auto", bool(body.tools) and self.takes_tools)
         return self.encode_chat(body.messages, body.reasoning_effort, tools)

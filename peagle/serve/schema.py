@@ -159,6 +159,7 @@ class TokenizeBody(Body):
     messages: list[ChatMessage] | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
     tools: list[Tool] = []
+    add_special_tokens: bool = True  # that the tokenizer puts before a text
 
 
 class DetokenizeBody(Body):

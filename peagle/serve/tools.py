@@ -14,7 +14,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.schema import ChatMessage, NamedTool, PastCall, Tool
 from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, final_message
 from peagle.text.prompts import brief
-from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize
+from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize, encode_characters
 
 MOST_TOOLS = 128  # the limit of OpenAI's API
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -98,9 +98,9 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
         raise ApiError(400, message, "tool_choice", "unsupported_parameter")
     return (
         *prompt_ids,
-        *_characters(tokenizer, f" to={FUNCTIONS}{name}"),
+        *encode_characters(tokenizer, f" to={FUNCTIONS}{name}"),
         control[CHANNEL],
-        *_characters(tokenizer, "commentary json"),
+        *encode_characters(tokenizer, "commentary json"),
         control[MESSAGE],
     )
 
@@ -180,8 +180,3 @@ def _definition(tool: Tool) -> dict[str, Any]:
     given = tool.function
     parameters = {} if given.parameters is None else {"parameters": given.parameters}
     return {"type": "function", "function": {"name": given.name, "description": given.description or "", **parameters}}
-
-
-def _characters(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Encode a text, without what the tokenizer puts before one."""
-    return tokenizer.encode(text)[len(tokenizer.encode("")) :]

@@ -34,6 +34,11 @@ class Tokenizer(Protocol):
         """The control tokens: id -> spelling."""
         ...
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Its special tokens by their roles (bos_token, ...) and its chat_template; None where it has none."""
+        ...
+
     def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before a text.
 
@@ -91,6 +96,11 @@ def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Convert ids to text, special tokens spelled out."""
     detokenizer = Detokenizer(tokenizer)
     return detokenizer.add(token_ids) + detokenizer.flush()
+
+
+def encode_characters(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Encode a text without the tokens that the tokenizer puts before one."""
+    return tokenizer.encode(text)[len(tokenizer.encode("")) :]
 
 
 def template_fingerprint(directory: Path) -> str:
@@ -158,6 +168,13 @@ class ByteLevelTokenizer:
     def special_tokens(self) -> Mapping[int, str]:
         """The control tokens: id -> spelling."""
         return self._special
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Its special tokens by their roles and its chat_template; None where it has none."""
+        roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+        found = {role: getattr(self._inner, role) for role in roles}
+        return {**found, "chat_template": self._inner.chat_template}
 
     def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before it, but no token twice.

@@ -89,6 +89,7 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.asked = 0
         self.special_tokens: Mapping[int, str] = {}
+        self.info: Mapping[str, Any] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
         self.asked += 1

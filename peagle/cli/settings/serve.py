@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
+from peagle.cli.options import defaults_from
 from peagle.cli.settings.shared import (
     MODEL,
     OUTPUT,
@@ -28,6 +29,7 @@ class ServeSettings:
       the demo pair          [cyan]peagle serve[/cyan]
       your own checkpoints   [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
       with a key             [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
+      options from a file    [cyan]peagle serve --config serve.toml[/cyan], with lines as max-queue = 8
       and call it            [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
     """
 
@@ -88,6 +90,15 @@ class ServeSettings:
             help="Keys, one a line, of which a client must send one. Default: none is needed.",
         ),
     ] = None
+    allow_origin: Annotated[
+        tuple[str, ...],
+        Option(
+            "--allow-origin",
+            metavar="ORIGIN",
+            rich_help_panel=RUNNING,
+            help="A site whose pages may use this server from a browser, as https://example.org; *: any. Repeatable.",
+        ),
+    ] = ()
     prefix_cache: PrefixCache = "auto"
     drain: Annotated[
         int,
@@ -101,3 +112,14 @@ class ServeSettings:
     quiet: Annotated[
         bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No notes, no line for each request.")
     ] = False
+    config: Annotated[
+        Path | None,
+        Option(
+            "--config",
+            metavar="FILE.toml",
+            is_eager=True,
+            callback=defaults_from,
+            rich_help_panel=RUNNING,
+            help="Options by name; those typed here take precedence.",
+        ),
+    ] = None

@@ -100,7 +100,11 @@ def make(tokenizer: ByteLevelTokenizer) -> Iterator[Callable[..., Service]]:
     """Make a server of one's own."""
     made: list[Service] = []
 
-    def making(stops: tuple[int, ...] = (1,), **options: Any) -> Service:
+    shared_tokenizer = tokenizer
+
+    def making(
+        stops: tuple[int, ...] = (1,), tokenizer: ByteLevelTokenizer = shared_tokenizer, **options: Any
+    ) -> Service:
         made.append(service_of(toy_pair(tokenizer, stops), **options))
         return made[-1]
 

@@ -175,6 +175,7 @@ def test_every_route_that_works_needs_the_key(make: Any) -> None:
         ("POST", COMPLETIONS),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
+        ("GET", "/tokenizer_info"),
         ("GET", "/metrics"),
     ]
     wrong = [{}, {"Authorization": "Bearer other"}, {"Authorization": "Basic first"}, {"Authorization": "Bearer "}]
@@ -193,6 +194,27 @@ def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
     assert client.get("/v1/models", headers={"Origin": "http://testserver"}).status_code == 200
     proxied = {"Origin": "https://public.example", "Sec-Fetch-Site": "same-origin"}
     assert client.get("/v1/models", headers=proxied).status_code == 200
+
+
+def test_pages_of_sites_that_are_allowed_may_use_it(make: Any) -> None:
+    """With the headers that browsers ask for; a preflight has no key."""
+    client = client_of(make(origins=("https://chat.example",), keys=("key",)))
+    origin = {"Origin": "https://chat.example"}
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    preflight = client.options(COMPLETIONS, headers={**origin, **asked})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    reply = client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={**origin, "Authorization": "Bearer key"})
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == "https://chat.example"
+    refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers=origin), 401, "key")
+    other = {"Origin": "https://other.example"}
+    refused(client.post(COMPLETIONS, headers={**other, "Authorization": "Bearer key"}), 403, "may not use")
+    assert "access-control-allow-origin" not in client.options(COMPLETIONS, headers={**other, **asked}).headers
+    anyone = client_of(make(origins=("*",)))
+    reply = anyone.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers=other)
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "*")
 
 
 def test_requests_are_logged_without_what_they_say(make: Any, caplog: pytest.LogCaptureFixture) -> None:

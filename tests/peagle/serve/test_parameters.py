@@ -9,10 +9,11 @@ from fastapi.testclient import TestClient
 
 from peagle.api import Pair
 from peagle.engine.request import TokenLogprobs
+from peagle.loading import DEMO_DIRECTORY
 from peagle.result import Result
 from peagle.serve.answers import Part
 from peagle.serve.replies import CompletionForm
-from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
+from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, K, client_of
 
@@ -278,6 +279,26 @@ def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(client: TestCli
     assert complete(client, speculative={})["metrics"] == whole["metrics"]
     in_chat = chat(client, speculative={"num_speculative_tokens": 2}, max_tokens=40)
     assert in_chat["metrics"]["speculative_decoding"]["num_spec_tokens"] == 2
+
+
+def test_the_tokenizer_of_the_server_is_described(client: TestClient) -> None:
+    """As clients ask that encode by the server (lm-eval's tokenizer_backend=remote)."""
+    info = client.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["unk_token"]) == ("<|startoftext|>", "<|return|>", None)
+    assert "strftime_now" in info["chat_template"]
+    assert info["model_max_length"] == CONTEXT
+
+
+def test_tokens_before_a_text_can_be_left_out(make: Any) -> None:
+    demo = load_tokenizer(DEMO_DIRECTORY / "target")
+    assert demo is not None
+    client = client_of(make(tokenizer=demo))
+    whole, bare = (
+        client.post("/tokenize", json={"prompt": "def f", "add_special_tokens": add}).json()["tokens"]
+        for add in (True, False)
+    )
+    assert whole == [whole[0], *bare]
+    assert detokenize(demo, bare) == "def f"
 
 
 def test_tokens_and_text_are_each_others_inverse(client: TestClient) -> None:
