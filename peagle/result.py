@@ -123,6 +123,7 @@ class Result:
     steps: tuple[StepRecord, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if the request sets logprobs
     num_cached_tokens: int = 0  # of the prompt, that the prefix cache held
+    num_reasoning_tokens: int = 0  # of the output, if its channels were parsed
     times_s: tuple[float, ...] = ()  # arrivals of tokens; those of one dispatch arrive together and count once
 
     @property
@@ -285,6 +286,7 @@ class Assembler:
             steps=tuple(self._steps),
             logprobs=tuple(self._logprobs),
             num_cached_tokens=self._num_cached_tokens,
+            num_reasoning_tokens=0 if self._parser is None else self._parser.num_reasoning_tokens,
             times_s=tuple(self._times),
         )
 

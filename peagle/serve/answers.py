@@ -118,6 +118,7 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(result.num_reasoning_tokens for result in results)},
     }
 
 

@@ -26,7 +26,8 @@ from peagle.serve.loop import EngineLoop
 from peagle.serve.metrics import Metrics
 from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.prompts import Prompter
-from peagle.serve.replies import ChatForm, CompletionForm, Form, error_event
+from peagle.serve.replies import ChatForm, CompletionForm, Form
+from peagle.serve.responses import ResponsesBody, ResponsesForm, chat_body
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
 
 DEFAULT_MAX_BODY = 4_000_000
@@ -165,6 +166,16 @@ def create_app(service: Service) -> fastapi.FastAPI:
         form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
         return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer, channels=True))
 
+    @guarded.post("/v1/responses")
+    async def responses(request: fastapi.Request) -> fastapi.Response:
+        asked = parse(ResponsesBody, await read_body(request, service.max_body))
+        service.check_model(asked.model)
+        body = chat_body(asked)
+        requests = await service.encode(service.prompter.chat, body)
+        tokenizer = service.prompter.tokenizer
+        form = ResponsesForm(service.model, tokenizer, asked=asked)
+        return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer, channels=True))
+
     @guarded.post("/v1/completions")
     async def completions(request: fastapi.Request) -> fastapi.Response:
         body = parse(CompletionBody, await read_body(request, service.max_body))
@@ -237,11 +248,13 @@ async def _events(form: Form, answers: Answers) -> AsyncIterator[str]:
     """Make the events of a stream. An error in its midst becomes an event."""
     try:
         async with contextlib.aclosing(answers.parts()) as parts:
+            if begun := form.begin():
+                yield begun
             async for part in parts:
                 if choices := form.read(part):
                     yield "".join(map(form.event, choices))
     except ApiError as error:
-        yield error_event(error.body())
+        yield form.failed(error)
     else:
         yield form.end(answers.results())
 

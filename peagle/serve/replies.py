@@ -10,6 +10,7 @@ from peagle.engine.request import TokenLogprobs
 from peagle.ops.strict_json import dumps
 from peagle.result import Result
 from peagle.serve.answers import Part, TokenTexts, metrics, usage
+from peagle.serve.errors import ApiError
 from peagle.text.channels import Delta
 from peagle.text.tokenizer import Tokenizer
 
@@ -31,6 +32,14 @@ class Form:
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+
+    def begin(self) -> str:
+        """Make the events before the first part."""
+        return ""
+
+    def failed(self, error: ApiError) -> str:
+        """Make the last events of a stream that fails."""
+        return _event(error.body()) + DONE
 
     def read(self, part: Part) -> list[dict[str, Any]]:
         """Read a part of an answer; return its choices in a stream."""
@@ -251,11 +260,6 @@ class CompletionForm(Form):
             "top_logprobs": [{self._token(token): value for token, value in each.best} for each in found],
             "text_offset": offsets,
         }
-
-
-def error_event(body: dict[str, Any]) -> str:
-    """Make the last events of a stream that fails."""
-    return _event(body) + DONE
 
 
 def _event(value: dict[str, Any]) -> str:

@@ -25,6 +25,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "use_beam_search": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "include": ([], ["reasoning.encrypted_content"]),  # reasoning is returned as it is
+    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "medium"}),
+    "stream_options": ({"include_obfuscation": False},),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "audio": ({},),
@@ -34,6 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 EXPECTED = {  # of fields of several types
     "prompt": "expected a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "expected a text or a list of texts",
+    "input": "expected a text or a list of items",
     "tool_choice": "expected 'none', 'auto', 'required', or a function by its name",
 }
 
@@ -178,10 +184,15 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         raise ApiError(400, f"the body is not valid JSON: {error}; expected an object in UTF-8") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body is {brief(given)}; expected a JSON object")
+    return validated(kind, _without_neutral(given, kind))
+
+
+def validated(kind: type[Kind], given: Any, where: str = "") -> Kind:
+    """Check a value of a body. Raises ApiError with the name of the field, below `where`, that is wrong."""
     try:
-        return kind.model_validate(_without_neutral(given, kind))
+        return kind.model_validate(given)
     except pydantic.ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, where) from None
 
 
 def _without_neutral(given: Any, kind: type[Body] | None = None) -> Any:
@@ -203,13 +214,13 @@ def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and value == other
 
 
-def _refusal(error: pydantic.ValidationError) -> ApiError:
+def _refusal(error: pydantic.ValidationError, where: str) -> ApiError:
     """Name the first field that is wrong."""
     first, *_ = error.errors(include_url=False, include_context=False)
     # branches of a union are part of the place, but no field of the body
     place = [str(part) for part in first["loc"] if isinstance(part, int) or "[" not in part]
-    place = [part for part in place if part not in ("str", "TextPart", "NamedTool")]
-    name = ".".join(place) or "the body"
+    place = [part for part in place if part not in ("str", "TextPart", "NamedTool", "FunctionChoice")]
+    name = ".".join([where] * bool(where) + place) or "the body"
     if first["type"] == "extra_forbidden":
         return ApiError(
             400,

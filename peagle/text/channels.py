@@ -106,6 +106,7 @@ class ChannelParser:
         self._control = {token_id: name for name, token_id in names.items()} if begun else {}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._queue: collections.deque[tuple[str, bool]] = collections.deque()  # (text, whether a control token)
+        self.num_reasoning_tokens = 0  # of messages, not of headers; exact if all text is certain
         self._certain: int | None = None  # characters of the queue that are certain; None: all
         self._messages = _Messages(new_id)
         if begun:
@@ -127,9 +128,13 @@ class ChannelParser:
         peagle.result.Assembler, which holds back text that may begin a stop string and cuts the answer before one);
         None: all of it. Give it in each call of an answer or in none.
         """
-        self._read(token_ids)
         if text is not None:
             self._certain = (self._certain or 0) + len(text)
+        for token_id in token_ids:
+            reasoned = self._messages.reasons
+            self._read((token_id,))
+            self._consume()
+            self.num_reasoning_tokens += reasoned and self._messages.reasons
         self._consume()
         return self._messages.take()
 
@@ -190,6 +195,11 @@ class _Messages:
         """Drop text that is the prompt's. A tool call that the prompt began is the answer's."""
         self._spelled, self._given = "", True
         self._deltas = [self._open] if self._open is not None and self._open.call is not None else []
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the open message is reasoning, and no header interrupts it."""
+        return self._open is not None and self._open.kind == "reasoning" and not self._header
 
     def stop_at(self, stop: Sequence[str]) -> None:
         """End the answer before the first of these strings in any message's text from here on."""

@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from peagle.serve.responses import ResponsesBody
 from peagle.serve.schema import NEUTRAL, ChatBody, CompletionBody
 from tests.peagle.serve.conftest import client_of
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 1},
+    RESPONSES: {"input": "hi", "max_output_tokens": 1},
 }
 BAD: list[tuple[str, dict[str, Any], str]] = [
     # fields, a part of the message
@@ -155,7 +157,7 @@ def test_another_model_is_not_found(client: TestClient) -> None:
 def test_other_routes_and_methods_are_error_objects(client: TestClient) -> None:
     refused(client.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found")
     refused(client.get(COMPLETIONS), 405, "Method Not Allowed")
-    refused(client.post("/v1/responses", json={}), 404, "Not Found")
+    refused(client.post("/v1/embeddings", json={}), 404, "Not Found")
 
 
 def test_a_large_body_is_refused_before_it_is_read(make: Any) -> None:
@@ -173,6 +175,7 @@ def test_every_route_that_works_needs_the_key(make: Any) -> None:
         ("GET", "/v1/models/toy"),
         ("POST", CHAT),
         ("POST", COMPLETIONS),
+        ("POST", "/v1/responses"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/tokenizer_info"),
@@ -234,7 +237,9 @@ HOSTILE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "kind"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody)])
+@pytest.mark.parametrize(
+    ("path", "kind"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody), (RESPONSES, ResponsesBody)]
+)
 def test_no_value_of_any_field_is_more_than_an_error_object(client: TestClient, path: str, kind: Any) -> None:
     served = 0
     for field in (*kind.model_fields, *NEUTRAL, "other"):
