@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -157,37 +157,12 @@ def create_app(service: Service) -> fastapi.FastAPI:
         return service.model_card()
 
     @guarded.post("/v1/chat/completions")
-    async def chat_completions(request: fastapi.Request) -> fastapi.Response:
-        body = parse(ChatBody, await read_body(request, service.max_body))
-        service.check_model(body.model)
-        requests = await service.encode(service.prompter.chat, body)
-        tokenizer = service.prompter.tokenizer
-        form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
-        form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
-        return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer, channels=True))
-
     @guarded.post("/v1/responses")
-    async def responses(request: fastapi.Request) -> fastapi.Response:
-        asked = parse(ResponsesBody, await read_body(request, service.max_body))
-        service.check_model(asked.model)
-        body = chat_body(asked)
-        requests = await service.encode(service.prompter.chat, body)
-        tokenizer = service.prompter.tokenizer
-        form = ResponsesForm(service.model, tokenizer, asked=asked)
-        return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer, channels=True))
-
     @guarded.post("/v1/completions")
-    async def completions(request: fastapi.Request) -> fastapi.Response:
-        body = parse(CompletionBody, await read_body(request, service.max_body))
-        service.check_model(body.model)
-        requests, echoed = await service.encode(service.prompter.completion, body)
-        tokenizer = service.prompter.pair.tokenizer
-        form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)
-        form.echoed = echoed
-        if body.echo and body.logprobs is not None:
-            form.prompts = [each.prompt_ids for each in requests]
-            form.prompt_logprobs = await until_disconnect(request.receive, service.prompt_logprobs(requests))
-        return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer))
+    async def answer(request: fastapi.Request) -> fastapi.Response:
+        body = await read_body(request, service.max_body)
+        asked = await until_disconnect(request.receive, CALLS[request.url.path](service, body))
+        return await _reply(service, request, asked)
 
     @guarded.post("/tokenize")
     async def tokenize(request: fastapi.Request) -> dict[str, Any]:
@@ -220,28 +195,77 @@ def _include_usage(body: Sampled) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-async def _reply(
-    service: Service, request: fastapi.Request, body: Sampled, form: Form, answers: Answers
-) -> fastapi.Response:
-    def finish() -> None:
-        service.finish(answers, request.url.path, form.id)
+@dataclass(frozen=True)
+class Asked:
+    """Requests of a body that were sent to the engine, and the form of their reply. Whoever asked ends them."""
 
-    if body.stream:
-        return EventStream(_events(form, answers), finish)
+    stream: bool
+    form: Form
+    answers: Answers
+
+
+async def ask_chat(service: Service, given: bytes) -> Asked:
+    """Send the requests of a body of /v1/chat/completions."""
+    body = parse(ChatBody, given)
+    service.check_model(body.model)
+    requests = await service.encode(service.prompter.chat, body)
+    tokenizer = service.prompter.tokenizer
+    form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
+    form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
+    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
+
+
+async def ask_responses(service: Service, given: bytes) -> Asked:
+    """Send the request of a body of /v1/responses."""
+    body = parse(ResponsesBody, given)
+    service.check_model(body.model)
+    requests = await service.encode(service.prompter.chat, chat_body(body))
+    tokenizer = service.prompter.tokenizer
+    form = ResponsesForm(service.model, tokenizer, asked=body)
+    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
+
+
+async def ask_completions(service: Service, given: bytes) -> Asked:
+    """Send the requests of a body of /v1/completions."""
+    body = parse(CompletionBody, given)
+    service.check_model(body.model)
+    requests, echoed = await service.encode(service.prompter.completion, body)
+    tokenizer = service.prompter.pair.tokenizer
+    form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)
+    form.echoed = echoed
+    if body.echo and body.logprobs is not None:
+        form.prompts = [each.prompt_ids for each in requests]
+        form.prompt_logprobs = await service.prompt_logprobs(requests)
+    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer))
+
+
+CALLS: dict[str, Callable[[Service, bytes], Coroutine[Any, Any, Asked]]] = {
+    "/v1/chat/completions": ask_chat,
+    "/v1/responses": ask_responses,
+    "/v1/completions": ask_completions,
+}
+
+
+async def _reply(service: Service, request: fastapi.Request, asked: Asked) -> fastapi.Response:
+    def finish() -> None:
+        service.finish(asked.answers, request.url.path, asked.form.id)
+
+    if asked.stream:
+        return EventStream(_events(asked.form, asked.answers), finish)
     try:
-        return JsonReply(await until_disconnect(request.receive, _whole(form, answers)))
+        return JsonReply(await until_disconnect(request.receive, whole(asked)))
     except asyncio.CancelledError:  # the server ends before its client
         raise ClientDisconnect from None
     finally:
         finish()
 
 
-async def _whole(form: Form, answers: Answers) -> dict[str, Any]:
-    """Read the answers to their ends."""
-    async with contextlib.aclosing(answers.parts()) as parts:
+async def whole(asked: Asked) -> dict[str, Any]:
+    """Read the answers to their ends, and make the reply."""
+    async with contextlib.aclosing(asked.answers.parts()) as parts:
         async for part in parts:
-            form.read(part)
-    return form.whole(answers.results())
+            asked.form.read(part)
+    return asked.form.whole(asked.answers.results())
 
 
 async def _events(form: Form, answers: Answers) -> AsyncIterator[str]:

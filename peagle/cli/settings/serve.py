@@ -17,6 +17,34 @@ from peagle.cli.settings.shared import (
 )
 from peagle.text.tokenizer import DEFAULT_DATE
 
+Context = Annotated[
+    int | None,
+    Option(
+        "--context",
+        metavar="N",
+        rich_help_panel=MODEL,
+        help="Positions of a prompt with its answer; every slot reserves them. Default: 4096, or all of the model.",
+    ),
+]
+ServedModelName = Annotated[
+    str | None,
+    Option(
+        "--served-model-name",
+        metavar="NAME",
+        rich_help_panel=MODEL,
+        help="The model's name for clients. Default: that of the target's directory.",
+    ),
+]
+Date = Annotated[
+    str,
+    Option(
+        "--date",
+        metavar="YYYY-MM-DD",
+        rich_help_panel=MODEL,
+        help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
@@ -35,33 +63,9 @@ class ServeSettings:
 
     model: ModelOptions = ModelOptions()
     drafting: DraftOptions = DraftOptions()
-    context: Annotated[
-        int | None,
-        Option(
-            "--context",
-            metavar="N",
-            rich_help_panel=MODEL,
-            help="Positions of a prompt with its answer; every slot reserves them. Default: 4096, or all of the model.",
-        ),
-    ] = None
-    served_model_name: Annotated[
-        str | None,
-        Option(
-            "--served-model-name",
-            metavar="NAME",
-            rich_help_panel=MODEL,
-            help="The model's name for clients. Default: that of the target's directory.",
-        ),
-    ] = None
-    date: Annotated[
-        str,
-        Option(
-            "--date",
-            metavar="YYYY-MM-DD",
-            rich_help_panel=MODEL,
-            help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
-        ),
-    ] = DEFAULT_DATE
+    context: Context = None
+    served_model_name: ServedModelName = None
+    date: Date = DEFAULT_DATE
     host: Annotated[
         str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
     ] = "127.0.0.1"
