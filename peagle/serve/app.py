@@ -24,6 +24,7 @@ from peagle.serve.errors import ApiError
 from peagle.serve.http import EventStream, JsonReply, check_key, check_origin, read_body, until_disconnect
 from peagle.serve.loop import EngineLoop
 from peagle.serve.metrics import Metrics
+from peagle.serve.openapi import document
 from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.prompts import Prompter
 from peagle.serve.replies import ChatForm, CompletionForm, Form
@@ -181,6 +182,10 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def tokenizer_info() -> JsonReply:
         info = {**service.prompter.tokenizer.info, "tokenizer_class": "PreTrainedTokenizerFast"}
         return JsonReply({**info, "model_max_length": service.prompter.context})
+
+    @guarded.get("/openapi.json")
+    async def openapi() -> dict[str, Any]:
+        return document(needs_key=bool(service.keys))
 
     @guarded.get("/metrics")
     async def metrics() -> fastapi.Response:

@@ -1,5 +1,6 @@
 """Known bad inputs get an error object in OpenAI's form, that names the field."""
 
+import json
 import logging
 from typing import Any
 
@@ -179,6 +180,7 @@ def test_every_route_that_works_needs_the_key(make: Any) -> None:
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
         ("GET", "/tokenizer_info"),
+        ("GET", "/openapi.json"),
         ("GET", "/metrics"),
     ]
     wrong = [{}, {"Authorization": "Bearer other"}, {"Authorization": "Basic first"}, {"Authorization": "Bearer "}]
@@ -189,6 +191,17 @@ def test_every_route_that_works_needs_the_key(make: Any) -> None:
         headers = {"Authorization": f"Bearer {key}".encode()}
         assert client.get("/v1/models", headers=headers).status_code == 200
     assert client.get("/health").status_code == 200
+
+
+def test_the_published_schema_names_each_field(client: TestClient) -> None:
+    found = client.get("/openapi.json").json()
+    assert found["openapi"] == "3.1.0"
+    schemas = found["components"]["schemas"]
+    for path, kind in ((CHAT, ChatBody), (COMPLETIONS, CompletionBody), (RESPONSES, ResponsesBody)):
+        body = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert schemas[body.rpartition("/")[2]]["properties"].keys() == kind.model_fields.keys()
+    names = {part.split('"')[0] for part in json.dumps(found).split("#/components/schemas/")[1:]}
+    assert names <= schemas.keys()
 
 
 def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
