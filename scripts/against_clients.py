@@ -63,8 +63,8 @@ def by_openai(url: str) -> Json:
     _same(answer, "".join(chunk.choices[0].delta.content or "" for chunk in chunks))
     options: Json = {"model": MODEL, "input": TEXT, "temperature": 0, "max_output_tokens": 60}
     _same(answer, client.responses.create(**options).output_text)
-    with client.responses.stream(**options) as stream:
-        _same(answer, stream.get_final_response().output_text)
+    events = client.responses.create(**options, stream=True)
+    _same(answer, "".join(event.delta for event in events if event.type == "response.output_text.delta"))
     return {"chat and responses, whole and streamed": answer}
 
 

@@ -1,26 +1,11 @@
 """The script that calls the server by others' clients; those that are not installed here are its own to miss."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scripts import against_clients
 from scripts.against_clients import CLIENTS, by_openai, main, task_files
-from tests.peagle.serve.conftest import MODEL, make  # noqa: F401  a fixture
-from tests.peagle.serve.running import running
-
-
-def test_a_client_is_called_whole_and_streamed(
-    make: Callable[..., Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(against_clients, "MODEL", MODEL)
-    with running(make()) as server:
-        (answer,) = by_openai(server.url).values()
-    assert answer
 
 
 def test_the_tasks_are_complete(tmp_path: Path) -> None:
