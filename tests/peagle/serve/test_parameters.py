@@ -317,6 +317,13 @@ def test_every_parameter_means_the_same_with_and_without_speculation(client: Tes
         assert same(complete(other, **fields)["choices"], complete(client, **fields)["choices"]), fields
 
 
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_every_parameter_means_the_same_whatever_k_a_request_sets(client: TestClient, k: int) -> None:
+    for fields in (*(fields for fields, _ in PARAMETERS.values()), {"logprobs": 3}, {"n": 2, **SEEDED}):
+        found = complete(client, **fields, speculative={"num_speculative_tokens": k})
+        assert same(found["choices"], complete(client, **fields)["choices"]), fields
+
+
 def same(found: Any, expected: Any) -> bool:
     """Compare JSON values, numbers to float32's rounding."""
     if isinstance(found, float) and isinstance(expected, float):
