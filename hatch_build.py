@@ -1,7 +1,9 @@
 """Compiles the native kernels while the package is built; without a compiler the package is pure Python."""
 
 import importlib.util
+import re
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -26,4 +28,5 @@ class CustomBuildHook(BuildHookInterface):
             return
         build_data["artifacts"] += [str(path.relative_to(Path(__file__).parent)) for path in made]
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        # libraries that ctypes opens: of this system, and of any Python
+        build_data["tag"] = f"py3-none-{re.sub('[-.]', '_', sysconfig.get_platform())}"

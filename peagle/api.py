@@ -187,10 +187,12 @@ class Pair:
         synthetic_acceptance: tuple[float, ...] | None = None,
         chunk: int = DEFAULT_CHUNK,
         prefix_cache_bytes: int = 0,
+        k_per_request: bool = False,
     ) -> EngineConfig:
         """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
 
         prefix_cache_bytes: memory for prompts and answers that later requests may begin with; 0: none are kept.
+        k_per_request: requests may set num_speculative_tokens.
         """
         return EngineConfig(
             num_speculative_tokens=num_speculative_tokens,
@@ -202,6 +204,7 @@ class Pair:
             adaptive=adaptive,
             programs_by_width=self.programs_by_width,
             prefix_cache_bytes=prefix_cache_bytes,
+            k_per_request=k_per_request,
             draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from peagle.engine.engine import Engine, Handle
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
+from peagle.text.channels import ChannelParser, Delta
 from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
@@ -122,6 +123,7 @@ class Result:
     steps: tuple[StepRecord, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each output token, if the request sets logprobs
     num_cached_tokens: int = 0  # of the prompt, that the prefix cache held
+    num_reasoning_tokens: int = 0  # of the output, if its channels were parsed
     times_s: tuple[float, ...] = ()  # arrivals of tokens; those of one dispatch arrive together and count once
 
     @property
@@ -184,12 +186,14 @@ class Piece:
     """The tokens of a chunk, and the text that is certain with them.
 
     parts, if asked for: (text, origin) of each token. An accepted draft's origin is its place in the step, from 1; that
-    of the target's own tokens (recovered, bonus, plain) is 0.
+    of the target's own tokens (recovered, bonus, plain) is 0. deltas: what the tokens add to the messages of an answer
+    whose channels are parsed.
     """
 
     token_ids: tuple[int, ...]
     text: str
     parts: tuple[tuple[str, int], ...] = ()
+    deltas: tuple[Delta, ...] = ()
 
 
 class Assembler:
@@ -208,15 +212,21 @@ class Assembler:
         tokenizer: Tokenizer | None,
         started_s: float,
         by_token: bool = False,
+        parser: ChannelParser | None = None,
     ) -> None:
-        """by_token: pieces have parts. Raises InputError for stop strings without a tokenizer."""
+        """by_token: pieces have parts. Raises InputError for stop strings without a tokenizer.
+
+        parser: of the answer's channels, with the request's stop strings. Pieces then have deltas, and stop strings cut
+        these alone: the text is that of all tokens, control tokens spelled.
+        """
         refuse_stop_strings_without(tokenizer, request.stop)
         self.request = request
         self.finish_reason: FinishReason | None = None
         self._num_speculative_tokens = num_speculative_tokens
         self._by_token = by_token
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._stop = StopStrings(request.stop) if request.stop else None
+        self._parser = parser
+        self._stop = StopStrings(request.stop) if request.stop and parser is None else None
         self._started_s = started_s
         self._first_s: float | None = None
         self._last_s: float | None = None
@@ -235,13 +245,14 @@ class Assembler:
         if self.finish_reason is not None:
             return Piece((), "")
         at_stop_token = chunk.finish_reason == "stop"
-        token_ids, texts = self._read(chunk.token_ids[:-1] if at_stop_token else chunk.token_ids)
-        if self._stop is not None and self._stop.complete:
+        token_ids, texts, deltas = self._read(chunk.token_ids[:-1] if at_stop_token else chunk.token_ids)
+        if self.cut:
             self.finish_reason = "stop"
         else:
             self.finish_reason = chunk.finish_reason
             token_ids += chunk.token_ids[-1:] if at_stop_token else ()
             texts += [] if chunk.finish_reason is None else [self._flush()]
+            deltas += [] if chunk.finish_reason is None or self._parser is None else self._parser.finish()
         self._ids += token_ids
         self._logprobs += chunk.logprobs[: len(token_ids)]
         self._steps += [step for step in chunk.steps if self._counts(step)]
@@ -252,9 +263,9 @@ class Assembler:
         self._num_cached_tokens += chunk.num_cached_tokens
         self._pieces.append(text := "".join(texts))
         if not self._by_token or self._detokenizer is None:
-            return Piece(token_ids, text)
+            return Piece(token_ids, text, deltas=tuple(deltas))
         places = [int(origin) if origin.isdigit() else 0 for origin in origins(chunk)]
-        return Piece(token_ids, text, tuple(zip(texts, [*places, *[0] * len(texts)], strict=False)))
+        return Piece(token_ids, text, tuple(zip(texts, [*places, *[0] * len(texts)], strict=False)), tuple(deltas))
 
     def close(self) -> str:
         """Release the text that was held back, for a request that ends unfinished."""
@@ -275,30 +286,37 @@ class Assembler:
             steps=tuple(self._steps),
             logprobs=tuple(self._logprobs),
             num_cached_tokens=self._num_cached_tokens,
+            num_reasoning_tokens=0 if self._parser is None else self._parser.num_reasoning_tokens,
             times_s=tuple(self._times),
         )
 
-    def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[str]]:
-        """Return (the tokens up to the one that completes a stop string, the texts that are certain with them).
+    @property
+    def cut(self) -> bool:
+        """Whether a stop string has ended the answer."""
+        return (self._stop is not None and self._stop.complete) or (self._parser is not None and self._parser.complete)
+
+    def _read(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[str], list[Delta]]:
+        """Return (the tokens up to the one that completes a stop string, the texts that are certain with them, deltas).
 
         One text for each token, or one for all if no token needs to be looked at by itself.
         """
         if self._detokenizer is None:
-            return token_ids, []
-        if self._stop is None and not self._by_token:
-            return token_ids, [self._detokenizer.add(token_ids)]
-        texts = []
+            return token_ids, [], []
+        if not self.request.stop and not self._by_token:
+            deltas = [] if self._parser is None else self._parser.add(token_ids)
+            return token_ids, [self._detokenizer.add(token_ids)], deltas
+        texts, deltas = [], []
         for place, token_id in enumerate(token_ids):
             text = self._detokenizer.add((token_id,))
             texts.append(text if self._stop is None else self._stop.add(text))
-            if self._stop is not None and self._stop.complete:
-                return token_ids[: place + 1], texts
-        return token_ids, texts
+            deltas += [] if self._parser is None else self._parser.add((token_id,))
+            if self.cut:
+                return token_ids[: place + 1], texts, deltas
+        return token_ids, texts, deltas
 
     def _counts(self, step: StepRecord) -> bool:
         """Test whether a step began before the answer's end; later ones are dropped."""
-        cut = self._stop is not None and self._stop.complete
-        return not cut or step.length < len(self.request.prompt_ids) + len(self._ids) - 1
+        return not self.cut or step.length < len(self.request.prompt_ids) + len(self._ids) - 1
 
     def _flush(self) -> str:
         """Release the text that was held back."""
@@ -339,7 +357,7 @@ def submit(
 ) -> dict[Handle, Assembler]:
     """Add the requests to an engine, each with an Assembler; none if one cannot be run."""
     now, k = time.perf_counter(), engine.config.num_speculative_tokens
-    assemblers = [Assembler(request, k, tokenizer, now, by_token) for request in requests]
+    assemblers = [Assembler(request, request.drafts(k), tokenizer, now, by_token) for request in requests]
     return dict(zip(engine.add_all(requests), assemblers, strict=True))
 
 

@@ -11,6 +11,7 @@ import typer
 
 from peagle.cli.options import Settings, command_of, expect_alone
 from peagle.cli.output import say
+from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.chat import ChatSettings
 from peagle.cli.settings.data import DataSettings
@@ -108,6 +109,15 @@ def serve(settings: ServeSettings) -> int:
     except ModuleNotFoundError as error:
         raise InputError(f"serving needs {error.name}, which is not installed; pip install 'peagle[serve]'") from None
     return serve_command(settings)
+
+
+@command
+def batch(settings: BatchSettings) -> int:
+    try:
+        from peagle.cli.batch import batch_command
+    except ModuleNotFoundError as error:
+        raise InputError(f"batches need {error.name}, which is not installed; pip install 'peagle[serve]'") from None
+    return batch_command(settings)
 
 
 @command
@@ -217,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         if not hasattr(error, "format_message"):  # not the parser's: a bug of ours, whose traceback is wanted
             raise
-        return _complain(f"{error.format_message()} (peagle --help shows the usage)")
+        message = error.format_message().replace("Value error, ", "").replace("Input should be", "expected")
+        return _complain(f"{message} (peagle --help shows the usage)")
     return code if isinstance(code, int) else OK
 
 

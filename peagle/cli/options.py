@@ -2,7 +2,9 @@
 
 import dataclasses
 import inspect
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -32,6 +34,49 @@ def command_of(
     parsed.__annotations__ = {each.name: each.annotation for each in parameters}
     app.command(function.__name__.replace("_", "-"), help=kind.__doc__)(parsed)
     return function
+
+
+def defaults_from(context: Any, file: Path | None) -> Path | None:
+    """Take defaults of a command's options from a TOML file, whose keys are the options' names without dashes before.
+
+    The callback of an eager option; `context` is the parser's. Raises InputError, in one line, for a key that is no
+    option, or a value that is none for it.
+    """
+    if file is None:
+        return None
+    try:
+        values = tomllib.loads(file.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise InputError(f"--config {file} cannot be read: {why}; expected TOML, as slots = 8") from None
+    options = {
+        name.lstrip("-"): option
+        for option in context.command.params
+        for name in option.opts
+        if name.startswith("-") and option.name not in ("config", "help")
+    }
+    found = {}
+    for key, value in values.items():
+        option = options.get(key.replace("_", "-"))
+        if option is None:
+            raise InputError(
+                f"--config {file} names {key}, which is no option here; expected one of --help's, as slots"
+            )
+        if option.name in found:
+            raise InputError(f"--config {file} names the option of {key} twice; leave one out")
+        found[option.name] = _checked(file, key, value, option)
+    context.default_map = {**(context.default_map or {}), **found}
+    return file
+
+
+def _checked(file: Path, key: str, value: Any, option: Any) -> Any:
+    """Return a value of a file. Raises InputError for a kind that the option does not take."""
+    expected = "true or false" if option.is_flag else "a list of texts" if option.multiple else "a text or a number"
+    values = value if option.multiple and isinstance(value, list) else [value]
+    kinds = (bool,) if option.is_flag else (str, int, float)
+    if any(not isinstance(each, kinds) or isinstance(each, bool) != option.is_flag for each in values):
+        raise InputError(f"--config {file} sets {key} to {value!r}; expected {expected}")
+    return [str(each) for each in values] if option.multiple else value if option.is_flag else str(value)
 
 
 def given(settings: Any) -> list[str]:

@@ -1,13 +1,17 @@
 """`peagle serve`: load a pair, warm it up, and answer HTTP requests in OpenAI's form until SIGTERM or Ctrl-C."""
 
 import logging
+import re
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.output import say
+from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.serve import ServeSettings
 from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import chosen_context, chosen_models, load_pair
@@ -17,6 +21,7 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.memory import size_in_words
 from peagle.serve.app import Service, create_app
+from peagle.serve.http import ANY_ORIGIN
 from peagle.serve.loop import EngineLoop
 from peagle.serve.prompts import Prompter
 from peagle.serve.server import bind, serve
@@ -33,11 +38,8 @@ def serve_command(settings: ServeSettings) -> int:
 
     Raises InputError, before anything slow, for options that cannot be used.
     """
-    target, drafter, asked = chosen_models(settings.model, settings.drafting)
-    parse_date(settings.date)
-    cache_bytes = parse_prefix_cache(settings.prefix_cache)
+    chosen = Chosen.by(settings)
     for option, value, least in (
-        ("--slots", settings.slots, 1),
         ("--max-queue", settings.max_queue, 0),
         ("--max-body", settings.max_body, 1),
         ("--drain", settings.drain, 0),
@@ -45,22 +47,59 @@ def serve_command(settings: ServeSettings) -> int:
         if value < least:
             raise InputError(f"{option} is {value}; expected {least} or more")
     keys = () if settings.api_key_file is None else read_keys(settings.api_key_file)
+    for origin in settings.allow_origin:
+        check_allowed_origin(origin)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
     with bind(settings.host, settings.port) as address:
         if settings.host not in LOOPBACK and not keys:
             say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
-        pair = load_pair(target, drafter, settings.model, settings.drafting, display)
-        k, adaptive = pair.num_drafts(asked)
+        if ANY_ORIGIN in settings.allow_origin and not keys:
+            say("warning", "--allow-origin * lets every site that a visitor opens in, and no --api-key-file is given")
+        engine, prompter, name = chosen.load(display)
+        return _serve(settings, engine, prompter, name, keys, address, display)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The models and the engine that `serve` and `batch` are given."""
+
+    settings: ServeSettings | BatchSettings
+    target: str
+    drafter: str | None
+    k: int | Literal["auto"] | None
+    cache_bytes: int | None
+
+    @classmethod
+    def by(cls, settings: ServeSettings | BatchSettings) -> "Chosen":
+        """Read the options. Raises InputError, before anything slow, for those that cannot be used."""
+        target, drafter, k = chosen_models(settings.model, settings.drafting)
+        parse_date(settings.date)
+        if settings.slots < 1:
+            raise InputError(f"--slots is {settings.slots}; expected 1 or more")
+        return cls(settings, target, drafter, k, parse_prefix_cache(settings.prefix_cache))
+
+    def load(self, display: Display) -> tuple[Engine, Prompter, str]:
+        """Load the pair and warm its engine up; return it, what makes its requests, and the model's name."""
+        settings = self.settings
+        pair = load_pair(self.target, self.drafter, settings.model, settings.drafting, display)
+        k, adaptive = pair.num_drafts(self.k)
         context = chosen_context(pair, settings.context)
-        kept = default_prefix_cache_bytes() if cache_bytes is None else cache_bytes
         engine = pair.engine(
-            pair.engine_config(k, slots=settings.slots, capacity=context, adaptive=adaptive, prefix_cache_bytes=kept)
+            pair.engine_config(
+                k,
+                slots=settings.slots,
+                capacity=context,
+                adaptive=adaptive,
+                prefix_cache_bytes=default_prefix_cache_bytes() if self.cache_bytes is None else self.cache_bytes,
+                k_per_request=True,
+            )
         )
         _warm_up(engine, display)
-        name = settings.served_model_name or (DEMO_NAME if target == DEMO else Path(target).resolve().name)
+        named = DEMO_NAME if self.target == DEMO else Path(self.target).resolve().name
+        name = settings.served_model_name or named
         for line in _described(pair, engine, name, adaptive):
             display.note(line)
-        return _serve(settings, engine, Prompter(pair, context, settings.date), name, keys, address, display)
+        return engine, Prompter(pair, context, settings.date, k), name
 
 
 def _serve(
@@ -73,9 +112,17 @@ def _serve(
     display: Display,
 ) -> int:
     loop = EngineLoop(engine, settings.max_queue)
-    service = Service(loop, prompter, name, keys, settings.max_body, log=None if settings.quiet else _log())
+    log = None if settings.quiet else _log()
+    service = Service(loop, prompter, name, keys, settings.max_body, settings.allow_origin, log)
     try:
-        serve(create_app(service), loop, address, settings.drain, lambda url: display.note(f"ready: {url}/v1"))
+        serve(
+            create_app(service),
+            loop,
+            address,
+            settings.drain,
+            lambda url: display.note(f"ready: {url}/v1"),
+            display.note,
+        )
     finally:
         loop.close()
     if loop.failure is not None:
@@ -92,6 +139,12 @@ def read_keys(path: Path) -> tuple[str, ...]:
     if not keys:
         raise InputError(f"--api-key-file {path} is empty; expected a key a line")
     return keys
+
+
+def check_allowed_origin(origin: str) -> None:
+    """Raise InputError for text that a browser never sends as an origin."""
+    if origin != ANY_ORIGIN and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
+        raise InputError(f"--allow-origin is {origin!r}; expected a site as https://example.org, without a path, or *")
 
 
 def _warm_up(engine: Engine, display: Display) -> None:

@@ -63,7 +63,7 @@ class EngineConfig:
     drafting at warm-up, and pause rows for which drafting does not pay (peagle.engine.widths). programs_by_width:
     compile a program for each number of drafts in the table, for models whose passes also compute inactive rows.
     prefix_cache_bytes: memory for prompts and answers that later requests may begin with (peagle.engine.prefix_cache);
-    0: none are kept.
+    0: none are kept. k_per_request: requests may set num_speculative_tokens; plain steps are then compiled, too.
     """
 
     num_speculative_tokens: int = 0
@@ -75,6 +75,7 @@ class EngineConfig:
     adaptive: bool = False
     programs_by_width: bool = False
     prefix_cache_bytes: int = 0
+    k_per_request: bool = False
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
 
@@ -210,6 +211,11 @@ class Engine:
                 f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
                 f"expected a sum of at most {capacity}, the context: shorten one of them or raise the context"
             )
+        asked, most = request.num_speculative_tokens, self.config.num_speculative_tokens
+        if asked is not None and asked > most:
+            raise InputError(f"K is {asked} for {request.name}; expected at most {most}, the engine's")
+        if asked is not None and not self.config.k_per_request:
+            raise InputError("K is set for one request; expected an engine with k_per_request")
         if self.config.draft_sampling and request.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
 
@@ -405,7 +411,7 @@ class Engine:
         """The numbers of drafts of the step programs that this engine may run, ascending."""
         k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
         drafts = {k}
-        if k and (self.config.adaptive or 0 in table or not self.config.table.sampled):
+        if k and (self.config.adaptive or self.config.k_per_request or 0 in table or not self.config.table.sampled):
             drafts.add(0)
         if self.config.programs_by_width:
             drafts |= {min(each, k) for each in table}
@@ -562,10 +568,11 @@ class Engine:
         """Decide whether a request drafts at all, and load the lane with the longest known beginning of its prompt.
 
         Returns the length of that. A request does not draft if the table says so for its temperature, or for full slots
-        while more requests wait than there are slots.
+        while more requests wait than there are slots, or if its own K is 0.
         """
         crowded = self._scheduler.num_waiting > self.config.slots and self._table.at(self.config.slots) == 0
-        handle.paused = crowded or not (self._table.sampled or handle.request.sampling.greedy)
+        plain = handle.request.num_speculative_tokens == 0
+        handle.paused = plain or crowded or not (self._table.sampled or handle.request.sampling.greedy)
         if self._prefix_cache is None:
             return 0
         found = self._prefix_cache.match(handle.request.prompt_ids)
@@ -609,7 +616,7 @@ class Engine:
         """Return (the drafts of each slot, the kind of step that runs them)."""
         held = self._scheduler.held
         drafts = self._table.at(self._scheduler.num_active)
-        rows = [0 if handle is None or handle.paused else drafts for handle in held]
+        rows = [0 if handle is None or handle.paused else handle.request.drafts(drafts) for handle in held]
         requests = [handle.request for handle in held if handle is not None]
         sampled = any(not request.sampling.greedy for request in requests)
         full = any(request.full for request in requests)

@@ -144,7 +144,8 @@ class Request:
     one, with their log-probabilities; None: no log-probabilities. `index` distinguishes requests of the same seed, such
     as the prompts of a file or several answers to one; requests in an engine may share one. `name` is the prompt's name
     in messages. `stop`: the answer's text ends before the first of these strings; peagle.result.Assembler applies
-    them, since the engine works on tokens only.
+    them, since the engine works on tokens only. num_speculative_tokens: the most drafts of a step of this request;
+    None: the engine's.
     """
 
     prompt_ids: tuple[int, ...]
@@ -155,6 +156,7 @@ class Request:
     name: str = "the prompt"
     logprobs: int | None = None
     stop: tuple[str, ...] = ()
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -167,7 +169,15 @@ class Request:
             raise InputError(f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError(f"logprobs is {self.logprobs}; expected 0..{MOST_LOGPROBS}")
+        if self.num_speculative_tokens is not None and not 0 <= self.num_speculative_tokens <= MAX_NUM_DRAFTS:
+            raise InputError(
+                f"K is {self.num_speculative_tokens}; expected 0 (plain decoding) to {MAX_NUM_DRAFTS} drafted tokens"
+            )
         check_stop_strings(self.stop)
+
+    def drafts(self, most: int) -> int:
+        """Return the most drafts of a step of this request in an engine whose most are `most`."""
+        return most if self.num_speculative_tokens is None else min(self.num_speculative_tokens, most)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InputError for token ids outside a vocabulary of this size."""

@@ -10,6 +10,7 @@ from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogpro
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
 from peagle.serve.loop import EngineLoop
+from peagle.text.channels import ChannelParser, Delta
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 
@@ -17,7 +18,8 @@ from peagle.text.tokenizer import Detokenizer, Tokenizer
 class Part:
     """One answer's tokens of a dispatch, with the text that is certain with them.
 
-    `logprobs` has no entry for the stop token, which is no text. finish_reason: of the answer's last part.
+    `logprobs` has no entry for the stop token, which is no text. finish_reason: of the answer's last part. deltas: if
+    the answer's channels are parsed. at_stop_string: a stop string ended the answer.
     """
 
     place: int
@@ -26,17 +28,31 @@ class Part:
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: FinishReason | None
     origins: tuple[str, ...]  # of each token (peagle.result.origins)
+    deltas: tuple[Delta, ...] = ()
+    at_stop_string: bool = False
 
 
 class Answers:
-    """Run requests, and read their answers. Raises as EngineLoop.submit does, before anything is sent."""
+    """Run requests, and read their answers. Raises as EngineLoop.submit does, before anything is sent.
 
-    def __init__(self, loop: EngineLoop, requests: Sequence[Request], tokenizer: Tokenizer | None) -> None:
+    channels: parse the answers' channels; stop strings are then those of their messages.
+    """
+
+    def __init__(
+        self, loop: EngineLoop, requests: Sequence[Request], tokenizer: Tokenizer | None, channels: bool = False
+    ) -> None:
         for request in requests:
             refuse_stop_strings_without(tokenizer, request.stop)
         self.requests, self.started_s = tuple(requests), time.perf_counter()
         k = loop.engine.config.num_speculative_tokens
-        self._assemblers = [Assembler(request, k, tokenizer, self.started_s) for request in requests]
+        self._assemblers = []
+        for request in requests:
+            parser = None
+            if channels and tokenizer is not None:
+                parser = ChannelParser(tokenizer, request.prompt_ids, stop=request.stop)
+            self._assemblers.append(
+                Assembler(request, request.drafts(k), tokenizer, self.started_s, by_token=False, parser=parser)
+            )
         self._call = loop.submit(requests)
 
     async def parts(self) -> AsyncGenerator[Part, None]:
@@ -71,6 +87,8 @@ class Answers:
             chunk.logprobs[:count],
             assembler.finish_reason,
             origins(chunk)[:count],
+            piece.deltas,
+            assembler.cut,
         )
 
 
@@ -100,6 +118,7 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(result.num_cached_tokens for result in prompts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(result.num_reasoning_tokens for result in results)},
     }
 
 

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import fastapi
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -23,9 +24,11 @@ from peagle.serve.errors import ApiError
 from peagle.serve.http import EventStream, JsonReply, check_key, check_origin, read_body, until_disconnect
 from peagle.serve.loop import EngineLoop
 from peagle.serve.metrics import Metrics
+from peagle.serve.openapi import document
 from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.prompts import Prompter
-from peagle.serve.replies import ChatForm, CompletionForm, Form, error_event
+from peagle.serve.replies import ChatForm, CompletionForm, Form
+from peagle.serve.responses import ResponsesBody, ResponsesForm, chat_body
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
 
 DEFAULT_MAX_BODY = 4_000_000
@@ -34,13 +37,14 @@ Found = TypeVar("Found")
 
 @dataclass
 class Service:
-    """All that the routes use. keys: empty means that none is required."""
+    """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them."""
 
     loop: EngineLoop
     prompter: Prompter
     model: str
     keys: Sequence[str] = ()
     max_body: int = DEFAULT_MAX_BODY
+    origins: Sequence[str] = ()
     log: logging.Logger | None = None  # of a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(init=False)
@@ -122,9 +126,17 @@ def create_app(service: Service) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="peagle", docs_url=None, redoc_url=None, openapi_url=None)
 
     def authorised(request: fastapi.Request) -> None:
-        check_origin(request)
+        check_origin(request, service.origins)
         check_key(request, service.keys)
 
+    if service.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=service.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
     guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorised)])
 
     @app.get("/health")
@@ -146,27 +158,12 @@ def create_app(service: Service) -> fastapi.FastAPI:
         return service.model_card()
 
     @guarded.post("/v1/chat/completions")
-    async def chat_completions(request: fastapi.Request) -> fastapi.Response:
-        body = parse(ChatBody, await read_body(request, service.max_body))
-        service.check_model(body.model)
-        requests = await service.encode(service.prompter.chat, body)
-        tokenizer = service.prompter.tokenizer
-        form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
-        form.token_origins, form.prompts = body.return_token_origins, [each.prompt_ids for each in requests]
-        return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer))
-
+    @guarded.post("/v1/responses")
     @guarded.post("/v1/completions")
-    async def completions(request: fastapi.Request) -> fastapi.Response:
-        body = parse(CompletionBody, await read_body(request, service.max_body))
-        service.check_model(body.model)
-        requests, echoed = await service.encode(service.prompter.completion, body)
-        tokenizer = service.prompter.pair.tokenizer
-        form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)
-        form.echoed = echoed
-        if body.echo and body.logprobs is not None:
-            form.prompts = [each.prompt_ids for each in requests]
-            form.prompt_logprobs = await until_disconnect(request.receive, service.prompt_logprobs(requests))
-        return await _reply(service, request, body, form, Answers(service.loop, requests, tokenizer))
+    async def answer(request: fastapi.Request) -> fastapi.Response:
+        body = await read_body(request, service.max_body)
+        asked = await until_disconnect(request.receive, CALLS[request.url.path](service, body))
+        return await _reply(service, request, asked)
 
     @guarded.post("/tokenize")
     async def tokenize(request: fastapi.Request) -> dict[str, Any]:
@@ -181,6 +178,15 @@ def create_app(service: Service) -> fastapi.FastAPI:
         service.check_model(body.model)
         return {"prompt": await service.encode(service.prompter.detokenize, body)}
 
+    @guarded.get("/tokenizer_info")
+    async def tokenizer_info() -> JsonReply:
+        info = {**service.prompter.tokenizer.info, "tokenizer_class": "PreTrainedTokenizerFast"}
+        return JsonReply({**info, "model_max_length": service.prompter.context})
+
+    @guarded.get("/openapi.json")
+    async def openapi() -> dict[str, Any]:
+        return document(needs_key=bool(service.keys))
+
     @guarded.get("/metrics")
     async def metrics() -> fastapi.Response:
         return fastapi.Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -194,37 +200,90 @@ def _include_usage(body: Sampled) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
-async def _reply(
-    service: Service, request: fastapi.Request, body: Sampled, form: Form, answers: Answers
-) -> fastapi.Response:
-    def finish() -> None:
-        service.finish(answers, request.url.path, form.id)
+@dataclass(frozen=True)
+class Asked:
+    """Requests of a body that were sent to the engine, and the form of their reply. Whoever asked ends them."""
 
-    if body.stream:
-        return EventStream(_events(form, answers), finish)
+    stream: bool
+    form: Form
+    answers: Answers
+
+
+async def ask_chat(service: Service, given: bytes) -> Asked:
+    """Send the requests of a body of /v1/chat/completions."""
+    body = parse(ChatBody, given)
+    service.check_model(body.model)
+    requests = await service.encode(service.prompter.chat, body)
+    tokenizer = service.prompter.tokenizer
+    form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
+    form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
+    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
+
+
+async def ask_responses(service: Service, given: bytes) -> Asked:
+    """Send the request of a body of /v1/responses."""
+    body = parse(ResponsesBody, given)
+    service.check_model(body.model)
+    requests = await service.encode(service.prompter.chat, chat_body(body))
+    tokenizer = service.prompter.tokenizer
+    form = ResponsesForm(service.model, tokenizer, asked=body)
+    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
+
+
+async def ask_completions(service: Service, given: bytes) -> Asked:
+    """Send the requests of a body of /v1/completions."""
+    body = parse(CompletionBody, given)
+    service.check_model(body.model)
+    requests, echoed = await service.encode(service.prompter.completion, body)
+    tokenizer = service.prompter.pair.tokenizer
+    form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)
+    form.echoed = echoed
+    if body.echo and body.logprobs is not None:
+        form.prompts = [each.prompt_ids for each in requests]
+        form.prompt_logprobs = await service.prompt_logprobs(requests)
+    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer))
+
+
+CALLS: dict[str, Callable[[Service, bytes], Coroutine[Any, Any, Asked]]] = {
+    "/v1/chat/completions": ask_chat,
+    "/v1/responses": ask_responses,
+    "/v1/completions": ask_completions,
+}
+
+
+async def _reply(service: Service, request: fastapi.Request, asked: Asked) -> fastapi.Response:
+    def finish() -> None:
+        service.finish(asked.answers, request.url.path, asked.form.id)
+
+    if asked.stream:
+        return EventStream(_events(asked.form, asked.answers), finish)
     try:
-        return JsonReply(await until_disconnect(request.receive, _whole(form, answers)))
+        return JsonReply(await until_disconnect(request.receive, whole(asked)))
+    except asyncio.CancelledError:  # the server ends before its client
+        raise ClientDisconnect from None
     finally:
         finish()
 
 
-async def _whole(form: Form, answers: Answers) -> dict[str, Any]:
-    """Read the answers to their ends."""
-    async with contextlib.aclosing(answers.parts()) as parts:
+async def whole(asked: Asked) -> dict[str, Any]:
+    """Read the answers to their ends, and make the reply."""
+    async with contextlib.aclosing(asked.answers.parts()) as parts:
         async for part in parts:
-            form.read(part)
-    return form.whole(answers.results())
+            asked.form.read(part)
+    return asked.form.whole(asked.answers.results())
 
 
 async def _events(form: Form, answers: Answers) -> AsyncIterator[str]:
     """Make the events of a stream. An error in its midst becomes an event."""
     try:
         async with contextlib.aclosing(answers.parts()) as parts:
+            if begun := form.begin():
+                yield begun
             async for part in parts:
                 if choices := form.read(part):
                     yield "".join(map(form.event, choices))
     except ApiError as error:
-        yield error_event(error.body())
+        yield form.failed(error)
     else:
         yield form.end(answers.results())
 

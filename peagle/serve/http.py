@@ -13,6 +13,7 @@ from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief
 
+ANY_ORIGIN = "*"
 Found = TypeVar("Found")
 
 
@@ -42,11 +43,13 @@ def check_key(request: Request, keys: Sequence[str]) -> None:
         raise ApiError(401, message, None, "invalid_api_key")
 
 
-def check_origin(request: Request) -> None:
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
     """Raise ApiError for a request of another site's page: a browser would send it from its visitor's machine."""
     origin, host = request.headers.get("origin"), request.headers.get("host")
     own = request.headers.get("sec-fetch-site") == "same-origin"  # behind a proxy that changes the host
-    if origin is not None and origin.partition("://")[2] != host and not own:
+    if origin is None or origin in allowed or ANY_ORIGIN in allowed:
+        return
+    if origin.partition("://")[2] != host and not own:
         raise ApiError(403, f"pages of {brief(origin)} may not use this server; open the page that it serves at /")
 
 
@@ -106,7 +109,7 @@ class EventStream(Response):
 
         try:
             await until_disconnect(receive, pump())
-        except (ClientDisconnect, OSError):
+        except (ClientDisconnect, OSError, asyncio.CancelledError):  # cancelled: the server ends before its client
             return
         finally:
             self._close()

@@ -1,9 +1,11 @@
 """From the body of a request to requests of the engine. Encode in one thread: the tokenizer's settings are shared."""
 
 import dataclasses
+import functools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from peagle.api import Pair
 from peagle.engine.request import LARGEST_SEED, MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
@@ -20,18 +22,23 @@ from peagle.serve.schema import (
     Sampled,
     TokenizeBody,
 )
-from peagle.text.channels import final_message
+from peagle.serve.tools import begin_call, chat_of, offered, takes_tools
+from peagle.text.channels import CALL
 from peagle.text.prompts import brief, check_encodable
-from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize
+from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
 
 
 @dataclass(frozen=True)
 class Prompter:
-    """Make the engine's requests for one pair and context. date: of templates that show it."""
+    """Make the engine's requests for one pair and context.
+
+    date: of templates that show it. num_speculative_tokens: the most that a request may set.
+    """
 
     pair: Pair
     context: int
     date: str
+    num_speculative_tokens: int
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -39,6 +46,11 @@ class Prompter:
         if self.pair.tokenizer is None:
             raise ApiError(400, "the model has no tokenizer; only /v1/completions with token ids is possible")
         return self.pair.tokenizer
+
+    @functools.cached_property
+    def takes_tools(self) -> bool:
+        """Whether the chat template renders tools."""
+        return takes_tools(self.tokenizer)
 
     def chat(self, body: ChatBody) -> list[Request]:
         """Make the requests of a chat: n answers to its messages."""
@@ -48,8 +60,11 @@ class Prompter:
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort)
-        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs)
+        tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools)
+        prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools)
+        if forced is not None:
+            prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
+        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs, self._call_ends(tools))
 
     def completion(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
         """Make the requests of a completion, n for each prompt; return them with the prompts' texts for `echo`."""
@@ -79,9 +94,11 @@ class Prompter:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "expected exactly one of prompt and messages", "prompt")
         if body.prompt is not None:
-            return self.encode(body.prompt)
+            ids = self.encode(body.prompt)
+            return ids if body.add_special_tokens else encode_characters(self.tokenizer, body.prompt)
         assert body.messages is not None
-        return self.encode_chat(body.messages, body.reasoning_effort)
+        tools, _ = offered(body.tools, "auto", bool(body.tools) and self.takes_tools)
+        return self.encode_chat(body.messages, body.reasoning_effort, tools)
 
     def detokenize(self, body: DetokenizeBody) -> str:
         """Return the text of ids, special tokens spelled out."""
@@ -93,17 +110,37 @@ class Prompter:
         check_encodable(text, "the prompt")
         return tuple(self.tokenizer.encode(text))
 
-    def encode_chat(self, messages: Sequence[ChatMessage], effort: str | None) -> tuple[int, ...]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], effort: str | None, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[int, ...]:
         """Encode a chat up to the next answer."""
         if not messages:
             raise ApiError(400, "messages is empty; expected at least one message", "messages")
         try:
-            chat = [_message(each) for each in messages]
-            ids = self.tokenizer.encode_chat(chat, reasoning_effort=effort, date=self.date)
+            for place, each in enumerate(messages):
+                _check_message(f"messages.{place}", each)
+            chat = chat_of(messages)
+            ids = self.tokenizer.encode_chat(chat, reasoning_effort=effort, date=self.date, tools=tools)
         except TemplateError as error:
             message = f"the model's chat template refuses these messages: {error.reason}"
             raise ApiError(400, message, "messages") from None
+        self._check_kept(messages, ids)
         return tuple(ids)
+
+    def _check_kept(self, messages: Sequence[ChatMessage], ids: Sequence[int]) -> None:
+        """Raise ApiError if the template left out a system's or developer's message: some render only the first."""
+        instructions = [each for each in messages if each.role in ("system", "developer")]
+        if len(instructions) < 2:
+            return
+        text = detokenize(self.tokenizer, ids)
+        if lost := [each for each in instructions if each.text.strip() not in text]:
+            message = f"the model's chat template leaves out a message of the {lost[0].role}; join it with the first"
+            raise ApiError(400, message, "messages")
+
+    def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return the token that ends a call, if there are tools: their results must come next."""
+        special = self.tokenizer.special_tokens
+        return tuple(token_id for token_id, spelled in special.items() if spelled == CALL) if tools else ()
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for an id outside the target's vocabulary."""
@@ -112,16 +149,25 @@ class Prompter:
             raise ApiError(400, f"{param} holds token id {brief(bad[0])}; expected 0..{size - 1}", param)
 
     def _requests(
-        self, body: Sampled, prompts: Sequence[tuple[int, ...]], limit: int | None, logprobs: int | None
+        self,
+        body: Sampled,
+        prompts: Sequence[tuple[int, ...]],
+        limit: int | None,
+        logprobs: int | None,
+        ends: Sequence[int] = (),
     ) -> list[Request]:
-        """Make n requests for each prompt. Random numbers depend on the seed and on the answer's number below n."""
+        """Make n requests for each prompt. Random numbers depend on the seed and on the answer's number below n.
+
+        ends: token ids that end an answer beside the model's own.
+        """
         if not 1 <= body.n <= MOST_CHOICES:
             raise ApiError(400, f"n is {brief(body.n)}; expected 1..{MOST_CHOICES}", "n")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options is given without stream; set stream to true", "stream_options")
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
         self.check_ids(body.stop_token_ids, "stop_token_ids")
-        own = () if body.ignore_eos else self.pair.stop_token_ids
+        own = () if body.ignore_eos else (*self.pair.stop_token_ids, *ends)
+        drafts = self._num_drafts(body)
         stops = tuple(dict.fromkeys((*own, *body.stop_token_ids)))
         sampling = self._sampling(body)
         requests = []
@@ -132,9 +178,20 @@ class Prompter:
                 raise ApiError(
                     400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
                 )
-            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop)
+            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop, drafts)
             requests += [dataclasses.replace(first, index=index) for index in range(body.n)]
         return requests
+
+    def _num_drafts(self, body: Sampled) -> int | None:
+        """Return the request's own K; None: the server's."""
+        k = None if body.speculative is None else body.speculative.num_speculative_tokens
+        if k is not None and not 0 <= k <= self.num_speculative_tokens:
+            name = "speculative.num_speculative_tokens"
+            message = (
+                f"{name} is {brief(k)}; expected 0 (plain decoding) to {self.num_speculative_tokens}, the server's K"
+            )
+            raise ApiError(400, message, name)
+        return k
 
     def _budget(self, length: int, limit: int | None, name: str) -> int:
         room = self.context - length
@@ -194,12 +251,15 @@ def _prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     return prompt  # type: ignore[return-value]
 
 
-def _message(given: ChatMessage) -> Message:
-    """Make a message in the form that templates take; of a past answer only its final text."""
+def _check_message(where: str, given: ChatMessage) -> None:
+    """Raise ApiError for a message without what its role needs, or with what another role has."""
     if given.role != "assistant" and "content" not in given.model_fields_set:
         raise ApiError(400, f"a message of the {given.role} has no content; add it", "messages")
     try:
         check_encodable(given.text, "a message")
     except InputError as error:
         raise ApiError(400, str(error), "messages") from None
-    return {"role": given.role, "content": final_message(given.text) if given.role == "assistant" else given.text}
+    for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool"), ("name", "tool")):
+        if getattr(given, name) and given.role != role:
+            message = f"{where}.{name} is not supported in a message of the {given.role}; leave it out"
+            raise ApiError(400, message, f"{where}.{name}", "unsupported_parameter")

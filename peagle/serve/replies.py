@@ -10,7 +10,8 @@ from peagle.engine.request import TokenLogprobs
 from peagle.ops.strict_json import dumps
 from peagle.result import Result
 from peagle.serve.answers import Part, TokenTexts, metrics, usage
-from peagle.text.channels import ChannelParser, Delta
+from peagle.serve.errors import ApiError
+from peagle.text.channels import Delta
 from peagle.text.tokenizer import Tokenizer
 
 DONE = "data: [DONE]\n\n"
@@ -31,6 +32,14 @@ class Form:
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+
+    def begin(self) -> str:
+        """Make the events before the first part."""
+        return ""
+
+    def failed(self, error: ApiError) -> str:
+        """Make the last events of a stream that fails."""
+        return _event(error.body()) + DONE
 
     def read(self, part: Part) -> list[dict[str, Any]]:
         """Read a part of an answer; return its choices in a stream."""
@@ -86,12 +95,12 @@ class Form:
 
 @dataclass
 class ChatForm(Form):
-    """Chat completions. `prompts`: of each answer; they decide whether the answer has channels (ChannelParser)."""
+    """Chat completions, of answers whose channels are parsed. one_call: leave out all calls but the first."""
 
-    prompts: Sequence[tuple[int, ...]] = ()
     logprobs: bool = False
     token_origins: bool = False
-    _parsers: dict[int, ChannelParser] = field(default_factory=dict)
+    one_call: bool = False
+    _cut: set[int] = field(default_factory=set)  # answers that a stop string ended
     _deltas: dict[int, list[Delta]] = field(default_factory=dict)
     _texts: dict[int, TokenTexts] = field(default_factory=dict)
 
@@ -102,11 +111,9 @@ class ChatForm(Form):
 
     def _middle(self, part: Part) -> list[dict[str, Any]]:
         assert self.tokenizer is not None
-        if part.place not in self._parsers:
-            self._parsers[part.place] = ChannelParser(self.tokenizer, self.prompts[part.place])
-        parser = self._parsers[part.place]
-        deltas = parser.add(part.token_ids, part.text)
-        deltas += parser.finish() if part.finish_reason is not None else []
+        deltas = [each for each in part.deltas if not (self.one_call and each.call is not None and each.call.index)]
+        if part.at_stop_string:
+            self._cut.add(part.place)
         self._deltas.setdefault(part.place, []).extend(deltas)
         choices = [self._choice(part.place, _delta(delta), None) for delta in deltas]
         tokens = self._texts.setdefault(part.place, TokenTexts(self.tokenizer)).of(part) if self.token_origins else []
@@ -146,7 +153,7 @@ class ChatForm(Form):
     def _reason(self, place: int, reason: str) -> str:
         """Return "tool_calls" after an answer that ended itself and calls a function."""
         calls = any(delta.call is not None for delta in self._deltas.get(place, []))
-        return "tool_calls" if calls and reason == "stop" else reason
+        return "tool_calls" if calls and reason == "stop" and place not in self._cut else reason
 
     def _choice(self, place: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}
@@ -175,8 +182,11 @@ def _delta(delta: Delta) -> dict[str, Any]:
 
 
 def _call(delta: Delta) -> dict[str, Any]:
+    """Write a delta of a call. Its first one alone, without text, names the call: clients join texts of all deltas."""
     assert delta.call is not None
-    function = {"name": delta.call.name, "arguments": delta.text}
+    if delta.text:
+        return {"index": delta.call.index, "function": {"arguments": delta.text}}
+    function = {"name": delta.call.name, "arguments": ""}
     return {"index": delta.call.index, "id": delta.call.id, "type": "function", "function": function}
 
 
@@ -250,11 +260,6 @@ class CompletionForm(Form):
             "top_logprobs": [{self._token(token): value for token, value in each.best} for each in found],
             "text_offset": offsets,
         }
-
-
-def error_event(body: dict[str, Any]) -> str:
-    """Make the last events of a stream that fails."""
-    return _event(body) + DONE
 
 
 def _event(value: dict[str, Any]) -> str:

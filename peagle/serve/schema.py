@@ -3,6 +3,7 @@
 Ranges are checked where the values are used (`peagle.engine.request`).
 """
 
+import re
 from typing import Any, Literal, TypeVar
 
 import pydantic
@@ -16,10 +17,7 @@ MOST_PROMPTS = 64  # of each call
 # values of unsupported fields that ask for nothing; null always does
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "best_of": (1,),
     "suffix": ("",),
     "store": (False,),
@@ -27,16 +25,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "use_beam_search": (False,),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "include": ([], ["reasoning.encrypted_content"]),  # reasoning is returned as it is
+    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "medium"}),
+    "stream_options": ({"include_obfuscation": False},),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "audio": ({},),
     "annotations": ([],),
-    "tool_calls": ([],),
 }
 
 EXPECTED = {  # of fields of several types
     "prompt": "expected a text, a list of texts, a list of token ids, or a list of such lists",
     "stop": "expected a text or a list of texts",
+    "input": "expected a text or a list of items",
+    "tool_choice": "expected 'none', 'auto', 'required', or a function by its name",
 }
 
 
@@ -53,17 +57,63 @@ class TextPart(Body):
     text: str
 
 
-class ChatMessage(Body):
-    """A message. `reasoning` of past answers is accepted and left out: a chat template drops it, too."""
+class Function(Body):
+    """A function that the model may call. strict: its arguments are held to the schema of its parameters."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class PastCall(Body):
+    """A call in a past answer. `index`: of clients that send what they received in a stream."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(Body):
+    """A message. `reasoning` is left out, as by chat templates, unless it led to calls."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] = ""
+    tool_calls: list[PastCall] = []
+    tool_call_id: str | None = None
+    name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class Speculative(Body):
+    """The most drafts of a step of this request; None: the server's."""
+
+    num_speculative_tokens: int | None = None
 
 
 class Sampled(Body):
@@ -88,6 +138,7 @@ class Sampled(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    speculative: Speculative | None = None
 
 
 class ChatBody(Sampled):
@@ -96,6 +147,9 @@ class ChatBody(Sampled):
     logprobs: bool = False
     top_logprobs: int | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
     return_token_origins: bool = False  # of the page: which token came from which draft
 
 
@@ -110,6 +164,8 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
+    tools: list[Tool] = []
+    add_special_tokens: bool = True  # that the tokenizer puts before a text
 
 
 class DetokenizeBody(Body):
@@ -128,10 +184,15 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         raise ApiError(400, f"the body is not valid JSON: {error}; expected an object in UTF-8") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body is {brief(given)}; expected a JSON object")
+    return validated(kind, _without_neutral(given, kind))
+
+
+def validated(kind: type[Kind], given: Any, where: str = "") -> Kind:
+    """Check a value of a body. Raises ApiError with the name of the field, below `where`, that is wrong."""
     try:
-        return kind.model_validate(_without_neutral(given, kind))
+        return kind.model_validate(given)
     except pydantic.ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, where) from None
 
 
 def _without_neutral(given: Any, kind: type[Body] | None = None) -> Any:
@@ -153,13 +214,13 @@ def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and value == other
 
 
-def _refusal(error: pydantic.ValidationError) -> ApiError:
+def _refusal(error: pydantic.ValidationError, where: str) -> ApiError:
     """Name the first field that is wrong."""
     first, *_ = error.errors(include_url=False, include_context=False)
     # branches of a union are part of the place, but no field of the body
     place = [str(part) for part in first["loc"] if isinstance(part, int) or "[" not in part]
-    place = [part for part in place if part not in ("str", "TextPart")]
-    name = ".".join(place) or "the body"
+    place = [part for part in place if part not in ("str", "TextPart", "NamedTool", "FunctionChoice")]
+    name = ".".join([where] * bool(where) + place) or "the body"
     if first["type"] == "extra_forbidden":
         return ApiError(
             400,
@@ -169,5 +230,11 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
         )
     if first["type"] == "missing":
         return ApiError(400, f"{name} is missing; add it", name, "missing_required_parameter")
-    expected = EXPECTED.get(place[0] if place else "", first["msg"])
+    expected = EXPECTED.get(place[0] if place else "", _in_words(first["msg"]))
     return ApiError(400, f"{name} is {brief(first['input'])}; {expected}", name, "invalid_type")
+
+
+def _in_words(message: str) -> str:
+    """Say what the type checker expected."""
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message.removeprefix("Value error, "))
+    return message.replace("Input should be", "expected").replace("a valid string", "a text").replace("a valid ", "a ")

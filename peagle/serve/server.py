@@ -1,4 +1,7 @@
-"""uvicorn with a drain: after SIGTERM or Ctrl-C, open answers may end before a deadline; then they get an error."""
+"""uvicorn with a drain: after SIGTERM or Ctrl-C, open answers may end before a deadline; then they get an error.
+
+They get it at once after a second signal.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import fastapi
 import uvicorn
@@ -15,6 +19,7 @@ from peagle.ops.errors import InputError
 from peagle.serve.loop import EngineLoop
 
 AFTER_DEADLINE_S = 5  # for the error to be sent, before connections are cut
+DEADLINE = "the server is shutting down, and this answer was not complete in time"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -37,9 +42,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    app: fastapi.FastAPI, loop: EngineLoop, address: socket.socket, drain_s: int, ready: Callable[[str], None]
+    app: fastapi.FastAPI,
+    loop: EngineLoop,
+    address: socket.socket,
+    drain_s: int,
+    ready: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain. Calls `ready` with the URL as soon as connections are accepted."""
+    """Serve until SIGTERM or SIGINT, then drain.
+
+    Calls `ready` with the URL as soon as connections are accepted, `note` with what a drain does.
+    """
     config = uvicorn.Config(
         app,
         lifespan="off",
@@ -49,7 +62,7 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=drain_s + AFTER_DEADLINE_S,
     )
-    Server(config, loop, drain_s, ready).run([address])
+    Server(config, loop, drain_s, ready, note).run([address])
 
 
 def url(address: socket.socket) -> str:
@@ -62,14 +75,38 @@ class Server(uvicorn.Server):
     """A server that ends when asked, without a second signal to its own process."""
 
     def __init__(
-        self, config: uvicorn.Config, loop: EngineLoop, drain_s: int, ready: Callable[[str], None] = lambda _: None
+        self,
+        config: uvicorn.Config,
+        loop: EngineLoop,
+        drain_s: int,
+        ready: Callable[[str], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__(config)
-        self._engine_loop, self._drain_s, self._ready = loop, drain_s, ready
+        self._engine_loop, self._drain_s, self._ready, self._note = loop, drain_s, ready, note
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  a signal handler's two
+        """Begin the drain; end it at a second signal. A signal handler takes no locks, so the event loop does that."""
+        if not self.should_exit or self._event_loop is None:
+            self.should_exit = True
+        else:
+            self._event_loop.call_soon_threadsafe(self._stop_now)
+
+    def _stop_now(self) -> None:
+        assert self._event_loop is not None
+        self._cut("the server was stopped before this answer was complete")
+        self._event_loop.call_later(AFTER_DEADLINE_S, setattr, self, "force_exit", True)
+
+    def _cut(self, message: str) -> None:
+        """End open answers with an error."""
+        if count := self._engine_loop.num_open:
+            self._note(f"cutting {_counted(count)} off")
+        self._engine_loop.stop(message)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while serving; a second SIGINT is left to peagle.ops.interrupt."""
+        """Handle SIGINT and SIGTERM while serving, in place of peagle.ops.interrupt."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -82,15 +119,22 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if sockets and self.started:
             self._ready(url(sockets[0]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine_loop.draining = True
-        message = "the server is shutting down, and this answer was not complete in time"
-        deadline = asyncio.get_running_loop().call_later(self._drain_s, self._engine_loop.stop, message)
+        if count := self._engine_loop.num_open:
+            within = f"{_counted(count)} under way may take up to {self._drain_s} s"
+            self._note(f"shutting down: {within}; another Ctrl-C or SIGTERM cuts them off")
+        deadline = asyncio.get_running_loop().call_later(self._drain_s, self._cut, DEADLINE)
         try:
             await super().shutdown(sockets)
         finally:
             deadline.cancel()
+
+
+def _counted(count: int) -> str:
+    return "1 answer" if count == 1 else f"{count} answers"

@@ -19,6 +19,8 @@ Malformed answers raise nothing and lose no text:
 - <|message|> and <|constrain|> outside a header are spelled out.
 - <|end|>, <|return|>, <|call|> and <|endoftext|> end whatever message is there. Text after them is content.
 - A header without a message, because the answer or the message ended in it, is dropped; it holds no text.
+
+Stop strings are looked for in the text of each message by itself, never in headers or across messages.
 """
 
 import codecs
@@ -29,10 +31,12 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+from peagle.text.stop_strings import StopStrings
 from peagle.text.tokenizer import Message, Tokenizer
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
-ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|endoftext|>")
+CALL = "<|call|>"
+ENDS = ("<|end|>", "<|return|>", CALL, "<|endoftext|>")
 CONTROL = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 REQUIRED = (START, CHANNEL, MESSAGE, "<|end|>")  # a vocabulary without these has no channels
 ROLE, ANALYSIS, COMMENTARY = "assistant", "analysis", "commentary"
@@ -85,9 +89,16 @@ class ChannelParser:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), new_id: Callable[[], str] = _new_id
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        new_id: Callable[[], str] = _new_id,
+        stop: Sequence[str] = (),
     ) -> None:
-        """prompt_ids: the prompt that is answered. new_id: makes the ids of tool calls."""
+        """prompt_ids: the prompt that is answered. new_id: makes the ids of tool calls.
+
+        stop: strings before the first of which, in any message's text, the answer ends.
+        """
         self._tokenizer = tokenizer
         names = {name: token_id for token_id, name in tokenizer.special_tokens.items() if name in CONTROL}
         starts = [place for place, token_id in enumerate(prompt_ids) if token_id == names.get(START)]
@@ -95,6 +106,7 @@ class ChannelParser:
         self._control = {token_id: name for name, token_id in names.items()} if begun else {}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._queue: collections.deque[tuple[str, bool]] = collections.deque()  # (text, whether a control token)
+        self.num_reasoning_tokens = 0  # of messages, not of headers; exact if all text is certain
         self._certain: int | None = None  # characters of the queue that are certain; None: all
         self._messages = _Messages(new_id)
         if begun:
@@ -102,6 +114,12 @@ class ChannelParser:
             self._consume()
             self._decoder.reset()
             self._messages.begin_answer()
+        self._messages.stop_at(stop)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer has ended before a stop string; tokens after it are dropped."""
+        return self._messages.complete
 
     def add(self, token_ids: Sequence[int], text: str | None = None) -> list[Delta]:
         """Return the deltas that these tokens complete.
@@ -110,9 +128,13 @@ class ChannelParser:
         peagle.result.Assembler, which holds back text that may begin a stop string and cuts the answer before one);
         None: all of it. Give it in each call of an answer or in none.
         """
-        self._read(token_ids)
         if text is not None:
             self._certain = (self._certain or 0) + len(text)
+        for token_id in token_ids:
+            reasoned = self._messages.reasons
+            self._read((token_id,))
+            self._consume()
+            self.num_reasoning_tokens += reasoned and self._messages.reasons
         self._consume()
         return self._messages.take()
 
@@ -159,6 +181,9 @@ class _Messages:
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
+        self._stop: tuple[str, ...] = ()
+        self._stop_strings: StopStrings | None = None  # of the open message
+        self.complete = False
         self._deltas: list[Delta] = []
         self._num_messages = self._num_calls = 0
         self._open: Delta | None = None  # the message that text belongs to, or that a header interrupts
@@ -171,7 +196,19 @@ class _Messages:
         self._spelled, self._given = "", True
         self._deltas = [self._open] if self._open is not None and self._open.call is not None else []
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the open message is reasoning, and no header interrupts it."""
+        return self._open is not None and self._open.kind == "reasoning" and not self._header
+
+    def stop_at(self, stop: Sequence[str]) -> None:
+        """End the answer before the first of these strings in any message's text from here on."""
+        self._stop = tuple(stop)
+        self._stop_strings = self._new_stop_strings()
+
     def text(self, text: str) -> None:
+        if self.complete:
+            return
         if not self._header:
             self._write(text)
             return
@@ -181,6 +218,8 @@ class _Messages:
         self._check()
 
     def control(self, name: str) -> None:
+        if self.complete:
+            return
         if name in ENDS:
             self.finish()
         elif name == START or (name == CHANNEL and [each for each, _ in self._header] != [START]):
@@ -203,7 +242,8 @@ class _Messages:
         """End the message. Drop a header without a message, but not text after a prompt that ends in a header."""
         if self._given:
             self._degrade()
-        self._header, self._spelled, self._open, self._given = [], "", None, False
+        self._close()
+        self._header, self._spelled, self._given = [], "", False
 
     def take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
@@ -219,7 +259,18 @@ class _Messages:
         if spelled:
             self._write(spelled)
 
+    def _close(self) -> None:
+        """End the open message, if any; text that only began a stop string belongs to it."""
+        if self._open is not None and self._stop_strings is not None:
+            self._put(self._stop_strings.flush())
+        self._open = None
+
+    def _new_stop_strings(self) -> StopStrings | None:
+        return StopStrings(self._stop) if self._stop else None
+
     def _begin(self, header: "_Header") -> None:
+        self._close()
+        self._stop_strings = self._new_stop_strings()
         call = None
         if header.tool is not None:
             call = ToolCall(self._num_calls, self._new_id(), header.tool)
@@ -233,6 +284,15 @@ class _Messages:
     def _write(self, text: str) -> None:
         if self._open is None:
             self._begin(_Header(None, None))
+        if self._stop_strings is not None:
+            text = self._stop_strings.add(text)
+            self.complete = self._stop_strings.complete
+        self._put(text)
+
+    def _put(self, text: str) -> None:
+        """Make a delta of the open message's text, or lengthen its last one."""
+        if not text:
+            return
         assert self._open is not None
         last = self._deltas[-1] if self._deltas else None
         if last is not None and last.message == self._open.message and last.text:

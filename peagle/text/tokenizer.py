@@ -34,6 +34,11 @@ class Tokenizer(Protocol):
         """The control tokens: id -> spelling."""
         ...
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Its special tokens by their roles (bos_token, ...) and its chat_template; None where it has none."""
+        ...
+
     def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before a text.
 
@@ -42,9 +47,14 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(
-        self, messages: Sequence[Message], *, reasoning_effort: str | None = None, date: str = DEFAULT_DATE
+        self,
+        messages: Sequence[Message],
+        *,
+        reasoning_effort: str | None = None,
+        date: str = DEFAULT_DATE,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[int, ...]:
-        """Encode a chat up to the next answer. Text in a message never becomes a control token."""
+        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -86,6 +96,11 @@ def detokenize(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """Convert ids to text, special tokens spelled out."""
     detokenizer = Detokenizer(tokenizer)
     return detokenizer.add(token_ids) + detokenizer.flush()
+
+
+def encode_characters(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Encode a text without the tokens that the tokenizer puts before one."""
+    return tokenizer.encode(text)[len(tokenizer.encode("")) :]
 
 
 def template_fingerprint(directory: Path) -> str:
@@ -154,6 +169,13 @@ class ByteLevelTokenizer:
         """The control tokens: id -> spelling."""
         return self._special
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Its special tokens by their roles and its chat_template; None where it has none."""
+        roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+        found = {role: getattr(self._inner, role) for role in roles}
+        return {**found, "chat_template": self._inner.chat_template}
+
     def encode(self, text: str, *, special_tokens: bool = False) -> tuple[int, ...]:
         """Encode a raw text, with the tokens that the tokenizer puts before it, but no token twice.
 
@@ -164,9 +186,14 @@ class ByteLevelTokenizer:
         return bare if bare and bare[0] in self._special and bare[0] == ids[0] else ids
 
     def encode_chat(
-        self, messages: Sequence[Message], *, reasoning_effort: str | None = None, date: str = DEFAULT_DATE
+        self,
+        messages: Sequence[Message],
+        *,
+        reasoning_effort: str | None = None,
+        date: str = DEFAULT_DATE,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[int, ...]:
-        """Encode a chat up to the next answer. Text in a message never becomes a control token.
+        """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
 
         Raises InputError if there is no template, or it refuses the chat.
         """
@@ -178,10 +205,11 @@ class ByteLevelTokenizer:
                 f"{self._directory} has no chat template; add chat_template.jinja, or give --raw-prompt"
             ) from None
         template, dates = fix_date(template, date)
-        masks = self._masks([*texts_in(messages), template, *options.values()])
+        masks = self._masks([*texts_in([messages, tools]), template, *options.values()])
         try:
             text = self._inner.apply_chat_template(
                 _with_texts([*messages], lambda text: text.translate(masks)),
+                tools=_with_texts([*tools], lambda text: text.translate(masks)) or None,
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=True,

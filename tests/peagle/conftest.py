@@ -89,6 +89,7 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.asked = 0
         self.special_tokens: Mapping[int, str] = {}
+        self.info: Mapping[str, Any] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
         self.asked += 1
@@ -110,7 +111,7 @@ class Directories:
     root: Path
 
 
-def write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path, specials: Sequence[str] = SPECIALS, template: str = TEMPLATE) -> None:
     """Make a byte-level BPE of VOCAB_SIZE - 8 tokens (higher ids are unused), with a chat template of the date."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -120,15 +121,15 @@ def write_tokenizer(directory: Path) -> None:
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - 8,
-        special_tokens=list(SPECIALS),
+        special_tokens=list(specials),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     inner.train_from_iterator(TEXTS * 3, trainer)
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token=SPECIALS[0], eos_token=SPECIALS[STOP], clean_up_tokenization_spaces=False
+        tokenizer_object=inner, bos_token=specials[0], eos_token=specials[STOP], clean_up_tokenization_spaces=False
     )
-    wrapped.chat_template = TEMPLATE
+    wrapped.chat_template = template
     wrapped.save_pretrained(directory)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
+from peagle.cli.options import defaults_from
 from peagle.cli.settings.shared import (
     MODEL,
     OUTPUT,
@@ -15,6 +16,34 @@ from peagle.cli.settings.shared import (
     PrefixCache,
 )
 from peagle.text.tokenizer import DEFAULT_DATE
+
+Context = Annotated[
+    int | None,
+    Option(
+        "--context",
+        metavar="N",
+        rich_help_panel=MODEL,
+        help="Positions of a prompt with its answer; every slot reserves them. Default: 4096, or all of the model.",
+    ),
+]
+ServedModelName = Annotated[
+    str | None,
+    Option(
+        "--served-model-name",
+        metavar="NAME",
+        rich_help_panel=MODEL,
+        help="The model's name for clients. Default: that of the target's directory.",
+    ),
+]
+Date = Annotated[
+    str,
+    Option(
+        "--date",
+        metavar="YYYY-MM-DD",
+        rich_help_panel=MODEL,
+        help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,38 +57,15 @@ class ServeSettings:
       the demo pair          [cyan]peagle serve[/cyan]
       your own checkpoints   [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
       with a key             [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
+      options from a file    [cyan]peagle serve --config serve.toml[/cyan], with lines as max-queue = 8
       and call it            [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
     """
 
     model: ModelOptions = ModelOptions()
     drafting: DraftOptions = DraftOptions()
-    context: Annotated[
-        int | None,
-        Option(
-            "--context",
-            metavar="N",
-            rich_help_panel=MODEL,
-            help="Positions of a prompt with its answer; every slot reserves them. Default: 4096, or all of the model.",
-        ),
-    ] = None
-    served_model_name: Annotated[
-        str | None,
-        Option(
-            "--served-model-name",
-            metavar="NAME",
-            rich_help_panel=MODEL,
-            help="The model's name for clients. Default: that of the target's directory.",
-        ),
-    ] = None
-    date: Annotated[
-        str,
-        Option(
-            "--date",
-            metavar="YYYY-MM-DD",
-            rich_help_panel=MODEL,
-            help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
-        ),
-    ] = DEFAULT_DATE
+    context: Context = None
+    served_model_name: ServedModelName = None
+    date: Date = DEFAULT_DATE
     host: Annotated[
         str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
     ] = "127.0.0.1"
@@ -88,6 +94,15 @@ class ServeSettings:
             help="Keys, one a line, of which a client must send one. Default: none is needed.",
         ),
     ] = None
+    allow_origin: Annotated[
+        tuple[str, ...],
+        Option(
+            "--allow-origin",
+            metavar="ORIGIN",
+            rich_help_panel=RUNNING,
+            help="A site whose pages may use this server from a browser, as https://example.org; *: any. Repeatable.",
+        ),
+    ] = ()
     prefix_cache: PrefixCache = "auto"
     drain: Annotated[
         int,
@@ -101,3 +116,14 @@ class ServeSettings:
     quiet: Annotated[
         bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No notes, no line for each request.")
     ] = False
+    config: Annotated[
+        Path | None,
+        Option(
+            "--config",
+            metavar="FILE.toml",
+            is_eager=True,
+            callback=defaults_from,
+            rich_help_panel=RUNNING,
+            help="Options by name; those typed here take precedence.",
+        ),
+    ] = None

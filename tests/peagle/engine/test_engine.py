@@ -224,6 +224,26 @@ def test_a_mixed_workload_takes_few_programs(target) -> None:
     assert sum(after.values()) - sum(before.values()) <= 10
 
 
+@pytest.mark.parametrize("steps_per_dispatch", [1, 4])
+@pytest.mark.parametrize("by_width", [False, True])
+def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(target, plain, steps_per_dispatch, by_width) -> None:
+    """Beside others and alone, and nothing compiles for it."""
+    options = {"k_per_request": True, "programs_by_width": by_width, "steps_per_dispatch": steps_per_dispatch}
+    width = {1: 5, 2: 3} if by_width else {1: 5}
+    engine = Engine(target, NGram(), config(5, 2, widths=WidthTable(width), **options))
+    engine.warm_up()
+    before = trace_counts()
+    for limits in ([None, 0, 1, 2, 5, 0], [0], [1], [0, 0]):
+        asked = [Request(PROMPTS[i % 3], NEW, num_speculative_tokens=limit) for i, limit in enumerate(limits)]
+        tokens, records = decode(engine, asked)
+        assert tokens == [plain[i % 3] for i in range(len(asked))]
+        for limit, steps in zip(limits, records, strict=True):
+            widest = max(len(step.draft_token_ids) for step in steps)
+            assert widest <= (5 if limit is None else limit)
+            assert (widest > 0) == (limit != 0)
+    assert trace_counts() == before
+
+
 def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     engine = Engine(target, NGram(), config(3, capacity=4096, steps_per_dispatch=4))
     engine.warm_up()
@@ -248,6 +268,9 @@ def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
         (lambda: Request((1,), 5, SamplingParams(float("nan"))), "temperature is nan"),
         (lambda: Request((1,), 5, SamplingParams(1.0, min_p=2.0)), "min-p is 2.0"),
         (lambda: Request((1,), 5, SamplingParams(1.0, seed=-1)), "seed is -1"),
+        (lambda: Request((1,), 5, num_speculative_tokens=-1), "K is -1; expected 0"),
+        (lambda: Request((1,), 5, num_speculative_tokens=4), "K is 4 for the prompt; expected at most 0"),
+        (lambda: Request((1,), 5, num_speculative_tokens=0), "expected an engine with k_per_request"),
     ],
 )
 def test_requests_that_cannot_run_are_refused_before_any_work(target, request_, message: str) -> None:

@@ -10,23 +10,76 @@ from peagle.api import Pair
 from peagle.serve.app import Service, create_app
 from peagle.serve.loop import EngineLoop
 from peagle.serve.prompts import Prompter
-from peagle.text.tokenizer import ByteLevelTokenizer
-from tests.peagle.conftest import toy_pair
+from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
+from tests.peagle.conftest import SPECIALS, toy_pair, write_tokenizer
 
 CONTEXT, SLOTS, K = 256, 2, 3
 MODEL = "toy"
 DATE = "2025-08-05"
+HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
+# as the template of GPT-OSS: the first instructions, then the tools, in a developer message
+HARMONY_TEMPLATE = """\
+{%- macro typed(parameters) -%}
+{%- for name, of in parameters.properties.items() %}
+{{ name }}{% if name not in parameters.required %}?{% endif %}: {{ of.type }}
+{%- endfor -%}
+{%- endmacro -%}
+<|start|>system<|message|>Today: {{ strftime_now("%Y-%m-%d") }}
+{%- if reasoning_effort is defined %} Reasoning: {{ reasoning_effort }}{% endif %}<|end|>
+{%- set first = messages[0] if messages[0].role in ("system", "developer") else none -%}
+{%- if first or tools -%}
+<|start|>developer<|message|>{{ first.content if first }}
+{%- if tools %}
+# Tools
+namespace functions {
+{%- for tool in tools %}
+// {{ tool.function.description }}
+type {{ tool.function.name }} = ({{ typed(tool.function.parameters) if tool.function.parameters else "" }}) => any;
+{%- endfor %}
+}
+{%- endif -%}
+<|end|>
+{%- endif -%}
+{%- set last = namespace(name=none) -%}
+{%- for message in (messages[1:] if first else messages) -%}
+{%- if message.role == "assistant" and message.tool_calls -%}
+{%- set call = message.tool_calls[0].function -%}
+{%- if message.thinking -%}
+<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
+{%- endif -%}
+<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments|tojson }}<|call|>
+{%- set last.name = call.name -%}
+{%- elif message.role == "assistant" -%}
+<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>
+{%- elif message.role == "tool" -%}
+<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ message.content|tojson }}<|end|>
+{%- elif message.role == "user" -%}
+<|start|>user<|message|>{{ message.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+<|start|>assistant
+"""
 
 
-def service_of(pair: Pair, max_queue: int = 64, k: int = K, **options: Any) -> Service:
+def service_of(pair: Pair, max_queue: int = 64, k: int = K, context: int = CONTEXT, **options: Any) -> Service:
     # several tests have engines of one shape, and each engine has one driver
     pair._engines.clear()
-    engine = pair.engine(pair.engine_config(k, capacity=CONTEXT, slots=SLOTS, prefix_cache_bytes=1_000_000))
-    return Service(EngineLoop(engine, max_queue), Prompter(pair, CONTEXT, DATE), MODEL, **options)
+    config = pair.engine_config(k, capacity=context, slots=SLOTS, prefix_cache_bytes=1_000_000, k_per_request=True)
+    return Service(EngineLoop(pair.engine(config), max_queue), Prompter(pair, context, DATE, k), MODEL, **options)
 
 
 def client_of(service: Service) -> TestClient:
     return TestClient(create_app(service), raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="session")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> ByteLevelTokenizer:
+    """A tokenizer with the control tokens of calls, and a chat template with tools."""
+    directory = tmp_path_factory.mktemp("harmony")
+    write_tokenizer(directory, HARMONY_SPECIALS, HARMONY_TEMPLATE)
+    loaded = load_tokenizer(directory)
+    assert loaded is not None
+    return loaded
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +100,11 @@ def make(tokenizer: ByteLevelTokenizer) -> Iterator[Callable[..., Service]]:
     """Make a server of one's own."""
     made: list[Service] = []
 
-    def making(stops: tuple[int, ...] = (1,), **options: Any) -> Service:
+    shared_tokenizer = tokenizer
+
+    def making(
+        stops: tuple[int, ...] = (1,), tokenizer: ByteLevelTokenizer = shared_tokenizer, **options: Any
+    ) -> Service:
         made.append(service_of(toy_pair(tokenizer, stops), **options))
         return made[-1]
 

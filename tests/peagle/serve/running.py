@@ -25,9 +25,11 @@ def eventually(condition: Callable[[], object]) -> None:
 class Running:
     """A server that listens at `url`."""
 
-    def __init__(self, service: Service, address: socket.socket, drain_s: int) -> None:
+    def __init__(
+        self, service: Service, address: socket.socket, drain_s: int, note: Callable[[str], None] = lambda _: None
+    ) -> None:
         config = uvicorn.Config(create_app(service), lifespan="off", ws="none", log_config=None, access_log=False)
-        self.service, self.url, self.server = service, url(address), Server(config, service.loop, drain_s)
+        self.service, self.url, self.server = service, url(address), Server(config, service.loop, drain_s, note=note)
         self._thread = threading.Thread(target=self.server.run, args=([address],))
         self._thread.start()
         eventually(lambda: self.server.started)
@@ -42,9 +44,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(service: Service, drain_s: int = 30) -> Iterator[Running]:
+def running(service: Service, drain_s: int = 30, note: Callable[[str], None] = lambda _: None) -> Iterator[Running]:
     with bind("127.0.0.1", 0) as address:
-        found = Running(service, address, drain_s)
+        found = Running(service, address, drain_s, note)
         try:
             yield found
         finally:

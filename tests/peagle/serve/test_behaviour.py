@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -34,6 +35,12 @@ def send(server: Running, **fields: Any) -> socket.socket:
         + body
     )
     return connection
+
+
+def _all(connection: socket.socket) -> bytes:
+    """Read to the end, and close."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def is_idle(service: Service) -> bool:
@@ -196,6 +203,44 @@ def test_after_the_deadline_open_answers_get_an_error(make: Make) -> None:
         server.join()
         connection.close()
     assert b"shutting down" in received
+    eventually(lambda: is_idle(service))
+
+
+def test_a_second_signal_cuts_answers_off_and_says_so(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    service, said = make(), []
+    gate = Gate(service)
+    with running(service, note=said.append) as server:
+        gate.close()
+        connection, whole = send(server, stream=True), send(server)
+        eventually(lambda: service.loop.num_open == 2)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            server.server.handle_exit(number, None)
+            eventually(lambda number=number: len(said) == (1 if number == signal.SIGTERM else 2))
+        assert b"stopped before" in _all(connection)
+        assert b"503 Service" in _all(whole)
+        gate.open()
+        server.join()
+    assert said == [
+        "shutting down: 2 answers under way may take up to 30 s; another Ctrl-C or SIGTERM cuts them off",
+        "cutting 2 answers off",
+    ]
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_end_by_force_shows_no_traceback(make: Make, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    service = make()
+    gate = Gate(service)
+    with running(service) as server:
+        gate.close()
+        connection = send(server, stream=stream)
+        eventually(lambda: service.loop.num_open)
+        server.end()
+        server.server.force_exit = True
+        server.join()
+        connection.close()
+        gate.open()
+    assert "Traceback" not in caplog.text
     eventually(lambda: is_idle(service))
 
 

@@ -10,6 +10,7 @@ from peagle.engine.request import FinishReason, Request, TokenLogprobs
 from peagle.result import Result
 from peagle.serve.answers import Part
 from peagle.serve.replies import ChatForm
+from peagle.text.channels import ChannelParser
 from peagle.text.tokenizer import ByteLevelTokenizer
 
 ANSWER = (
@@ -28,7 +29,7 @@ def read(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return (the choices of a stream, the whole choice) of an answer whose tokens arrive in cuts of these sizes."""
     prompt = ids(tokenizer, "<|start|>user<|message|>hi<|end|><|start|>assistant")
-    form = ChatForm("toy", tokenizer, prompts=[prompt], logprobs=True)
+    form, parser = ChatForm("toy", tokenizer, logprobs=True), ChannelParser(tokenizer, prompt)
     tokens, parts, detokenized = ids(tokenizer, answer), [], 0
     whole = b"".join(map(tokenizer.token_bytes, tokens)).decode()
     for size in itertools.cycle(sizes):
@@ -36,7 +37,9 @@ def read(
         read_so_far = ids(tokenizer, answer)[: len(ids(tokenizer, answer)) - len(tokens)]
         text = b"".join(map(tokenizer.token_bytes, read_so_far)).decode(errors="ignore")
         logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in cut)
-        parts.append(Part(0, cut, text[detokenized:], logprobs, None if tokens else reason, ("plain",) * len(cut)))
+        deltas = (*parser.add(cut), *([] if tokens else parser.finish()))
+        reached = None if tokens else reason
+        parts.append(Part(0, cut, text[detokenized:], logprobs, reached, ("plain",) * len(cut), deltas))
         detokenized = len(text)
         if not tokens:
             break
@@ -61,8 +64,10 @@ def test_channels_are_apart_in_the_stream_and_in_the_whole(tokenizer: ByteLevelT
     for key, text in (("reasoning", "Größer?"), ("reasoning_content", "Größer?"), ("content", "The 東京 answer")):
         assert "".join(delta.get(key, "") for delta in deltas) == text
     calls = [each for delta in deltas for each in delta.get("tool_calls", [])]
-    assert {(each["index"], each["function"]["name"]) for each in calls} == {(0, "find")}
-    assert len({each["id"] for each in calls}) == 1
+    first, *others = calls
+    assert first == {**first, "index": 0, "type": "function", "function": {"name": "find", "arguments": ""}}
+    assert first["id"].startswith("call_")
+    assert all(each.keys() == {"index", "function"} and each["function"].keys() == {"arguments"} for each in others)
     assert "".join(each["function"]["arguments"] for each in calls) == '{"a": 1}'
     assert (deltas[-1], choices[-1]["finish_reason"]) == ({}, "tool_calls")
 

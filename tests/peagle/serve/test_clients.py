@@ -1,14 +1,16 @@
 """The openai client, over real connections: what many clients get at once is what each gets alone."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from peagle.api import Pair
+from peagle.serve.app import Service
 from peagle.text.tokenizer import ByteLevelTokenizer
+from scripts import against_clients
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import CONTEXT, MODEL, K, service_of
 from tests.peagle.serve.running import Gate, Running, running
@@ -54,7 +56,7 @@ def test_streams(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_the_clients_own(server: Running, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
+    with pytest.raises(openai.BadRequestError, match="tools are not supported") as refused:
         client.chat.completions.create(
             model=MODEL, messages=USER, tools=[{"type": "function", "function": {"name": "f"}}]
         )
@@ -112,3 +114,12 @@ def test_many_at_once_get_what_each_gets_alone(
     assert asyncio.run(ask_all()) == expected
     assert most() == 2
     assert server.service.loop.num_open == 0
+
+
+def test_the_script_of_other_clients_calls_a_server(
+    make: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(against_clients, "MODEL", MODEL)
+    with running(make()) as server:
+        (answer,) = against_clients.by_openai(server.url).values()
+    assert answer

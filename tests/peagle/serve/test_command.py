@@ -33,12 +33,12 @@ def started(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer) -> C
             finally:
                 os.kill(os.getpid(), number)
 
-        def watched(app: Any, loop: Any, address: Any, drain_s: int, ready: Use) -> None:
+        def watched(app: Any, loop: Any, address: Any, drain_s: int, ready: Use, note: Use) -> None:
             def told(url: str) -> None:
                 ready(url)
                 threading.Thread(target=used, args=(url,)).start()
 
-            serve(app, loop, address, drain_s, told)
+            serve(app, loop, address, drain_s, told, note)
 
         monkeypatch.setattr(peagle.cli.serve, "serve", watched)
         return main(["serve", "--port", "0", "--prefix-cache", "1MB", *options])
@@ -84,6 +84,57 @@ def test_its_options_reach_the_server(started: Callable[..., int], tmp_path: Pat
     assert "at most 3" in seen[3].json()["error"]["message"]
 
 
+def test_options_from_a_file_give_way_to_typed_ones(
+    started: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "serve.toml").write_text(
+        'slots = 1\nk = 0\nmax-queue = 2\nmax_body = 300\nserved-model-name = "filed"\ncontext = 128\nquiet = false\n'
+        'allow-origin = ["https://a.example", "https://b.example"]\n'
+    )
+    seen: list[httpx.Response] = []
+
+    def use(url: str) -> None:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            seen.append(client.get("/v1/models", headers={"Origin": "https://b.example"}))
+            seen.append(client.post("/v1/completions", content=b" " * 301))
+            seen.append(client.post("/v1/completions", json={"prompt": "ab", "n": 5}))
+
+    assert started(use, "--config", str(tmp_path / "serve.toml"), "--slots", "2") == 0
+    assert [reply.status_code for reply in seen] == [200, 413, 400]
+    assert seen[0].headers["access-control-allow-origin"] == "https://b.example"
+    assert "at most 4" in seen[2].json()["error"]["message"]
+    assert "serving filed plainly: 2 slots of 128 positions" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slots = ", "cannot be read"),
+        ("sluts = 3", "names sluts, which is no option here"),
+        ("config = 'x'", "names config, which"),
+        ("[serve]\nslots = 3", "names serve, which is no option here"),
+        ("slots = [1, 2]", "sets slots to [1, 2]; expected a text or a number"),
+        ("slots = true", "sets slots to True; expected"),
+        ("quiet = 1", "sets quiet to 1; expected true or false"),
+        ("slots = 'x'", "'--slots'"),
+        ("dtype = 'float16'", "'float16' is not one of"),
+        ("k = 1\nnum-speculative-tokens = 2", "twice"),
+        ("slots = 0", "--slots is 0"),
+        ("allow-origin = 'example.org'", "--allow-origin is 'example.org'; expected a site"),
+        ("allow-origin = ['https://example.org/path']", "expected a site"),
+    ],
+)
+def test_a_file_of_options_that_is_none_is_refused_in_a_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "serve.toml").write_text(text)
+    assert main(["serve", "--config", str(tmp_path / "serve.toml")]) == 2
+    said = capfd.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+    assert "Value error" not in said
+
+
 def test_after_the_engine_failed_the_command_ends_with_code_1(
     started: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +159,7 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--port", "70000"], "cannot be listened on"),
             (["--host", "nowhere.invalid"], "cannot be listened on"),
             (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
+            (["--config", str(tmp_path / "none")], "cannot be read"),
             (["--api-key-file", str(tmp_path / "empty")], "is empty"),
             (["--slots", "0"], "--slots is 0"),
             (["--max-queue", "-1"], "--max-queue is -1"),

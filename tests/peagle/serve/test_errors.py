@@ -1,25 +1,31 @@
 """Known bad inputs get an error object in OpenAI's form, that names the field."""
 
+import json
 import logging
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from peagle.serve.responses import ResponsesBody
 from peagle.serve.schema import NEUTRAL, ChatBody, CompletionBody
 from tests.peagle.serve.conftest import client_of
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 1},
+    RESPONSES: {"input": "hi", "max_output_tokens": 1},
 }
 BAD: list[tuple[str, dict[str, Any], str]] = [
     # fields, a part of the message
-    (CHAT, {"tools": [{"type": "function"}]}, "tools is not supported"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function is missing"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice is not supported"),
-    (CHAT, {"speculative": {"num_speculative_tokens": 2}}, "speculative is not supported"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice is given without tools"),
+    (CHAT, {"speculative": {"num_speculative_tokens": 4}}, "is 4; expected 0 (plain decoding) to 3, the server's K"),
+    (CHAT, {"speculative": {"num_speculative_tokens": -1}}, "is -1; expected 0"),
+    (CHAT, {"speculative": {"k": 1}}, "speculative.k is not supported"),
+    (COMPLETIONS, {"speculative": True}, "speculative is True"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
     (CHAT, {"guided_regex": "(a+)+$"}, "guided_regex is not supported"),
     (CHAT, {"unheard_of": 1}, "unheard_of is not supported"),
@@ -27,7 +33,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is not"),
     (CHAT, {"stream_options": {"include_usage": True}}, "without stream"),
     (CHAT, {"messages": []}, "messages is empty"),
-    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0 is a tool's result"),
+    (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
@@ -35,7 +42,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ),
     (CHAT, {"messages": [{"role": "user"}]}, "no content"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages.0.name is not"),
-    (CHAT, {"messages": "hi"}, "messages is 'hi'"),
+    (CHAT, {"messages": "hi"}, "messages is 'hi'; expected a list"),
+    (CHAT, {"stream_options": 1}, "stream_options is 1; expected an object"),
+    (CHAT, {"user": 1}, "user is 1; expected a text"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs is given without"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "expected 0..20"),
     (CHAT, {"logprobs": 3}, "logprobs is 3"),
@@ -149,7 +158,7 @@ def test_another_model_is_not_found(client: TestClient) -> None:
 def test_other_routes_and_methods_are_error_objects(client: TestClient) -> None:
     refused(client.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found")
     refused(client.get(COMPLETIONS), 405, "Method Not Allowed")
-    refused(client.post("/v1/responses", json={}), 404, "Not Found")
+    refused(client.post("/v1/embeddings", json={}), 404, "Not Found")
 
 
 def test_a_large_body_is_refused_before_it_is_read(make: Any) -> None:
@@ -167,8 +176,11 @@ def test_every_route_that_works_needs_the_key(make: Any) -> None:
         ("GET", "/v1/models/toy"),
         ("POST", CHAT),
         ("POST", COMPLETIONS),
+        ("POST", "/v1/responses"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
+        ("GET", "/tokenizer_info"),
+        ("GET", "/openapi.json"),
         ("GET", "/metrics"),
     ]
     wrong = [{}, {"Authorization": "Bearer other"}, {"Authorization": "Basic first"}, {"Authorization": "Bearer "}]
@@ -181,12 +193,44 @@ def test_every_route_that_works_needs_the_key(make: Any) -> None:
     assert client.get("/health").status_code == 200
 
 
+def test_the_published_schema_names_each_field(client: TestClient) -> None:
+    found = client.get("/openapi.json").json()
+    assert found["openapi"] == "3.1.0"
+    schemas = found["components"]["schemas"]
+    for path, kind in ((CHAT, ChatBody), (COMPLETIONS, CompletionBody), (RESPONSES, ResponsesBody)):
+        body = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert schemas[body.rpartition("/")[2]]["properties"].keys() == kind.model_fields.keys()
+    names = {part.split('"')[0] for part in json.dumps(found).split("#/components/schemas/")[1:]}
+    assert names <= schemas.keys()
+
+
 def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
     for origin in ("http://evil.example", "null", "http://testserver:81"):
         refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={"Origin": origin}), 403, "may not use")
     assert client.get("/v1/models", headers={"Origin": "http://testserver"}).status_code == 200
     proxied = {"Origin": "https://public.example", "Sec-Fetch-Site": "same-origin"}
     assert client.get("/v1/models", headers=proxied).status_code == 200
+
+
+def test_pages_of_sites_that_are_allowed_may_use_it(make: Any) -> None:
+    """With the headers that browsers ask for; a preflight has no key."""
+    client = client_of(make(origins=("https://chat.example",), keys=("key",)))
+    origin = {"Origin": "https://chat.example"}
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    preflight = client.options(COMPLETIONS, headers={**origin, **asked})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    reply = client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={**origin, "Authorization": "Bearer key"})
+    assert reply.status_code == 200
+    assert reply.headers["access-control-allow-origin"] == "https://chat.example"
+    refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers=origin), 401, "key")
+    other = {"Origin": "https://other.example"}
+    refused(client.post(COMPLETIONS, headers={**other, "Authorization": "Bearer key"}), 403, "may not use")
+    assert "access-control-allow-origin" not in client.options(COMPLETIONS, headers={**other, **asked}).headers
+    anyone = client_of(make(origins=("*",)))
+    reply = anyone.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers=other)
+    assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "*")
 
 
 def test_requests_are_logged_without_what_they_say(make: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -206,7 +250,9 @@ HOSTILE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "kind"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody)])
+@pytest.mark.parametrize(
+    ("path", "kind"), [(CHAT, ChatBody), (COMPLETIONS, CompletionBody), (RESPONSES, ResponsesBody)]
+)
 def test_no_value_of_any_field_is_more_than_an_error_object(client: TestClient, path: str, kind: Any) -> None:
     served = 0
     for field in (*kind.model_fields, *NEUTRAL, "other"):

@@ -9,10 +9,11 @@ from fastapi.testclient import TestClient
 
 from peagle.api import Pair
 from peagle.engine.request import TokenLogprobs
+from peagle.loading import DEMO_DIRECTORY
 from peagle.result import Result
 from peagle.serve.answers import Part
 from peagle.serve.replies import CompletionForm
-from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
+from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, K, client_of
 
@@ -262,6 +263,44 @@ def test_figures_of_speculation_come_with_the_answer(client: TestClient, alone: 
     }
 
 
+def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(client: TestClient) -> None:
+    whole, steps = complete(client), []
+    for k in (1, 2, 3):
+        found = complete(client, speculative={"num_speculative_tokens": k})
+        assert found["choices"] == whole["choices"]
+        figures = found["metrics"]["speculative_decoding"]
+        assert (figures["num_spec_tokens"], len(figures["acceptance_histogram"])) == (k, k + 1)
+        assert 0 < figures["num_draft_tokens"] <= k * figures["num_spec_steps"]
+        steps.append(figures["num_spec_steps"])
+    assert steps[0] > steps[1] > steps[2] == whole["metrics"]["speculative_decoding"]["num_spec_steps"]
+    plain = complete(client, speculative={"num_speculative_tokens": 0})
+    assert plain["choices"] == whole["choices"]
+    assert "metrics" not in plain
+    assert complete(client, speculative={})["metrics"] == whole["metrics"]
+    in_chat = chat(client, speculative={"num_speculative_tokens": 2}, max_tokens=40)
+    assert in_chat["metrics"]["speculative_decoding"]["num_spec_tokens"] == 2
+
+
+def test_the_tokenizer_of_the_server_is_described(client: TestClient) -> None:
+    """As clients ask that encode by the server (lm-eval's tokenizer_backend=remote)."""
+    info = client.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["unk_token"]) == ("<|startoftext|>", "<|return|>", None)
+    assert "strftime_now" in info["chat_template"]
+    assert info["model_max_length"] == CONTEXT
+
+
+def test_tokens_before_a_text_can_be_left_out(make: Any) -> None:
+    demo = load_tokenizer(DEMO_DIRECTORY / "target")
+    assert demo is not None
+    client = client_of(make(tokenizer=demo))
+    whole, bare = (
+        client.post("/tokenize", json={"prompt": "def f", "add_special_tokens": add}).json()["tokens"]
+        for add in (True, False)
+    )
+    assert whole == [whole[0], *bare]
+    assert detokenize(demo, bare) == "def f"
+
+
 def test_tokens_and_text_are_each_others_inverse(client: TestClient) -> None:
     found = client.post("/tokenize", json={"prompt": "naïve 東京"}).json()
     assert found["count"] == len(found["tokens"])
@@ -276,6 +315,13 @@ def test_every_parameter_means_the_same_with_and_without_speculation(client: Tes
     cases += [{**SEEDED, "stop": ["a", "e"], "presence_penalty": 1.0}, {"stop_token_ids": [36], "min_tokens": 8}]
     for fields in cases:
         assert same(complete(other, **fields)["choices"], complete(client, **fields)["choices"]), fields
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_every_parameter_means_the_same_whatever_k_a_request_sets(client: TestClient, k: int) -> None:
+    for fields in (*(fields for fields, _ in PARAMETERS.values()), {"logprobs": 3}, {"n": 2, **SEEDED}):
+        found = complete(client, **fields, speculative={"num_speculative_tokens": k})
+        assert same(found["choices"], complete(client, **fields)["choices"]), fields
 
 
 def same(found: Any, expected: Any) -> bool:

@@ -274,3 +274,18 @@ def test_stop_strings_cut_deltas_as_they_cut_the_text(stream: Stream, sizes: lis
             room = max(0, room - len(text))
     by_text = parser()
     assert joined(found) == joined([*by_text.add(expected), *by_text.finish()])
+
+
+@given(STREAMS | WELL_FORMED_STREAMS, st.lists(st.integers(1, 9)), st.sampled_from(["so", "é", "al", "{}", "l ", "x"]))
+def test_the_first_stop_string_inside_a_message_ends_the_answer(stream: Stream, sizes: list[int], stop: str) -> None:
+    whole = parse(stream)
+    one = ChannelParser(HarmonyTokenizer(), PROMPT, stop=[stop])
+    found = [delta for each in cut(ids(stream), sizes) for delta in one.add(each)] + one.finish()
+    first = next((place for place, (_, text, _) in enumerate(whole) if stop in text), None)
+    expected = whole[:first]
+    if first is not None:
+        kind, text, name = whole[first]
+        text = text.split(stop)[0]
+        expected += [(kind, text, name)] if text or name else []
+    assert joined(found) == expected
+    assert one.complete is (first is not None)

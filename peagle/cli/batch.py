@@ -1,0 +1,51 @@
+"""`peagle batch`: load a pair, answer a file of requests, and say how far it is."""
+
+import asyncio
+import time
+
+from peagle.cli.display import Display
+from peagle.cli.output import say
+from peagle.cli.serve import FAILED, Chosen
+from peagle.cli.settings.batch import BatchSettings
+from peagle.ops import interrupt
+from peagle.serve.app import Service
+from peagle.serve.batch import Batch, Counts, check_files
+from peagle.serve.loop import EngineLoop
+
+UNLIMITED = 1 << 30  # requests that may wait: a line may have many answers, and no client waits for them
+AT_ONCE = 2  # lines under way for each slot, so that none is empty
+
+
+def batch_command(settings: BatchSettings) -> int:
+    """Return the exit code: 0 with a response for each line that is a request, 1 if the engine failed.
+
+    Raises InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
+    """
+    chosen = Chosen.by(settings)
+    check_files(settings.requests, settings.answers)
+    display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
+    engine, prompter, name = chosen.load(display)
+    loop = EngineLoop(engine, UNLIMITED)
+    batch = Batch(Service(loop, prompter, name), settings.requests, settings.answers, AT_ONCE * settings.slots)
+    started = time.perf_counter()
+    try:
+        with display.keeping(lambda: _progress(batch.counts)), display.stage("answering") as advance:
+            asyncio.run(batch.run(interrupt.asked, lambda counts: advance(counts.done, counts.total)))
+            interrupt.check()
+    finally:
+        loop.close()
+    if loop.failure is not None:
+        say("error", f"{loop.failure}; {_progress(batch.counts)}")
+        return FAILED
+    display.note(_summary(batch.counts, time.perf_counter() - started))
+    return 0
+
+
+def _progress(counts: Counts) -> str:
+    return f"{counts.done} of {counts.total} lines are done; the same command goes on"
+
+
+def _summary(counts: Counts, seconds: float) -> str:
+    known = f", {counts.known} known before" if counts.known else ""
+    speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} a second"
+    return f"{counts.answered} lines answered, {counts.refused} refused{known}{speed if counts.tokens else ''}"

@@ -1,0 +1,36 @@
+"""The options of `batch`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from peagle.cli.settings.serve import Context, Date, ServedModelName
+from peagle.cli.settings.shared import OUTPUT, RUNNING, DraftOptions, ModelOptions, PrefixCache
+from peagle.text.tokenizer import DEFAULT_DATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """Answer a file of requests in the form of OpenAI's Batch API, by the code of `peagle serve`, without a server.
+
+    Each line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. A second run with
+    the same files goes on with the lines that have no response yet.
+
+    [bold]Examples[/bold]
+
+      the demo pair          [cyan]peagle batch requests.jsonl answers.jsonl[/cyan]
+      your own checkpoints   [cyan]peagle batch requests.jsonl answers.jsonl --target DIR --drafter DIR[/cyan]
+    """
+
+    requests: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests, one a line.")]
+    answers: Annotated[Path, Argument(metavar="OUT.jsonl", help="Answers, one a line, as they end; appended to.")]
+    model: ModelOptions = ModelOptions()
+    drafting: DraftOptions = DraftOptions()
+    context: Context = None
+    served_model_name: ServedModelName = None
+    date: Date = DEFAULT_DATE
+    slots: Annotated[int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Requests decoded at once.")] = 8
+    prefix_cache: PrefixCache = "auto"
+    quiet: Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No notes, no progress.")] = False

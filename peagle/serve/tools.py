@@ -1,0 +1,182 @@
+"""Tools of a chat: their definitions, calls and results in its messages, and choices of a tool.
+
+A message of several calls becomes one message for each call, directly followed by its result: chat templates of GPT-OSS
+render one call of a message, and name a result after the call before it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import pydantic_core
+
+from peagle.serve.errors import ApiError
+from peagle.serve.schema import ChatMessage, NamedTool, PastCall, Tool
+from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, final_message
+from peagle.text.prompts import brief
+from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize, encode_characters
+
+MOST_TOOLS = 128  # the limit of OpenAI's API
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+PROBE = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
+Choice = Literal["none", "auto", "required"] | NamedTool
+
+
+def takes_tools(tokenizer: Tokenizer) -> bool:
+    """Test whether the chat template renders tools."""
+    chat = [{"role": "user", "content": "a"}]
+    try:
+        return tokenizer.encode_chat(chat, tools=[PROBE]) != tokenizer.encode_chat(chat)
+    except TemplateError:
+        return False
+
+
+def offered(tools: Sequence[Tool], choice: Choice, rendered: bool) -> tuple[list[dict[str, Any]], str | None]:
+    """Return (tools as templates take them, the name of the function that must be called, if one must).
+
+    With the choice "none" there are no tools. rendered: the chat template takes tools (`takes_tools`). Raises ApiError
+    for tools or a choice that cannot be rendered.
+    """
+    check_tools(tools)
+    if not tools:
+        if choice not in ("none", "auto"):
+            raise ApiError(400, "tool_choice is given without tools; add them, or leave it out", "tool_choice")
+        return [], None
+    names = [tool.function.name for tool in tools]
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise ApiError(
+            400, f"tool_choice names {brief(choice.function.name)}, which is not among the tools", "tool_choice"
+        )
+    if choice == "required" and len(names) > 1:
+        message = "tool_choice 'required' is not supported here for several tools; name one, or leave it out"
+        raise ApiError(400, message, "tool_choice", "unsupported_parameter")
+    if choice == "none":
+        return [], None
+    if not rendered:
+        message = "tools are not supported here: the model's chat template has none; leave them out"
+        raise ApiError(400, message, "tools", "unsupported_parameter")
+    forced = names[0] if choice == "required" else choice.function.name if isinstance(choice, NamedTool) else None
+    return [_definition(tool) for tool in tools], forced
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raise ApiError for tools that are too many, share a name, or have a name that is none."""
+    if len(tools) > MOST_TOOLS:
+        raise ApiError(400, f"{len(tools)} tools are given; expected at most {MOST_TOOLS}", "tools")
+    names: set[str] = set()
+    for place, tool in enumerate(tools):
+        name, where = tool.function.name, f"tools.{place}.function"
+        if not NAME.fullmatch(name):
+            raise ApiError(
+                400, f"{where}.name is {brief(name)}; expected 1 to 64 letters, digits, _, - or .", f"{where}.name"
+            )
+        if name in names:
+            raise ApiError(400, f"{where}.name is {brief(name)}, as that of a tool before it", f"{where}.name")
+        if tool.function.strict:
+            raise ApiError(
+                400,
+                f"{where}.strict is not supported here: arguments are not held to their schema; leave it out",
+                f"{where}.strict",
+                "unsupported_parameter",
+            )
+        names.add(name)
+
+
+def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tuple[int, ...]:
+    """Append the header of a call to a prompt that ends where the answer's header begins, as templates write it.
+
+    Raises ApiError if the prompt ends elsewhere.
+    """
+    control = {spelled: token_id for token_id, spelled in tokenizer.special_tokens.items()}
+    starts = [place for place, token_id in enumerate(prompt_ids) if token_id == control.get(START)]
+    if (
+        not starts
+        or detokenize(tokenizer, prompt_ids[starts[-1] + 1 :]) != ROLE
+        or not {CHANNEL, MESSAGE} <= {*control}
+    ):
+        message = "tool_choice is not supported here: the model's chat template begins the answer itself; leave it out"
+        raise ApiError(400, message, "tool_choice", "unsupported_parameter")
+    return (
+        *prompt_ids,
+        *encode_characters(tokenizer, f" to={FUNCTIONS}{name}"),
+        control[CHANNEL],
+        *encode_characters(tokenizer, "commentary json"),
+        control[MESSAGE],
+    )
+
+
+def chat_of(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Make the messages that templates take; of past answers, only their final texts and calls.
+
+    Raises ApiError for calls without results, and results without calls.
+    """
+    chat: list[Message] = []
+    rest = list(enumerate(messages))
+    while rest:
+        place, message = rest.pop(0)
+        if message.role == "tool":
+            raise ApiError(
+                400, f"messages.{place} is a tool's result, but no call precedes it; send that, too", "messages"
+            )
+        if not message.tool_calls:
+            text = final_message(message.text) if message.role == ROLE else message.text
+            chat.append({"role": message.role, "content": text})
+            continue
+        results: dict[str, str] = {}
+        while rest and rest[0][1].role == "tool":
+            number, result = rest.pop(0)
+            _check_result(number, result, message.tool_calls, results)
+            results[result.tool_call_id or ""] = result.text
+        chat += _calls(place, message, results)
+    return chat
+
+
+def _check_result(place: int, result: ChatMessage, calls: Sequence[PastCall], known: dict[str, str]) -> None:
+    names = {call.id: call.function.name for call in calls}
+    if result.tool_call_id not in names or result.tool_call_id in known:
+        raise ApiError(
+            400,
+            f"messages.{place}.tool_call_id is {brief(result.tool_call_id)}; expected the id of a call before it that "
+            "has no other result",
+            f"messages.{place}.tool_call_id",
+        )
+    if result.name is not None and result.name != names[result.tool_call_id]:
+        raise ApiError(
+            400,
+            f"messages.{place}.name is {brief(result.name)}, but the call is one of "
+            f"{brief(names[result.tool_call_id])}; leave it out",
+            f"messages.{place}.name",
+        )
+
+
+def _calls(place: int, message: ChatMessage, results: dict[str, str]) -> Iterator[Message]:
+    """Make a message for each call, and one for its result. The first has the reasoning that led to the calls."""
+    before = [text for text in (message.reasoning or message.reasoning_content, message.text) if text]
+    for number, call in enumerate(message.tool_calls):
+        if call.id not in results:
+            raise ApiError(
+                400,
+                f"messages.{place}.tool_calls.{number} has no result; send a message of the role tool with the "
+                f"tool_call_id {brief(call.id)}",
+                "messages",
+            )
+        function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+        calls = [{"id": call.id, "type": "function", "function": function}]
+        thinking = {} if number or not before else {"thinking": "\n\n".join(before)}
+        yield {"role": ROLE, "content": "", "tool_calls": calls, **thinking}
+        yield {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": results[call.id]}
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Read arguments, which templates write as JSON; a model's malformed ones stay text."""
+    try:
+        found = pydantic_core.from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def _definition(tool: Tool) -> dict[str, Any]:
+    given = tool.function
+    parameters = {} if given.parameters is None else {"parameters": given.parameters}
+    return {"type": "function", "function": {"name": given.name, "description": given.description or "", **parameters}}

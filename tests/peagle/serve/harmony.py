@@ -1,0 +1,72 @@
+"""A server whose target says what a test wrote, with the control tokens and a chat template of the harmony format."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle.api import Pair
+from peagle.drafters.ngram import NGram
+from peagle.ops.messages import VerifyOutput
+from peagle.serve.app import Service
+from peagle.serve.prompts import Prompter
+from peagle.serve.schema import ChatBody, parse
+from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.peagle.conftest import SPECIALS, VOCAB_SIZE
+from tests.peagle.serve.conftest import DATE, K, service_of
+
+LONG = 768  # positions: a token is a byte
+RETURN, CALL = 1, len(SPECIALS)
+USER: Any = [{"role": "user", "content": "hello"}]
+
+
+@flax.struct.dataclass
+class ScriptedTarget:
+    """A target whose token after position p is script[p], whatever precedes it."""
+
+    script: jax.Array  # [capacity]
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    @property
+    def max_positions(self) -> int:
+        return self.script.shape[0]
+
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> None:
+        pass
+
+    def extend(
+        self, token_ids: jax.Array, positions: jax.Array, cache: None, logit_rows: jax.Array | None = None
+    ) -> tuple[VerifyOutput, None]:
+        read = positions if logit_rows is None else jnp.take_along_axis(positions, logit_rows, axis=1)
+        logits = 10 * jax.nn.one_hot(self.script[jnp.maximum(read, 0)], VOCAB_SIZE, dtype=jnp.float32)
+        return VerifyOutput(logits, jnp.zeros((*token_ids.shape, 0))), None
+
+
+def says(tokenizer: ByteLevelTokenizer, *turns: tuple[Mapping[str, Any], str], **options: Any) -> Service:
+    """Make a server that gives these answers to these bodies of chats, whose prompts have different lengths.
+
+    An answer may end in a control token that ends it.
+    """
+    script = np.full((LONG,), RETURN, np.int32)
+    for body, answer in turns:
+        start = len(prompt_of(tokenizer, body)) - 1
+        ids = tokenizer.encode(answer, special_tokens=True)
+        script[start : start + len(ids)] = ids
+    target = ScriptedTarget(jnp.asarray(script))
+    stops = (RETURN, CALL)
+    return service_of(Pair(target, target, NGram(), tokenizer, stops), context=LONG, **options)
+
+
+def prompt_of(tokenizer: ByteLevelTokenizer, body: Mapping[str, Any]) -> Sequence[int]:
+    """Encode the prompt of a body."""
+    target = ScriptedTarget(jnp.zeros((LONG,), jnp.int32))
+    prompter = Prompter(Pair(target, target, NGram(), tokenizer, (RETURN,)), LONG, DATE, K)
+    (request,) = prompter.chat(parse(ChatBody, json.dumps(body).encode()))
+    return request.prompt_ids

@@ -1,0 +1,234 @@
+"""Files of requests: every line is answered once, whatever else the file holds and wherever a run was stopped."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peagle.cli.serve
+import peagle.serve.batch
+from peagle.cli import main
+from peagle.serve.app import Service
+from peagle.serve.batch import Batch
+from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.peagle.conftest import press_ctrl_c_at, toy_pair
+from tests.peagle.serve.conftest import client_of
+from tests.peagle.serve.running import Gate
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": (CHAT, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9, "temperature": 0}),
+    "raw": (COMPLETIONS, {"prompt": [40, 41], "max_tokens": 12, "temperature": 1, "seed": 3, "n": 2}),
+    "echo": (COMPLETIONS, {"prompt": "ab", "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}),
+    "response": (RESPONSES, {"input": "hello", "max_output_tokens": 7, "temperature": 0}),
+    **{f"{n}": (COMPLETIONS, {"prompt": [50 + n], "max_tokens": 5 + n, "temperature": 0}) for n in range(6)},
+}
+VARY = ("id", "created", "created_at", "usage", "output")  # ids and times; whether a prompt was cached
+
+
+def line(name: str, **fields: Any) -> str:
+    url, body = BODIES[name]
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body, **fields})
+
+
+def read(out: Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(text) for text in out.read_text("utf-8").splitlines()]
+    assert len({each["id"] for each in lines}) == len(lines)
+    return {each["custom_id"]: each for each in lines}
+
+
+def stable(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key not in VARY}
+
+
+@pytest.fixture
+def run(make: Callable[..., Service], tmp_path: Path) -> Callable[..., Batch]:
+    """Answer lines; `stop_at`: end early after so many looks."""
+
+    def running(lines: list[str], stop_at: int | None = None, service: Service | None = None) -> Batch:
+        (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+        looks = iter(range(10**9))
+        batch = Batch(service or make(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", 3)
+        asyncio.run(batch.run(lambda: stop_at is not None and next(looks) >= stop_at, lambda _: None))
+        assert batch.service.loop.num_open == 0 or stop_at is not None
+        return batch
+
+    return running
+
+
+def test_each_line_has_the_servers_answer(run: Any, make: Any, tmp_path: Path) -> None:
+    batch = run([line(name) for name in BODIES])
+    found, client = read(tmp_path / "out.jsonl"), client_of(make())
+    assert found.keys() == BODIES.keys()
+    assert (batch.counts.answered, batch.counts.refused, batch.counts.done) == (len(BODIES), 0, batch.counts.total)
+    for name, (url, body) in BODIES.items():
+        each = found[name]
+        assert (each["error"], each["response"]["status_code"]) == (None, 200)
+        assert each["response"]["request_id"] == each["response"]["body"]["id"]
+        assert stable(each["response"]["body"]) == stable(client.post(url, json=body).json())
+    assert found["response"]["response"]["body"]["output"][-1]["content"][0]["text"]
+
+
+BAD = [
+    ("{", None, "line 1 is not valid JSON"),
+    ("[1]", None, "line 1 is [1]; expected an object"),
+    (line("chat", custom_id=7), None, "the custom_id of line 1 is 7"),
+    (line("chat", custom_id=""), None, "the custom_id of line 1 is ''"),
+    (line("chat", method="GET"), "chat", "the method of line 1 is 'GET'; expected 'POST'"),
+    (line("chat", url="/v1/embeddings"), "chat", "the url of line 1 is '/v1/embeddings'; expected one of /v1/chat"),
+    (line("chat", url=["/v1"]), "chat", "the url of line 1"),
+    (line("chat", body=[]), "chat", "the body of line 1 is []"),
+]
+
+
+@pytest.mark.parametrize(("text", "custom_id", "message"), BAD, ids=[message for _, _, message in BAD])
+def test_a_line_that_is_none_gets_an_error_and_the_others_answers(
+    run: Any, tmp_path: Path, text: str, custom_id: str | None, message: str
+) -> None:
+    batch = run([text, "", line("0")])
+    found = read(tmp_path / "out.jsonl")
+    assert found["0"]["response"]["status_code"] == 200
+    assert found[custom_id]["response"] is None
+    assert found[custom_id]["error"]["code"] == "invalid_line"
+    assert message in found[custom_id]["error"]["message"]
+    assert (batch.counts.answered, batch.counts.refused, batch.counts.total) == (1, 1, 2)
+
+
+def test_a_repeated_custom_id_is_an_error(run: Any, tmp_path: Path) -> None:
+    for _ in range(2):  # a second run changes nothing
+        run([line("0"), line("0"), line("1")])
+        lines = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert len(lines) == 3
+        (error,) = (each["error"] for each in lines if each["error"])
+        assert error["message"] == "the custom_id '0' of line 2 is that of a line before it"
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "user", "content": "a"}], "stream": True}, "stream is set"),
+        ({"messages": [{"role": "user", "content": "a"}], "model": "gpt-4"}, "'gpt-4' is not served"),
+        ({"messages": [{"role": "user", "content": "a"}], "temperature": -1}, "temperature is -1"),
+    ],
+)
+def test_a_body_that_is_none_gets_an_error_object(run: Any, tmp_path: Path, body: Any, part: str) -> None:
+    batch = run([line("chat", body=body), line("0")])
+    found = read(tmp_path / "out.jsonl")["chat"]
+    assert found["error"] is None
+    assert found["response"]["status_code"] in (400, 404)
+    assert part in found["response"]["body"]["error"]["message"]
+    assert (batch.counts.answered, batch.counts.refused) == (1, 1)
+
+
+def test_a_run_that_was_stopped_goes_on_and_answers_nothing_twice(run: Any, tmp_path: Path) -> None:
+    lines = [line(name) for name in BODIES]
+    whole = tmp_path / "out.jsonl"
+    run(lines)
+    expected = {name: stable(each["response"]["body"]) for name, each in read(whole).items()}
+    whole.unlink()
+    stops = 0
+    for stop_at in (1, 4, 6, 9, None):
+        batch = run(lines, stop_at)
+        stops += batch.counts.done < batch.counts.total
+        assert batch.counts.known <= len(BODIES)
+    texts = whole.read_text("utf-8").splitlines()
+    assert len(texts) == len(BODIES)
+    assert {name: stable(each["response"]["body"]) for name, each in read(whole).items()} == expected
+    assert stops >= 2
+    service = run(lines).service
+    assert service.loop.engine._state is None, "nothing was asked again"
+
+
+def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, tmp_path: Path) -> None:
+    """Of an engine that failed, of a last line that was cut off, of lines that were none."""
+    out = tmp_path / "out.jsonl"
+    service = make()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    run([line("0")])
+    service.loop.engine._programs.extend = broken
+    run([line("0"), line("1"), line("2")], service=service)
+    assert read(out).keys() == {"0"}
+    with out.open("a") as file:
+        file.write(
+            '{"id": "x", "custom_id": "1", "response": null, "error": {"code": "invalid_line"}}\n{"custom_id": "'
+        )
+    run([line("0"), line("1"), line("2")])
+    assert {name: each["response"]["status_code"] for name, each in read(out).items()} == {"0": 200, "1": 200, "2": 200}
+
+
+def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> None:
+    service = make()
+    gate, most = Gate(service), 0
+    enter = service.loop._enter
+
+    def entered(count: int) -> None:
+        nonlocal most
+        enter(count)
+        most = max(most, service.loop.num_open)
+
+    service.loop._enter = entered
+    gate.open()
+    run([line(str(n)) for n in range(6)], service=service)
+    assert most == 3
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer, tmp_path: Path) -> Any:
+    pair = toy_pair(tokenizer)
+    monkeypatch.setattr(peagle.cli.serve, "load_pair", lambda *_: pair)
+    source = tmp_path / "in.jsonl"
+
+    def start(lines: list[str], *options: str) -> int:
+        source.write_text("\n".join(lines) + "\n")
+        fixed = ["-k", "3", "--slots", "2", "--context", "128", "--prefix-cache", "1MB"]
+        return main(["batch", str(source), str(tmp_path / "out.jsonl"), *fixed, *options])
+
+    return start
+
+
+def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command([line("0"), line("1"), "{"]) == 0
+    said = capfd.readouterr().err
+    assert "serving peagle-demo with K = 3: 2 slots of 128" in said
+    assert "2 lines answered, 1 refused; 11 tokens in " in said
+    assert command([line("0"), line("1"), "{", line("2")]) == 0
+    assert "1 lines answered, 1 refused, 2 known before; 7 tokens" in capfd.readouterr().err
+    assert command([line("0")], "-q") == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_ends_the_command_and_says_how_to_go_on(
+    command: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = [line(name) for name in BODIES]
+    press_ctrl_c_at(monkeypatch, peagle.serve.batch, "_write", 2)
+    assert command(lines) == 130
+    assert f"of {len(lines)} lines are done; the same command goes on" in capfd.readouterr().err
+    assert 2 <= len(read(tmp_path / "out.jsonl")) < len(lines)
+    assert command(lines) == 0
+    assert len(read(tmp_path / "out.jsonl")) == len(lines)
+
+
+def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(line("0"))
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
+    source = str(tmp_path / "in.jsonl")
+    for arguments, message in (
+        ([str(tmp_path / "none"), "out"], "cannot be read"),
+        ([source, source], "is the file of the requests"),
+        ([source, str(tmp_path)], "cannot be written"),
+        ([source, str(tmp_path / "no" / "out")], "cannot be written"),
+        ([source, str(tmp_path / "other.jsonl")], "line 1 is no answer of a batch"),
+        ([source, str(tmp_path / "out"), "--slots", "0"], "--slots is 0"),
+    ):
+        assert main(["batch", *arguments]) == 2
+        said = capfd.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1

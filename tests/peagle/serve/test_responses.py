@@ -1,0 +1,270 @@
+"""/v1/responses, as the openai client reads it: whole, in a stream, with reasoning, calls and their results."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from peagle.serve.app import Service
+from peagle.serve.responses import ResponsesBody, chat_body
+from peagle.serve.schema import parse
+from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
+from tests.peagle.serve.conftest import MODEL, client_of
+from tests.peagle.serve.harmony import says
+from tests.peagle.serve.running import running
+
+PATH = "/v1/responses"
+TOOL: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Says it.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": []},
+    "strict": False,
+}
+CHAT_TOOL = {"type": "function", "function": {key: TOOL[key] for key in ("name", "description", "parameters")}}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+THINKS = "<|channel|>analysis<|message|>Größer?<|end|><|start|>assistant"
+SAYS = THINKS + "<|channel|>final<|message|>The 東京 answer.<|return|>"
+CALLS = THINKS + '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "x"}<|call|>'
+Making = Callable[..., Service]
+
+
+@pytest.fixture
+def saying(harmony: ByteLevelTokenizer) -> Iterator[Making]:
+    made: list[Service] = []
+
+    def making(*turns: Any) -> Service:
+        made.append(says(harmony, *turns))
+        return made[-1]
+
+    yield making
+    for service in made:
+        service.loop.close()
+
+
+@pytest.fixture
+def asking(saying: Making) -> Iterator[Callable[..., openai.OpenAI]]:
+    """Make a client of a server that says what is given."""
+    opened: list[Any] = []
+
+    def making(*turns: Any) -> openai.OpenAI:
+        server = running(saying(*turns))
+        client = openai.OpenAI(base_url=server.__enter__().url + "/v1", api_key="none", max_retries=0)
+        opened.append((server, client))
+        return client
+
+    yield making
+    for server, client in opened:
+        client.close()
+        server.__exit__(None, None, None)
+
+
+def prompt_of(service: Service, **fields: Any) -> str:
+    body = chat_body(parse(ResponsesBody, json.dumps({"input": "hello", **fields}).encode()))
+    (request,) = service.prompter.chat(body)
+    return detokenize(service.prompter.tokenizer, request.prompt_ids)
+
+
+def test_a_response_has_reasoning_text_and_usage(asking: Any, harmony: ByteLevelTokenizer) -> None:
+    client = asking((CHAT, SAYS))
+    response = client.responses.create(model=MODEL, input="hello", temperature=0, store=False)
+    assert (response.status, response.error, response.output_text) == ("completed", None, "The 東京 answer.")
+    reasoning, message = response.output
+    assert reasoning.type == "reasoning"
+    assert [part.text for part in reasoning.content] == ["Größer?"]
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    assert response.usage.output_tokens_details.reasoning_tokens == len(harmony.encode("Größer?"))
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    listed = client.responses.create(model=MODEL, input=CHAT["messages"], temperature=0)
+    assert listed.output_text == response.output_text
+    assert listed.usage.input_tokens == response.usage.input_tokens
+
+
+def test_the_events_are_in_order_and_make_the_response(asking: Any) -> None:
+    client = asking((CHAT, SAYS))
+    with client.responses.stream(model=MODEL, input="hello", temperature=0) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert final.output_text == "The 東京 answer."
+    kinds = [event.type for event in events]
+    assert [kind for number, kind in enumerate(kinds) if number == 0 or kinds[number - 1] != kind] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == "The 東京 answer."
+    assert len([kind for kind in kinds if kind == "response.output_text.delta"]) > 3
+    added = [event.item for event in events if event.type == "response.output_item.added"]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.id for item in added] == [item.id for item in done] == [item.id for item in final.output]
+    assert added[1].content == []
+    assert done[1].content[0].text == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_and_its_result_make_a_turn(asking: Any, stream: bool) -> None:
+    first = {**CHAT, "tools": [CHAT_TOOL]}
+    call = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "x"}'}}
+    history = [
+        *CHAT["messages"],
+        {"role": "assistant", "reasoning": "Größer?", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"},
+    ]
+    client = asking((first, CALLS), ({**first, "messages": history}, SAYS))
+
+    def ask(items: Any) -> Any:
+        options = {"model": MODEL, "input": items, "tools": [TOOL], "temperature": 0}
+        if not stream:
+            return client.responses.create(**options)
+        with client.responses.stream(**options) as events:
+            seen = list(events)
+            if any(event.type == "response.function_call_arguments.delta" for event in seen):
+                deltas = [each.delta for each in seen if each.type == "response.function_call_arguments.delta"]
+                assert "".join(deltas) == '{"city": "x"}'
+                (done,) = (each for each in seen if each.type == "response.function_call_arguments.done")
+                assert done.arguments == '{"city": "x"}'
+            return events.get_final_response()
+
+    items: list[Any] = [*CHAT["messages"]]
+    response = ask(items)
+    assert [item.type for item in response.output] == ["reasoning", "function_call"]
+    called = response.output[1]
+    assert (called.name, called.arguments, called.status) == ("get_weather", '{"city": "x"}', "completed")
+    items += [item.model_dump() for item in response.output]
+    items.append({"type": "function_call_output", "call_id": called.call_id, "output": "rain"})
+    assert ask(items).output_text == "The 東京 answer."
+
+
+def test_an_answer_that_the_limit_cuts_is_incomplete(asking: Any) -> None:
+    client = asking((CHAT, SAYS))
+    options = {"model": MODEL, "input": "hello", "temperature": 0, "max_output_tokens": 12}
+    response = client.responses.create(**options)
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert response.usage.output_tokens == 12
+    assert response.output[-1].status == "incomplete"
+    last = list(client.responses.create(**options, stream=True))[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.usage.output_tokens == 12
+
+
+def test_parameters_reach_the_prompt(saying: Making) -> None:
+    service = saying()
+    assert "<|start|>developer<|message|>Be brief.<|end|>" in prompt_of(service, instructions="Be brief.")
+    joined = prompt_of(service, instructions="Be brief.", input=[{"role": "system", "content": "And kind."}])
+    assert "<|message|>Be brief.\n\nAnd kind.<|end|>" in joined
+    assert "Reasoning: low" in prompt_of(service, reasoning={"effort": "low", "summary": "auto"})
+    assert "get_weather" in prompt_of(service, tools=[TOOL])
+    assert "get_weather" not in prompt_of(service, tools=[TOOL], tool_choice="none")
+    named = prompt_of(service, tools=[TOOL], tool_choice={"type": "function", "name": "get_weather"})
+    assert named.endswith(" to=functions.get_weather<|channel|>commentary json<|message|>")
+    past = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "b", "annotations": []}],
+        },
+        {"role": "user", "content": "c"},
+    ]
+    text = prompt_of(service, input=past)
+    assert (
+        "user<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|end|><|start|>user<|message|>c" in text
+    )
+
+
+def test_parameters_reach_the_engine(shared: Service) -> None:
+    """Over the toy target, whose answers a temperature changes."""
+    client = client_of(shared)
+
+    def ask(**fields: Any) -> dict[str, Any]:
+        body = {"input": "hello", "max_output_tokens": 40, "temperature": 0, **fields}
+        reply = client.post(PATH, json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def text(**fields: Any) -> str:
+        return ask(**fields)["output"][-1]["content"][0]["text"]
+
+    assert text() == text(speculative={"num_speculative_tokens": 1})
+    seeded = {"temperature": 1.5, "seed": 3}
+    assert len({text(), text(**seeded), text(**{**seeded, "seed": 4}), text(**seeded, top_p=0.5)}) == 4
+    assert text(**seeded) == text(**seeded)
+    assert ask(speculative={"num_speculative_tokens": 1})["metrics"]["speculative_decoding"]["num_spec_tokens"] == 1
+    echoed = ask(metadata={"a": "b"}, user="me", instructions=None)
+    assert (echoed["metadata"], echoed["user"], echoed["store"]) == ({"a": "b"}, "me", False)
+
+
+def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making) -> None:
+    answer = CALLS.replace("<|call|>", "<|end|><|start|>assistant") + CALLS.removeprefix(THINKS)
+    service = saying(({**CHAT, "tools": [CHAT_TOOL]}, answer))
+    for parallel, count in ((True, 2), (False, 1)):
+        body = {"input": "hello", "tools": [TOOL], "temperature": 0, "parallel_tool_calls": parallel}
+        found = client_of(service).post(PATH, json=body).json()
+        assert [item["type"] for item in found["output"]] == ["reasoning"] + ["function_call"] * count
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"store": True}, "store is not supported here: no response is kept"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported here"),
+        ({"conversation": "c"}, "conversation is not supported"),
+        ({"background": True}, "background is not supported"),
+        ({"truncation": "auto"}, "truncation is not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "include is not supported"),
+        ({"text": {"format": {"type": "json_object"}}}, "text is not supported"),
+        ({"reasoning": {"effort": "xhigh"}}, "reasoning.effort is 'xhigh'; expected 'low'"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary is 'detailed'"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type is 'web_search'; expected 'function'"),
+        ({"tools": [{**TOOL, "strict": True}]}, "strict is not supported"),
+        ({"tool_choice": "required"}, "tool_choice is given without tools"),
+        ({"input": 5}, "input is 5; expected a text or a list of items"),
+        ({"input": []}, "messages is empty"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type is 'item_reference'; expected one of"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role is 'robot'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input.0.arguments is missing"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "no call precedes it"),
+        ({"max_output_tokens": 0}, "max_tokens is 0"),
+        ({"n": 2}, "n is not supported"),
+        ({"temperature": -1}, "temperature is -1"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(saying: Making, fields: dict[str, Any], part: str) -> None:
+    reply = client_of(saying()).post(PATH, json={"input": "hello", **fields})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert part in error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_a_failure_in_a_stream_is_an_event(saying: Making) -> None:
+    service = saying((CHAT, SAYS))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    service.loop.engine._programs.extend = broken  # type: ignore[method-assign, assignment]
+    text = client_of(service).post(PATH, json={"input": "hello", "stream": True}).text
+    assert text.startswith("event: response.created\n")
+    last = json.loads(text.split("\n\n")[-2].split("data: ")[1])
+    assert last["type"] == "response.failed"
+    assert "the device is gone" in last["response"]["error"]["message"]
