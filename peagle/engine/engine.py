@@ -351,6 +351,8 @@ class Engine:
         kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts]
         if self.drafter is not None:
             kinds += [dataclasses.replace(kind, lean=True) for kind in kinds if not kind.num_drafts]
+        if self.drafter is not None and not self._drafting_lapses:  # plain steps are those of rows that never draft
+            kinds = [kind for kind in kinds if kind.num_drafts or kind.lean]
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
             sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # as `check` requires
@@ -411,11 +413,17 @@ class Engine:
         """The numbers of drafts of the step programs that this engine may run, ascending."""
         k, table = self.config.num_speculative_tokens, self.config.table.drafts.values()
         drafts = {k}
-        if k and (self.config.adaptive or self.config.k_per_request or 0 in table or not self.config.table.sampled):
+        if k and (self.config.k_per_request or self._drafting_lapses):
             drafts.add(0)
         if self.config.programs_by_width:
             drafts |= {min(each, k) for each in table}
         return tuple(sorted(drafts))
+
+    @property
+    def _drafting_lapses(self) -> bool:
+        """Whether a row that may draft again takes plain steps, at some load."""
+        table = self.config.table
+        return self.config.adaptive or 0 in table.drafts.values() or not table.sampled
 
     def _kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
         config, sampled = self.config, sampled or full
