@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.attention import attention, decode_attention, split_heads
+from peagle.ops.collectives import Ranks
 from peagle.ops.expert_matmul import expert_block
 from peagle.ops.kv_cache import KVCache, init_window_cache
 from peagle.ops.linear import embed, linear
@@ -75,9 +76,11 @@ def extend(
     caches: tuple[KVCache, ...],
     aux_layer_ids: Sequence[int] = (),
     logit_rows: Int[Array, "B L"] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
     """Run T rows at their positions: write them to the caches, then attend.
 
+    ranks: params, config and caches are this rank's part of the model (target.shard). Every rank gets the whole result.
     Returns (logits of the rows in logit_rows, of all by default; aux_hidden of every row; the caches). A row of
     negative position is inactive: it writes nothing, and its results are to be ignored. The caller's `length` decides
     how many of the written rows count: moving it back is the rollback. The positions of a sequence's active rows are
@@ -99,11 +102,12 @@ def extend(
         )
         return out
 
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids, ranks)
     if logit_rows is not None:
         x = jnp.take_along_axis(x, logit_rows[:, :, None], axis=1)
         positions = jnp.take_along_axis(positions, logit_rows, axis=1)
-    return _logits(params, config, x, positions), aux_hidden, tuple(written)
+    logits = _logits(params, config, x, positions)
+    return logits if ranks is None else ranks.gather(logits, config.vocab_size), aux_hidden, tuple(written)
 
 
 def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None) -> Attend:
@@ -138,15 +142,18 @@ def _run_layers(
     positions: jax.Array,
     attend: AttendProjected,
     aux_layer_ids: Sequence[int],
+    ranks: Ranks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (residual stream after the last layer [B, T, D], aux_hidden [B, T, A])."""
     x = embed(params.embedding, token_ids, params.dtype)
     cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
+    reduce = None if ranks is None else ranks.reduce
     aux_hidden: dict[int, jax.Array] = {}
     for index, layer in enumerate(params.layers):
         p, moe = layer.attention, layer.moe
         qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps), positions=positions)
-        x = linear(attend(index, p, qkv, cos, sin), p.out, p.out_bias, residual=x, positions=positions)
+        out = attend(index, p, qkv, cos, sin)
+        x = linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce)
         x = expert_block(
             x,
             Norm(moe.norm, config.rms_norm_eps),
@@ -157,6 +164,7 @@ def _run_layers(
             config.swiglu_limit,
             positions,
             implementation=params.implementation,
+            ranks=ranks,
         )
         if index in aux_layer_ids:
             aux_hidden[index] = x
@@ -193,6 +201,7 @@ class GptOss:
     config: TargetConfig = flax.struct.field(pytree_node=False)
     aux_layer_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     retain_full_kv: bool = flax.struct.field(pytree_node=False, default=False)
+    ranks: Ranks | None = flax.struct.field(pytree_node=False, default=None)  # None: the whole model, on one device
 
     @property
     def vocab_size(self) -> int:
@@ -217,7 +226,7 @@ class GptOss:
     ) -> tuple[VerifyOutput, tuple[KVCache, ...]]:
         """See `extend`."""
         logits, aux, cache = extend(
-            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows
+            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows, self.ranks
         )
         return VerifyOutput(logits, aux), cache
 
