@@ -340,9 +340,9 @@ def _leaves(names: _Names, config: TargetConfig, mxfp4: bool) -> dict[str, tuple
     c = config
     width, experts, hidden = c.num_heads * c.head_dim, c.num_experts, c.hidden_size
     kv_width = c.num_kv_heads * c.head_dim
-    qkv = (("queries", width), ("keys and values", kv_width), ("keys and values", kv_width))
+    qkv = [("queries", width), ("keys and values", kv_width), ("keys and values", kv_width)]
     if len(names.qkv) == 1:
-        qkv = (("qkv", width + 2 * kv_width),)
+        qkv = [("qkv", width + 2 * kv_width)]
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {names.embedding: ("embedding", (c.vocab_size, hidden))}
 
     def expert_matrix(leaf: str, name: str, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from peagle.ops import native
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError
 from peagle.workflows.random_checkpoint import geometry, random_tensors
@@ -120,13 +119,11 @@ def test_a_rank_reads_its_own_bytes_alone(directories: dict[bool, Path], mxfp4: 
         assert read[0] == needed
 
 
-@pytest.mark.parametrize("implementation", ["xla", *(["native"] if native.available() else [])])
-def test_bytes_are_foretold(directories: dict[bool, Path], implementation: str) -> None:
+def test_bytes_are_foretold(directories: dict[bool, Path]) -> None:
     for place in (Place(0, 2, 1), Place(7, 8, 1), Place(1, 2, 2)):
-        loaded = load_target(directories[True], experts="packed", implementation=implementation, place=place)
+        loaded = load_target(directories[True], experts="packed", implementation="xla", place=place)
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
-        foretold = weight_bytes(directories[True], experts="packed", implementation=implementation, place=place)
-        assert held == pytest.approx(foretold, rel=0.1)  # rows of small matrices fill whole panels
+        assert held == weight_bytes(directories[True], experts="packed", implementation="xla", place=place)
 
 
 @pytest.mark.parametrize(
