@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.memory import refuse_too_large, size_in_words
 from peagle.ops.native import available as native_available
+from peagle.parallel import MeshShape, Sharded, make_mesh, ranks_of, shard
 from peagle.protocols import Drafter, PyTree
 from peagle.text.tokenizer import load_tokenizer
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from drafter.load import NamedAuxLayers
     from drafter.vocabulary import DraftVocab
     from target.config import TargetConfig
+    from target.load import LoadedTarget
 
 DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
@@ -114,6 +116,42 @@ def load(
     return with_drafter(
         pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
     )
+
+
+def load_over(
+    directory: Path,
+    shape: MeshShape,
+    *,
+    in_order: bool = True,
+    aux_layer_ids: Sequence[int] = (),
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> tuple[Sharded, "LoadedTarget"]:
+    """Load a target over the devices of a mesh, rank by rank, each its own bytes (target.load.load_target's options).
+
+    in_order: sum in rank order (peagle.ops.collectives.Ranks). Returns the target, and what was loaded with its
+    parameters side by side. Raises InputError, before any weights are read, for a model that cannot be cut so, or too
+    few devices.
+    """
+    from target.load import LoadedTarget, inspect_target, load_target
+    from target.model import GptOss
+    from target.shard import Place, check_ranks
+
+    check_ranks(inspect_target(directory).config, shape.tp, shape.ep)
+    mesh = make_mesh(shape)
+    same: dict[str, Any] = {}  # what is loaded beside the parameters
+
+    def of_rank(rank: int) -> GptOss:
+        def watch(done: int, total: int) -> None:
+            if progress is not None:
+                progress(rank * total + done, shape.ranks * total)
+
+        loaded = load_target(directory, place=Place(rank, shape.tp, shape.ep), progress=watch, **options)
+        same.update({each.name: getattr(loaded, each.name) for each in dataclasses.fields(loaded)}, params=None)
+        return GptOss(loaded.params, loaded.config, tuple(aux_layer_ids), ranks=ranks_of(shape, in_order))
+
+    parts = shard(of_rank, mesh)
+    return Sharded(parts, mesh), LoadedTarget(**{**same, "params": parts.params})
 
 
 def _refuse_too_large(

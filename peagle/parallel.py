@@ -16,7 +16,7 @@ around the target's pass; everything else, the drafter included, runs on every r
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import flax.struct
@@ -131,6 +131,22 @@ class Sharded:
         )
         result: tuple[VerifyOutput, PyTree] = run(self.parts, token_ids, positions, cache, logit_rows)
         return result
+
+    def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
+        """See `peagle.protocols.Explains`; the parts must be of a model that has it."""
+
+        def run(of_model: Callable[..., jax.Array], values: np.ndarray) -> jax.Array:
+            def of_rank(parts: Target, values: jax.Array) -> jax.Array:
+                return of_model(_mine(parts), values)
+
+            on_ranks = jax.shard_map(
+                of_rank, mesh=self.mesh, in_specs=(OF_PARTS, SAME), out_specs=SAME, check_vma=False
+            )
+            found: jax.Array = jax.jit(on_ranks)(self.parts, values)
+            return found
+
+        named: str | None = self.parts.first_not_finite(token_ids, run)  # type: ignore[attr-defined]
+        return named
 
     def _placed(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)

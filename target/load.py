@@ -145,9 +145,11 @@ def load_target(
     checkpoint, names, config, mxfp4 = _open(directory)
     stop_token_ids, _ = _stop_tokens(checkpoint)
     layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, implementation == "native", directory)
-    if progress is not None:
-        checkpoint.watch(progress)
     part = Part(config, place, mxfp4)
+    if progress is not None:
+        leaves = _leaves(names, config, mxfp4).items()
+        sizes = (part.read_size(*each) * checkpoint.dtype(name).itemsize for name, each in leaves)
+        checkpoint.watch(progress, sum(sizes))
     params = _Reader(checkpoint, names, part, np.dtype(dtype), mxfp4, implementation).params(layout)
     checkpoint.finish()
     return LoadedTarget(params, part.config, stop_token_ids, layout, mxfp4)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.attention import attention, decode_attention, split_heads
 from peagle.ops.collectives import Ranks
@@ -32,6 +32,9 @@ from target.params import AttentionParams, TargetParams
 Attend = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
 # (layer, its params, qkv [B, T, (N + 2G) H], cos, sin) -> attention output [B, T, N H]
 AttendProjected = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
+
+# (a function of a model and arrays, the arrays) -> its result
+Run = Callable[[Callable[..., jax.Array], np.ndarray], jax.Array]
 
 
 def forward(
@@ -176,21 +179,7 @@ def _logits(params: TargetParams, config: TargetConfig, x: jax.Array, positions:
     return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
 
 
-CHECKED_TOGETHER = 32  # tokens per pass of `first_not_finite`
-
-
-@jax.jit
-def _finite(
-    model: "GptOss", token_ids: jax.Array, positions: jax.Array, caches: tuple[KVCache, ...]
-) -> tuple[jax.Array, tuple[KVCache, ...]]:
-    """Run one sequence's next tokens; return (whether each output is finite [L + 2, T], caches).
-
-    The outputs are the embedding's, each layer's and the head's.
-    """
-    embedded = embed(model.params.embedding, token_ids, model.params.dtype)
-    output, caches = model.extend(token_ids, positions, caches)
-    layers = jnp.split(output.aux_hidden, len(model.aux_layer_ids), axis=-1)
-    return jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in (embedded, *layers, output.logits)]), caches
+CHECKED_TOGETHER = 32  # tokens per pass of `GptOss.finite`
 
 
 @flax.struct.dataclass
@@ -230,23 +219,42 @@ class GptOss:
         )
         return VerifyOutput(logits, aux), cache
 
-    def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
+    def finite(self, token_ids: Int[Array, "one T"]) -> Bool[Array, "outputs T"]:
+        """Run a sequence, T a multiple of CHECKED_TOGETHER; return whether each output is finite at each position.
+
+        The outputs are the embedding's, each layer's and the head's.
+        """
+        layers = tuple(range(self.config.num_layers))
+        every: GptOss = self.replace(aux_layer_ids=layers)  # type: ignore[attr-defined]
+        length = token_ids.shape[1]
+
+        def one(caches: tuple[KVCache, ...], start: jax.Array) -> tuple[tuple[KVCache, ...], jax.Array]:
+            some = jax.lax.dynamic_slice_in_dim(token_ids, start, CHECKED_TOGETHER, axis=1)
+            positions = start + jnp.arange(CHECKED_TOGETHER, dtype=jnp.int32)[None]
+            output, caches = every.extend(some, positions, caches)
+            embedded = embed(self.params.embedding, some, self.params.dtype)
+            outputs = (embedded, *jnp.split(output.aux_hidden, len(layers), axis=-1), output.logits)
+            return caches, jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in outputs])
+
+        starts = jnp.arange(0, length, CHECKED_TOGETHER, dtype=jnp.int32)
+        _, finite = jax.lax.scan(one, every.init_cache(1, length, CHECKED_TOGETHER), starts)
+        return jnp.moveaxis(finite, 0, 1).reshape(len(layers) + 2, length)
+
+    def first_not_finite(self, token_ids: Sequence[int], run: Run | None = None) -> str | None:
         """Run the tokens once more and name the first output that is not finite; None if all are.
 
-        Outputs are ordered by layer, then by position.
+        Outputs are ordered by layer, then by position. run: calls the method on the parts of a model that is cut.
         """
         last = self.config.num_layers - 1
         names = ["the embedding", *(f"layer {layer} of 0..{last}" for layer in range(last + 1)), "the head"]
-        every = self.replace(aux_layer_ids=tuple(range(last + 1)))  # type: ignore[attr-defined]
-        caches = every.init_cache(1, len(token_ids), CHECKED_TOGETHER)
-        for start in range(0, len(token_ids), CHECKED_TOGETHER):
-            part = np.zeros((1, CHECKED_TOGETHER), np.int32)
-            given = token_ids[start : start + CHECKED_TOGETHER]
-            part[0, : len(given)] = given
-            positions = np.arange(start, start + CHECKED_TOGETHER, dtype=np.int32)[None]
-            finite, caches = _finite(every, part, positions, caches)
-            bad = np.argwhere(~np.asarray(finite)[:, : len(given)])
-            if len(bad):
-                output, row = bad[0]
-                return f"{names[output]}, at position {start + row} (token {given[row]})"
-        return None
+        padded = np.zeros((1, -(-len(token_ids) // CHECKED_TOGETHER) * CHECKED_TOGETHER), np.int32)
+        padded[0, : len(token_ids)] = token_ids
+        finite = _finite(self, padded) if run is None else run(GptOss.finite, padded)
+        bad = np.argwhere(~np.asarray(finite)[:, : len(token_ids)])
+        if not len(bad):
+            return None
+        output, row = bad[0]
+        return f"{names[output]}, at position {row} (token {token_ids[row]})"
+
+
+_finite = jax.jit(GptOss.finite)

@@ -16,6 +16,7 @@ tp = 8 ranks 0 to 6 hold 12 of them and rank 7 the last 6, each in 384 columns.
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -144,6 +145,11 @@ class Part:
         """Return the shape of its part of a tensor."""
         cut = tuple(cut.width or size for cut, size in zip(self.cuts(leaf), whole, strict=False))
         return cut + whole[len(cut) :]
+
+    def read_size(self, leaf: Leaf, whole: tuple[int, ...]) -> int:
+        """Count the elements of a tensor that it holds, zeros apart."""
+        held = [len(cut.indices(size)) for cut, size in zip(self.cuts(leaf), whole, strict=False)]
+        return math.prod(held) * math.prod(whole[len(held) :]) if self.has(leaf) else 0
 
     def _cut(self, hint: Hint) -> Cut:
         whole, mine, place = self.whole, self.config, self.place

@@ -124,10 +124,14 @@ class Checkpoint:
             )
         return _DTYPES[stored]
 
-    def watch(self, progress: Callable[[int, int], None]) -> None:
-        """Call progress(bytes taken from now on, bytes of all tensors) after each piece that is read."""
+    def watch(self, progress: Callable[[int, int], None], wanted_bytes: int | None = None) -> None:
+        """Call progress(bytes taken from now on, bytes wanted) after each piece that is read.
+
+        wanted_bytes: by default those of all tensors.
+        """
         self._progress = progress
-        self._all_bytes = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
+        everything = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
+        self._all_bytes = everything if wanted_bytes is None else wanted_bytes
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the checkpoint holds exactly these tensors, without reading or consuming any.
