@@ -243,18 +243,19 @@ class GptOss:
     def first_not_finite(self, token_ids: Sequence[int], run: Run | None = None) -> str | None:
         """Run the tokens once more and name the first output that is not finite; None if all are.
 
-        Outputs are ordered by layer, then by position. run: calls the method on the parts of a model that is cut.
+        Outputs are ordered by pass of CHECKED_TOGETHER tokens, then by layer, then by position. run: calls the method on the parts of a model that is cut.
         """
         last = self.config.num_layers - 1
         names = ["the embedding", *(f"layer {layer} of 0..{last}" for layer in range(last + 1)), "the head"]
         padded = np.zeros((1, -(-len(token_ids) // CHECKED_TOGETHER) * CHECKED_TOGETHER), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        finite = _finite(self, padded) if run is None else run(GptOss.finite, padded)
-        bad = np.argwhere(~np.asarray(finite)[:, : len(token_ids)])
-        if not len(bad):
-            return None
-        output, row = bad[0]
-        return f"{names[output]}, at position {row} (token {token_ids[row]})"
+        finite = np.asarray(_finite(self, padded) if run is None else run(GptOss.finite, padded))
+        for start in range(0, len(token_ids), CHECKED_TOGETHER):
+            bad = np.argwhere(~finite[:, start : min(start + CHECKED_TOGETHER, len(token_ids))])
+            if len(bad):
+                output, row = bad[0]
+                return f"{names[output]}, at position {start + row} (token {token_ids[start + row]})"
+        return None
 
 
 _finite = jax.jit(GptOss.finite)

@@ -18,7 +18,7 @@ PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # a busy ma
 
 def test_models_over_eight_devices() -> None:
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {PATIENT}"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-q", str(HERE / "on_devices.py")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", str(HERE / "on_devices.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
