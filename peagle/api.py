@@ -57,6 +57,7 @@ class Pair:
     dtype: str = "float32"
     experts: str | None = None  # the layout of the target's experts
     kernels: str | None = None  # compiled CPU kernels, or XLA and the reason
+    mesh: str | None = None  # of a target that is cut over several devices: how many of them, and how
     aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
     draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
     drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number

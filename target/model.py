@@ -243,7 +243,8 @@ class GptOss:
     def first_not_finite(self, token_ids: Sequence[int], run: Run | None = None) -> str | None:
         """Run the tokens once more and name the first output that is not finite; None if all are.
 
-        Outputs are ordered by pass of CHECKED_TOGETHER tokens, then by layer, then by position. run: calls the method on the parts of a model that is cut.
+        Outputs are ordered by pass of CHECKED_TOGETHER tokens, then by layer, then by position. run: calls the method
+        on the parts of a model that is cut.
         """
         last = self.config.num_layers - 1
         names = ["the embedding", *(f"layer {layer} of 0..{last}" for layer in range(last + 1)), "the head"]

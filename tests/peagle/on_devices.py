@@ -15,14 +15,15 @@ import pytest
 
 from drafter.config import DrafterConfig
 from drafter.propose import PEagle
+from peagle import loading
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.engine.state import check_integrity
-from peagle.loading import load_over
+from peagle.loading import load, load_over
 from peagle.ops import native
 from peagle.ops.checkpoint import Cut
 from peagle.ops.kv_cache import KVCache
-from peagle.ops.linear import PackedMatrix
+from peagle.ops.linear import PackedMatrix, as_matrix
 from peagle.ops.rope import RopeConfig
 from peagle.parallel import MeshShape, Sharded, replicate
 from peagle.protocols import Explains, Target
@@ -300,6 +301,27 @@ def test_what_is_not_finite_is_named(root: Path) -> None:
     params = target.parts.params.replace(layers=(layers[0], spoilt))
     broken = target.replace(parts=target.parts.replace(params=params))
     assert broken.first_not_finite([1, 2, 3]) == "layer 1 of 0..1, at position 0 (token 1)"
+
+
+def test_a_pair_is_loaded_over_a_mesh() -> None:
+    """The demo, which has three heads; its drafter is on every device."""
+    prompt, seen = "def clamp(value, low, high):", []
+    pair = load(mesh="tp=3", progress=lambda *done: seen.append(done))
+    assert pair.mesh == "3 devices, tp=3,ep=1"
+    assert isinstance(pair.target, Sharded)
+    assert seen[-1][0] == seen[-1][1]
+    given = pair.generate(prompt, max_new_tokens=16, num_speculative_tokens=3)
+    expected = load().generate(prompt, max_new_tokens=16, num_speculative_tokens=3)
+    assert (given.output_ids, given.acceptance_length) == (expected.output_ids, expected.acceptance_length)
+
+
+@pytest.mark.parametrize("kernels", ON)
+def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.load.shared_tensors", lambda _: ["embed_tokens.weight", "lm_head.weight"])
+    target, reference = over(root, TP4, "float32", kernels), whole(root, "float32", kernels).params
+    embedding, lm_head = loading._ends(target, jnp.dtype(jnp.float32), root)
+    np.testing.assert_array_equal(embedding, reference.embedding)
+    np.testing.assert_array_equal(as_matrix(lm_head), as_matrix(reference.lm_head))
 
 
 # Faults that other projects had: each must fail the test of the logits

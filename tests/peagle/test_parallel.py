@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.parallel import MeshShape, make_mesh, parse_mesh
 
@@ -42,3 +43,24 @@ def test_more_devices_than_there_are_are_refused() -> None:
     count = jax.device_count()
     with pytest.raises(InputError, match=rf"needs {count + 1} devices, and there are {count} \(.*JAX_NUM_CPU_DEVICES"):
         make_mesh(MeshShape(count + 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--mesh", "tp=2"), "tp is 2, but there are 3 heads and 1 kv heads; expected 1 or 3"),
+        (("--mesh", "ep=5"), "ep is 5, but there are 8 experts; expected 1, 2, 4 or 8"),
+        (("--mesh", "tp=3"), "needs 3 devices, and there "),
+        (("--mesh", "3"), "the mesh is '3'; expected tp=N"),
+        (("--reduce", "psum"), "reduce is psum, but there is no mesh"),
+    ],
+)
+@pytest.mark.parametrize("command", ["speculate", "generate", "bench"])
+def test_a_bad_mesh_is_one_line(
+    command: str, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = () if command == "bench" else ("hello",)
+    assert main([command, *options, *prompt]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]

@@ -11,6 +11,7 @@ from peagle.cli.settings.shared import (
     OUTPUT,
     RUNNING,
     DraftOptions,
+    MeshOptions,
     ModelOptions,
     PrefixCache,
 )
@@ -32,6 +33,7 @@ class ServeSettings:
     """
 
     model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
     drafting: DraftOptions = DraftOptions()
     context: Annotated[
         int | None,

@@ -132,6 +132,30 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """The devices that the target is cut over."""
+
+    mesh: Annotated[
+        str | None,
+        Option(
+            "--mesh",
+            metavar="tp=N,ep=N",
+            rich_help_panel=MODEL,
+            help="Cut the target over tp x ep devices: heads, caches and vocabulary over all of them, each expert over "
+            "tp, the experts by number over ep. Default: one device.",
+        ),
+    ] = None
+    reduce: Annotated[
+        Literal["ordered", "psum"],
+        Option(
+            "--reduce",
+            rich_help_panel=MODEL,
+            help="How devices sum: ordered, by which verifying equals decoding bit for bit, or psum, an all-reduce.",
+        ),
+    ] = "ordered"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions):
     """Which target, and how it is loaded."""
 
