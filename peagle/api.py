@@ -300,6 +300,10 @@ def _refuse_too_large(engine: Engine) -> None:
     """Raise InputError, before allocation, for an engine that takes more memory than there is."""
     slots, capacity = engine.config.slots, engine.config.capacity
     state, lane, logits = engine.memory_bytes()
+    if jax.default_backend() != "cpu":  # whose devices share one memory
+        # caches are nearly all of it, and a target over several devices cuts them
+        ranks = getattr(engine.target, "ranks", 1)
+        state, lane = state // ranks, lane // ranks
 
     def hint() -> str:
         each = (state + logits) // slots

@@ -34,7 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.loading": (*_API, "peagle.parallel", *_MODELS),
     "peagle.measure": (*_API, "peagle.loading"),
     "peagle.serve": (*_API, "peagle.measure"),
-    "peagle.workflows": (*_API, "peagle.loading", "peagle.measure", *_MODELS),
+    "peagle.workflows": (*_API, "peagle.parallel", "peagle.loading", "peagle.measure", *_MODELS),
 }
 # torch and transformers' models are oracles of the tests; pickle runs code
 ORACLE = "peagle.workflows.hf_reference"  # but for this file, which compares with them on demand

@@ -13,7 +13,7 @@ from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
 PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Model", "Speculation", "Sampling"
-RUNNING, OUTPUT, DRAFTER, LEARNING, DATA = "Running", "Output", "Drafter", "Learning", "Data"
+RUNNING, OUTPUT, DRAFTER, LEARNING, DATA, MESH = "Running", "Output", "Drafter", "Learning", "Data", "Mesh"
 
 Target = Annotated[
     str | None,
