@@ -57,6 +57,7 @@ class Pair:
     dtype: str = "float32"
     experts: str | None = None  # the layout of the target's experts
     kernels: str | None = None  # compiled CPU kernels, or XLA and the reason
+    mesh: str | None = None  # of a target that is cut over several devices: how many of them, and how
     aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
     draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
     drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number
@@ -302,6 +303,10 @@ def _refuse_too_large(engine: Engine) -> None:
     """Raise InputError, before allocation, for an engine that takes more memory than there is."""
     slots, capacity = engine.config.slots, engine.config.capacity
     state, lane, logits = engine.memory_bytes()
+    if jax.default_backend() != "cpu":  # whose devices share one memory
+        # caches are nearly all of it, and a target over several devices cuts them
+        ranks = getattr(engine.target, "ranks", 1)
+        state, lane = state // ranks, lane // ranks
 
     def hint() -> str:
         each = (state + logits) // slots

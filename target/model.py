@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.attention import attention, decode_attention, split_heads
+from peagle.ops.collectives import Ranks
 from peagle.ops.expert_matmul import expert_block
 from peagle.ops.kv_cache import KVCache, init_window_cache
 from peagle.ops.linear import embed, linear
@@ -31,6 +32,9 @@ from target.params import AttentionParams, TargetParams
 Attend = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
 # (layer, its params, qkv [B, T, (N + 2G) H], cos, sin) -> attention output [B, T, N H]
 AttendProjected = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
+
+# (a function of a model and arrays, the arrays) -> its result
+Run = Callable[[Callable[..., jax.Array], np.ndarray], jax.Array]
 
 
 def forward(
@@ -75,9 +79,11 @@ def extend(
     caches: tuple[KVCache, ...],
     aux_layer_ids: Sequence[int] = (),
     logit_rows: Int[Array, "B L"] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
     """Run T rows at their positions: write them to the caches, then attend.
 
+    ranks: params, config and caches are this rank's part of the model (target.shard). Every rank gets the whole result.
     Returns (logits of the rows in logit_rows, of all by default; aux_hidden of every row; the caches). A row of
     negative position is inactive: it writes nothing, and its results are to be ignored. The caller's `length` decides
     how many of the written rows count: moving it back is the rollback. The positions of a sequence's active rows are
@@ -99,11 +105,12 @@ def extend(
         )
         return out
 
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids, ranks)
     if logit_rows is not None:
         x = jnp.take_along_axis(x, logit_rows[:, :, None], axis=1)
         positions = jnp.take_along_axis(positions, logit_rows, axis=1)
-    return _logits(params, config, x, positions), aux_hidden, tuple(written)
+    logits = _logits(params, config, x, positions)
+    return logits if ranks is None else ranks.gather(logits, config.vocab_size), aux_hidden, tuple(written)
 
 
 def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None) -> Attend:
@@ -138,15 +145,18 @@ def _run_layers(
     positions: jax.Array,
     attend: AttendProjected,
     aux_layer_ids: Sequence[int],
+    ranks: Ranks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (residual stream after the last layer [B, T, D], aux_hidden [B, T, A])."""
     x = embed(params.embedding, token_ids, params.dtype)
     cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
+    reduce = None if ranks is None else ranks.reduce
     aux_hidden: dict[int, jax.Array] = {}
     for index, layer in enumerate(params.layers):
         p, moe = layer.attention, layer.moe
         qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps), positions=positions)
-        x = linear(attend(index, p, qkv, cos, sin), p.out, p.out_bias, residual=x, positions=positions)
+        out = attend(index, p, qkv, cos, sin)
+        x = linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce)
         x = expert_block(
             x,
             Norm(moe.norm, config.rms_norm_eps),
@@ -157,6 +167,7 @@ def _run_layers(
             config.swiglu_limit,
             positions,
             implementation=params.implementation,
+            ranks=ranks,
         )
         if index in aux_layer_ids:
             aux_hidden[index] = x
@@ -168,21 +179,7 @@ def _logits(params: TargetParams, config: TargetConfig, x: jax.Array, positions:
     return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
 
 
-CHECKED_TOGETHER = 32  # tokens per pass of `first_not_finite`
-
-
-@jax.jit
-def _finite(
-    model: "GptOss", token_ids: jax.Array, positions: jax.Array, caches: tuple[KVCache, ...]
-) -> tuple[jax.Array, tuple[KVCache, ...]]:
-    """Run one sequence's next tokens; return (whether each output is finite [L + 2, T], caches).
-
-    The outputs are the embedding's, each layer's and the head's.
-    """
-    embedded = embed(model.params.embedding, token_ids, model.params.dtype)
-    output, caches = model.extend(token_ids, positions, caches)
-    layers = jnp.split(output.aux_hidden, len(model.aux_layer_ids), axis=-1)
-    return jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in (embedded, *layers, output.logits)]), caches
+CHECKED_TOGETHER = 32  # tokens per pass of `GptOss.finite`
 
 
 @flax.struct.dataclass
@@ -193,6 +190,7 @@ class GptOss:
     config: TargetConfig = flax.struct.field(pytree_node=False)
     aux_layer_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     retain_full_kv: bool = flax.struct.field(pytree_node=False, default=False)
+    ranks: Ranks | None = flax.struct.field(pytree_node=False, default=None)  # None: the whole model, on one device
 
     @property
     def vocab_size(self) -> int:
@@ -217,27 +215,48 @@ class GptOss:
     ) -> tuple[VerifyOutput, tuple[KVCache, ...]]:
         """See `extend`."""
         logits, aux, cache = extend(
-            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows
+            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows, self.ranks
         )
         return VerifyOutput(logits, aux), cache
 
-    def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
+    def finite(self, token_ids: Int[Array, "one T"]) -> Bool[Array, "outputs T"]:
+        """Run a sequence, T a multiple of CHECKED_TOGETHER; return whether each output is finite at each position.
+
+        The outputs are the embedding's, each layer's and the head's.
+        """
+        layers = tuple(range(self.config.num_layers))
+        every: GptOss = self.replace(aux_layer_ids=layers)  # type: ignore[attr-defined]
+        length = token_ids.shape[1]
+
+        def one(caches: tuple[KVCache, ...], start: jax.Array) -> tuple[tuple[KVCache, ...], jax.Array]:
+            some = jax.lax.dynamic_slice_in_dim(token_ids, start, CHECKED_TOGETHER, axis=1)
+            positions = start + jnp.arange(CHECKED_TOGETHER, dtype=jnp.int32)[None]
+            output, caches = every.extend(some, positions, caches)
+            embedded = embed(self.params.embedding, some, self.params.dtype)
+            outputs = (embedded, *jnp.split(output.aux_hidden, len(layers), axis=-1), output.logits)
+            return caches, jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in outputs])
+
+        starts = jnp.arange(0, length, CHECKED_TOGETHER, dtype=jnp.int32)
+        _, finite = jax.lax.scan(one, every.init_cache(1, length, CHECKED_TOGETHER), starts)
+        return jnp.moveaxis(finite, 0, 1).reshape(len(layers) + 2, length)
+
+    def first_not_finite(self, token_ids: Sequence[int], run: Run | None = None) -> str | None:
         """Run the tokens once more and name the first output that is not finite; None if all are.
 
-        Outputs are ordered by layer, then by position.
+        Outputs are ordered by pass of CHECKED_TOGETHER tokens, then by layer, then by position. run: calls the method
+        on the parts of a model that is cut.
         """
         last = self.config.num_layers - 1
         names = ["the embedding", *(f"layer {layer} of 0..{last}" for layer in range(last + 1)), "the head"]
-        every = self.replace(aux_layer_ids=tuple(range(last + 1)))  # type: ignore[attr-defined]
-        caches = every.init_cache(1, len(token_ids), CHECKED_TOGETHER)
+        padded = np.zeros((1, -(-len(token_ids) // CHECKED_TOGETHER) * CHECKED_TOGETHER), np.int32)
+        padded[0, : len(token_ids)] = token_ids
+        finite = np.asarray(_finite(self, padded) if run is None else run(GptOss.finite, padded))
         for start in range(0, len(token_ids), CHECKED_TOGETHER):
-            part = np.zeros((1, CHECKED_TOGETHER), np.int32)
-            given = token_ids[start : start + CHECKED_TOGETHER]
-            part[0, : len(given)] = given
-            positions = np.arange(start, start + CHECKED_TOGETHER, dtype=np.int32)[None]
-            finite, caches = _finite(every, part, positions, caches)
-            bad = np.argwhere(~np.asarray(finite)[:, : len(given)])
+            bad = np.argwhere(~finite[:, start : min(start + CHECKED_TOGETHER, len(token_ids))])
             if len(bad):
                 output, row = bad[0]
-                return f"{names[output]}, at position {start + row} (token {given[row]})"
+                return f"{names[output]}, at position {start + row} (token {token_ids[start + row]})"
         return None
+
+
+_finite = jax.jit(GptOss.finite)

@@ -133,6 +133,7 @@ COMPILING = (
     "peagle/measure/test_profile.py",
     "peagle/test_api.py",
     "peagle/test_demo.py",
+    "peagle/test_parallel.py",
     "peagle/test_result.py",
     "peagle/test_streams.py",
     "peagle/workflows/test_check.py",

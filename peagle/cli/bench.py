@@ -17,14 +17,13 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots
 from peagle.cli.speculate import load_pair
-from peagle.loading import DEMO, check_fit, drafter_path, resolve
+from peagle.loading import DEMO, check_fit, drafter_path, local_model, resolve
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from target.load import inspect_target
-from target.model import GptOss
 
 COLUMNS = ("test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s")
 OVER_ONE_SLOT, COST = "over 1 slot", "c(K)"  # columns more, of several numbers of slots, and of drafts
@@ -60,7 +59,8 @@ def bench_command(settings: BenchSettings) -> int:
     options.check(inspect_target(resolve(name, "target")).config.max_positions)
 
     display = Display(text=False, quiet=False, total=1, streaming=False)
-    pair = load_pair(name, drafter, settings.loading, DraftOptions(drafter_window=settings.drafter_window), display)
+    drafting = DraftOptions(drafter_window=settings.drafter_window)
+    pair = load_pair(name, drafter, settings.loading, drafting, display, settings.devices)
     # not animated: a thread that redraws would be in the way of what is measured
     with display.stage("measuring", animated=False) as progress:
         measured = bench(pair, options, progress)
@@ -78,8 +78,7 @@ def bench_command(settings: BenchSettings) -> int:
 
 def weight_bytes(pair: Pair) -> WeightBytes:
     """Those of a loaded pair's target."""
-    target = pair.plain_target
-    assert isinstance(target, GptOss)
+    target = local_model(pair.plain_target)
     params, config = target.params, target.config
     experts = _bytes([layer.moe.experts for layer in params.layers])
     return WeightBytes(
@@ -110,6 +109,7 @@ def bench_report(
             "dtype": pair.dtype,
             "experts": pair.experts,
             "kernels": pair.kernels,
+            "mesh": pair.mesh,
             "drafter_window": pair.drafter_window,
             "steps_per_dispatch": pair.steps_per_dispatch,
             "interrupted": measured.interrupted,

@@ -125,6 +125,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "dtype": pair.dtype,
         "experts": pair.experts,
         "kernels": pair.kernels,
+        "mesh": pair.mesh,
         "aux_layers": pair.aux_layers,
         "draft_vocab": pair.draft_vocab,
         "drafter_window": pair.drafter_window,

@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from peagle.cli.settings.serve import Context, Date, ServedModelName
-from peagle.cli.settings.shared import OUTPUT, RUNNING, DraftOptions, ModelOptions, PrefixCache
+from peagle.cli.settings.shared import OUTPUT, RUNNING, DraftOptions, MeshOptions, ModelOptions, PrefixCache
 from peagle.text.tokenizer import DEFAULT_DATE
 
 
@@ -27,6 +27,7 @@ class BatchSettings:
     requests: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests, one a line.")]
     answers: Annotated[Path, Argument(metavar="OUT.jsonl", help="Answers, one a line, as they end; appended to.")]
     model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
     drafting: DraftOptions = DraftOptions()
     context: Context = None
     served_model_name: ServedModelName = None

@@ -13,6 +13,7 @@ from peagle.cli.settings.shared import (
     DrafterWindow,
     Json,
     LoadOptions,
+    MeshOptions,
 )
 
 
@@ -76,6 +77,7 @@ class BenchSettings:
     drafter_window: DrafterWindow = "auto"
     repeats: Annotated[int, Option("--repeats", metavar="R", help="Measurements of each test.")] = 5
     loading: LoadOptions = LoadOptions()
+    devices: MeshOptions = MeshOptions()
     json: Json = None
     markdown: Annotated[
         str | None,

@@ -11,6 +11,7 @@ from peagle.cli.settings.shared import (
     SPECULATION,
     DraftOptions,
     MaxNewTokens,
+    MeshOptions,
     ModelOptions,
     PrefixCache,
     SamplingOptions,
@@ -33,6 +34,7 @@ class ChatSettings:
 
     template: TemplateOptions = TemplateOptions()
     model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
     drafting: DraftOptions = DraftOptions()
     context: Annotated[
         int | None,

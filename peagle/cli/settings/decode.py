@@ -16,6 +16,7 @@ from peagle.cli.settings.shared import (
     DraftOptions,
     Json,
     MaxNewTokens,
+    MeshOptions,
     ModelOptions,
     PrefixCache,
     RenderingOptions,
@@ -56,6 +57,7 @@ class DecodeSettings:
     ] = None
     rendering: RenderingOptions = RenderingOptions()
     model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
     context: Annotated[
         int | None,
         Option(

@@ -12,6 +12,7 @@ from peagle.cli.settings.shared import (
     OUTPUT,
     RUNNING,
     DraftOptions,
+    MeshOptions,
     ModelOptions,
     PrefixCache,
 )
@@ -62,6 +63,7 @@ class ServeSettings:
     """
 
     model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
     drafting: DraftOptions = DraftOptions()
     context: Context = None
     served_model_name: ServedModelName = None

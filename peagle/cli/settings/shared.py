@@ -13,7 +13,7 @@ from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
 PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Model", "Speculation", "Sampling"
-RUNNING, OUTPUT, DRAFTER, LEARNING, DATA = "Running", "Output", "Drafter", "Learning", "Data"
+RUNNING, OUTPUT, DRAFTER, LEARNING, DATA, MESH = "Running", "Output", "Drafter", "Learning", "Data", "Mesh"
 
 Target = Annotated[
     str | None,
@@ -132,6 +132,30 @@ class LoadOptions:
             help="native runs the compiled CPU kernels or refuses, xla does without; auto: native where they run.",
         ),
     ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """The devices that the target is cut over."""
+
+    mesh: Annotated[
+        str | None,
+        Option(
+            "--mesh",
+            metavar="tp=N,ep=N",
+            rich_help_panel=MODEL,
+            help="Cut the target over tp x ep devices: heads, caches and vocabulary over all of them, each expert over "
+            "tp, the experts by number over ep. Default: one device.",
+        ),
+    ] = None
+    reduce: Annotated[
+        Literal["ordered", "psum"],
+        Option(
+            "--reduce",
+            rich_help_panel=MODEL,
+            help="How devices sum: ordered, by which verifying equals decoding bit for bit, or psum, an all-reduce.",
+        ),
+    ] = "ordered"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -292,7 +292,7 @@ ARGUMENTS = ("-p", "8", "-n", "3", "-t", "2,1,2", "--context", "6", "--repeats",
 TOP = {"schema", "provenance", "config", "weight_bytes", "tests", "peak_memory_bytes"}
 CONFIG = {
     "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "slots", "drafts", "repeats", "seed",
-    "drafter", "drafter_window", "dtype", "experts", "kernels", "steps_per_dispatch", "interrupted",
+    "drafter", "drafter_window", "dtype", "experts", "kernels", "mesh", "steps_per_dispatch", "interrupted",
 }  # fmt: skip
 TEST = {
     "kind", "size", "context", "slots", "active", "num_speculative_tokens", "num_passes", "num_tokens", "seconds",
