@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from peagle.engine.prefill import BlockedPrefill, padded_length
 from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
 from peagle.engine.programs import Programs
 from peagle.engine.request import (
@@ -45,7 +46,7 @@ from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
-from peagle.protocols import Drafter, Explains, Target
+from peagle.protocols import Drafter, Explains, PrefillsAtOnce, Target
 
 MEASURED_ROUNDS = 5
 
@@ -63,7 +64,8 @@ class EngineConfig:
     drafting at warm-up, and pause rows for which drafting does not pay (peagle.engine.widths). programs_by_width:
     compile a program for each number of drafts in the table, for models whose passes also compute inactive rows.
     prefix_cache_bytes: memory for prompts and answers that later requests may begin with (peagle.engine.prefix_cache);
-    0: none are kept.
+    0: none are kept. blocked: prefill each prompt at once, not in chunks: nobody decodes meanwhile, and there is no
+    prefix cache.
     """
 
     num_speculative_tokens: int = 0
@@ -75,6 +77,7 @@ class EngineConfig:
     adaptive: bool = False
     programs_by_width: bool = False
     prefix_cache_bytes: int = 0
+    blocked: BlockedPrefill | None = None
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
 
@@ -94,7 +97,21 @@ class EngineConfig:
             raise InputError(f"the prefix cache is {self.prefix_cache_bytes} bytes; expected 0 or more")
         if self.chunk < 1:
             raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
+        if self.blocked is not None:
+            self.blocked.rows(self.capacity)  # check them
+            if self.prefix_cache_bytes:
+                raise InputError(
+                    "blocked prefill takes a whole prompt at once, so it cannot begin with a known one; leave out "
+                    "--prefill blocked or --prefix-cache"
+                )
         check_rates(self.synthetic_acceptance, k, self.draft_sampling)
+
+    @property
+    def lane_tokens(self) -> int:
+        """The most prompt tokens of one prefill pass."""
+        if self.blocked is not None:
+            return padded_length(self.capacity)
+        return aligned_chunk(self.chunk) if self.prefix_cache_bytes else self.chunk
 
     @property
     def table(self) -> WidthTable:
@@ -164,6 +181,8 @@ class Engine:
         """
         if config.num_speculative_tokens and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
+        if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
+            raise InputError("this target does not prefill at once; leave out --prefill blocked")
         self.target, self.drafter, self.config = target, drafter if config.num_speculative_tokens else None, config
         self.stop_token_ids = tuple(stop_token_ids)
         self.compile_s = 0.0
@@ -175,14 +194,14 @@ class Engine:
             config.slots,
             config.capacity,
             config.num_speculative_tokens,
-            config.chunk,
+            config.chunk if config.blocked is None else config.lane_tokens,
             config.steps_per_dispatch,
+            None if config.blocked is None else config.blocked.rows(config.capacity),
         )
         self._prefix_cache: PrefixCache | None = None
         if config.prefix_cache_bytes:
             self._prefix_cache = PrefixCache(config.prefix_cache_bytes, *self._programs.part_bytes())
-        chunk = aligned_chunk(config.chunk) if config.prefix_cache_bytes else config.chunk
-        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, chunk, config.steps_per_dispatch)
+        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.lane_tokens, config.steps_per_dispatch)
         self._state: DecodeState | None = None
         self._lane: Prefix | None = None
         self._lane_logits: jax.Array | None = None

@@ -1,4 +1,4 @@
-"""Prefill a prompt chunk by chunk in its own lane: batch 1, chunks of one length.
+"""Prefill a prompt in its own lane of batch 1: chunk by chunk, in chunks of one length, or at once in blocks of rows.
 
 A chunk runs through the same cached attention as a step.
 
@@ -8,6 +8,9 @@ A chunk runs through the same cached attention as a step.
 The drafter's row p pairs token p + 1 with aux_hidden[p]. So the chunk of tokens b..e gives the drafter rows b-1..e-1;
 the aux_hidden of row b-1 was computed by the previous chunk and is kept in the Prefix. The caches do not depend on
 where the prompt is cut, on native kernels bit for bit.
+
+At once, the layers are the outer loop and the blocks of rows the inner one. So attention may see few rows at a time,
+and the experts many, which reads and dequantises each of them fewer times.
 """
 
 import dataclasses
@@ -19,21 +22,57 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.engine.state import Prefix
+from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache
-from peagle.protocols import Drafter, PyTree, Target
+from peagle.ops.messages import RowBlocks
+from peagle.protocols import Drafter, PrefillsAtOnce, PyTree, Target
+
+PADDED_TO = 128  # a prompt that is prefilled at once is padded to the context, rounded up to a multiple of this
+QUERY_ROWS, EXPERT_ROWS = 128, 2048  # of a block by default, or less
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockedPrefill:
+    """Prefill a prompt at once. query_blocks, ffn_blocks: into how many blocks of rows attention and experts cut it.
+
+    None: blocks of QUERY_ROWS and of at most EXPERT_ROWS.
+    """
+
+    query_blocks: int | None = None
+    ffn_blocks: int | None = None
+
+    def rows(self, capacity: int) -> RowBlocks:
+        """Return the blocks of a context. Raises InputError for a number that does not divide its padded length."""
+        length = padded_length(capacity)
+        divisors = [number for number in range(1, length + 1) if length % number == 0]
+        for name, number in (("query", self.query_blocks), ("ffn", self.ffn_blocks)):
+            if number is not None and number not in divisors:
+                raise InputError(
+                    f"--{name}-blocks is {number}; expected a number that divides {length}, the context padded to a "
+                    f"multiple of {PADDED_TO}: {', '.join(map(str, divisors))}"
+                )
+        query = self.query_blocks or length // QUERY_ROWS
+        ffn = self.ffn_blocks or next(number for number in divisors if length // number <= EXPERT_ROWS)
+        return RowBlocks(length // query, length // ffn)
+
+
+def padded_length(capacity: int) -> int:
+    """Return the rows of a prompt that is prefilled at once."""
+    return -(-capacity // PADDED_TO) * PADDED_TO
+
 
 Snapshot: TypeAlias = tuple[list[Any], jax.Array]  # what is no full layer, the target's first; aux_hidden
 
 
-def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, chunk: int) -> Prefix:
+def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, widest_write: int) -> Prefix:
     """Make a Prefix of no tokens, with room for `capacity` positions.
 
-    Sliding layers have room for a whole chunk besides, since a chunk is written before it attends.
+    widest_write: rows that are written before they attend, a chunk; sliding layers have room for these besides.
     """
-    cache = target.init_cache(1, capacity, chunk)
+    cache = target.init_cache(1, capacity, widest_write)
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     aux = jax.eval_shape(target.extend, one, one, cache)[0].aux_hidden
-    drafter_state = None if drafter is None else drafter.init_state(1, capacity, chunk)
+    drafter_state = None if drafter is None else drafter.init_state(1, capacity, widest_write)
     return Prefix(cache, drafter_state, jnp.zeros((1, aux.shape[2]), aux.dtype), jnp.zeros((1,), jnp.int32))
 
 
@@ -41,23 +80,67 @@ def extend(
     target: Target, drafter: Drafter | None, prefix: Prefix, token_ids: Int[Array, "1 T"], count: Int[Array, ""]
 ) -> tuple[Prefix, Float[Array, "1 1 V"]]:
     """Append the first `count` >= 1 tokens; return (the Prefix, the logits that follow the last)."""
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, prefix.length[:, None] + place, -1)
-    last = (count - 1).reshape(1, 1)
+    positions, last = _places(prefix, token_ids, count)
     output, cache = target.extend(token_ids, positions, prefix.target_cache, last)
-    drafter_state = prefix.drafter_state
+    state = prefix.drafter_state
     if drafter is not None:
-        shifted = jnp.concatenate([prefix.aux_hidden[:, None], output.aux_hidden[:, :-1]], axis=1)
-        drafter_state = drafter.absorb(drafter_state, token_ids, shifted, jnp.maximum(positions - 1, -1))
-    aux_hidden = jnp.take_along_axis(output.aux_hidden, last[:, :, None], axis=1)[:, 0]
-    after = dataclasses.replace(
+        state = _absorb(drafter, state, token_ids, positions, output.aux_hidden, prefix.aux_hidden)
+    return _extended(prefix, cache, state, output.aux_hidden, last), output.logits
+
+
+def extend_at_once(
+    target: PrefillsAtOnce,
+    drafter: Drafter | None,
+    prefix: Prefix,
+    token_ids: Int[Array, "1 T"],
+    count: Int[Array, ""],
+    blocks: RowBlocks,
+) -> tuple[Prefix, Float[Array, "1 1 V"]]:
+    """Do what `extend` does, with a whole prompt in one pass, layer by layer (peagle.protocols.PrefillsAtOnce)."""
+    positions, last = _places(prefix, token_ids, count)
+    output, cache = target.prefill(token_ids, positions, prefix.target_cache, last, blocks)
+    state, rows = prefix.drafter_state, blocks.query_rows
+    if drafter is not None:
+
+        def absorb(block: jax.Array, carry: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+            state, before = carry
+            ids, at, aux = (
+                jax.lax.dynamic_slice_in_dim(each, block * rows, rows, axis=1)
+                for each in (token_ids, positions, output.aux_hidden)
+            )
+            return _absorb(drafter, state, ids, at, aux, before), aux[:, -1]
+
+        state, _ = jax.lax.fori_loop(jnp.int32(0), (count + rows - 1) // rows, absorb, (state, prefix.aux_hidden))
+    return _extended(prefix, cache, state, output.aux_hidden, last), output.logits
+
+
+def _places(prefix: Prefix, token_ids: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (the tokens' positions [1, T], -1 after the first `count`; the last one's row [1, 1])."""
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.where(place < count, prefix.length[:, None] + place, -1), (count - 1).reshape(1, 1)
+
+
+def _absorb(
+    drafter: Drafter,
+    state: PyTree,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    aux_hidden: jax.Array,
+    before: jax.Array,
+) -> PyTree:
+    """Let the drafter absorb tokens with the aux_hidden of the positions before them; `before` [1, A]: the first's."""
+    shifted = jnp.concatenate([before[:, None], aux_hidden[:, :-1]], axis=1)
+    return drafter.absorb(state, token_ids, shifted, jnp.maximum(positions - 1, -1))
+
+
+def _extended(prefix: Prefix, cache: PyTree, state: PyTree, aux_hidden: jax.Array, last: jax.Array) -> Prefix:
+    return dataclasses.replace(
         prefix,
         target_cache=cache,
-        drafter_state=drafter_state,
-        aux_hidden=aux_hidden,
-        length=prefix.length + count,
+        drafter_state=state,
+        aux_hidden=jnp.take_along_axis(aux_hidden, last[:, :, None], axis=1)[:, 0],
+        length=prefix.length + last[0] + 1,
     )
-    return after, output.logits
 
 
 # What the prefix cache keeps of a Prefix (peagle.engine.prefix_cache). A block is the rows of its positions in all full

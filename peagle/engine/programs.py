@@ -23,6 +23,7 @@ from peagle.engine.state import DecodeState, Prefix, SlotParams, extract, init_s
 from peagle.engine.step import StepKind, Verified, absorb, accept_and_commit, propose_and_verify, steps
 from peagle.ops import native
 from peagle.ops.kv_cache import KVCache
+from peagle.ops.messages import RowBlocks
 from peagle.protocols import Drafter, Target
 
 _traces: collections.Counter[str] = collections.Counter()
@@ -40,12 +41,23 @@ class Programs:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int, chunk: int, most: int
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        slots: int,
+        capacity: int,
+        num_drafts: int,
+        chunk: int,
+        most: int,
+        blocks: RowBlocks | None = None,
     ) -> None:
-        """num_drafts: most drafts of a step. chunk: its tokens. most: most steps of a dispatch."""
+        """num_drafts: most drafts of a step. chunk: its tokens. most: most steps of a dispatch.
+
+        blocks: a chunk is a whole prompt, in these blocks of rows.
+        """
         self._target, self._drafter = target, drafter
         self._slots, self._capacity, self._num_drafts = slots, capacity, num_drafts
-        self.chunk_length, self.most_steps = chunk, most
+        self.chunk_length, self.most_steps, self._blocks = chunk, most, blocks
         self._models, self._tree = jax.tree.flatten((target, drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
 
@@ -61,7 +73,8 @@ class Programs:
 
     def _init(self) -> tuple[DecodeState, Prefix]:
         state = init_state(self._target, self._drafter, self._slots, self._capacity, self._num_drafts)
-        return state, prefill.empty_prefix(self._target, self._drafter, self._capacity, self.chunk_length)
+        widest = self.chunk_length if self._blocks is None else self._blocks.query_rows
+        return state, prefill.empty_prefix(self._target, self._drafter, self._capacity, widest)
 
     def extend(
         self, lane: Prefix, begin: int, token_ids: Sequence[int], lean: bool = False
@@ -78,7 +91,7 @@ class Programs:
             models, model_tree = self._plain_models, self._plain_tree
             lane = dataclasses.replace(lane, drafter_state=None)
         leaves, tree = jax.tree.flatten(lane)
-        program = _extend(model_tree, tree)
+        program = _extend(model_tree, tree, self._blocks)
         after, logits = program(models, leaves, padded, np.int32(len(token_ids)))
         left: Prefix = jax.tree.unflatten(tree, after)
         return (dataclasses.replace(left, drafter_state=drafter_state) if lean else left), logits
@@ -204,13 +217,17 @@ class Programs:
 
 
 @functools.cache
-def _extend(models: Any, lane: Any) -> Any:
+def _extend(models: Any, lane: Any, blocks: RowBlocks | None) -> Any:
     def _chunk(
         model_leaves: list[jax.Array], lane_leaves: list[jax.Array], token_ids: jax.Array, count: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
         _traces["chunk"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
-        after, logits = prefill.extend(target, drafter, jax.tree.unflatten(lane, lane_leaves), token_ids, count)
+        operands = (drafter, jax.tree.unflatten(lane, lane_leaves), token_ids, count)
+        if blocks is None:
+            after, logits = prefill.extend(target, *operands)
+        else:
+            after, logits = prefill.extend_at_once(target, *operands, blocks)
         return jax.tree.leaves(after), _counted_as_long(logits, after.length[0])
 
     return jax.jit(_chunk, donate_argnums=1)
