@@ -28,6 +28,7 @@ from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
+from peagle.ops.row_blocks import BlockedPrefill
 from peagle.protocols import Drafter, Target
 from peagle.result import Assembler, Result, follow, refuse_stop_strings_without, submit
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
@@ -187,10 +188,12 @@ class Pair:
         synthetic_acceptance: tuple[float, ...] | None = None,
         chunk: int = DEFAULT_CHUNK,
         prefix_cache_bytes: int = 0,
+        blocked: BlockedPrefill | None = None,
     ) -> EngineConfig:
         """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
 
         prefix_cache_bytes: memory for prompts and answers that later requests may begin with; 0: none are kept.
+        blocked: prefill each prompt at once.
         """
         return EngineConfig(
             num_speculative_tokens=num_speculative_tokens,
@@ -202,6 +205,7 @@ class Pair:
             adaptive=adaptive,
             programs_by_width=self.programs_by_width,
             prefix_cache_bytes=prefix_cache_bytes,
+            blocked=blocked,
             draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
         )

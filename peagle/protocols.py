@@ -26,7 +26,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
-from peagle.ops.messages import DrafterInput, DraftOutput, RowBlocks, VerifyOutput
+from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
+from peagle.ops.row_blocks import RowBlocks
 
 PyTree: TypeAlias = Any
 

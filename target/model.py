@@ -23,9 +23,10 @@ from peagle.ops.expert_matmul import expert_block
 from peagle.ops.kv_cache import KVCache, init_window_cache
 from peagle.ops.linear import embed, linear
 from peagle.ops.mask import causal_mask
-from peagle.ops.messages import RowBlocks, VerifyOutput
+from peagle.ops.messages import VerifyOutput
 from peagle.ops.norm import Norm
 from peagle.ops.rope import rope_tables
+from peagle.ops.row_blocks import RowBlocks
 from target.config import TargetConfig
 from target.params import AttentionParams, TargetParams
 

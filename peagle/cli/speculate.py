@@ -143,6 +143,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         context=settings.context,
         prefill_chunk=settings.prefill_chunk,
         prefix_cache_bytes=parse_prefix_cache(settings.prefix_cache),
+        blocked=settings.prefill.blocked(),
         ignore_eos=settings.ignore_eos,
         stop=settings.stop,
         baseline=not settings.no_baseline,

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from peagle.engine.prefill import BlockedPrefill, padded_length
 from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
 from peagle.engine.programs import Programs
 from peagle.engine.request import (
@@ -46,6 +45,7 @@ from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
+from peagle.ops.row_blocks import BlockedPrefill, padded_length
 from peagle.protocols import Drafter, Explains, PrefillsAtOnce, Target
 
 MEASURED_ROUNDS = 5

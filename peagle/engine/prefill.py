@@ -22,44 +22,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.engine.state import Prefix
-from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache
-from peagle.ops.messages import RowBlocks
+from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, PrefillsAtOnce, PyTree, Target
-
-PADDED_TO = 128  # a prompt that is prefilled at once is padded to the context, rounded up to a multiple of this
-QUERY_ROWS, EXPERT_ROWS = 128, 2048  # of a block by default, or less
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockedPrefill:
-    """Prefill a prompt at once. query_blocks, ffn_blocks: into how many blocks of rows attention and experts cut it.
-
-    None: blocks of QUERY_ROWS and of at most EXPERT_ROWS.
-    """
-
-    query_blocks: int | None = None
-    ffn_blocks: int | None = None
-
-    def rows(self, capacity: int) -> RowBlocks:
-        """Return the blocks of a context. Raises InputError for a number that does not divide its padded length."""
-        length = padded_length(capacity)
-        divisors = [number for number in range(1, length + 1) if length % number == 0]
-        for name, number in (("query", self.query_blocks), ("ffn", self.ffn_blocks)):
-            if number is not None and number not in divisors:
-                raise InputError(
-                    f"--{name}-blocks is {number}; expected a number that divides {length}, the context padded to a "
-                    f"multiple of {PADDED_TO}: {', '.join(map(str, divisors))}"
-                )
-        query = self.query_blocks or length // QUERY_ROWS
-        ffn = self.ffn_blocks or next(number for number in divisors if length // number <= EXPERT_ROWS)
-        return RowBlocks(length // query, length // ffn)
-
-
-def padded_length(capacity: int) -> int:
-    """Return the rows of a prompt that is prefilled at once."""
-    return -(-capacity // PADDED_TO) * PADDED_TO
-
 
 Snapshot: TypeAlias = tuple[list[Any], jax.Array]  # what is no full layer, the target's first; aux_hidden
 

@@ -23,7 +23,7 @@ from peagle.engine.state import DecodeState, Prefix, SlotParams, extract, init_s
 from peagle.engine.step import StepKind, Verified, absorb, accept_and_commit, propose_and_verify, steps
 from peagle.ops import native
 from peagle.ops.kv_cache import KVCache
-from peagle.ops.messages import RowBlocks
+from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, Target
 
 _traces: collections.Counter[str] = collections.Counter()

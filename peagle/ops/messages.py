@@ -1,7 +1,5 @@
 """The values that pass between the engine, a target and a drafter. In the leaf, so that all three can import them."""
 
-from dataclasses import dataclass
-
 import flax.struct
 import jax
 
@@ -37,11 +35,3 @@ class DraftOutput:
 
     token_ids: jax.Array  # [B, K] int32
     logits: jax.Array | None = None  # [B, K, V]
-
-
-@dataclass(frozen=True)
-class RowBlocks:
-    """How many rows at a time a whole prompt goes through a layer: queries of its attention, rows of its experts."""
-
-    query_rows: int
-    expert_rows: int

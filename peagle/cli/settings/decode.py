@@ -17,6 +17,7 @@ from peagle.cli.settings.shared import (
     Json,
     MaxNewTokens,
     ModelOptions,
+    PrefillOptions,
     PrefixCache,
     Quiet,
     RenderingOptions,
@@ -78,6 +79,7 @@ class DecodeSettings:
             help="Tokens of a prompt in one pass. More: prompts are read sooner; fewer: other requests wait less.",
         ),
     ] = DEFAULT_CHUNK
+    prefill: PrefillOptions = PrefillOptions()
     prefix_cache: PrefixCache = "auto"
     ignore_eos: Annotated[
         bool, Option("--ignore-eos", rich_help_panel=RUNNING, help="Do not end at stop tokens, but after -n tokens.")

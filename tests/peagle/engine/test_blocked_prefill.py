@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 from peagle.engine.engine import Engine, EngineConfig
-from peagle.engine.prefill import BlockedPrefill
 from peagle.engine.request import Request
 from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.expert_matmul import NativeExperts
-from peagle.ops.messages import RowBlocks
+from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
 from tests.peagle.engine.test_state import TARGET, Models, everything, models
 from tests.peagle.toys import MarkovTarget, decode
 
