@@ -13,6 +13,7 @@ from peagle.cli.settings.shared import (
     DrafterWindow,
     Json,
     LoadOptions,
+    PrefillOptions,
 )
 
 
@@ -74,6 +75,7 @@ class BenchSettings:
         ),
     ] = None
     drafter_window: DrafterWindow = "auto"
+    prefill: PrefillOptions = PrefillOptions()
     repeats: Annotated[int, Option("--repeats", metavar="R", help="Measurements of each test.")] = 5
     loading: LoadOptions = LoadOptions()
     json: Json = None

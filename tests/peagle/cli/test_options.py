@@ -70,5 +70,5 @@ def test_what_differs_from_its_default_was_given() -> None:
 def test_blocks_are_those_of_blocked_prefill() -> None:
     assert PrefillOptions(prefill="blocked", ffn_blocks=2).blocked() == BlockedPrefill(None, 2)
     assert PrefillOptions().blocked() is None
-    with pytest.raises(InputError, match="--query-blocks is given, .* give --prefill blocked"):
+    with pytest.raises(InputError, match=r"--query-blocks is given, .* give --prefill blocked"):
         PrefillOptions(query_blocks=2).blocked()
