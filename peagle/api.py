@@ -61,6 +61,7 @@ class Pair:
     aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
     draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
     drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number
+    retain_full_kv: bool = False  # layers with a window keep all positions, in place of rings
     widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows

@@ -56,6 +56,7 @@ def load(
     draft_vocab: int | str | None = None,
     drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
+    retain_full_kv: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
@@ -67,9 +68,10 @@ def load(
     (see `peagle info`). draft_vocab: propose only this many of the most frequent tokens, or the tokens listed in a file
     (drafter.vocabulary). drafter_window: the drafter's attention sees this many last positions only, or all if "off";
     "auto" takes the window in speculation.json beside the drafter, else those of its config.json (see
-    `Pair.drafter_window`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
-    those in its config.json (see `Pair.aux_layers`). progress(bytes of the target read, total bytes) is called during
-    the load.
+    `Pair.drafter_window`). retain_full_kv: layers with a window keep all positions, in place of rings, so that requests
+    begin anywhere in what the prefix cache holds. aux_layer_ids: the 0-based layers of the target whose outputs the
+    drafter reads, instead of those in its config.json (see `Pair.aux_layers`). progress(bytes of the target read, total
+    bytes) is called during the load.
 
     Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
     possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
@@ -98,7 +100,7 @@ def load(
     )
     if not loaded.stop_token_ids:
         warnings.warn(f"{target_directory}: {NO_STOP_TOKEN}", InputWarning, stacklevel=2)
-    plain = GptOss(loaded.params, loaded.config)
+    plain = GptOss(loaded.params, loaded.config, retain_full_kv=retain_full_kv)
     pair = Pair(
         target=plain,
         plain_target=plain,
@@ -108,6 +110,7 @@ def load(
         dtype=dtype,
         experts=loaded.experts,
         kernels=kernels_in_words() if kernels != "xla" else "XLA",
+        retain_full_kv=retain_full_kv,
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
     )
@@ -197,10 +200,10 @@ def with_drafter(
                 InputWarning,
                 stacklevel=2,
             )
-        drafting = drafter_of(params, config)
+        drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
-    with_aux = GptOss(plain.params, plain.config, aux_layer_ids=() if layers is None else layers.outputs)
+    with_aux = dataclasses.replace(plain, aux_layer_ids=() if layers is None else layers.outputs)
     return dataclasses.replace(
         pair,
         target=with_aux,

@@ -121,6 +121,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "context": config.context,
         "prefill_chunk": config.prefill_chunk,
         "prefill": _prefill(run, config),
+        "retain_full_kv": pair.retain_full_kv,
         "prefix_cache_bytes": run.prefix_cache_bytes,
         "capacity": run.capacity,
         "dtype": pair.dtype,

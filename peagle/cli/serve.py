@@ -49,7 +49,7 @@ def serve_command(settings: ServeSettings) -> int:
     with bind(settings.host, settings.port) as address:
         if settings.host not in LOOPBACK and not keys:
             say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
-        pair = load_pair(target, drafter, settings.model, settings.drafting, display)
+        pair = load_pair(target, drafter, settings.model, settings.drafting, display, settings.retain_full_kv)
         k, adaptive = pair.num_drafts(asked)
         context = chosen_context(pair, settings.context)
         kept = default_prefix_cache_bytes() if cache_bytes is None else cache_bytes

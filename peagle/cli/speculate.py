@@ -63,7 +63,7 @@ def decode_command(settings: Settings) -> int:
         display.note(f"left out: {left_out_line(left_out)}")
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
-    pair = load_pair(target, drafter, settings.model, settings.drafting, display)
+    pair = load_pair(target, drafter, settings.model, settings.drafting, display, settings.retain_full_kv)
     display.read_by(pair.tokenizer)
     config = _config(settings, rendering, slots, pair)
     try:
@@ -102,7 +102,14 @@ def chosen_context(pair: Pair, typed: int | None) -> int:
     return min(DEFAULT_CONTEXT, pair.max_positions) if typed is None else pair.room(typed)
 
 
-def load_pair(target: str, drafter: str | None, loading: LoadOptions, drafting: DraftOptions, display: Display) -> Pair:
+def load_pair(
+    target: str,
+    drafter: str | None,
+    loading: LoadOptions,
+    drafting: DraftOptions,
+    display: Display,
+    retain_full_kv: bool = False,
+) -> Pair:
     """Load the target and the drafter, with progress; note which of the target's layers the drafter reads."""
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
         pair = load(
@@ -114,6 +121,7 @@ def load_pair(target: str, drafter: str | None, loading: LoadOptions, drafting: 
             draft_vocab=drafting.draft_vocab,
             drafter_window=drafting.drafter_window,
             aux_layer_ids=parse_layers(drafting.aux_layer_ids),
+            retain_full_kv=retain_full_kv,
             progress=progress,
         )
     if pair.aux_layers is not None:

@@ -19,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
+from peagle.engine.prefill import learns_from_tokens
 from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
 from peagle.engine.programs import Programs
 from peagle.engine.request import (
@@ -199,8 +201,11 @@ class Engine:
             None if config.blocked is None else config.blocked.rows(config.capacity),
         )
         self._prefix_cache: PrefixCache | None = None
+        self._begins_anywhere = False  # requests in entries of the prefix cache, since there are no rings
         if config.prefix_cache_bytes:
-            self._prefix_cache = PrefixCache(config.prefix_cache_bytes, *self._programs.part_bytes())
+            block, snapshot = self._programs.part_bytes()
+            self._prefix_cache = PrefixCache(config.prefix_cache_bytes, block, snapshot)
+            self._begins_anywhere = snapshot is None
         self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.lane_tokens, config.steps_per_dispatch)
         self._state: DecodeState | None = None
         self._lane: Prefix | None = None
@@ -404,9 +409,10 @@ class Engine:
     def _warm_up_prefix_cache(self) -> None:
         assert self._state is not None
         assert self._lane is not None
-        lane = self._programs.extract(self._state, self._lane, 0)
-        block, snapshot = self._programs.cut_block(lane, 0), self._programs.cut_snapshot(lane, 1)
-        self._lane = self._programs.put(lane, [block], snapshot, 1)
+        self._lane = self._programs.extract(self._state, self._lane, 0)
+        block = self._programs.cut_block(self._lane, 0)
+        snapshot = None if self._begins_anywhere else self._programs.cut_snapshot(self._lane, 1)
+        self._load_lane([block], snapshot, (0,))
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
@@ -557,7 +563,9 @@ class Engine:
             token_ids = action.key.request.prompt_ids[action.begin : action.begin + action.count]
             # an entry of the prefix cache may be another request's beginning, so it has the drafter's rows
             lean = self.drafter is not None and action.key.paused and self._prefix_cache is None
-            self._lane, result = self._programs.extend(self._lane, action.begin, token_ids, lean)
+            # a beginning without a snapshot has no aux_hidden, but the drafter's row that would need it
+            again = self._begins_anywhere and 0 < action.begin == action.key.num_cached_tokens
+            self._lane, result = self._programs.extend(self._lane, action.begin, token_ids, lean, int(again))
             self._lane_logits = result
             end = action.begin + action.count
             if action.last or end % BLOCK == 0:
@@ -590,10 +598,18 @@ class Engine:
         found = self._prefix_cache.match(handle.request.prompt_ids)
         if found is None:
             return 0
-        assert self._lane is not None
-        self._lane = self._programs.put(self._lane, found.blocks, found.snapshot, found.length)
+        self._load_lane(found.blocks, found.snapshot, handle.request.prompt_ids[: found.length])
         handle.num_cached_tokens = found.length
         return found.length
+
+    def _load_lane(self, blocks: Sequence[Any], snapshot: Any, token_ids: tuple[int, ...]) -> None:
+        """Load the lane with these tokens, whose blocks, and snapshot, the prefix cache held."""
+        assert self._lane is not None
+        self._lane = self._programs.put_blocks(self._lane, blocks)
+        if not self._begins_anywhere:
+            self._lane = self._programs.put_snapshot(self._lane, snapshot, len(token_ids))
+        elif learns_from_tokens(self._lane):
+            self._lane = self._programs.relearn(self._lane, token_ids)
 
     def _remember(self, token_ids: tuple[int, ...], whole: int) -> None:
         """Keep the lane, which holds these tokens, unless the whole sequence will not fit."""

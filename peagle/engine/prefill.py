@@ -42,13 +42,24 @@ def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, widest_
 
 
 def extend(
-    target: Target, drafter: Drafter | None, prefix: Prefix, token_ids: Int[Array, "1 T"], count: Int[Array, ""]
+    target: Target,
+    drafter: Drafter | None,
+    prefix: Prefix,
+    token_ids: Int[Array, "1 T"],
+    count: Int[Array, ""],
+    num_absorbed: Int[Array, ""] | None = None,
 ) -> tuple[Prefix, Float[Array, "1 1 V"]]:
-    """Append the first `count` >= 1 tokens; return (the Prefix, the logits that follow the last)."""
+    """Append the first `count` >= 1 tokens; return (the Prefix, the logits that follow the last).
+
+    num_absorbed: how many of them the drafter holds already, 0 or 1: after 1, the Prefix needs no aux_hidden.
+    """
     positions, last = _places(prefix, token_ids, count)
     output, cache = target.extend(token_ids, positions, prefix.target_cache, last)
     state = prefix.drafter_state
     if drafter is not None:
+        if num_absorbed is not None:
+            place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+            positions = jnp.where(place < num_absorbed, -1, positions)
         state = _absorb(drafter, state, token_ids, positions, output.aux_hidden, prefix.aux_hidden)
     return _extended(prefix, cache, state, output.aux_hidden, last), output.logits
 
@@ -110,7 +121,26 @@ def _extended(prefix: Prefix, cache: PyTree, state: PyTree, aux_hidden: jax.Arra
 
 # What the prefix cache keeps of a Prefix (peagle.engine.prefix_cache). A block is the rows of its positions in all full
 # layers. The drafter's begin one row earlier: row p needs token p + 1, and a block must depend on its own tokens and
-# those before it alone. A snapshot is everything else: rings, aux_hidden, states that are no caches.
+# those before it alone. A snapshot is everything else: rings, aux_hidden, states that are no caches. Without rings none
+# is needed: aux_hidden is computed again, and so is the state of a drafter that reads tokens alone.
+
+
+def needs_snapshots(prefix: Prefix) -> bool:
+    """Check if blocks do not suffice to begin at any length."""
+    drafters = [] if learns_from_tokens(prefix) else _nodes(prefix.drafter_state)
+    return not all(map(_is_full, _nodes(prefix.target_cache) + drafters))
+
+
+def learns_from_tokens(prefix: Prefix) -> bool:
+    """Check if the drafter reads no aux_hidden."""
+    return prefix.drafter_state is not None and prefix.aux_hidden.shape[1] == 0
+
+
+def relearn(drafter: Drafter, prefix: Prefix, token_ids: Int[Array, "1 T"], positions: Int[Array, "1 T"]) -> Prefix:
+    """Let a drafter that reads no aux_hidden absorb tokens at these positions."""
+    nothing = jnp.zeros((*token_ids.shape, 0), prefix.aux_hidden.dtype)
+    state = _absorb(drafter, prefix.drafter_state, token_ids, positions, nothing, prefix.aux_hidden)
+    return dataclasses.replace(prefix, drafter_state=state)
 
 
 def cut_block(prefix: Prefix, start: Int[Array, ""], size: int) -> list[KVCache]:

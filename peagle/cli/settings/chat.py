@@ -14,6 +14,7 @@ from peagle.cli.settings.shared import (
     ModelOptions,
     PrefixCache,
     Quiet,
+    RetainFullKV,
     SamplingOptions,
     TemplateOptions,
 )
@@ -54,4 +55,5 @@ class ChatSettings:
         Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="End an answer before this text; repeatable."),
     ] = ()
     prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     quiet: Quiet = False

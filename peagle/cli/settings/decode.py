@@ -21,6 +21,7 @@ from peagle.cli.settings.shared import (
     PrefixCache,
     Quiet,
     RenderingOptions,
+    RetainFullKV,
     SamplingOptions,
     Slots,
     Strict,
@@ -81,6 +82,7 @@ class DecodeSettings:
     ] = DEFAULT_CHUNK
     prefill: PrefillOptions = PrefillOptions()
     prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     ignore_eos: Annotated[
         bool, Option("--ignore-eos", rich_help_panel=RUNNING, help="Do not end at stop tokens, but after -n tokens.")
     ] = False

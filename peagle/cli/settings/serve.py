@@ -13,6 +13,7 @@ from peagle.cli.settings.shared import (
     DraftOptions,
     ModelOptions,
     PrefixCache,
+    RetainFullKV,
 )
 from peagle.text.tokenizer import DEFAULT_DATE
 
@@ -89,6 +90,7 @@ class ServeSettings:
         ),
     ] = None
     prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     drain: Annotated[
         int,
         Option(

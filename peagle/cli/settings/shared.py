@@ -94,6 +94,15 @@ PrefixCache = Annotated[
         "what is free if there are several requests.",
     ),
 ]
+RetainFullKV = Annotated[
+    bool,
+    Option(
+        "--retain-full-kv",
+        rich_help_panel=RUNNING,
+        help="Layers with a window keep all positions: more memory, and prompts reuse any beginning that they share "
+        "with the prefix cache, not only up to ends of chunks, prompts and turns.",
+    ),
+]
 DrafterWindow = Annotated[
     str,
     Option(
