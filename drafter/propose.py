@@ -34,6 +34,12 @@ class _Cached:
         """Positions that its layer of the smallest window sees; None: every layer sees all."""
         return self.config.narrowest_window
 
+    @property
+    def trained_positions(self) -> int | None:
+        """Return the positions of config.json, if some layer sees all; None: windows keep RoPE's distances small."""
+        windows = self.config.windows or (None,)
+        return self.config.max_positions if None in windows else None
+
     def init_state(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
         """Make empty caches for `capacity` positions of the target, plus room for a pass of `widest_write` rows."""
         return model.init_caches(

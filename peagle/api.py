@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,7 +27,7 @@ import jax
 from peagle.engine.engine import Engine, EngineConfig, Handle
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
 from peagle.ops.row_blocks import BlockedPrefill
 from peagle.protocols import Drafter, Target
@@ -282,12 +283,28 @@ class Pair:
             )
         with self._making:
             if config not in self._engines:
+                self._warn_beyond_training(config)
                 target = self.target if k else self.plain_target
                 drafter = self._drafter(config.draft_sampling) if k else None
                 engine = Engine(target, drafter, config, self.stop_token_ids)
                 _refuse_too_large(engine)
                 self._engines[config] = engine
             return self._engines[config]
+
+    def _warn_beyond_training(self, config: EngineConfig) -> None:
+        """Warn, once, if a drafter that sees all positions may see more than it was trained on."""
+        trained = getattr(self.drafter, "trained_positions", None)
+
+        def beyond(each: EngineConfig) -> bool:
+            return trained is not None and each.num_speculative_tokens > 0 and each.capacity > trained
+
+        if beyond(config) and not any(map(beyond, self._engines)):
+            warnings.warn(
+                f"the context has {config.capacity} positions, but the drafter's config.json says {trained}: after "
+                "these its drafts may be accepted less; --drafter-window N limits how far its attention reaches",
+                InputWarning,
+                stacklevel=3,
+            )
 
     def _drafter(self, sampled: bool) -> Drafter:
         if self.drafter is None:
