@@ -66,6 +66,7 @@ def load(
     aux_layer_ids: Sequence[int] | None = None,
     mesh: str | None = None,
     reduce: Literal["ordered", "psum"] = "ordered",
+    retain_full_kv: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
@@ -80,7 +81,8 @@ def load(
     `Pair.drafter_window`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
     those in its config.json (see `Pair.aux_layers`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
     (peagle.parallel); the drafter is on each of them. reduce: sum over devices in order, or by "psum", an all-reduce.
-    progress(bytes of the target read, total bytes) is called during the load.
+    retain_full_kv: layers with a window keep all positions, in place of rings, so that requests begin anywhere in what
+    the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load.
 
     Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
     possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
@@ -109,10 +111,11 @@ def load(
     plain: Target
     if shape is None:
         loaded = load_target(target_directory, **options, progress=progress)
-        plain = GptOss(loaded.params, loaded.config)
+        plain = GptOss(loaded.params, loaded.config, retain_full_kv=retain_full_kv)
     else:
         in_order = reduce == "ordered"
-        plain, loaded = load_over(target_directory, shape, **options, in_order=in_order, progress=progress)
+        options |= {"in_order": in_order, "retain_full_kv": retain_full_kv, "progress": progress}
+        plain, loaded = load_over(target_directory, shape, **options)
     if not loaded.stop_token_ids:
         warnings.warn(f"{target_directory}: {NO_STOP_TOKEN}", InputWarning, stacklevel=2)
     pair = Pair(
@@ -125,6 +128,7 @@ def load(
         experts=loaded.experts,
         kernels=kernels_in_words() if kernels != "xla" else "XLA",
         mesh=None if shape is None else f"{shape.ranks} devices, {shape}",
+        retain_full_kv=retain_full_kv,
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
     )
@@ -139,6 +143,7 @@ def load_over(
     *,
     in_order: bool = True,
     aux_layer_ids: Sequence[int] = (),
+    retain_full_kv: bool = False,
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> tuple[Sharded, "LoadedTarget"]:
@@ -163,7 +168,7 @@ def load_over(
 
         loaded = load_target(directory, place=Place(rank, shape.tp, shape.ep), progress=watch, **options)
         same.update({each.name: getattr(loaded, each.name) for each in dataclasses.fields(loaded)}, params=None)
-        return GptOss(loaded.params, loaded.config, tuple(aux_layer_ids), ranks=ranks_of(shape, in_order))
+        return GptOss(loaded.params, loaded.config, tuple(aux_layer_ids), retain_full_kv, ranks_of(shape, in_order))
 
     parts = shard(of_rank, mesh)
     return Sharded(parts, mesh), LoadedTarget(**{**same, "params": parts.params})
@@ -239,7 +244,8 @@ def with_drafter(
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
         config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
         _warn_of_windows(config, plain.max_positions)
-        drafting = drafter_of(replicate(params, plain.mesh) if isinstance(plain, Sharded) else params, config)
+        params = replicate(params, plain.mesh) if isinstance(plain, Sharded) else params
+        drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
     with_aux = model.replace(aux_layer_ids=() if layers is None else layers.outputs)  # type: ignore[attr-defined]

@@ -122,6 +122,7 @@ COMPILING = (
     "peagle/cli/test_compilation_cache.py",
     "peagle/cli/test_interrupt.py",
     "peagle/engine/test_adjust.py",
+    "peagle/engine/test_blocked_prefill.py",
     "peagle/engine/test_engine.py",
     "peagle/engine/test_interleaving.py",
     "peagle/engine/test_prefix_reuse.py",

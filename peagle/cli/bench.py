@@ -139,6 +139,7 @@ def _options(settings: BenchSettings) -> BenchOptions:
         slots=_numbers("--slots", chosen_slots(settings.slots, settings.batch, "1")),
         drafts=_numbers("-k", settings.num_speculative_tokens) if settings.num_speculative_tokens is not None else (),
         repeats=settings.repeats,
+        blocked=settings.prefill.blocked(),
     )
 
 
@@ -172,6 +173,7 @@ def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes)
         "slots": case.slots,
         "active": case.active,
         "num_speculative_tokens": case.num_drafts,
+        "blocked": case.blocked,
         "num_passes": measurement.passes,
         "num_tokens": measurement.num_tokens,
         "seconds": list(measurement.seconds),
@@ -202,7 +204,7 @@ def _name(case: Case, options: BenchOptions) -> str:
     name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
     if case.kind == "tg" and _several(options):
         name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
-    return name + (f", K = {case.num_drafts}" if case.num_drafts else "")
+    return name + (f", K = {case.num_drafts}" if case.num_drafts else "") + ", at once" * case.blocked
 
 
 def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:

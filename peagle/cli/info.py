@@ -15,6 +15,7 @@ from drafter.model import init_caches as init_drafter_caches
 from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.shared import parse_layers
+from peagle.engine.request import DEFAULT_CHUNK
 from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (
@@ -35,6 +36,7 @@ from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import KVCache, cache_bytes
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
+from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
 from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
 from peagle.workflows.plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes
@@ -43,6 +45,7 @@ from target.load import TargetFiles, inspect_target, weight_bytes
 from target.model import init_caches as init_target_caches
 
 POSITIONS = 1000
+PROMPT = 8192  # tokens
 FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
 
 Rows = list[tuple[str, str]]
@@ -127,6 +130,11 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
             "KV rings, once per row",
             f"{_both(sliding)} (sliding layers, K = {DEFAULT_NUM_SPECULATIVE_TOKENS})",
         ),
+        (
+            "with --retain-full-kv",
+            f"{_both(_target_kv(c, SLIDING, retain_full_kv=True))} per {POSITIONS:,} positions in place of the rings",
+        ),
+        (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
         ("default taps", taps),
         ("stop tokens", _stop_tokens(files)),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
@@ -228,12 +236,25 @@ def _loaded_here(path: Path) -> str:
     return f"{_bytes(needed)} for {dtype} arithmetic; {fits} into the {_bytes(available)} available now"
 
 
-def _target_kv(config: TargetConfig, kind: str) -> int:
+def _prefill_memory(config: TargetConfig) -> str:
+    """What a long prompt takes while it is prefilled, in chunks and at once: the widest tensors, in float32."""
+    of_query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + 2 * config.num_heads * config.head_dim
+    of_choice = config.expert_width + config.hidden_size
+
+    def taken(rows: int, blocks: RowBlocks) -> str:
+        numbers = rows * config.hidden_size + blocks.query_rows * (of_query + config.hidden_size)
+        return _bytes(FLOAT32.itemsize * (numbers + blocks.expert_rows * config.top_k * of_choice))
+
+    chunked = taken(DEFAULT_CHUNK, RowBlocks(DEFAULT_CHUNK, DEFAULT_CHUNK))
+    return f"{chunked} in chunks, {taken(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
+
+
+def _target_kv(config: TargetConfig, kind: str, retain_full_kv: bool = False) -> int:
     """Numbers that the layers of a kind cache for one row: for POSITIONS positions, or in their ring."""
     widest = DEFAULT_NUM_SPECULATIVE_TOKENS + 1
 
     def caches() -> tuple[KVCache, ...]:
-        return init_target_caches(config, 1, POSITIONS, widest, jnp.dtype(jnp.int8))
+        return init_target_caches(config, 1, POSITIONS, widest, jnp.dtype(jnp.int8), retain_full_kv)
 
     shapes = jax.eval_shape(caches)
     return cache_bytes([cache for cache, own in zip(shapes, config.layer_types, strict=True) if own == kind])

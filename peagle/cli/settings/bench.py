@@ -14,6 +14,7 @@ from peagle.cli.settings.shared import (
     Json,
     LoadOptions,
     MeshOptions,
+    PrefillOptions,
 )
 
 
@@ -75,6 +76,7 @@ class BenchSettings:
         ),
     ] = None
     drafter_window: DrafterWindow = "auto"
+    prefill: PrefillOptions = PrefillOptions()
     repeats: Annotated[int, Option("--repeats", metavar="R", help="Measurements of each test.")] = 5
     loading: LoadOptions = LoadOptions()
     devices: MeshOptions = MeshOptions()

@@ -14,6 +14,7 @@ from peagle.cli.settings.shared import (
     MeshOptions,
     ModelOptions,
     PrefixCache,
+    RetainFullKV,
     SamplingOptions,
     TemplateOptions,
     TextOnly,
@@ -56,4 +57,5 @@ class ChatSettings:
         Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="End an answer before this text; repeatable."),
     ] = ()
     prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     quiet: TextOnly = False

@@ -15,6 +15,7 @@ from peagle.cli.settings.shared import (
     MeshOptions,
     ModelOptions,
     PrefixCache,
+    RetainFullKV,
 )
 from peagle.text.tokenizer import DEFAULT_DATE
 
@@ -106,6 +107,7 @@ class ServeSettings:
         ),
     ] = ()
     prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     drain: Annotated[
         int,
         Option(

@@ -573,9 +573,9 @@ def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     engine.warm_up()
     before, lean, extend = trace_counts(), [], engine._programs.extend
 
-    def spy(lane, begin, token_ids, is_lean=False):
+    def spy(lane, begin, token_ids, is_lean=False, *others):
         lean.append(is_lean)
-        return extend(lane, begin, token_ids, is_lean)
+        return extend(lane, begin, token_ids, is_lean, *others)
 
     engine._programs.extend = spy
     tokens, records = decode(engine, [Request(PROMPTS[i % 3], 20) for i in range(7)])
