@@ -57,7 +57,7 @@ class Service:
         self.metrics = Metrics(self.loop, self.model)
 
     async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
-        """Call a function that uses the tokenizer, outside of the event loop."""
+        """Call a function outside of the event loop: it uses the tokenizer, or takes long for a large body."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
@@ -167,14 +167,14 @@ def create_app(service: Service) -> fastapi.FastAPI:
 
     @guarded.post("/tokenize")
     async def tokenize(request: fastapi.Request) -> dict[str, Any]:
-        body = parse(TokenizeBody, await read_body(request, service.max_body))
+        body = await service.encode(parse, TokenizeBody, await read_body(request, service.max_body))
         service.check_model(body.model)
         ids = await service.encode(service.prompter.tokenize, body)
         return {"count": len(ids), "max_model_len": service.prompter.context, "tokens": list(ids)}
 
     @guarded.post("/detokenize")
     async def detokenize(request: fastapi.Request) -> dict[str, Any]:
-        body = parse(DetokenizeBody, await read_body(request, service.max_body))
+        body = await service.encode(parse, DetokenizeBody, await read_body(request, service.max_body))
         service.check_model(body.model)
         return {"prompt": await service.encode(service.prompter.detokenize, body)}
 
@@ -211,7 +211,7 @@ class Asked:
 
 async def ask_chat(service: Service, given: bytes) -> Asked:
     """Send the requests of a body of /v1/chat/completions."""
-    body = parse(ChatBody, given)
+    body = await service.encode(parse, ChatBody, given)
     service.check_model(body.model)
     requests = await service.encode(service.prompter.chat, body)
     tokenizer = service.prompter.tokenizer
@@ -222,9 +222,9 @@ async def ask_chat(service: Service, given: bytes) -> Asked:
 
 async def ask_responses(service: Service, given: bytes) -> Asked:
     """Send the request of a body of /v1/responses."""
-    body = parse(ResponsesBody, given)
+    body = await service.encode(parse, ResponsesBody, given)
     service.check_model(body.model)
-    requests = await service.encode(service.prompter.chat, chat_body(body))
+    requests = await service.encode(lambda: service.prompter.chat(chat_body(body)))
     tokenizer = service.prompter.tokenizer
     form = ResponsesForm(service.model, tokenizer, asked=body)
     return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
@@ -232,7 +232,7 @@ async def ask_responses(service: Service, given: bytes) -> Asked:
 
 async def ask_completions(service: Service, given: bytes) -> Asked:
     """Send the requests of a body of /v1/completions."""
-    body = parse(CompletionBody, given)
+    body = await service.encode(parse, CompletionBody, given)
     service.check_model(body.model)
     requests, echoed = await service.encode(service.prompter.completion, body)
     tokenizer = service.prompter.pair.tokenizer

@@ -8,6 +8,7 @@ object as its response's body. Lines with a response are answered; a second run 
 
 import asyncio
 import json
+import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -24,6 +25,7 @@ from peagle.serve.app import CALLS, Service, whole
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief
 
+BEGINS = b'{"id": "batch_req_'  # a line of the output
 POLL_S = 0.1  # between looks at Ctrl-C
 
 
@@ -52,11 +54,12 @@ class Counts:
     known: int = 0
     answered: int = 0
     refused: int = 0  # by an error object, or as a line that is none
+    failed: int = 0  # by the server, not by the request; the next run asks again
     tokens: int = 0
 
     @property
     def done(self) -> int:
-        return self.known + self.answered + self.refused
+        return self.known + self.answered + self.refused + self.failed
 
 
 def count_lines(source: Path) -> int:
@@ -68,34 +71,42 @@ def count_lines(source: Path) -> int:
         raise InputError(f"{source} cannot be read: {error.strerror}; expected requests, one a line") from None
 
 
-def answered_ids(out: Path) -> set[str]:
-    """Return the custom_ids with a response in an earlier run's output; keep only those lines in it.
+@dataclass(frozen=True)
+class Known:
+    """What an earlier run answered. custom_ids: of lines with a response, which `lines` holds, whole."""
 
-    Others are asked again: errors of lines, of the server, and a last line that was cut off. Raises InputError for a
-    file of something else.
+    custom_ids: frozenset[str] = frozenset()
+    lines: tuple[bytes, ...] = ()
+    as_it_is: bool = True  # the file holds these lines and nothing else
+
+
+def read_answers(out: Path) -> Known:
+    """Read an earlier run's output. Raises InputError for a file of something else.
+
+    Lines without a response are asked again: errors of lines and of the server, and a last line that was cut off.
     """
     if not out.exists():
-        return set()
+        return Known()
     kept: list[bytes] = []
     ids: set[str] = set()
-    lines = out.read_bytes().splitlines(keepends=True)
+    content = out.read_bytes()
+    lines = content.splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
             custom_id, response = found["custom_id"], found["response"]
             status = None if response is None else int(response["status_code"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            if number == len(lines) and number > 1 and not line.endswith(b"\n"):
+            cut = number == len(lines) and not line.endswith(b"\n")
+            if cut and line[: len(BEGINS)] == BEGINS[: len(line)]:
                 continue
             raise InputError(
                 f"{out} exists, and its line {number} is no answer of a batch; give another file, or remove it"
             ) from None
         if isinstance(custom_id, str) and status is not None and status < 500:
             ids.add(custom_id)
-            kept.append(line)
-    if len(kept) < len(lines):
-        write_whole(out, lambda path: path.write_bytes(b"".join(kept)))
-    return ids
+            kept.append(line.rstrip(b"\n") + b"\n")
+    return Known(frozenset(ids), tuple(kept), b"".join(kept) == content)
 
 
 def read_line(number: int, text: bytes, seen: set[str]) -> Line:
@@ -139,7 +150,10 @@ class Batch:
         Ends early, with what was answered until then, if `asked_to_stop` becomes true, or if the engine fails.
         """
         self.counts.total = count_lines(self.source)
-        known = answered_ids(self.out)
+        answered = read_answers(self.out)
+        if not answered.as_it_is:
+            write_whole(self.out, lambda path: path.write_bytes(b"".join(answered.lines)))
+        known = answered.custom_ids
         running: set[asyncio.Task[None]] = set()
         with self.out.open("ab") as file, self.source.open("rb") as source:
             try:
@@ -157,7 +171,7 @@ class Batch:
     def _ends(self, asked_to_stop: Callable[[], bool]) -> bool:
         return asked_to_stop() or self.service.loop.failure is not None
 
-    async def _wanted(self, source: Iterable[bytes], known: set[str], file: BinaryIO) -> AsyncIterator[Line]:
+    async def _wanted(self, source: Iterable[bytes], known: frozenset[str], file: BinaryIO) -> AsyncIterator[Line]:
         """Yield the lines without a response; write the errors of those that are none."""
         seen: set[str] = set()
         for number, text in enumerate(source, 1):
@@ -191,7 +205,7 @@ class Batch:
                 task.result()
 
     async def _answer(self, line: Line, file: BinaryIO) -> None:
-        """Answer a line and write its response, unless it is the server that failed."""
+        """Answer a line and write its response; one of the server's failure is asked again by the next run."""
         try:
             asked = await CALLS[line.url](self.service, line.body)
             try:
@@ -200,17 +214,27 @@ class Batch:
                 body, status, name = await whole(asked), 200, asked.form.id
             finally:
                 self.service.finish(asked.answers, line.url, asked.form.id)
-        except (ApiError, InputError) as error:
-            refused = error if isinstance(error, ApiError) else ApiError(400, str(error))
-            if refused.status >= 500:
-                return
+        except Exception as error:
+            refused = _refusal(error)
             body, status, name = refused.body(), refused.status, f"req_{uuid.uuid4().hex}"
-        if status == 200:
+        if status >= 500:
+            self.counts.failed += 1
+        elif status == 200:
             self.counts.answered += 1
             self.counts.tokens += sum(len(result.output_ids) for result in asked.answers.results())
         else:
             self.counts.refused += 1
         _write(file, line.custom_id, {"status_code": status, "request_id": name, "body": body}, None)
+
+
+def _refusal(error: Exception) -> ApiError:
+    """Return the error object of whatever went wrong with a line. What nobody expected is logged."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InputError):
+        return ApiError(400, str(error))
+    logging.getLogger("peagle.batch").error("a line failed", exc_info=error)
+    return ApiError(500, f"the server failed at this request ({type(error).__name__}); the log has more")
 
 
 def _write(file: BinaryIO, custom_id: str | None, response: Any, error: Any) -> None:
@@ -223,8 +247,10 @@ def _write(file: BinaryIO, custom_id: str | None, response: Any, error: Any) -> 
 def check_files(source: Path, out: Path) -> None:
     """Raise InputError, before anything slow, for files that cannot be read or written."""
     count_lines(source)
+    if not source.is_file():
+        raise InputError(f"{source} is no regular file; expected one, since its lines are counted first")
     if out.exists() and os.path.samefile(source, out):
         raise InputError(f"{out} is the file of the requests; expected another one for the answers")
     if out.is_dir() or not out.parent.is_dir():
         raise InputError(f"{out} cannot be written; expected a file in a folder that exists")
-    answered_ids(out)
+    read_answers(out)

@@ -27,6 +27,8 @@ from peagle.text.channels import CALL
 from peagle.text.prompts import brief, check_encodable
 from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
 
+TOKENS_OF_A_MESSAGE = 4  # at least, in harmony: its start, role, channel or text, and end
+
 
 @dataclass(frozen=True)
 class Prompter:
@@ -116,6 +118,14 @@ class Prompter:
         """Encode a chat up to the next answer."""
         if not messages:
             raise ApiError(400, "messages is empty; expected at least one message", "messages")
+        parts = len(messages) + sum(len(each.tool_calls or ()) for each in messages)
+        if parts > (most := max(1, self.context // TOKENS_OF_A_MESSAGE)):
+            raise ApiError(
+                400,
+                f"{parts} messages and calls are given; expected at most {most}, since the context holds "
+                f"{self.context} tokens",
+                "messages",
+            )
         try:
             for place, each in enumerate(messages):
                 _check_message(f"messages.{place}", each)

@@ -188,32 +188,40 @@ def _item(place: int, given: dict[str, Any]) -> Item:
 
 
 def _messages_of(items: Sequence[Item]) -> list[ChatMessage]:
-    """Join calls that follow each other to one message, with the reasoning before them."""
+    """Make messages. What the model put out before and between calls becomes one message, as in a chat."""
     messages: list[ChatMessage] = []
     calls: list[PastCall] = []
+    said: str | None = None  # of the assistant, not in a message yet: calls may follow
     reasoning = ""
 
-    def end_calls() -> None:
-        nonlocal reasoning
+    def end_turn() -> None:
+        nonlocal said, reasoning
         if calls:
-            messages.append(ChatMessage(role="assistant", tool_calls=[*calls], reasoning=reasoning))
-            calls.clear()
-            reasoning = ""
+            messages.append(ChatMessage(role="assistant", content=said or "", tool_calls=[*calls], reasoning=reasoning))
+        elif said is not None:
+            messages.append(ChatMessage(role="assistant", content=said))
+        calls.clear()
+        said, reasoning = None, ""
 
     for item in items:
         if isinstance(item, InputCall):
             function = CalledFunction(name=item.name, arguments=item.arguments)
             calls.append(PastCall(id=item.call_id, function=function))
-            continue
-        end_calls()
-        if isinstance(item, InputReasoning):
-            reasoning = "".join(part.text for part in item.content or ())
-        elif isinstance(item, InputResult):
-            messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
-        elif isinstance(item, InputMessage):
-            reasoning = ""
-            messages.append(ChatMessage(role=item.role, content=_text(item.content)))
-    end_calls()
+        elif isinstance(item, InputReasoning):
+            if calls:
+                end_turn()
+            reasoning += "".join(part.text for part in item.content or ())
+        elif isinstance(item, InputMessage) and item.role == "assistant" and said is None and not calls:
+            said = _text(item.content)
+        else:
+            end_turn()
+            if isinstance(item, InputResult):
+                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
+            elif isinstance(item, InputMessage) and item.role == "assistant":
+                said = _text(item.content)
+            elif isinstance(item, InputMessage):
+                messages.append(ChatMessage(role=item.role, content=_text(item.content)))
+    end_turn()
     return messages
 
 

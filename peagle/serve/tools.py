@@ -5,7 +5,8 @@ render one call of a message, and name a result after the call before it.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import pydantic_core
@@ -111,9 +112,9 @@ def chat_of(messages: Sequence[ChatMessage]) -> list[Message]:
     Raises ApiError for calls without results, and results without calls.
     """
     chat: list[Message] = []
-    rest = list(enumerate(messages))
+    rest = deque(enumerate(messages))
     while rest:
-        place, message = rest.pop(0)
+        place, message = rest.popleft()
         if message.role == "tool":
             raise ApiError(
                 400, f"messages.{place} is a tool's result, but no call precedes it; send that, too", "messages"
@@ -122,29 +123,39 @@ def chat_of(messages: Sequence[ChatMessage]) -> list[Message]:
             text = final_message(message.text) if message.role == ROLE else message.text
             chat.append({"role": message.role, "content": text})
             continue
-        results: dict[str, str] = {}
+        names, results = _names(place, message.tool_calls), dict[str, str]()
         while rest and rest[0][1].role == "tool":
-            number, result = rest.pop(0)
-            _check_result(number, result, message.tool_calls, results)
+            number, result = rest.popleft()
+            _check_result(number, result, names, results)
             results[result.tool_call_id or ""] = result.text
         chat += _calls(place, message, results)
     return chat
 
 
-def _check_result(place: int, result: ChatMessage, calls: Sequence[PastCall], known: dict[str, str]) -> None:
-    names = {call.id: call.function.name for call in calls}
-    if result.tool_call_id not in names or result.tool_call_id in known:
+def _names(place: int, calls: Sequence[PastCall]) -> dict[str, str]:
+    """Return the functions' names by the calls' ids. Raises ApiError for an id that two calls share."""
+    names: dict[str, str] = {}
+    for number, call in enumerate(calls):
+        if call.id in names:
+            where = f"messages.{place}.tool_calls.{number}.id"
+            raise ApiError(400, f"{where} is {brief(call.id)}, as that of a call before it; expected its own", where)
+        names[call.id] = call.function.name
+    return names
+
+
+def _check_result(place: int, result: ChatMessage, names: Mapping[str, str], known: Mapping[str, str]) -> None:
+    called = None if result.tool_call_id is None else names.get(result.tool_call_id)
+    if called is None or result.tool_call_id in known:
         raise ApiError(
             400,
             f"messages.{place}.tool_call_id is {brief(result.tool_call_id)}; expected the id of a call before it that "
             "has no other result",
             f"messages.{place}.tool_call_id",
         )
-    if result.name is not None and result.name != names[result.tool_call_id]:
+    if result.name is not None and result.name != called:
         raise ApiError(
             400,
-            f"messages.{place}.name is {brief(result.name)}, but the call is one of "
-            f"{brief(names[result.tool_call_id])}; leave it out",
+            f"messages.{place}.name is {brief(result.name)}, but the call is one of {brief(called)}; leave it out",
             f"messages.{place}.name",
         )
 

@@ -244,6 +244,18 @@ def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(target, plain, 
     assert trace_counts() == before
 
 
+def test_a_request_that_sets_its_k_drafts_whether_it_pays_or_not(target, plain) -> None:
+    """Beside one that leaves it to the table, whose cost no draft of this drafter pays."""
+    engine = Engine(target, NGram(), config(3, 2, adaptive=True, k_per_request=True))
+    engine.warm_up()
+    engine._table = WidthTable({1: 3}, costs={1: 3.9, 2: 3.9})  # as measured
+    asked = [Request(PROMPTS[0], NEW, num_speculative_tokens=limit) for limit in (1, None)]
+    tokens, (own, by_table) = decode(engine, asked)
+    assert tokens == [plain[0], plain[0]]
+    assert sum(not step.draft_token_ids for step in own) == 0
+    assert sum(not step.draft_token_ids for step in by_table) > 0
+
+
 def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     engine = Engine(target, NGram(), config(3, capacity=4096, steps_per_dispatch=4))
     engine.warm_up()

@@ -153,14 +153,50 @@ def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, tmp_p
 
     run([line("0")])
     service.loop.engine._programs.extend = broken
-    run([line("0"), line("1"), line("2")], service=service)
-    assert read(out).keys() == {"0"}
+    batch = run([line("0"), line("1"), line("2")], service=service)
+    assert batch.counts.known == 1
+    assert batch.counts.failed >= 1
+    assert {name: each["response"]["status_code"] for name, each in read(out).items()}["0"] == 200
     with out.open("a") as file:
-        file.write(
-            '{"id": "x", "custom_id": "1", "response": null, "error": {"code": "invalid_line"}}\n{"custom_id": "'
-        )
+        file.write('{"id": "x", "custom_id": "1", "response": null, "error": {"code": "invalid_line"}}\n{"id": "batch')
     run([line("0"), line("1"), line("2")])
     assert {name: each["response"]["status_code"] for name, each in read(out).items()} == {"0": 200, "1": 200, "2": 200}
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_file_may_be_cut_anywhere(run: Any, tmp_path: Path, cut: int) -> None:
+    """Its first line too; the line break of its last one; and a look at it changes nothing."""
+    out = tmp_path / "out.jsonl"
+    run([line("0"), line("1")])
+    whole = out.read_bytes()
+    first = whole.index(b"\n") + 1
+    for size in (len(whole) - cut, first - cut):
+        out.write_bytes(whole[:size])
+        peagle.serve.batch.check_files(tmp_path / "in.jsonl", out)
+        assert out.read_bytes() == whole[:size]
+        run([line("0"), line("1")])
+        assert {name: each["response"]["status_code"] for name, each in read(out).items()} == {"0": 200, "1": 200}
+
+
+def test_a_line_that_nobody_expected_costs_no_other(
+    run: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = make()
+    completion = service.prompter.completion
+
+    def planted(body: Any) -> Any:
+        if body.prompt == [51]:
+            raise RecursionError("planted")
+        return completion(body)
+
+    monkeypatch.setattr(type(service.prompter), "completion", lambda _, body: planted(body))
+    batch = run([line("0"), line("1"), line("2")], service=service)
+    assert (batch.counts.answered, batch.counts.failed) == (2, 1)
+    assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 500
+    assert "planted" in caplog.text
+    monkeypatch.undo()
+    run([line("0"), line("1"), line("2")])
+    assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 200
 
 
 def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> None:
@@ -223,6 +259,7 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
     for arguments, message in (
         ([str(tmp_path / "none"), "out"], "cannot be read"),
         ([source, source], "is the file of the requests"),
+        (["/dev/null", "out"], "is no regular file"),
         ([source, str(tmp_path)], "cannot be written"),
         ([source, str(tmp_path / "no" / "out")], "cannot be written"),
         ([source, str(tmp_path / "other.jsonl")], "line 1 is no answer of a batch"),

@@ -137,6 +137,45 @@ def test_a_call_that_the_limit_cuts_is_no_reason_to_call(saying: Making) -> None
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_requests_own_stop_token_cuts_is_no_reason_to_call(
+    saying: Making, harmony: ByteLevelTokenizer, stream: bool
+) -> None:
+    (comma,) = harmony.encode(",")
+    body = {**BODY, "stop_token_ids": [comma]}
+    service = saying((BODY, CALLS))
+    if not stream:
+        (choice,) = ask(service, body)["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "東京"'
+        assert choice["finish_reason"] == "stop"
+        return
+    text = client_of(service).post(PATH, json={**body, "stream": True}).text
+    events = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
+    assert [each["finish_reason"] for event in events for each in event["choices"] if each["finish_reason"]] == ["stop"]
+
+
+def test_calls_of_one_message_have_ids_of_their_own(saying: Making) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    history = [*USER, {"role": "assistant", "tool_calls": [call, call]}, {"role": "tool", "tool_call_id": "a"}]
+    history[-1]["content"] = "noon"
+    error = ask(saying(), {**BODY, "messages": history}, 400)["error"]
+    assert "messages.1.tool_calls.1.id is 'a', as that of a call before it" in error["message"]
+
+
+def test_more_messages_than_the_context_can_hold_are_refused_before_they_are_rendered(
+    saying: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small they are: templates take time for each, some for each pair of calls."""
+    service = saying()
+    monkeypatch.setattr(service.prompter.tokenizer, "encode_chat", lambda *_, **__: pytest.fail("rendered"))
+    most = service.prompter.context // 4
+    error = ask(service, {"messages": [*USER] * (most + 1)}, 400)["error"]
+    assert f"{most + 1} messages and calls are given; expected at most {most}" in error["message"]
+    calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(most)]
+    error = ask(service, {"messages": [*USER, {"role": "assistant", "tool_calls": calls}]}, 400)["error"]
+    assert "messages and calls are given" in error["message"]
+
+
 def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
     history = [
         *USER,
