@@ -99,7 +99,7 @@ def _warm_up(engine: Engine, display: Display) -> None:
     with display.stage("compiling"):
         for sampled, full in ((False, False), (True, False), (True, True)):
             interrupt.check()
-            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring)
+            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
     interrupt.check()
 
 

@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -29,6 +30,7 @@ from peagle.serve.replies import ChatForm, CompletionForm, Form, error_event
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
 
 DEFAULT_MAX_BODY = 4_000_000
+GRAMMAR_PATIENCE_S = 10.0  # beyond it a grammar is refused
 Found = TypeVar("Found")
 
 
@@ -49,12 +51,26 @@ class Service:
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
     )
 
+    _compiling: concurrent.futures.ThreadPoolExecutor = field(
+        default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "grammar")
+    )
+
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.loop, self.model)
 
     async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
         """Call a function that uses the tokenizer, outside of the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
+
+    async def grammar(self, body: Sampled) -> CompiledGrammar | None:
+        """Compile what constrains the answers (`Prompter.grammar`), in a thread of its own."""
+        compiled = asyncio.get_running_loop().run_in_executor(self._compiling, self.prompter.grammar, body)
+        try:
+            return await asyncio.wait_for(compiled, GRAMMAR_PATIENCE_S)
+        except TimeoutError:
+            raise ApiError(
+                400, f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
+            ) from None
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (`Prompter.prompt_logprobs`)."""
@@ -149,7 +165,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def chat_completions(request: fastapi.Request) -> fastapi.Response:
         body = parse(ChatBody, await read_body(request, service.max_body))
         service.check_model(body.model)
-        requests = await service.encode(service.prompter.chat, body)
+        requests = await service.encode(service.prompter.chat, body, await service.grammar(body))
         tokenizer = service.prompter.tokenizer
         form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
         form.token_origins, form.prompts = body.return_token_origins, [each.prompt_ids for each in requests]
@@ -159,7 +175,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def completions(request: fastapi.Request) -> fastapi.Response:
         body = parse(CompletionBody, await read_body(request, service.max_body))
         service.check_model(body.model)
-        requests, echoed = await service.encode(service.prompter.completion, body)
+        requests, echoed = await service.encode(service.prompter.completion, body, await service.grammar(body))
         tokenizer = service.prompter.pair.tokenizer
         form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)
         form.echoed = echoed

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peagle.api import Pair
+from peagle.engine.grammar import CompiledGrammar, GrammarError
 from peagle.engine.request import LARGEST_SEED, MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
@@ -20,6 +21,7 @@ from peagle.serve.schema import (
     Sampled,
     TokenizeBody,
 )
+from peagle.serve.structured import grammar_of
 from peagle.text.channels import final_message
 from peagle.text.prompts import brief, check_encodable
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize
@@ -40,8 +42,19 @@ class Prompter:
             raise ApiError(400, "the model has no tokenizer; only /v1/completions with token ids is possible")
         return self.pair.tokenizer
 
-    def chat(self, body: ChatBody) -> list[Request]:
-        """Make the requests of a chat: n answers to its messages."""
+    def grammar(self, body: Sampled) -> CompiledGrammar | None:
+        """Compile what constrains the answers, if anything does; in a chat, their final messages. Any thread may."""
+        found = grammar_of(body)
+        if found is None:
+            return None
+        grammar, name = found
+        try:
+            return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody))
+        except GrammarError as error:
+            raise ApiError(400, str(error), name) from None
+
+    def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
+        """Make the requests of a chat: n answers to its messages. grammar: what `grammar` returns."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
@@ -49,9 +62,13 @@ class Prompter:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort)
-        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs)
+        if grammar is not None:
+            grammar = self.pair.begin_grammar(grammar, prompt_ids)
+        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs, grammar)
 
-    def completion(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
+    def completion(
+        self, body: CompletionBody, grammar: CompiledGrammar | None = None
+    ) -> tuple[list[Request], list[str]]:
         """Make the requests of a completion, n for each prompt; return them with the prompts' texts for `echo`."""
         prompts = _prompts(body)
         if len(prompts) > MOST_PROMPTS:
@@ -63,7 +80,8 @@ class Prompter:
             encoded.append(ids)
             if body.echo:
                 echoed += [prompt if isinstance(prompt, str) else detokenize(self.tokenizer, ids)] * body.n
-        return self._requests(body, encoded, 16 if body.max_tokens is None else body.max_tokens, body.logprobs), echoed
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        return self._requests(body, encoded, limit, body.logprobs, grammar), echoed
 
     def prompt_logprobs(self, request: Request) -> list[TokenLogprobs]:
         """Compute the log-probabilities of a prompt's tokens but the first, which nothing precedes.
@@ -112,7 +130,12 @@ class Prompter:
             raise ApiError(400, f"{param} holds token id {brief(bad[0])}; expected 0..{size - 1}", param)
 
     def _requests(
-        self, body: Sampled, prompts: Sequence[tuple[int, ...]], limit: int | None, logprobs: int | None
+        self,
+        body: Sampled,
+        prompts: Sequence[tuple[int, ...]],
+        limit: int | None,
+        logprobs: int | None,
+        grammar: CompiledGrammar | None,
     ) -> list[Request]:
         """Make n requests for each prompt. Random numbers depend on the seed and on the answer's number below n."""
         if not 1 <= body.n <= MOST_CHOICES:
@@ -132,7 +155,7 @@ class Prompter:
                 raise ApiError(
                     400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
                 )
-            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop)
+            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop, grammar)
             requests += [dataclasses.replace(first, index=index) for index in range(body.n)]
         return requests
 

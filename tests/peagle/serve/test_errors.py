@@ -17,11 +17,10 @@ GOOD: dict[str, dict[str, Any]] = {
 BAD: list[tuple[str, dict[str, Any], str]] = [
     # fields, a part of the message
     (CHAT, {"tools": [{"type": "function"}]}, "tools is not supported"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
     (CHAT, {"tool_choice": "required"}, "tool_choice is not supported"),
     (CHAT, {"speculative": {"num_speculative_tokens": 2}}, "speculative is not supported"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
-    (CHAT, {"guided_regex": "(a+)+$"}, "guided_regex is not supported"),
+    (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is not supported"),
     (CHAT, {"unheard_of": 1}, "unheard_of is not supported"),
     (CHAT, {"prompt": "hi"}, "prompt is not supported"),
     (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is not"),
