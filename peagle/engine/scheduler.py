@@ -162,8 +162,11 @@ class Scheduler(Generic[Key]):
         least = int(self._cuts % CUTS_UNMEASURED == 0)
         if not (costs.step_s and costs.cut_s):
             return 1
-        missing = KEPT_SPEED * costs.cut_s - costs.step_s
-        return max(least, math.ceil(missing / ((1 - KEPT_SPEED) * costs.step_s)))
+        missing, gained = KEPT_SPEED * costs.cut_s - costs.step_s, (1 - KEPT_SPEED) * costs.step_s
+        if missing <= 0:
+            return least
+        most = self.steps_per_dispatch
+        return most if missing >= most * gained else math.ceil(missing / gained)
 
     def _num_steps(self, prefilling: bool, costs: Costs) -> int:
         most = float(self.steps_per_dispatch // (WAITING_SHARE if self.num_waiting and not prefilling else 1))
