@@ -12,6 +12,7 @@ from peagle.cli.settings.serve import ServeSettings
 from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import chosen_context, chosen_models, load_pair
 from peagle.engine.engine import Engine
+from peagle.engine.grammar import Grammar
 from peagle.loading import DEMO
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -56,7 +57,7 @@ def serve_command(settings: ServeSettings) -> int:
         engine = pair.engine(
             pair.engine_config(k, slots=settings.slots, capacity=context, adaptive=adaptive, prefix_cache_bytes=kept)
         )
-        _warm_up(engine, display)
+        _warm_up(pair, engine, display)
         name = settings.served_model_name or (DEMO_NAME if target == DEMO else Path(target).resolve().name)
         for line in _described(pair, engine, name, adaptive):
             display.note(line)
@@ -94,12 +95,14 @@ def read_keys(path: Path) -> tuple[str, ...]:
     return keys
 
 
-def _warm_up(engine: Engine, display: Display) -> None:
+def _warm_up(pair: Pair, engine: Engine, display: Display) -> None:
     """Compile all programs that requests may need, so that none waits for it."""
     with display.stage("compiling"):
         for sampled, full in ((False, False), (True, False), (True, True)):
             interrupt.check()
             engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
+        if pair.tokenizer is not None:  # a large vocabulary takes seconds
+            pair.compile_grammar(Grammar.json_object(), channels=True)
     interrupt.check()
 
 

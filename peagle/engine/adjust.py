@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from peagle.engine.grammar import MASK_BITS
+from peagle.engine.masks import MASK_BITS
 from peagle.engine.request import MOST_BIASES, Request
 
 NO_BIAS = np.iinfo(np.int32).max  # fills unused bias entries: outside every vocabulary

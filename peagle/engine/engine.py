@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from peagle.engine.grammar import CompiledGrammar, GrammarError, Matcher, Vocabulary, all_allowed
+from peagle.engine.grammar import CompiledGrammar, GrammarError, Matcher, Vocabulary
+from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
 from peagle.engine.programs import Programs
 from peagle.engine.request import (
@@ -607,7 +608,7 @@ class Engine:
             assert self._lane_logits is not None
             handle = action.key
             vocab_size, drafts = self.target.vocab_size, not handle.paused
-            masks = None if handle.matcher is None else handle.matcher.mask()
+            masks = None if handle.matcher is None else next_mask(handle.matcher)
             params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts, masks)
             self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, action.slot, params)
         else:
@@ -651,7 +652,7 @@ class Engine:
             rows = wanted.setdefault(handle.matcher.compiled.vocabulary, {})
             rows[slot] = handle.matcher, tuple(verified)
         for vocabulary, rows in wanted.items():
-            vocabulary.fill(masks, rows)
+            fill(masks, vocabulary, rows)
         return masks
 
     def _stuck(self, held: Sequence[Handle | None]) -> list[tuple[Handle, TokenChunk]]:

@@ -1,14 +1,8 @@
-"""Structured output: make masks of the tokens that a grammar allows, for the rows of a step. Host only.
+"""Structured output: grammars, their compilation, and what a request has read of one. Host only, without NumPy.
 
-llguidance does the work. A Grammar says what an answer's text must be. A Vocabulary, the bytes of a target's tokens,
-compiles it. Each request has a Matcher, which has read the tokens emitted so far and looks ahead along the drafts:
-
-    row          pending           d0                  d1
-    its mask     after emitted     after emitted+d0    after emitted+d0+d1
-
-A mask depends on the tokens before it and on nothing else, so decoding with drafts and without has equal masks. Every
-token is allowed that continues some text of the grammar, however a tokenizer would cut that text. Where the text may
-end, the request's stop tokens are allowed, too; where it must end, they alone are.
+A Grammar says what an answer's text must be. A Vocabulary, the bytes of a target's tokens, compiles it by llguidance.
+Each request has a Matcher, which has read the tokens emitted so far. From it and a step's drafts come the masks of the
+step's rows (peagle.engine.masks).
 """
 
 import collections
@@ -21,9 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-from jaxtyping import UInt32
-
 from peagle.ops.errors import InputError
 
 LONGEST_GRAMMAR = 100_000  # characters
@@ -33,7 +24,6 @@ LARGEST_MULTIPLE = 100_000  # the least common multiple of a schema's multipleOf
 WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; a model that may write more often never ends
 ANSWER = "answer"  # the rule of the grammar, for rules around it
 MOST_KEPT = 32  # compiled grammars
-MASK_BITS = 32
 # grammars that count tokens, or take back what was emitted, are not functions of the tokens before
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
 
@@ -158,14 +148,9 @@ class Vocabulary:
         tokens = _Tokens([*token_bytes, b"end"], [*control_ids, self.size])
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._threads = llguidance.LLExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
+        self.threads = llguidance.LLExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
         self._lock = threading.Lock()
         self._kept: collections.OrderedDict[tuple[Grammar, str], CompiledGrammar] = collections.OrderedDict()
-
-    @property
-    def mask_words(self) -> int:
-        """Words of a mask: a bit for each token, and one for the end."""
-        return self.size // MASK_BITS + 1
 
     def compile(self, grammar: Grammar, around: str = "") -> "CompiledGrammar":
         """Compile a grammar; any thread may. around: rules in Lark's notation, from `start`, in which it is @answer.
@@ -210,37 +195,6 @@ class Vocabulary:
             if any(f"{opening}{name}{space}=" in lark for opening in "[, " for space in ("", " ")):
                 raise GrammarError(f"the grammar sets {name} of a rule, which is not supported here; leave it out")
         return {"lark_grammar": lark}
-
-    def fill(self, masks: UInt32[np.ndarray, "B T W"], wanted: "Mapping[int, tuple[Matcher, Sequence[int]]]") -> None:
-        """Fill in rows of a step's masks: {row: (its matcher, the drafts it verifies)}.
-
-        Masks after a draft that is not allowed, or that ends the text, are left as they are: nothing reads them.
-        """
-        batch, width, words = masks.shape
-        flat = masks.view(np.int32).reshape(batch * width, words)
-        drafted = [(each._matcher, row * width, list(drafts)) for row, (each, drafts) in wanted.items() if drafts]
-        plain = [(each._matcher, row * width) for row, (each, drafts) in wanted.items() if not drafts]
-        from llguidance import numpy
-
-        if drafted:
-            numpy.fill_next_token_bitmask_par_with_draft_tokens(self._threads, drafted, flat)
-        if plain:
-            numpy.fill_next_token_bitmask_par(self._threads, plain, flat)
-        for row, (matcher, drafts) in wanted.items():
-            rows = masks[row, : len(drafts) + 1]
-            ends = (rows[:, self.size // MASK_BITS] >> np.uint32(self.size % MASK_BITS)) & np.uint32(1)
-            for stop in matcher.stop_token_ids:
-                if 0 <= stop < self.size:
-                    rows[:, stop // MASK_BITS] |= ends << np.uint32(stop % MASK_BITS)
-
-    def all_allowed(self, batch: int, width: int) -> UInt32[np.ndarray, "B T W"]:
-        """Make masks that allow every token."""
-        return all_allowed(batch, width, self.size)
-
-
-def all_allowed(batch: int, width: int, vocab_size: int) -> UInt32[np.ndarray, "B T W"]:
-    """Make masks that allow every token of a vocabulary."""
-    return np.full((batch, width, vocab_size // MASK_BITS + 1), 0xFFFFFFFF, np.uint32)
 
 
 def _from_gbnf(text: str) -> str:
@@ -300,27 +254,21 @@ class Matcher:
 
     def __init__(self, compiled: CompiledGrammar, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
         self.compiled, self.stop_token_ids = compiled, stop_token_ids
-        self._matcher = matcher
+        self.state = matcher  # llguidance's
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Read emitted tokens, without the stop token."""
-        self._matcher.consume_tokens(list(token_ids))
+        self.state.consume_tokens(list(token_ids))
 
     @property
     def may_end(self) -> bool:
         """Whether the text so far is complete."""
-        return not self._matcher.is_error() and bool(self._matcher.is_accepting())
-
-    def mask(self) -> UInt32[np.ndarray, "one one W"]:
-        """Make the mask of the next token."""
-        masks = self.compiled.vocabulary.all_allowed(1, 1)
-        self.compiled.vocabulary.fill(masks, {0: (self, ())})
-        return masks
+        return not self.state.is_error() and bool(self.state.is_accepting())
 
     @property
     def failure(self) -> str | None:
         """Why the grammar cannot be followed any further; None if it can."""
-        name, matcher = self.compiled.grammar.name, self._matcher
+        name, matcher = self.compiled.grammar.name, self.state
         dead_end = matcher.get_error().startswith("NoExtension") or (
             not matcher.is_error() and matcher.is_stopped() and not matcher.is_accepting()
         )

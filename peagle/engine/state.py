@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from peagle.engine.adjust import Adjustments
-from peagle.engine.grammar import all_allowed
+from peagle.engine.masks import all_allowed
 from peagle.engine.request import MOST_STOP_TOKENS, Request
 from peagle.engine.sampling import RowSampling
 from peagle.engine.widths import allowance

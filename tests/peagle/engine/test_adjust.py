@@ -13,7 +13,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 from peagle.drafters.ngram import NGram
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine, EngineConfig
-from peagle.engine.grammar import MASK_BITS
+from peagle.engine.masks import MASK_BITS
 from peagle.engine.programs import Programs
 from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
 from peagle.engine.state import DecodeState, SlotParams, check_integrity

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine, EngineConfig
-from peagle.engine.grammar import DEEPEST_SCHEMA, Grammar, GrammarError, Vocabulary, all_allowed
+from peagle.engine.grammar import DEEPEST_SCHEMA, Grammar, GrammarError, Vocabulary
+from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.engine.sampling import RowSampling, probabilities, uniforms
 from peagle.engine.state import check_integrity
@@ -113,7 +114,7 @@ def test_masks_are_those_of_a_finite_language(vocabulary: Vocabulary) -> None:
                 if data and token not in (CONTROL, STOP) and any(t.encode().startswith(so_far + data) for t in texts)
             }
             expected |= {STOP} if so_far.decode() in texts else set()
-            assert set(np.flatnonzero(bits(matcher.mask())[0, 0]).tolist()) == expected
+            assert set(np.flatnonzero(bits(next_mask(matcher))[0, 0]).tolist()) == expected
             token = int(rng.choice(sorted(expected)))
             if token == STOP:
                 assert matcher.may_end
@@ -134,7 +135,7 @@ def test_masks_along_drafts_are_those_after_reading_them(
     compiled = vocabulary.compile(GRAMMARS[kind])
     walked, path = compiled.begin((STOP,)), []
     for draw in draws:
-        allowed = [token for token in np.flatnonzero(bits(walked.mask())[0, 0]).tolist() if token != STOP]
+        allowed = [token for token in np.flatnonzero(bits(next_mask(walked))[0, 0]).tolist() if token != STOP]
         if not allowed:
             break
         path.append(allowed[draw % len(allowed)])
@@ -147,11 +148,11 @@ def test_masks_along_drafts_are_those_after_reading_them(
     matcher.read(begun)
     for _ in range(2):  # looking ahead changes nothing
         masks = all_allowed(3, width + 1, V)
-        vocabulary.fill(masks, {1: (matcher, drafts)})
+        fill(masks, vocabulary, {1: (matcher, drafts)})
         fresh = compiled.begin((STOP,))
         fresh.read(begun)
         for place in range(legal + 1):
-            np.testing.assert_array_equal(bits(masks[1, place]), bits(fresh.mask())[0, 0])
+            np.testing.assert_array_equal(bits(masks[1, place]), bits(next_mask(fresh))[0, 0])
             fresh.read(drafts[place : place + 1])
         assert bits(masks[[0, 2]]).all()
         assert matcher.failure is None
@@ -187,7 +188,7 @@ def by_definition(target: MarkovTarget, request: Request) -> list[int]:
     while len(emitted) < request.max_new_tokens and STOP not in emitted:
         matcher = request.grammar.begin((STOP,))
         matcher.read(emitted)
-        allowed = bits(matcher.mask())[0, 0]
+        allowed = bits(next_mask(matcher))[0, 0]
         tokens = [*request.prompt_ids, *emitted]
         logits = np.where(allowed, np.asarray(target.table)[tokens[-1]], -np.inf)
         if len(emitted) < sampling.min_tokens and allowed.sum() > 1:
@@ -279,7 +280,7 @@ def test_the_law_is_that_of_masked_sampling_with_sampled_drafts(target: MarkovTa
     def follow(tokens: tuple[int, ...], probability: float) -> None:
         matcher = compiled.begin((STOP,))
         matcher.read(tokens)
-        logits = np.where(bits(matcher.mask())[0, 0], np.asarray(target.table)[(5, *tokens)[-1]], -np.inf)
+        logits = np.where(bits(next_mask(matcher))[0, 0], np.asarray(target.table)[(5, *tokens)[-1]], -np.inf)
         weights = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
         for token in np.flatnonzero(weights).tolist():
             if token == STOP:
