@@ -10,6 +10,7 @@ import decimal
 import json
 import math
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from peagle.ops.errors import InputError
 
 LONGEST_GRAMMAR = 100_000  # characters
 DEEPEST_SCHEMA = 64
+MOST_KEYS = 1000  # of each object of a schema; the time to compile properties grows with the square of their number
 MOST_CHOICES_OF_TEXT = 1024
 LARGEST_MULTIPLE = 100_000  # the least common multiple of a schema's multipleOf; its automaton has as many states
 WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; a model that may write more often never ends
@@ -26,6 +28,7 @@ ANSWER = "answer"  # the rule of the grammar, for rules around it
 MOST_KEPT = 32  # compiled grammars
 # grammars that count tokens, or take back what was emitted, are not functions of the tokens before
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
+_RULE_OPTIONS = re.compile(r"^[ \t]*[\w.-]+\[([^\n]*)\][ \t]*:", re.MULTILINE)
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
@@ -75,9 +78,10 @@ class Grammar:
             raise GrammarError(f"the JSON schema is {type(found).__name__}; expected an object")
         _check_schema(found)
         try:
-            return cls("json_schema", json.dumps(found, allow_nan=False))
+            text = json.dumps(found, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise GrammarError(f"the JSON schema cannot be written as JSON: {error}") from None
+        return cls("json_schema", text)
 
     @classmethod
     def json_object(cls) -> "Grammar":
@@ -112,6 +116,8 @@ def _check_schema(schema: Any) -> None:
         if depth > DEEPEST_SCHEMA:
             raise GrammarError(f"the JSON schema is nested deeper than {DEEPEST_SCHEMA} levels; make it flatter")
         for node in level:
+            if isinstance(node, Mapping) and len(node) > MOST_KEYS:
+                raise GrammarError(f"an object of the JSON schema has {len(node)} keys; expected at most {MOST_KEYS}")
             if isinstance(node, Mapping) and "multipleOf" in node:
                 multiple = math.lcm(multiple, _without_point(node["multipleOf"]))
         if multiple > LARGEST_MULTIPLE:
@@ -191,10 +197,22 @@ class Vocabulary:
             (found,) = json.loads(library.LLMatcher.grammar_from_regex(text))["grammars"]
             return {"lark_grammar": found["lark_grammar"]}
         lark = _from_gbnf(text) if "::=" in text else text
-        for name in UNSUPPORTED_IN_LARK:
-            if any(f"{opening}{name}{space}=" in lark for opening in "[, " for space in ("", " ")):
-                raise GrammarError(f"the grammar sets {name} of a rule, which is not supported here; leave it out")
+        _check_lark(lark)
         return {"lark_grammar": lark}
+
+
+def _check_lark(lark: str) -> None:
+    """Raise GrammarError for options of rules that are not supported, and for the schemas of %json as for others."""
+    for options in _RULE_OPTIONS.findall(lark):
+        for name in UNSUPPORTED_IN_LARK:
+            if re.search(rf"\b{name}\s*=", options):
+                raise GrammarError(f"the grammar sets {name} of a rule, which is not supported here; leave it out")
+    for found in re.finditer(r"%json\s*", lark):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            raise GrammarError("%json in the grammar is not followed by valid JSON; expected a schema") from None
+        _check_schema(schema)
 
 
 def _from_gbnf(text: str) -> str:

@@ -17,6 +17,7 @@ from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.grammar import DEEPEST_SCHEMA, Grammar, GrammarError, Vocabulary
 from peagle.engine.masks import all_allowed, fill, next_mask
+from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.engine.sampling import RowSampling, probabilities, uniforms
 from peagle.engine.state import check_integrity
@@ -313,6 +314,19 @@ def test_an_aborted_request_leaves_nothing(target: MarkovTarget, vocabulary: Voc
     assert not engine._scheduler._constrained
 
 
+def test_nothing_compiles_after_a_warm_up(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    engine = engine_of(target, 2, capacity=72)
+    engine.warm_up(sampled=True)
+    engine.warm_up(sampled=True, full=True, constrained=True)
+    assert engine.compile_s > 0
+    before = trace_counts()
+    asked = [Request((2,), 40, HARD, grammar=vocabulary.compile(GRAMMARS["regex"])), Request((3,), 40, HOT, index=1)]
+    decode(engine, asked)
+    assert trace_counts() == before
+    engine.warm_up(sampled=True, full=True, constrained=True)
+    assert trace_counts() == before
+
+
 # --- what cannot be -------------------------------------------------------------------------------------------------
 
 HOSTILE = {
@@ -333,11 +347,15 @@ HOSTILE = {
         lambda: Grammar.json_schema({"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}),
         "multipleOf is 1e\\+08",
     ),
+    "wide": (lambda: Grammar.json_schema({"properties": {str(i): {} for i in range(1001)}}), "has 1001 keys"),
+    "long schema": (lambda: Grammar.json_schema({"const": "a" * 100_001}), "schema has 100014 characters"),
+    "in a grammar": (lambda: Grammar.lark('start: %json {"multipleOf": 999983}'), "multipleOf is 1e\\+06"),
+    "no JSON in a grammar": (lambda: Grammar.lark("start: %json {a}"), "not followed by valid JSON"),
     "no choice": (lambda: Grammar.choice([]), "0 choices"),
     "empty choice": (lambda: Grammar.choice(["a", ""]), "a choice is empty"),
     "no start": (lambda: Grammar.lark("a: b"), "cannot be used"),
     "endless": (lambda: Grammar.lark("start: start"), "cannot be used"),
-    "counts": (lambda: Grammar.lark('start[max_tokens=3]: /a*/ "b"'), "sets max_tokens"),
+    "counts": (lambda: Grammar.lark('start: a\na[capture, max_tokens = 3]: /a*/ "b"'), "sets max_tokens"),
 }
 
 
