@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -413,6 +414,12 @@ def test_a_vocabulary_that_cannot_spell_the_text_ends_the_request(target: Markov
         engine = engine_of(target, k)
         with pytest.raises(GrammarError, match="vocabulary continues a text of the list"):
             run(engine, [Request((2,), NEW, grammar=compiled)])
+
+
+def test_without_the_library_a_grammar_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InputError, match=r"pip install 'peagle\[serve\]'"):
+        Vocabulary(TOKENS)
 
 
 def test_a_request_that_no_grammar_can_bind_is_refused(target: MarkovTarget, vocabulary: Vocabulary) -> None:
