@@ -17,6 +17,7 @@ _apply_jax_cure()
 if TYPE_CHECKING:
     from peagle.api import AsyncStream, Pair, Stream
     from peagle.engine.engine import Engine, EngineConfig, EngineError
+    from peagle.engine.grammar import Grammar
     from peagle.engine.request import Request, SamplingParams, TokenChunk
     from peagle.loading import load
     from peagle.ops.errors import InputError, InputWarning
@@ -28,6 +29,7 @@ _EXPORTS = {
     "Engine": "peagle.engine.engine",
     "EngineConfig": "peagle.engine.engine",
     "EngineError": "peagle.engine.engine",
+    "Grammar": "peagle.engine.grammar",
     "InputError": "peagle.ops.errors",
     "InputWarning": "peagle.ops.errors",
     "Pair": "peagle.api",
@@ -44,6 +46,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineError",
+    "Grammar",
     "InputError",
     "InputWarning",
     "Pair",

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import jax
 
 from peagle.engine.engine import Engine, EngineConfig, Handle
+from peagle.engine.grammar import CompiledGrammar, Grammar, Vocabulary
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError, InputWarning
@@ -32,6 +33,7 @@ from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_
 from peagle.ops.row_blocks import BlockedPrefill
 from peagle.protocols import Drafter, Target
 from peagle.result import Assembler, Result, follow, refuse_stop_strings_without, submit
+from peagle.text.channels import answer_begun, answer_rules, has_channels
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import DEFAULT_DATE, Tokenizer
 
@@ -69,6 +71,7 @@ class Pair:
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
+    _vocabulary: list[Vocabulary] = field(default_factory=list, repr=False, compare=False)  # one, once it is needed
 
     @property
     def max_positions(self) -> int:
@@ -92,6 +95,7 @@ class Pair:
         logit_bias: Mapping[int, float] | None = None,
         min_tokens: int = 0,
         logprobs: int | None = None,
+        grammar: Grammar | None = None,
         draft_sampling: bool = False,
         system: str | None = None,
         reasoning_effort: str | None = None,
@@ -111,8 +115,9 @@ class Pair:
         `raw` and `special_tokens`. Token ids are used unchanged. num_speculative_tokens is K, 0 for plain decoding, or
         "auto": by the pair's table, with pauses if drafting does not pay. None is the pair's default (`num_drafts`).
         Sampling, penalties, biases and min_tokens: peagle.SamplingParams. logprobs: how many of the likeliest tokens
-        `result.logprobs` names with each emitted one. The answer ends before the first of the strings in `stop`.
-        Raises InputError, before any work, for a request that cannot be run.
+        `result.logprobs` names with each emitted one. grammar: what the answer must be, or its final message in a
+        template with channels (peagle.Grammar). The answer ends before the first of the strings in `stop`. Raises
+        InputError, before any work, for a request that cannot be run.
 
         Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
         shape is K, `slots`, draft_sampling, prefill_chunk, prefix_cache_bytes, and the positions: `context`, or as many
@@ -143,6 +148,7 @@ class Pair:
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logprobs=logprobs,
             context=context,
+            grammar=grammar,
         )
         k, adaptive = self.num_drafts(num_speculative_tokens)
         capacity = self.capacity([request]) if context is None else context
@@ -229,11 +235,12 @@ class Pair:
         logprobs: int | None = None,
         index: int = 0,
         context: int | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """Make the request for the turn after these answers; cut its budget to the positions left.
 
-        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, and for
-        stop strings without a tokenizer.
+        Raises InputError for a prompt that is empty, holds ids outside the vocabulary, or fills the positions, for
+        stop strings or a grammar without a tokenizer, and for a grammar that cannot be used.
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
@@ -249,9 +256,46 @@ class Pair:
         refuse_stop_strings_without(self.tokenizer, stop)
         stops = () if ignore_eos else self.stop_token_ids
         budget = min(max_new_tokens, room - len(prompt_ids))
-        request = Request(tuple(prompt_ids), budget, sampling, stops, index, conversation.name, logprobs, stop)
+        compiled = None
+        if grammar is not None:
+            compiled = self.begin_grammar(self.compile_grammar(grammar, channels=not rendering.raw), prompt_ids)
+        request = Request(
+            tuple(prompt_ids), budget, sampling, stops, index, conversation.name, logprobs, stop, grammar=compiled
+        )
         request.check_vocabulary(self.target.vocab_size)
         return request
+
+    def compile_grammar(self, grammar: Grammar, *, channels: bool, may_call: bool = False) -> CompiledGrammar:
+        """Compile a grammar for the target's vocabulary. Any thread may; equal grammars are compiled once.
+
+        channels: the grammar is that of the final message, in a vocabulary that has channels (peagle.text.channels).
+        may_call: the answer may call a function instead.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            raise InputError(
+                "a grammar is about text, but the target's directory has no tokenizer.json; leave it out, or add the "
+                "file"
+            )
+        with self._making:
+            if not self._vocabulary:
+                special = tokenizer.special_tokens
+                tokens = [tokenizer.token_bytes(token) for token in range(self.target.vocab_size)]
+                control = [token for token in special if token < len(tokens)]
+                self._vocabulary.append(Vocabulary(tokens, control))
+        around = answer_rules(tokenizer, may_call) if channels and has_channels(tokenizer) else ""
+        return self._vocabulary[0].compile(grammar, around)
+
+    def begin_grammar(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
+        """Begin a grammar that was compiled with channels at the end of a prompt.
+
+        A prompt without a message has no channels: all of its answer is the grammar's.
+        """
+        if not compiled.around:
+            return compiled
+        assert self.tokenizer is not None
+        begun = answer_begun(self.tokenizer, prompt_ids)
+        return compiled.after(begun) if begun else self._vocabulary[0].compile(compiled.grammar)
 
     def room(self, context: int | None) -> int:
         """Return the most positions of a prompt with its output: `context`, or all of the target's."""
@@ -386,7 +430,9 @@ class Stream(Iterator[str]):
         return self._assembler.result()
 
     def _run(self, request: Request) -> Generator[str]:
-        self._engine.warm_up(sampled=not request.sampling.greedy, full=request.full)
+        self._engine.warm_up(
+            sampled=not request.sampling.greedy, full=request.full, constrained=request.grammar is not None
+        )
         assemblers = submit(self._engine, [request], self._pair.tokenizer)
         ((self._handle, self._assembler),) = assemblers.items()
         if self._closed:

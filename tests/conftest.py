@@ -124,6 +124,7 @@ COMPILING = (
     "peagle/engine/test_adjust.py",
     "peagle/engine/test_blocked_prefill.py",
     "peagle/engine/test_engine.py",
+    "peagle/engine/test_grammar.py",
     "peagle/engine/test_interleaving.py",
     "peagle/engine/test_prefix_reuse.py",
     "peagle/engine/test_state.py",

@@ -134,6 +134,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "baseline": config.compares,
         "ignore_eos": config.ignore_eos,
         "logprobs": config.logprobs,
+        "grammar": None if config.grammar is None else dataclasses.asdict(config.grammar),
         "raw_prompt": config.rendering.raw,
         "special_tokens": config.rendering.special_tokens,
         "system": config.rendering.system,

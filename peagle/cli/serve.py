@@ -16,6 +16,7 @@ from peagle.cli.settings.serve import ServeSettings
 from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import chosen_context, chosen_models, load_pair
 from peagle.engine.engine import Engine
+from peagle.engine.grammar import Grammar
 from peagle.loading import DEMO
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -102,7 +103,7 @@ class Chosen:
                 k_per_request=True,
             )
         )
-        _warm_up(engine, display)
+        _warm_up(pair, engine, display)
         named = DEMO_NAME if self.target == DEMO else Path(self.target).resolve().name
         name = settings.served_model_name or named
         for line in _described(pair, engine, name, adaptive):
@@ -155,12 +156,14 @@ def check_allowed_origin(origin: str) -> None:
         raise InputError(f"--allow-origin is {origin!r}; expected a site as https://example.org, without a path, or *")
 
 
-def _warm_up(engine: Engine, display: Display) -> None:
+def _warm_up(pair: Pair, engine: Engine, display: Display) -> None:
     """Compile all programs that requests may need, so that none waits for it."""
     with display.stage("compiling"):
         for sampled, full in ((False, False), (True, False), (True, True)):
             interrupt.check()
-            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring)
+            engine.warm_up(sampled=sampled, full=full, measuring=display.measuring, constrained=full)
+        if pair.tokenizer is not None:  # a large vocabulary takes seconds
+            pair.compile_grammar(Grammar.json_object(), channels=True)
     interrupt.check()
 
 

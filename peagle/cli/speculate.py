@@ -19,6 +19,7 @@ from peagle.cli.settings.shared import (
     parse_layers,
     parse_prefix_cache,
 )
+from peagle.engine.grammar import Grammar
 from peagle.loading import DEMO, NGRAM, drafter_path, load, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
@@ -175,12 +176,26 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         blocked=settings.prefill.blocked(),
         ignore_eos=settings.ignore_eos,
         stop=settings.stop,
+        grammar=_grammar(settings),
         baseline=not settings.no_baseline,
         show_drafts=settings.show_drafts,
         logprobs=settings.logprobs,
         profile=None if settings.profile is None else Path(settings.profile),
         rendering=rendering,
     )
+
+
+def _grammar(settings: Settings) -> Grammar | None:
+    """What the answers must be. Raises InputError for a file that cannot be read, and for two grammars."""
+    path, regex = settings.json_schema, settings.regex
+    if path is None:
+        return None if regex is None else Grammar.regex(regex)
+    if regex is not None:
+        raise InputError("--json-schema and --regex are given; expected one of them")
+    try:
+        return Grammar.json_schema(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--json-schema {path} cannot be read: {error}; expected JSON in UTF-8") from None
 
 
 def _synthetic(settings: Settings, num_drafts: int) -> tuple[float, ...] | None:

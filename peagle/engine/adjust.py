@@ -6,8 +6,8 @@ Row i of a step follows the drafts before it, so its counts include them:
     its counts   counts    counts+d0   counts+d0+d1
 
 The order is that of vLLM's sampler: masks and min_tokens, biases, then the repetition, frequency and presence
-penalties. The repetition penalty counts prompt tokens, too; the others count only emitted tokens. If a request sets
-none of these, its logits keep their bits.
+penalties. Where a mask allows nothing but stop tokens, min_tokens gives way. The repetition penalty counts prompt
+tokens, too; the others count only emitted tokens. If a request sets none of these, its logits keep their bits.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from peagle.engine.masks import MASK_BITS
 from peagle.engine.request import MOST_BIASES, Request
 
 NO_BIAS = np.iinfo(np.int32).max  # fills unused bias entries: outside every vocabulary
-MASK_BITS = 32
 
 
 @flax.struct.dataclass
@@ -87,7 +87,7 @@ def adjust(
 ) -> Float[Array, "B T V"]:
     """Adjust the logits of the T = K + 1 rows of a step.
 
-    masks: one bit for each token, 1 if it is allowed, lowest bit first, W = ceil(V / 32) words. Negative draft ids
+    masks: one bit for each token, 1 if it is allowed, lowest bit first, in W >= ceil(V / 32) words. Negative draft ids
     count as no token.
     """
     logits = logits.astype(jnp.float32)
@@ -96,13 +96,14 @@ def adjust(
     def of(values: jax.Array) -> jax.Array:
         return values[:, None, None]
 
-    if masks is not None:
-        place = jnp.arange(MASK_BITS, dtype=jnp.uint32).reshape(1, 1, 1, MASK_BITS)
-        bits = (masks[..., None] >> place) & 1
-        logits = jnp.where(bits.reshape(batch, width, -1)[..., :vocab_size] > 0, logits, -jnp.inf)
     early = jnp.arange(width, dtype=jnp.int32)[None, :] < wanted.must_emit[:, None]
     token = jnp.arange(vocab_size, dtype=jnp.int32)
     stops = jnp.any(token[None, None, :] == stop_token_ids[:, :, None], axis=1)
+    if masks is not None:
+        place = jnp.arange(MASK_BITS, dtype=jnp.uint32).reshape(1, 1, 1, MASK_BITS)
+        allowed = ((masks[..., None] >> place) & 1).reshape(batch, width, -1)[..., :vocab_size] > 0
+        logits = jnp.where(allowed, logits, -jnp.inf)
+        early &= jnp.any(allowed & ~stops[:, None, :], axis=-1)
     logits = jnp.where(early[..., None] & stops[:, None, :], -jnp.inf, logits)
     rows = jnp.arange(batch)[:, None]
     bias = jnp.zeros((batch, vocab_size), jnp.float32).at[rows, wanted.bias_ids].add(wanted.bias, mode="drop")

@@ -6,6 +6,12 @@ carries its own map of slots to requests, as it was when it was sent. Tokens com
     device | chunk | insert | steps 0            | steps 1             | steps 2 ...
     host   | dispatch ...   | read first, send 1 | read 0, dispatch 2  | read 1 ...
 
+While a request has a grammar, steps are cut (`_cut_step`): the host makes masks from the drafts while the target
+verifies them. Whole steps of the other requests alternate with those (peagle.engine.scheduler).
+
+    device | propose | verify                              | accept | propose | verify
+    host   | dispatch, read what was sent before, masks, dispatch | dispatch ...
+
 Requests enter and leave slots only between dispatches. `add`, `abort`, `run`, `follow` and `warm_up` may be called from
 any thread. A thread that needs tokens and finds none drives the loop, for all requests.
 """
@@ -14,6 +20,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import statistics
 import threading
 import time
@@ -24,6 +31,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from peagle.engine.grammar import CompiledGrammar, GrammarError, Matcher, Vocabulary
+from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.prefill import learns_from_tokens
 from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
 from peagle.engine.programs import Programs
@@ -134,6 +143,7 @@ class Handle:
     num_cached_tokens: int = 0  # of its prompt, that the prefix cache held
     paused: bool = False  # it drafts no more, and is decoded plainly (peagle.engine.widths)
     error: InputError | None = None  # why it ended, if finished is "error"
+    matcher: Matcher | None = None  # of its grammar; has read output_ids
     wanted: bool = True  # until its reader aborts it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
@@ -220,6 +230,7 @@ class Engine:
         self._alive: set[Handle] = set()
         self._costs = Costs()
         self._warm: set[StepKind] = set()
+        self._warm_cut: set[StepKind] = set()
         self._input_rows = 1  # upper bound of drafter_input.num over all slots
         self._failure: BaseException | None = None
         self._last_read_s: float | None = None
@@ -242,6 +253,25 @@ class Engine:
             raise InputError("K is set for one request; expected an engine with k_per_request")
         if self.config.draft_sampling and request.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
+        if request.grammar is not None:
+            self._check_grammar(request, request.grammar)
+
+    def _check_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
+        if not any(0 <= token < self.target.vocab_size for token in self._stops_of(request)):
+            raise InputError(
+                f"{request.name} has a grammar, but no stop token, so nothing can end its answer; leave out "
+                "ignore_eos, or name stop tokens"
+            )
+        if grammar.vocabulary.size != self.target.vocab_size:
+            raise InputError(
+                f"the grammar is compiled for {grammar.vocabulary.size} tokens; expected {self.target.vocab_size}, the "
+                "target's vocabulary"
+            )
+        if self.config.synthetic_acceptance is not None:
+            raise InputError("synthetic acceptance ignores grammars; leave one of them out")
+
+    def _stops_of(self, request: Request) -> tuple[int, ...]:
+        return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
 
     def add(self, request: Request, timeout_s: float | None = None) -> Handle:
         """Put a request in the queue. After timeout_s seconds it ends with the tokens it has.
@@ -249,12 +279,13 @@ class Engine:
         Raises InputError for a request that cannot be run, EngineError if the engine has failed.
         """
         self.check(request)
-        stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        stops, grammar = self._stops_of(request), request.grammar
         deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
-        handle = Handle(request, stops, deadline_s, length=len(request.prompt_ids))
+        matcher = None if grammar is None else grammar.begin(stops)
+        handle = Handle(request, stops, deadline_s, length=len(request.prompt_ids), matcher=matcher)
         with self._entry, self._lock:
             self._raise_failure()
-            self._scheduler.add(handle, len(request.prompt_ids))
+            self._scheduler.add(handle, len(request.prompt_ids), constrained=matcher is not None)
             self._alive.add(handle)
         return handle
 
@@ -353,13 +384,18 @@ class Engine:
                 jax.block_until_ready((self._state.done, self._lane))
 
     def warm_up(
-        self, sampled: bool = False, measuring: Callable[[], object] = lambda: None, full: bool = False
+        self,
+        sampled: bool = False,
+        measuring: Callable[[], object] = lambda: None,
+        full: bool = False,
+        constrained: bool = False,
     ) -> None:
         """Compile and run once every program that requests need.
 
         So later times include no compilation. sampled: some request is not greedy. full: some request is full
-        (`Request.full`). An adaptive engine then calls `measuring` and measures the cost of drafting, once. While a
-        request is in the engine, this does nothing: programs then compile at their first dispatch.
+        (`Request.full`). constrained: some request has a grammar. An adaptive engine then calls `measuring` and
+        measures the cost of drafting, once. While a request is in the engine, this does nothing: programs then compile
+        at their first dispatch.
         """
         with self._entry:
             with self._lock:
@@ -367,6 +403,23 @@ class Engine:
                 if self._alive:
                     return
             self._warm_up(sampled, full, measuring)
+            if constrained:
+                self._warm_up_cut_steps()
+
+    def _warm_up_cut_steps(self) -> None:
+        started = time.perf_counter()
+        with self._lock:
+            for kind in self._kinds_with_grammars - self._warm_cut:
+                assert self._state is not None
+                widths = np.zeros((self.config.slots,), np.int32)
+                self._state, proposed = self._programs.propose(self._state, widths, kind)
+                self._state, verified = self._programs.verify(self._state, proposed)
+                masks = all_allowed(self.config.slots, kind.num_drafts + 1, self.target.vocab_size)
+                done = self._programs.accept_and_commit(self._state, proposed, verified, 0.0, masks, kind)
+                self._state = done[0]
+                jax.block_until_ready(self._state)
+                self._warm_cut.add(kind)
+        self.compile_s += time.perf_counter() - started
 
     def _warm_up(self, sampled: bool, full: bool, measuring: Callable[[], object]) -> None:
         started = time.perf_counter()
@@ -449,6 +502,11 @@ class Engine:
         """Whether a row that may draft again takes plain steps, at some load."""
         table = self.config.table
         return self.config.adaptive or 0 in table.drafts.values() or not table.sampled
+
+    @property
+    def _kinds_with_grammars(self) -> set[StepKind]:
+        """Kinds of cut steps."""
+        return {self._kind(drafts, sampled=True, full=True) for drafts in self._possible_drafts}
 
     def _kind(self, num_drafts: int, sampled: bool, full: bool = False) -> StepKind:
         config, sampled = self.config, sampled or full
@@ -542,13 +600,15 @@ class Engine:
         self._evict()
         interrupt.check()
         action = self._scheduler.next(self._costs, self._begin)
-        if action is not None:
+        chunks: list[tuple[Handle, TokenChunk]] = []
+        if isinstance(action, Steps) and action.cut:
+            chunks = self._cut_step(action)
+        elif action is not None:
             self._dispatch(action)
         elif not self._in_flight:
             self._last_read_s = None  # no request is left, so an idle device is no gap
         # read a first token at once if no other request can keep the device busy
         alone = isinstance(action, Admit) and self._scheduler.num_active == 1
-        chunks: list[tuple[Handle, TokenChunk]] = []
         while len(self._in_flight) > (0 if action is None or alone else 1):
             chunks += self._read(self._in_flight.popleft())
         return chunks
@@ -589,7 +649,8 @@ class Engine:
             assert self._lane_logits is not None
             handle = action.key
             vocab_size, drafts = self.target.vocab_size, not handle.paused
-            params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts)
+            masks = None if handle.matcher is None else next_mask(handle.matcher)
+            params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts, masks)
             self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, action.slot, params)
         else:
             widths, kind = self._next_widths()
@@ -598,6 +659,57 @@ class Engine:
             cost = self._table.cost(self._scheduler.num_active) or 0.0
             self._state, result = self._programs.steps(self._state, widths, cost, action.count, kind)
         self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
+
+    def _cut_step(self, action: Steps) -> list[tuple[Handle, TokenChunk]]:
+        """Run a step of all slots, with masks for those that have a grammar; return the chunks read meanwhile."""
+        assert self._state is not None
+        sent_s, held = time.perf_counter(), self._scheduler.held
+        self._see_gap(sent_s)
+        widths, kind = self._next_widths(cut=True)
+        self._catch_up(1, kind.num_drafts)
+        self._state, proposed = self._programs.propose(self._state, widths, kind)
+        self._state, verified = self._programs.verify(self._state, proposed)
+        chunks = []
+        while self._in_flight:  # a mask follows all tokens before
+            chunks += self._read(self._in_flight.popleft())
+        drafts, seen_s = np.asarray(proposed.draft_token_ids), time.perf_counter()
+        masks = self._masks(held, drafts, widths)
+        chunks += self._stuck(held)
+        if verified.logits.is_ready():  # type: ignore[attr-defined]
+            self.times.gap_s += time.perf_counter() - seen_s
+        cost = self._table.cost(self._scheduler.num_active) or 0.0
+        self._state, result = self._programs.accept_and_commit(self._state, proposed, verified, cost, masks, kind)
+        self._in_flight.append(_InFlight(action, result, held, sent_s, kind.num_drafts))
+        return chunks
+
+    def _masks(self, held: Sequence[Handle | None], drafts: np.ndarray, widths: np.ndarray) -> np.ndarray:
+        """Make the masks of a step's rows."""
+        masks = all_allowed(len(held), drafts.shape[1] + 1, self.target.vocab_size)
+        wanted: dict[Vocabulary, dict[int, tuple[Matcher, Sequence[int]]]] = {}
+        for slot, handle in enumerate(held):
+            if handle is None or handle.matcher is None or handle not in self._alive:
+                continue
+            verified = itertools.takewhile(lambda token: token >= 0, drafts[slot, : widths[slot]].tolist())
+            rows = wanted.setdefault(handle.matcher.compiled.vocabulary, {})
+            rows[slot] = handle.matcher, tuple(verified)
+        for vocabulary, rows in wanted.items():
+            fill(masks, vocabulary, rows)
+        return masks
+
+    def _stuck(self, held: Sequence[Handle | None]) -> list[tuple[Handle, TokenChunk]]:
+        """End the requests whose grammar cannot be followed any further; return their last chunks."""
+        chunks = []
+        for handle in held:
+            if (
+                handle is not None
+                and handle in self._alive
+                and handle.matcher is not None
+                and (failure := handle.matcher.failure)
+            ):
+                handle.error = GrammarError(f"{handle.request.name}: {failure}")
+                self._end(handle, "error")
+                chunks.append((handle, handle.inbox.pop()))
+        return chunks
 
     def _begin(self, handle: Handle) -> int:
         """Decide whether a request drafts at all, and load the lane with the longest known beginning of its prompt.
@@ -655,16 +767,23 @@ class Engine:
         token_ids = (*handle.request.prompt_ids, *handle.output_ids)[: last.length + 1]
         self._remember(token_ids, len(token_ids))
 
-    def _next_widths(self) -> tuple[np.ndarray, StepKind]:
-        """Return (the drafts of each slot, the kind of step that runs them)."""
+    def _next_widths(self, cut: bool = False) -> tuple[np.ndarray, StepKind]:
+        """Return (the drafts of each slot, the kind of step that runs them).
+
+        cut: of a cut step. In others, slots with a grammar stand still.
+        """
         held = self._scheduler.held
         drafts = self._table.at(self._scheduler.num_active)
         rows = [0 if handle is None or handle.paused else handle.request.drafts(drafts) for handle in held]
-        requests = [handle.request for handle in held if handle is not None]
-        sampled = any(not request.sampling.greedy for request in requests)
-        full = any(request.full for request in requests)
-        kind = self._kind(self._program_for(max(rows)), sampled, full)
-        lean = self.drafter is not None and all(handle is None or handle.paused for handle in held)
+        if cut:
+            return np.asarray(rows, np.int32), self._kind(self._program_for(max(rows)), sampled=True, full=True)
+        still = [handle is not None and handle.matcher is not None for handle in held]
+        rows = [-1 if stands else row for stands, row in zip(still, rows, strict=True)]
+        going = [handle for handle, stands in zip(held, still, strict=True) if handle is not None and not stands]
+        sampled = any(not handle.request.sampling.greedy for handle in going)
+        full = any(handle.request.full for handle in going)
+        kind = self._kind(self._program_for(max(0, *rows)), sampled, full)
+        lean = self.drafter is not None and all(handle.paused for handle in going)
         return np.asarray(rows, np.int32), dataclasses.replace(kind, lean=True) if lean else kind
 
     def _program_for(self, most: int) -> int:
@@ -777,6 +896,11 @@ class Engine:
             handle.finished = reason
             self._alive.discard(handle)
             self._scheduler.remove(handle)
+        if handle.matcher is not None and reason != "length":
+            handle.matcher.read(token_ids if reason is None else token_ids[:-1])
+            if reason == "stop" and (failure := handle.matcher.failure):
+                handle.error, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
+                handle.finished = reason
         cached = 0 if records else handle.num_cached_tokens
         return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached)
 
@@ -795,9 +919,11 @@ class Engine:
         self._last_read_s = now
         self.times.busy_s += now - begun_s
         if isinstance(sent.action, Chunk):
-            self._costs = Costs(now - begun_s, self._costs.step_s)
+            self._costs = dataclasses.replace(self._costs, chunk_s=now - begun_s)
+        elif isinstance(sent.action, Steps) and sent.action.cut:
+            self._costs = dataclasses.replace(self._costs, cut_s=now - begun_s)
         elif isinstance(sent.action, Steps):
-            self._costs = Costs(self._costs.chunk_s, (now - begun_s) / sent.action.count)
+            self._costs = dataclasses.replace(self._costs, step_s=(now - begun_s) / sent.action.count)
 
     def _see_gap(self, now: float) -> None:
         """Count the time in which the device may have waited for the dispatch sent now."""

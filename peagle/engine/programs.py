@@ -20,9 +20,10 @@ from peagle.engine.adjust import adjust
 from peagle.engine.prefix_cache import BLOCK
 from peagle.engine.sampling import TARGET, LogProbs, choose, log_probs, uniforms
 from peagle.engine.state import DecodeState, Prefix, SlotParams, extract, init_state, insert
-from peagle.engine.step import StepKind, Verified, absorb, accept_and_commit, propose_and_verify, steps
+from peagle.engine.step import Proposed, StepKind, absorb, accept_and_commit, propose, steps, verify
 from peagle.ops import native
 from peagle.ops.kv_cache import KVCache
+from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, Target
 
@@ -60,6 +61,7 @@ class Programs:
         self.chunk_length, self.most_steps, self._blocks = chunk, most, blocks
         self._models, self._tree = jax.tree.flatten((target, drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
+        self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(drafter)
 
     def shapes(self) -> tuple[DecodeState, Prefix]:
         """Return the shapes of the state and the lane."""
@@ -150,26 +152,45 @@ class Programs:
         operands = [models, leaves, widths, np.float32(cost), np.int32(count)]
         return _steps(model_tree, tree, kind, self.most_steps), operands, tree
 
-    def propose_and_verify(
-        self, state: DecodeState, widths: np.ndarray, kind: StepKind
-    ) -> tuple[DecodeState, Verified]:
-        """Dispatch the first half of a step, for rows whose masks the host fills in."""
-        leaves, tree = jax.tree.flatten(state)
-        after, verified = _first_half(self._tree, tree, kind)(self._models, leaves, widths)
-        verified.draft_token_ids.copy_to_host_async()
-        return jax.tree.unflatten(tree, after), verified
+    def propose(self, state: DecodeState, widths: np.ndarray, kind: StepKind) -> tuple[DecodeState, Proposed]:
+        """Dispatch the first part of a step that is cut; start the copy of the drafts to the host."""
+        drafter, tree = jax.tree.flatten(state.drafter_state)
+        others = dataclasses.replace(state, target_cache=None, drafter_state=None)
+        leaves, others_tree = jax.tree.flatten(others)
+        models, model_tree = self._drafter_alone
+        after, proposed = _propose(model_tree, tree, others_tree, kind)(models, drafter, leaves, widths)
+        proposed.draft_token_ids.copy_to_host_async()
+        return dataclasses.replace(state, drafter_state=jax.tree.unflatten(tree, after)), proposed
+
+    def verify(self, state: DecodeState, proposed: Proposed) -> tuple[DecodeState, VerifyOutput]:
+        """Dispatch the second part."""
+        cache, tree = jax.tree.flatten(state.target_cache)
+        others = dataclasses.replace(state, target_cache=None, drafter_state=None, drafter_input=None)
+        leaves, others_tree = jax.tree.flatten(others)
+        models, model_tree = self._target_alone
+        after, verified = _verify(model_tree, tree, others_tree)(models, cache, leaves, proposed)
+        return dataclasses.replace(state, target_cache=jax.tree.unflatten(tree, after)), verified
 
     def accept_and_commit(
-        self, state: DecodeState, verified: Verified, cost: float, masks: np.ndarray, kind: StepKind
+        self,
+        state: DecodeState,
+        proposed: Proposed,
+        verified: VerifyOutput,
+        cost: float,
+        masks: np.ndarray,
+        kind: StepKind,
     ) -> tuple[DecodeState, jax.Array]:
-        """Dispatch the second half of a step; return (the state, its packed output [1, B, W]).
+        """Dispatch the last part; return (the state, its packed output [1, B, W]).
 
         masks: uint32 [B, K+1, W] (peagle.engine.adjust).
         """
-        leaves, tree = jax.tree.flatten(state)
-        after, outputs = _second_half(tree, kind)(leaves, verified, np.float32(cost), masks)
+        leaves, tree = jax.tree.flatten(dataclasses.replace(state, target_cache=None, drafter_state=None))
+        program = _accept_and_commit(tree, kind)
+        after, outputs = program(leaves, proposed, verified, np.float32(cost), masks)
         outputs.copy_to_host_async()
-        return jax.tree.unflatten(tree, after), outputs
+        left: DecodeState = jax.tree.unflatten(tree, after)
+        caches = {"target_cache": state.target_cache, "drafter_state": state.drafter_state}
+        return dataclasses.replace(left, **caches), outputs
 
     def cut_block(self, lane: Prefix, start: int) -> list[KVCache]:
         """Copy a block of the lane (peagle.engine.prefill)."""
@@ -275,7 +296,8 @@ def _admit(state: Any, lane: Any, params_tree: Any) -> Any:
             return choose(logits, params.sampling, random), jnp.zeros((1, 1, width), jnp.int32)
 
         def fully() -> tuple[jax.Array, jax.Array]:
-            adjusted = adjust(logits, no_drafts, params.adjustments, jnp.asarray(params.stop_token_ids))
+            stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
+            adjusted = adjust(logits, no_drafts, params.adjustments, stops, masks)
             token = choose(adjusted, params.sampling, random)
             return token, log_probs(logits, token).pack()
 
@@ -308,28 +330,48 @@ def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
 
 
 @functools.cache
-def _first_half(models: Any, state: Any, kind: StepKind) -> Any:
-    def _propose_and_verify(
-        model_leaves: list[jax.Array], leaves: list[jax.Array], widths: jax.Array
-    ) -> tuple[list[jax.Array], Verified]:
-        _traces["propose and verify"] += 1
-        target, drafter = jax.tree.unflatten(models, model_leaves)
-        after, verified = propose_and_verify(target, drafter, jax.tree.unflatten(state, leaves), widths, kind)
-        return jax.tree.leaves(after), verified
+def _propose(model: Any, drafter_state: Any, others: Any, kind: StepKind) -> Any:
+    def _propose_drafts(
+        model_leaves: list[jax.Array], drafter: list[jax.Array], leaves: list[jax.Array], widths: jax.Array
+    ) -> tuple[list[jax.Array], Proposed]:
+        _traces["propose"] += 1
+        state = dataclasses.replace(
+            jax.tree.unflatten(others, leaves), drafter_state=jax.tree.unflatten(drafter_state, drafter)
+        )
+        after, proposed = propose(jax.tree.unflatten(model, model_leaves), state, widths, kind)
+        widths = _counted_as_long(proposed.widths, state.length[0])
+        return jax.tree.leaves(after.drafter_state), dataclasses.replace(proposed, widths=widths)
 
-    return jax.jit(_propose_and_verify, donate_argnums=1)
+    return jax.jit(_propose_drafts, donate_argnums=1)
 
 
 @functools.cache
-def _second_half(state: Any, kind: StepKind) -> Any:
-    def _accept_and_commit(
-        leaves: list[jax.Array], verified: Verified, cost: jax.Array, masks: jax.Array
+def _verify(model: Any, target_cache: Any, others: Any) -> Any:
+    def _verify_drafts(
+        model_leaves: list[jax.Array], cache: list[jax.Array], leaves: list[jax.Array], proposed: Proposed
+    ) -> tuple[list[jax.Array], VerifyOutput]:
+        _traces["verify"] += 1
+        state = dataclasses.replace(
+            jax.tree.unflatten(others, leaves), target_cache=jax.tree.unflatten(target_cache, cache)
+        )
+        after, verified = verify(jax.tree.unflatten(model, model_leaves), state, proposed)
+        aux_hidden = _counted_as_long(verified.aux_hidden, state.length[0])
+        return jax.tree.leaves(after.target_cache), dataclasses.replace(verified, aux_hidden=aux_hidden)
+
+    return jax.jit(_verify_drafts, donate_argnums=1)
+
+
+@functools.cache
+def _accept_and_commit(state: Any, kind: StepKind) -> Any:
+    def _accept_drafts(
+        leaves: list[jax.Array], proposed: Proposed, verified: VerifyOutput, cost: jax.Array, masks: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
         _traces["accept and commit"] += 1
-        after, output = accept_and_commit(jax.tree.unflatten(state, leaves), verified, cost, kind, masks)
-        return jax.tree.leaves(after), output.pack()[None]
+        before = jax.tree.unflatten(state, leaves)
+        after, output = accept_and_commit(before, proposed, verified, cost, kind, masks)
+        return jax.tree.leaves(after), _counted_as_long(output.pack()[None], before.length[0])
 
-    return jax.jit(_accept_and_commit, donate_argnums=0)
+    return jax.jit(_accept_drafts, donate_argnums=0)
 
 
 @functools.cache

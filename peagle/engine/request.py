@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal
 
+from peagle.engine.grammar import CompiledGrammar
 from peagle.ops.errors import InputError
 
 MOST_STOP_TOKENS = 16  # of each slot
@@ -145,7 +146,9 @@ class Request:
     as the prompts of a file or several answers to one; requests in an engine may share one. `name` is the prompt's name
     in messages. `stop`: the answer's text ends before the first of these strings; peagle.result.Assembler applies
     them, since the engine works on tokens only. num_speculative_tokens: the most drafts of a step of this request;
-    None: the engine's.
+    None: the engine's. `grammar`: what the answer must be (peagle.engine.grammar); it masks the target's logits before
+    acceptance, as other adjustments change them. An answer that the budget, a stop string or a stop token of the
+    request's own cuts is only the beginning of such a text.
     """
 
     prompt_ids: tuple[int, ...]
@@ -157,6 +160,7 @@ class Request:
     logprobs: int | None = None
     stop: tuple[str, ...] = ()
     num_speculative_tokens: int | None = None
+    grammar: CompiledGrammar | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -193,7 +197,7 @@ class Request:
     @property
     def full(self) -> bool:
         """Whether steps adjust this request's logits or return log-probabilities: `StepKind.full`."""
-        return self.sampling.adjusts or self.logprobs is not None
+        return self.sampling.adjusts or self.logprobs is not None or self.grammar is not None
 
 
 @dataclass(frozen=True)

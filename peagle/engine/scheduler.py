@@ -8,6 +8,7 @@ waits in the lane and takes the first free slot.
 """
 
 import collections
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -15,6 +16,8 @@ from typing import Generic, TypeVar
 STEPS_SHARE = 0.5  # time of the steps between two chunks, over the time of a chunk
 LONGEST_DISPATCH_S = 0.012  # of steps: with many active rows a dispatch has fewer steps, so that tokens are not late
 WAITING_SHARE = 4  # while a request waits for a slot, divide the steps of a dispatch by this
+KEPT_SPEED = 0.8  # of requests without a grammar, beside some with one
+CUTS_UNMEASURED = 16  # cut steps after which a whole step is timed again
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -39,17 +42,22 @@ class Admit(Generic[Key]):
 
 @dataclass(frozen=True)
 class Steps:
-    """Run at most `count` steps of all slots."""
+    """Run at most `count` steps of all slots but those with a grammar.
+
+    cut: run one step of all slots, cut so that the host can make masks in its midst.
+    """
 
     count: int
+    cut: bool = False
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the latest chunk and of the latest step; 0: none was measured yet."""
+    """Seconds of the latest chunk, of the latest step and of the latest cut step; 0: none was measured yet."""
 
     chunk_s: float = 0.0
     step_s: float = 0.0
+    cut_s: float = 0.0
 
 
 @dataclass
@@ -70,16 +78,22 @@ class Scheduler(Generic[Key]):
     _lane: _Lane[Key] | None = field(default=None, init=False)
     _held: list[Key | None] = field(init=False)
     _steps_due: bool = field(default=False, init=False)  # a chunk was sent, and no steps since
+    _constrained: set[Key] = field(default_factory=set, init=False)  # requests with a grammar
+    _owed: int = field(default=0, init=False)  # whole steps before the next cut one
+    _cuts: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._held = [None] * self.slots
 
-    def add(self, key: Key, prompt_length: int) -> None:
-        """Append a request to the queue."""
+    def add(self, key: Key, prompt_length: int, constrained: bool = False) -> None:
+        """Append a request to the queue. constrained: it has a grammar."""
         self._waiting.append((key, prompt_length))
+        if constrained:
+            self._constrained.add(key)
 
     def remove(self, key: Key) -> int | None:
         """Remove a request from queue, lane or slot; return the slot it frees, if it had one."""
+        self._constrained.discard(key)
         if self._lane is not None and self._lane.key == key:
             self._lane = None
             return None
@@ -128,7 +142,31 @@ class Scheduler(Generic[Key]):
         self._steps_due = False
         if not self.num_active:
             return None
-        return Steps(self._num_steps(lane is not None and not prefilled, costs))
+        return self._steps(lane is not None and not prefilled, costs)
+
+    def _steps(self, prefilling: bool, costs: Costs) -> Steps:
+        """Choose steps: cut ones while a request has a grammar, with whole ones of the others between them."""
+        num_constrained = sum(key in self._constrained for key in self._held)
+        if not num_constrained:
+            return Steps(self._num_steps(prefilling, costs))
+        if self._owed and num_constrained < self.num_active:
+            count, self._owed = min(self._owed, self._num_steps(prefilling, costs)), 0
+            return Steps(count)
+        self._cuts += 1
+        self._owed = self._steps_between_cuts(costs)
+        return Steps(1, cut=True)
+
+    def _steps_between_cuts(self, costs: Costs) -> int:
+        """Count the whole steps n after a cut one, with which the others keep (n + 1) step_s / (cut_s + n step_s) of
+        their speed: a cut step of a small model takes several times as long as a whole one."""
+        least = int(self._cuts % CUTS_UNMEASURED == 0)
+        if not (costs.step_s and costs.cut_s):
+            return 1
+        missing, gained = KEPT_SPEED * costs.cut_s - costs.step_s, (1 - KEPT_SPEED) * costs.step_s
+        if missing <= 0:
+            return least
+        most = self.steps_per_dispatch
+        return most if missing >= most * gained else math.ceil(missing / gained)
 
     def _num_steps(self, prefilling: bool, costs: Costs) -> int:
         most = float(self.steps_per_dispatch // (WAITING_SHARE if self.num_waiting and not prefilling else 1))

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from peagle.engine.adjust import Adjustments
+from peagle.engine.masks import all_allowed
 from peagle.engine.request import MOST_STOP_TOKENS, Request
 from peagle.engine.sampling import RowSampling
 from peagle.engine.widths import allowance
@@ -82,12 +83,21 @@ class SlotParams:
     sampling: RowSampling
     adjustments: Adjustments
     full: jax.Array | np.ndarray  # [1] bool: Request.full
+    masks: jax.Array | np.ndarray  # [1, 1, W] uint32: the tokens that may come first
 
     @classmethod
     def of(
-        cls, request: Request, stop_token_ids: tuple[int, ...], vocab_size: int, drafts: bool = True
+        cls,
+        request: Request,
+        stop_token_ids: tuple[int, ...],
+        vocab_size: int,
+        drafts: bool = True,
+        masks: np.ndarray | None = None,
     ) -> "SlotParams":
-        """Make the row of a request. stop_token_ids: the tokens that end it. drafts: whether it ever drafts."""
+        """Make the row of a request.
+
+        stop_token_ids: the tokens that end it. drafts: whether it ever drafts. masks: None allows all first tokens.
+        """
         wanted = request.sampling
         stops = np.full((1, MOST_STOP_TOKENS), NO_STOP, np.int32)
         stops[0, : len(stop_token_ids)] = stop_token_ids
@@ -98,7 +108,8 @@ class SlotParams:
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
         credit = np.asarray([_first_credit(request) if drafts else NO_CREDIT], np.float32)
-        return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full)
+        masks = all_allowed(1, 1, vocab_size) if masks is None else masks
+        return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full, masks)
 
 
 def _first_credit(request: Request) -> float:

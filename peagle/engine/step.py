@@ -4,6 +4,9 @@
               drafter      target     pure       pure
               2K rows      K+1 rows
 
+The step may be cut behind `propose` and behind `verify`: while the target verifies, the host reads the drafts and makes
+the masks of grammars, which `accept` takes (peagle.engine.grammar).
+
 Row b drafts and verifies widths[b] <= K tokens, none if its credit is below 0; its further rows have position -1. A
 plain step does not run the drafter. It appends the committed row to drafter_input, which `absorb` gives to the drafter
 later, so that no position of a row that may draft again is ever left out.
@@ -23,7 +26,7 @@ from peagle.engine.adjust import adjust
 from peagle.engine.sampling import DRAFT, LogProbs, draw, log_probs, probabilities, uniforms
 from peagle.engine.state import NO_CREDIT, DecodeState, is_stop
 from peagle.engine.widths import credit_after
-from peagle.ops.messages import DrafterInput
+from peagle.ops.messages import DrafterInput, VerifyOutput
 from peagle.protocols import Drafter, Target
 
 DRAFT_PART, VERIFY_PART, ACCEPT_PART = PARTS = ("draft", "verify", "accept")  # named scopes, for the profiler
@@ -88,14 +91,12 @@ class StepOutput:
 
 
 @flax.struct.dataclass
-class Verified:
-    """The first half of a step: drafts were proposed and verified, none is accepted yet."""
+class Proposed:
+    """Drafts that are not verified yet."""
 
-    widths: jax.Array  # [B]: verified drafts; 0 in a slot that is done
+    widths: jax.Array  # [B]: drafts to verify; 0 in a slot that is done
     draft_token_ids: jax.Array  # [B, K]
     draft_probs: jax.Array | None  # [B, K, V]; None: one-hot drafts
-    logits: jax.Array  # [B, K+1, V]: the target's
-    aux_hidden: jax.Array  # [B, K+1, A]
     uniforms: jax.Array | None  # [B, K+1, 3]; None: all rows are greedy
 
 
@@ -109,17 +110,15 @@ def step(
 ) -> tuple[DecodeState, StepOutput]:
     """Run one step: every active slot emits between 1 and widths[b] + 1 tokens. cost: its time, in plain steps; 0 where
     it is unknown, and no row pauses."""
-    return accept_and_commit(*propose_and_verify(target, drafter, state, widths, kind), cost, kind)
+    state, proposed = propose(drafter, state, widths, kind)
+    state, verified = verify(target, state, proposed)
+    return accept_and_commit(state, proposed, verified, cost, kind)
 
 
-def propose_and_verify(
-    target: Target, drafter: Drafter | None, state: DecodeState, widths: Int[Array, " B"], kind: StepKind
-) -> tuple[DecodeState, Verified]:
-    """Run the first half of a step.
-
-    From its drafts the host makes masks for `accept_and_commit`.
-    """
-    active = ~state.done
+def propose(
+    drafter: Drafter | None, state: DecodeState, widths: Int[Array, " B"], kind: StepKind
+) -> tuple[DecodeState, Proposed]:
+    """Propose the drafts of a step; of the state, only the drafter's changes."""
     widths = jnp.where(state.may_draft, jnp.minimum(widths, kind.num_drafts), 0)
     random = None
     if kind.sampled or kind.synthetic_acceptance is not None:
@@ -129,38 +128,44 @@ def propose_and_verify(
     if kind.num_drafts:
         with jax.named_scope(DRAFT_PART):
             drafts, draft_probs, state = _propose(drafter, state, widths, random, kind)
+    return state, Proposed(widths, drafts, draft_probs, random)
+
+
+def verify(target: Target, state: DecodeState, proposed: Proposed) -> tuple[DecodeState, VerifyOutput]:
+    """Run the target over the pending token and the drafts; of the state, only the target's cache changes."""
     with jax.named_scope(VERIFY_PART):
-        rows = jnp.concatenate([state.pending_token[:, None], drafts], axis=1)
-        place = jnp.arange(kind.num_drafts + 1, dtype=jnp.int32)[None, :]
-        positions = jnp.where(active[:, None] & (place <= widths[:, None]), state.length[:, None] + place, -1)
+        rows = jnp.concatenate([state.pending_token[:, None], proposed.draft_token_ids], axis=1)
+        place = jnp.arange(rows.shape[1], dtype=jnp.int32)[None, :]
+        verified = ~state.done[:, None] & (place <= proposed.widths[:, None])
+        positions = jnp.where(verified, state.length[:, None] + place, -1)
         output, target_cache = target.extend(rows, positions, state.target_cache)
-        state = dataclasses.replace(state, target_cache=target_cache)
-    return state, Verified(widths, drafts, draft_probs, output.logits, output.aux_hidden, random)
+        return dataclasses.replace(state, target_cache=target_cache), output
 
 
 def accept_and_commit(
     state: DecodeState,
-    verified: Verified,
+    proposed: Proposed,
+    verified: VerifyOutput,
     cost: Float[Array, ""],
     kind: StepKind,
     masks: UInt32[Array, "B T W"] | None = None,
 ) -> tuple[DecodeState, StepOutput]:
-    """Run the second half of a step.
+    """Accept drafts and commit what follows; the caches stay as they are.
 
     masks: allowed tokens of each row (peagle.engine.adjust), in full steps.
     """
-    drafts, logits, random = verified.draft_token_ids, verified.logits, verified.uniforms
+    drafts, logits, random = proposed.draft_token_ids, verified.logits, proposed.uniforms
     with jax.named_scope(ACCEPT_PART):
         if kind.full:
             logits = adjust(logits, drafts, state.adjustments, state.stop_token_ids, masks)
         if kind.synthetic_acceptance is not None:
             assert random is not None
             acceptance = accept_by_rate(
-                kind.synthetic_acceptance, drafts, logits, verified.widths, state.sampling, random, kind.sampled
+                kind.synthetic_acceptance, drafts, logits, proposed.widths, state.sampling, random, kind.sampled
             )
         else:
-            acceptance = accept(drafts, verified.draft_probs, logits, verified.widths, state.sampling, random)
-        return _commit(state, verified, acceptance, cost, kind.full)
+            acceptance = accept(drafts, proposed.draft_probs, logits, proposed.widths, state.sampling, random)
+        return _commit(state, proposed, verified, acceptance, cost, kind.full)
 
 
 def _propose(
@@ -192,7 +197,12 @@ def _propose(
 
 
 def _commit(
-    state: DecodeState, verified: Verified, acceptance: Acceptance, cost: jax.Array, full: bool
+    state: DecodeState,
+    proposed: Proposed,
+    verified: VerifyOutput,
+    acceptance: Acceptance,
+    cost: jax.Array,
+    full: bool,
 ) -> tuple[DecodeState, StepOutput]:
     """Emit num_accepted drafts and next_token; return (the state, the output for the host).
 
@@ -200,7 +210,7 @@ def _commit(
     there. The output holds NO_TOKEN, so that the host can end the request; on the device the row continues with token
     0.
     """
-    drafts = verified.draft_token_ids
+    drafts = proposed.draft_token_ids
     active, num_drafts = ~state.done, drafts.shape[1]
     place = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
     accepted = acceptance.num_accepted[:, None]
@@ -217,7 +227,7 @@ def _commit(
 
     num_new = acceptance.num_accepted + 1
     spent = credit_after(state.credit, acceptance.num_accepted.astype(jnp.float32), cost)
-    credit = jnp.where(verified.widths > 0, spent, state.credit)
+    credit = jnp.where(proposed.widths > 0, spent, state.credit)
     drafter_input, too_far_behind = _input_after(state, run, verified.aux_hidden, num_new)
     credit = jnp.where(too_far_behind, NO_CREDIT, credit)
     after = dataclasses.replace(
@@ -236,7 +246,7 @@ def _commit(
     output = StepOutput(
         count=count,
         num_accepted=jnp.where(active, acceptance.num_accepted, -1),
-        num_verified=verified.widths,
+        num_verified=proposed.widths,
         done=done,
         paused=credit < 0,
         token_ids=token_ids,
@@ -319,9 +329,26 @@ def steps(
 ) -> tuple[DecodeState, Int[Array, "most B W"]]:
     """Run `limit` <= most steps; return (the state, packed outputs).
 
-    Stops early if all slots are done; drafted steps also if no row drafts any more, as plain steps are then cheaper.
-    Outputs of steps that were not run look like steps of slots that were done before.
+    Rows of negative widths stand still. Stops early if all others are done; drafted steps also if no row drafts any
+    more, as plain steps are then cheaper. Outputs of steps that were not run look like steps of slots that were done
+    before.
     """
+    still, done = widths < 0, state.done
+    state = dataclasses.replace(state, done=done | still)
+    state, outputs = _steps(target, drafter, state, widths, cost, limit, kind, most)
+    return dataclasses.replace(state, done=jnp.where(still, done, state.done)), outputs
+
+
+def _steps(
+    target: Target,
+    drafter: Drafter | None,
+    state: DecodeState,
+    widths: jax.Array,
+    cost: jax.Array,
+    limit: jax.Array,
+    kind: StepKind,
+    most: int,
+) -> tuple[DecodeState, jax.Array]:
     if most == 1:
         state, output = step(target, drafter, state, widths, cost, kind)
         return state, output.pack()[None]

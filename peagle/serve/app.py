@@ -16,6 +16,7 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from peagle.engine.grammar import CompiledGrammar
 from peagle.engine.request import Request, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -32,6 +33,7 @@ from peagle.serve.responses import ResponsesBody, ResponsesForm, chat_body
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
 
 DEFAULT_MAX_BODY = 4_000_000
+GRAMMAR_PATIENCE_S = 10.0  # beyond it a grammar is refused
 Found = TypeVar("Found")
 
 
@@ -53,12 +55,26 @@ class Service:
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
     )
 
+    _compiling: concurrent.futures.ThreadPoolExecutor = field(
+        default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "grammar")
+    )
+
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.loop, self.model)
 
     async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
         """Call a function outside of the event loop: it uses the tokenizer, or takes long for a large body."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
+
+    async def grammar(self, body: Sampled) -> CompiledGrammar | None:
+        """Compile what constrains the answers (`Prompter.grammar`), in a thread of its own."""
+        compiled = asyncio.get_running_loop().run_in_executor(self._compiling, self.prompter.grammar, body)
+        try:
+            return await asyncio.wait_for(compiled, GRAMMAR_PATIENCE_S)
+        except TimeoutError:
+            raise ApiError(
+                400, f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
+            ) from None
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (`Prompter.prompt_logprobs`)."""
@@ -213,7 +229,7 @@ async def ask_chat(service: Service, given: bytes) -> Asked:
     """Send the requests of a body of /v1/chat/completions."""
     body = await service.encode(parse, ChatBody, given)
     service.check_model(body.model)
-    requests = await service.encode(service.prompter.chat, body)
+    requests = await service.encode(service.prompter.chat, body, await service.grammar(body))
     tokenizer = service.prompter.tokenizer
     form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
     form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
@@ -224,7 +240,8 @@ async def ask_responses(service: Service, given: bytes) -> Asked:
     """Send the request of a body of /v1/responses."""
     body = await service.encode(parse, ResponsesBody, given)
     service.check_model(body.model)
-    requests = await service.encode(lambda: service.prompter.chat(chat_body(body)))
+    chat = await service.encode(chat_body, body)
+    requests = await service.encode(service.prompter.chat, chat, await service.grammar(chat))
     tokenizer = service.prompter.tokenizer
     form = ResponsesForm(service.model, tokenizer, asked=body)
     return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
@@ -234,7 +251,7 @@ async def ask_completions(service: Service, given: bytes) -> Asked:
     """Send the requests of a body of /v1/completions."""
     body = await service.encode(parse, CompletionBody, given)
     service.check_model(body.model)
-    requests, echoed = await service.encode(service.prompter.completion, body)
+    requests, echoed = await service.encode(service.prompter.completion, body, await service.grammar(body))
     tokenizer = service.prompter.pair.tokenizer
     form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)
     form.echoed = echoed

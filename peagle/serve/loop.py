@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from peagle.engine.engine import Engine, Handle
+from peagle.engine.grammar import GrammarError
 from peagle.engine.request import Request, TokenChunk
 from peagle.serve.errors import ApiError
 
@@ -231,7 +232,8 @@ class EngineLoop:
         for handle, job in self._running.items():
             items = found.setdefault(job.call.loop, [])
             if handle.error is not None:
-                items.append((job, ApiError(500, str(handle.error))))
+                status = 400 if isinstance(handle.error, GrammarError) else 500
+                items.append((job, ApiError(status, str(handle.error))))
                 handle.inbox.clear()
             while handle.inbox:
                 items.append((job, handle.inbox.popleft()))

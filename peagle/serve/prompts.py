@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.api import Pair
+from peagle.engine.grammar import CompiledGrammar, GrammarError
 from peagle.engine.request import LARGEST_SEED, MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
@@ -22,6 +23,7 @@ from peagle.serve.schema import (
     Sampled,
     TokenizeBody,
 )
+from peagle.serve.structured import grammar_of
 from peagle.serve.tools import begin_call, chat_of, offered, takes_tools
 from peagle.text.channels import CALL
 from peagle.text.prompts import brief, check_encodable
@@ -54,8 +56,20 @@ class Prompter:
         """Whether the chat template renders tools."""
         return takes_tools(self.tokenizer)
 
-    def chat(self, body: ChatBody) -> list[Request]:
-        """Make the requests of a chat: n answers to its messages."""
+    def grammar(self, body: Sampled) -> CompiledGrammar | None:
+        """Compile what constrains the answers, if anything does; in a chat, their final messages. Any thread may."""
+        found = grammar_of(body)
+        if found is None:
+            return None
+        grammar, name = found
+        may_call = isinstance(body, ChatBody) and bool(body.tools)
+        try:
+            return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody), may_call=may_call)
+        except GrammarError as error:
+            raise ApiError(400, str(error), name) from None
+
+    def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
+        """Make the requests of a chat: n answers to its messages. grammar: what `grammar` returns."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
         limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
@@ -63,12 +77,19 @@ class Prompter:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools)
+        if forced is not None and grammar is not None:
+            raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
-        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs, self._call_ends(tools))
+        if grammar is not None:
+            grammar = self.pair.begin_grammar(grammar, prompt_ids)
+        limit, ends = limits.pop() if limits else None, self._call_ends(tools)
+        return self._requests(body, [prompt_ids], limit, logprobs, grammar, ends)
 
-    def completion(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
+    def completion(
+        self, body: CompletionBody, grammar: CompiledGrammar | None = None
+    ) -> tuple[list[Request], list[str]]:
         """Make the requests of a completion, n for each prompt; return them with the prompts' texts for `echo`."""
         prompts = _prompts(body)
         if len(prompts) > MOST_PROMPTS:
@@ -80,7 +101,8 @@ class Prompter:
             encoded.append(ids)
             if body.echo:
                 echoed += [prompt if isinstance(prompt, str) else detokenize(self.tokenizer, ids)] * body.n
-        return self._requests(body, encoded, 16 if body.max_tokens is None else body.max_tokens, body.logprobs), echoed
+        limit = 16 if body.max_tokens is None else body.max_tokens
+        return self._requests(body, encoded, limit, body.logprobs, grammar), echoed
 
     def prompt_logprobs(self, request: Request) -> list[TokenLogprobs]:
         """Compute the log-probabilities of a prompt's tokens but the first, which nothing precedes.
@@ -164,6 +186,7 @@ class Prompter:
         prompts: Sequence[tuple[int, ...]],
         limit: int | None,
         logprobs: int | None,
+        grammar: CompiledGrammar | None = None,
         ends: Sequence[int] = (),
     ) -> list[Request]:
         """Make n requests for each prompt. Random numbers depend on the seed and on the answer's number below n.
@@ -188,7 +211,7 @@ class Prompter:
                 raise ApiError(
                     400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
                 )
-            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop, drafts)
+            first = Request(prompt_ids, budget, sampling, stops, 0, name, logprobs, stop, drafts, grammar)
             requests += [dataclasses.replace(first, index=index) for index in range(body.n)]
         return requests
 

@@ -16,7 +16,6 @@ MOST_CHOICES = 16  # of each prompt
 MOST_PROMPTS = 64  # of each call
 # values of unsupported fields that ask for nothing; null always does
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "best_of": (1,),
     "suffix": ("",),
@@ -116,7 +115,40 @@ class Speculative(Body):
     num_speculative_tokens: int | None = None
 
 
-class Sampled(Body):
+class JsonSchema(Body):
+    """A schema with its name; `strict` changes nothing, since every answer follows its schema."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    of: dict[str, Any] = pydantic.Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    of_json: str | dict[str, Any] | None = pydantic.Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Structured(Body):
+    """The fields that constrain an answer; at most one of them may. `guided_*` are vLLM's former names."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+class Sampled(Structured):
     """Fields of both kinds of completion. None: the default of the interface."""
 
     model: str | None = None

@@ -100,7 +100,7 @@ class ChannelParser:
         stop: strings before the first of which, in any message's text, the answer ends.
         """
         self._tokenizer = tokenizer
-        names = {name: token_id for token_id, name in tokenizer.special_tokens.items() if name in CONTROL}
+        names = _control_ids(tokenizer)
         starts = [place for place, token_id in enumerate(prompt_ids) if token_id == names.get(START)]
         begun = bool(starts) and all(name in names for name in REQUIRED)
         self._control = {token_id: name for name, token_id in names.items()} if begun else {}
@@ -369,6 +369,51 @@ def _beginning(word: str, of: Sequence[str]) -> bool:
 
 def _equal(word: str, to: Sequence[str]) -> bool:
     return word in to
+
+
+def has_channels(tokenizer: Tokenizer) -> bool:
+    """Test whether a vocabulary has the control tokens of channels."""
+    return all(name in _control_ids(tokenizer) for name in REQUIRED)
+
+
+def answer_begun(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of the prompt that begin its answer, from the last <|start|> on; none if there are no channels.
+
+    Where there are some, the answer's grammar is that of `answer_rules`.
+    """
+    names = _control_ids(tokenizer)
+    if not has_channels(tokenizer) or names[START] not in prompt_ids:
+        return ()
+    last = len(prompt_ids) - 1 - [*reversed(prompt_ids)].index(names[START])
+    return tuple(prompt_ids[last:])
+
+
+def answer_rules(tokenizer: Tokenizer, may_call: bool = False) -> str:
+    """Write the rules of an answer whose final message is @answer, in Lark's notation (peagle.engine.grammar).
+
+    They begin with <|start|>, which the prompt holds. Analysis is free text. may_call: the answer may end with the call
+    of a function instead, whose arguments are free text.
+    """
+    ids = {name: f"<[{token_id}]>" for name, token_id in _control_ids(tokenizer).items()}
+    kind = f'(" "? {ids[CONSTRAIN]} /[a-zA-Z]+/)?' if CONSTRAIN in ids else ""
+    rules = [
+        f'start: begin ({ids[CHANNEL]} "{ANALYSIS}" {ids[MESSAGE]} TEXT {ids["<|end|>"]} begin)* '
+        + ("(final | call)" if may_call else "final"),
+        f'begin: {ids[START]} "{ROLE}"',
+        f'final: {ids[CHANNEL]} "final" {kind} {ids[MESSAGE]} @answer',
+        "TEXT: /(.|\\n)*/",
+    ]
+    if may_call:
+        channel = f'{ids[CHANNEL]} "{COMMENTARY}"'
+        rules += [
+            f"call: (NAME {channel} | {channel} NAME) {kind} {ids[MESSAGE]} TEXT",
+            f'NAME: " {RECIPIENT}" /[^ \\n]+/',
+        ]
+    return "\n".join(rules)
+
+
+def _control_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    return {name: token_id for token_id, name in tokenizer.special_tokens.items() if name in CONTROL}
 
 
 def final_message(answer: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
 from peagle.engine.engine import DRAFTS_ARE_GREEDY, Engine, EngineConfig, Handle
+from peagle.engine.grammar import Grammar
 from peagle.engine.prefix_cache import PrefixCacheUse
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams, check_stop_strings
 from peagle.measure.logprobs import top_2_margin
@@ -43,6 +44,7 @@ class RunConfig:
     context: int | None = None
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # an answer ends before the first of these strings
+    grammar: Grammar | None = None  # what answers must be
     baseline: bool = True
     show_drafts: bool = False  # tell the observer which tokens were accepted drafts
     logprobs: int | None = None  # how many of the likeliest tokens to return with each emitted one
@@ -294,6 +296,7 @@ class _Session:
             logprobs=config.logprobs,
             index=index,
             context=config.context,
+            grammar=config.grammar,
         )
 
     def _all_engines(self) -> list[Engine]:
@@ -325,7 +328,12 @@ class _Session:
         for engine in self._all_engines():
             self.observer.compiling()
             before = engine.compile_s
-            engine.warm_up(not self.config.sampling.greedy, self.observer.measuring, full=requests[0].full)
+            engine.warm_up(
+                not self.config.sampling.greedy,
+                self.observer.measuring,
+                full=requests[0].full,
+                constrained=self.config.grammar is not None,
+            )
             self.compile_s += engine.compile_s - before
         fast = self._engine(self.config.num_speculative_tokens)
         plain_results: list[Result] = []

@@ -97,6 +97,24 @@ class DecodeSettings:
             help="End the answer before this text; may be given several times.",
         ),
     ] = ()
+    json_schema: Annotated[
+        Path | None,
+        Option(
+            "--json-schema",
+            metavar="FILE",
+            rich_help_panel=RUNNING,
+            help="The answer, or its final message, is a JSON text that follows this schema.",
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        Option(
+            "--regex",
+            metavar="REGEX",
+            rich_help_panel=RUNNING,
+            help="The answer, or its final message, matches this regular expression as a whole.",
+        ),
+    ] = None
     json: Json = None
     trace: Annotated[
         str | None,

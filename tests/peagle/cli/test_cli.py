@@ -221,6 +221,25 @@ def test_sampling_options_reach_the_engine(cli: Run) -> None:
     assert answer("speculate", "--drafter", "ngram", "-k", "3", *options)[1] == plain
 
 
+def test_a_grammar_binds_the_answer(cli: Run, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["mean", 12]}')
+    for option, value, kind in (("--json-schema", str(schema), "json_schema"), ("--regex", '"mean"|12', "regex")):
+        texts = set()
+        for command in (("generate",), ("speculate", "--drafter", "ngram", "-k", "3")):
+            code, out, err = cli(*command, option, value, "-n", "20", "--json", "-", "hello")
+            assert code == 0, err
+            assert json.loads(out)["config"]["grammar"]["kind"] == kind
+            texts.add(json.loads(out)["requests"][0]["text"])
+        assert len(texts) == 1
+        assert texts < {'"mean"', "12"}
+    code, _, err = cli("generate", "--regex", "(", "hello")
+    assert (code, "unclosed group" in err, len(err.splitlines())) == (2, True, 1)
+    code, _, err = cli("generate", "--json-schema", str(tmp_path / "none.json"), "hello")
+    assert (code, "cannot be read" in err) == (2, True)
+    assert "expected one of them" in cli("generate", "--regex", "a", "--json-schema", str(schema), "hello")[2]
+
+
 def test_logprobs_are_in_the_json(cli: Run) -> None:
     code, out, _ = cli("generate", "-n", "4", "--logprobs", "2", "--json", "-", "--prompt-ids", "50")
     (request,) = json.loads(out)["requests"]

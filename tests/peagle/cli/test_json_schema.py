@@ -24,8 +24,8 @@ CONFIG = {
     "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "min_tokens", "draft_sampling", "synthetic_acceptance", "prefill_chunk", "prefill", "prefix_cache_bytes",
     "retain_full_kv", "seed", "slots", "context", "capacity", "dtype", "experts", "kernels", "mesh", "aux_layers",
-    "draft_vocab", "drafter_window", "baseline", "ignore_eos", "logprobs", "raw_prompt", "special_tokens", "system",
-    "reasoning_effort", "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
+    "draft_vocab", "drafter_window", "baseline", "ignore_eos", "logprobs", "grammar", "raw_prompt", "special_tokens",
+    "system", "reasoning_effort", "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "stop", "finish_reason", "num_truncated_tokens", "ttft_s",

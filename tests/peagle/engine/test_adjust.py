@@ -11,8 +11,9 @@ import torch
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from peagle.drafters.ngram import NGram
-from peagle.engine.adjust import MASK_BITS, Adjustments, adjust
+from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.masks import MASK_BITS
 from peagle.engine.programs import Programs
 from peagle.engine.request import MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
 from peagle.engine.state import DecodeState, SlotParams, check_integrity
@@ -189,8 +190,9 @@ def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) ->
     whole, cut = started(programs, sampling), started(programs, sampling)
     for _ in range(4):
         whole, expected = programs.steps(whole, widths, 0.0, 1, kind)
-        cut, verified = programs.propose_and_verify(cut, widths, kind)
-        cut, found = programs.accept_and_commit(cut, verified, 0.0, all_may, kind)
+        cut, proposed = programs.propose(cut, widths, kind)
+        cut, verified = programs.verify(cut, proposed)
+        cut, found = programs.accept_and_commit(cut, proposed, verified, 0.0, all_may, kind)
         np.testing.assert_array_equal(found, expected)
     for mine, theirs in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -204,10 +206,12 @@ def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
         state, kind = started(programs, SamplingParams()), StepKind(k, sampled=True, full=True)
         tokens: list[int] = []
         while len(tokens) < 20:
-            state, verified = programs.propose_and_verify(state, np.full((3,), k, np.int32), kind)
+            state, proposed = programs.propose(state, np.full((3,), k, np.int32), kind)
+            state, verified = programs.verify(state, proposed)
             first = np.arange(k + 1) + len(tokens)
             may = (np.arange(V)[None, :] % 2 == first[:, None] % 2) & np.ones((3, 1, 1), bool)
-            state, packed_output = programs.accept_and_commit(state, verified, 0.0, np.asarray(packed(may)), kind)
+            masks = np.asarray(packed(may))
+            state, packed_output = programs.accept_and_commit(state, proposed, verified, 0.0, masks, kind)
             output = StepOutput.unpack(np.asarray(packed_output)[0], k)
             tokens += output.token_ids[0, : int(output.count[0])].tolist()
         return tokens[:20]

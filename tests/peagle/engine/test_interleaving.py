@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig, Handle
+from peagle.engine.grammar import Grammar, Vocabulary
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.state import check_integrity
 from peagle.engine.widths import WidthTable
@@ -25,6 +26,19 @@ SAMPLINGS = [
     SamplingParams(1.0, seed=3),
     SamplingParams(0.7, top_k=9, top_p=0.9, min_p=0.01, frequency_penalty=0.5, repetition_penalty=1.2),
 ]
+# a vocabulary whose last token ends answers of a grammar
+STOP = CONFIG.vocab_size - 1
+LETTERS = [*(chr(ord("a") + token).encode() for token in range(26)), *(b"ab", b"cd", b"xyz"), *[b""] * (STOP - 29)]
+COMPILED = Vocabulary([*LETTERS, b"<stop>"], [STOP]).compile(Grammar.regex("([a-m]{1,3}x|yz){2,14}"))
+CONSTRAINED = (SamplingParams(0.9, seed=5, logit_bias=((STOP, -1.0),), presence_penalty=0.3), COMPILED)
+
+
+def request_of(prompt: int, sampling: int, budget: int, stops: tuple[int, ...] = ()) -> Request:
+    """Make a request; the last sampling is that with a grammar."""
+    if sampling == len(SAMPLINGS):
+        params, grammar = CONSTRAINED
+        return Request(PROMPTS[prompt], budget, params, (STOP,), index=prompt, grammar=grammar)
+    return Request(PROMPTS[prompt], budget, SAMPLINGS[sampling], stops, index=prompt)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +46,9 @@ def alone() -> dict[tuple[int, int], list[int]]:
     """Decode each prompt alone and plainly, in each sampling."""
     target = tiny_target()
     asked = {
-        (prompt, sampling): Request(PROMPTS[prompt], LONGEST, SAMPLINGS[sampling], index=prompt)
+        (prompt, sampling): request_of(prompt, sampling, LONGEST)
         for prompt in range(len(PROMPTS))
-        for sampling in range(len(SAMPLINGS))
+        for sampling in range(len(SAMPLINGS) + 1)
     }
     engine = Engine(target, None, EngineConfig(0, 1, CAPACITY, chunk=8))
     return dict(zip(asked, decode(engine, list(asked.values()))[0], strict=True))
@@ -43,6 +57,7 @@ def alone() -> dict[tuple[int, int], list[int]]:
 # some interleavings must have exercised each of these
 WANTED = (
     "overlapped", "slot reused", "aborted in flight", "aborted waiting", "paused", "resumed", "stopped", "sampled",
+    "beside a grammar", "ended by a grammar",
 )  # fmt: skip
 
 
@@ -78,17 +93,17 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
 
         @rule(
             prompt=st.integers(0, len(PROMPTS) - 1),
-            sampling=st.integers(0, len(SAMPLINGS) - 1),
+            sampling=st.integers(0, len(SAMPLINGS)),
             budget=st.integers(1, LONGEST),
             stop=st.none() | st.integers(0, LONGEST - 1),
         )
         def add(self, prompt: int, sampling: int, budget: int, stop: int | None) -> None:
             tokens = alone[prompt, sampling]
-            stops = () if stop is None else (tokens[stop],)
+            stops = () if stop is None else (tokens[min(stop, len(tokens) - 1)],)
+            stops = (STOP,) if sampling == len(SAMPLINGS) else stops
             ends = [place for place, token in enumerate(tokens) if token in stops]
             whole = tokens[: min([budget, *(place + 1 for place in ends[:1])])]
-            request = Request(PROMPTS[prompt], budget, SAMPLINGS[sampling], stops, index=prompt)
-            handle = engine.add(request)
+            handle = engine.add(request_of(prompt, sampling, budget, stops))
             self.asked[handle], self.got[handle], self.drafted[handle] = whole, [], []
             happened["sampled"] += sampling > 0
 
@@ -112,6 +127,8 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
                     self.drafted[handle] += [len(record.draft_token_ids) for record in chunk.steps]
                 held = engine._scheduler.held
                 happened["overlapped"] += sum(each is not None for each in held) > 1
+                bound = [each.matcher is not None for each in held if each is not None]
+                happened["beside a grammar"] += any(bound) and not all(bound)
                 for slot, handle in enumerate(held):
                     if handle is not None:
                         happened["slot reused"] += self.last.get(slot, handle) is not handle
@@ -133,6 +150,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
                 stopped = whole[-1] in (handle.request.stop_token_ids or ())
                 assert handle.finished == ("stop" if stopped else "length")
                 happened["stopped"] += handle.finished == "stop"
+                happened["ended by a grammar"] += whole[-1] == STOP and handle.matcher is not None
                 happened["paused"] += handle.paused
                 widths = self.drafted[handle]
                 rested = [place for place, width in enumerate(widths) if width == 0]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from peagle.engine.scheduler import LONGEST_DISPATCH_S, WAITING_SHARE, Admit, Chunk, Costs, Scheduler, Steps
 
 ARRIVALS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=12)  # prompt, steps needed
-COSTS = st.builds(Costs, st.floats(0, 10), st.floats(0, 10))
+COSTS = st.builds(Costs, st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
 
 
 class Simulation:
@@ -19,9 +19,11 @@ class Simulation:
         self.seen: dict[int, int] = {}  # tokens of each prompt that went through the lane
         self.sent: list[Chunk[int] | Admit[int] | Steps] = []
         self.admitted: list[int] = []
+        self.constrained: set[int] = set()
 
-    def add(self, key: int, prompt: int, steps: int) -> None:
-        self.scheduler.add(key, prompt)
+    def add(self, key: int, prompt: int, steps: int, constrained: bool = False) -> None:
+        self.scheduler.add(key, prompt, constrained)
+        self.constrained |= {key} if constrained else set()
         self.prompts[key], self.left[key], self.seen[key] = prompt, steps, 0
 
     def turn(self, costs: Costs) -> bool:
@@ -41,7 +43,11 @@ class Simulation:
             self.admitted.append(action.key)
         else:
             assert 1 <= action.count <= self.scheduler.steps_per_dispatch
-            for key in [key for key in self.scheduler.held if key is not None]:
+            held = [key for key in self.scheduler.held if key is not None]
+            assert not action.cut or (action.count == 1 and self.constrained.intersection(held))
+            going = [key for key in held if action.cut or key not in self.constrained]
+            assert going, "a dispatch that moves nobody"
+            for key in going:
                 self.left[key] -= action.count
                 if self.left[key] <= 0:
                     self.scheduler.remove(key)
@@ -57,7 +63,7 @@ def test_everybody_is_served_in_the_order_of_arrival(arrivals, slots, chunk, mos
     for _ in range(2000):
         if coming and random.random() < 0.5:
             key, (prompt, steps) = coming.pop(0)
-            simulation.add(key, prompt, steps)
+            simulation.add(key, prompt, steps, random.random() < 0.3)
         if not simulation.turn(random.choice(costs)) and not coming:
             break
     assert simulation.admitted == list(range(len(arrivals)))
@@ -101,6 +107,30 @@ def test_a_dispatch_of_many_rows_takes_no_longer_than_one_of_few() -> None:
     scheduler.add("b", 3)
     scheduler.next(Costs())
     assert scheduler.next(Costs(1.0, LONGEST_DISPATCH_S / 7)) == Steps(24 // WAITING_SHARE)
+
+
+def test_requests_beside_a_grammar_keep_their_speed() -> None:
+    """A cycle is a cut step of all slots and whole steps of the others."""
+    for costs, expected in (
+        (Costs(1.0, 1e-4, 4.9e-4), 15),  # (15 + 1) * 1e-4 / (4.9e-4 + 15 * 1e-4) > 0.8
+        (Costs(1.0, 1e-4, 1.0), 24),  # no more than a dispatch has
+        (Costs(1.0, 8e-3, 9e-3), 0),  # a cut step costs little more: nothing is lost
+        (Costs(1.0, 0.0, 5e-4), 1),  # not measured yet
+    ):
+        scheduler: Scheduler[str] = Scheduler(slots=2, chunk=8, steps_per_dispatch=24)
+        for key in ("free", "bound"):
+            scheduler.add(key, 3, constrained=key == "bound")
+            while not isinstance(scheduler.next(costs), Admit):
+                pass
+        sent = [action for _ in range(24) if isinstance(action := scheduler.next(costs), Steps)]
+        first = next(place for place, action in enumerate(sent) if action.cut)
+        cycle = [action for action in sent[first : first + 2] if not action.cut]
+        assert cycle == ([Steps(expected)] if expected else [])
+        assert sum(not action.cut for action in sent) >= 1  # now and then a whole step is timed again
+        scheduler.remove("free")
+        assert [scheduler.next(costs) for _ in range(40)] == [Steps(1, cut=True)] * 40
+        scheduler.remove("bound")
+        assert scheduler.next(costs) is None
 
 
 def test_a_whole_prompt_waits_in_the_lane_and_takes_the_first_free_slot() -> None:

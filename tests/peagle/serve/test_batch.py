@@ -189,7 +189,7 @@ def test_a_line_that_nobody_expected_costs_no_other(
             raise RecursionError("planted")
         return completion(body)
 
-    monkeypatch.setattr(type(service.prompter), "completion", lambda _, body: planted(body))
+    monkeypatch.setattr(type(service.prompter), "completion", lambda _, body, *__: planted(body))
     batch = run([line("0"), line("1"), line("2")], service=service)
     assert (batch.counts.answered, batch.counts.failed) == (2, 1)
     assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 500

@@ -1,6 +1,7 @@
 """The openai client, over real connections: what many clients get at once is what each gets alone."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,6 +54,19 @@ def test_streams(client: openai.OpenAI) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 20
+
+
+def test_an_answer_follows_a_json_schema(client: openai.OpenAI) -> None:
+    schema = {"enum": ["mean", 12]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+    options: Any = {"model": MODEL, "messages": USER, "temperature": 0, "response_format": form}
+    text = client.chat.completions.create(**options).choices[0].message.content
+    assert text is not None
+    assert json.loads(text) in schema["enum"]
+    chunks = client.chat.completions.create(**options, stream=True)
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == text
+    guided = client.chat.completions.create(model=MODEL, messages=USER, extra_body={"guided_choice": ["yes"]})
+    assert guided.choices[0].message.content == "yes"
 
 
 def test_errors_are_the_clients_own(server: Running, client: openai.OpenAI) -> None:

@@ -20,14 +20,13 @@ GOOD: dict[str, dict[str, Any]] = {
 BAD: list[tuple[str, dict[str, Any], str]] = [
     # fields, a part of the message
     (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function is missing"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format is not supported"),
     (CHAT, {"tool_choice": "required"}, "tool_choice is given without tools"),
     (CHAT, {"speculative": {"num_speculative_tokens": 4}}, "is 4; expected 0 (plain decoding) to 3, the server's K"),
     (CHAT, {"speculative": {"num_speculative_tokens": -1}}, "is -1; expected 0"),
     (CHAT, {"speculative": {"k": 1}}, "speculative.k is not supported"),
     (COMPLETIONS, {"speculative": True}, "speculative is True"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
-    (CHAT, {"guided_regex": "(a+)+$"}, "guided_regex is not supported"),
+    (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is not supported"),
     (CHAT, {"unheard_of": 1}, "unheard_of is not supported"),
     (CHAT, {"prompt": "hi"}, "prompt is not supported"),
     (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is not"),

@@ -1,0 +1,307 @@
+"""Structured output: grammars, their compilation, and what a request has read of one. Host only, without NumPy.
+
+A Grammar says what an answer's text must be. A Vocabulary, the bytes of a target's tokens, compiles it by llguidance.
+Each request has a Matcher, which has read the tokens emitted so far. From it and a step's drafts come the masks of the
+step's rows (peagle.engine.masks).
+"""
+
+import collections
+import decimal
+import json
+import math
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from peagle.ops.errors import InputError
+
+LONGEST_GRAMMAR = 100_000  # characters
+DEEPEST_SCHEMA = 64
+MOST_KEYS = 1000  # of each object of a schema; the time to compile properties grows with the square of their number
+MOST_CHOICES_OF_TEXT = 1024
+LARGEST_MULTIPLE = 100_000  # the least common multiple of a schema's multipleOf; its automaton has as many states
+WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; a model that may write more often never ends
+ANSWER = "answer"  # the rule of the grammar, for rules around it
+MOST_KEPT = 32  # compiled grammars
+# grammars that count tokens, or take back what was emitted, are not functions of the tokens before
+UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
+_RULE_OPTIONS = re.compile(r"^[ \t]*[\w.-]+\[([^\n]*)\][ \t]*:", re.MULTILINE)
+
+GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+
+
+class GrammarError(InputError):
+    """A grammar cannot be compiled, or a request cannot follow it any further."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the text of an answer must be, whole: of a JSON schema, a regular expression, one of some texts, or a
+    grammar in Lark's notation (that of llguidance) or GBNF. Make it with one of the class methods.
+
+    Regular expressions are those of Rust's regex crate: they match in linear time, and look neither ahead nor back.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > LONGEST_GRAMMAR:
+            raise GrammarError(f"the {self.name} has {len(self.text)} characters; expected at most {LONGEST_GRAMMAR}")
+        try:
+            self.text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise GrammarError(f"the {self.name} is not valid Unicode text; expected UTF-8") from None
+        if "\0" in self.text:
+            raise GrammarError(f"the {self.name} holds a null character; leave it out")
+
+    @property
+    def name(self) -> str:
+        """Its kind in messages."""
+        names = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "list of choices"}
+        return names.get(self.kind, "grammar")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "Grammar":
+        """Describe a JSON text by a JSON schema, or by the JSON of one.
+
+        Raises GrammarError for one that is too large or too deep.
+        """
+        try:
+            found = json.loads(schema) if isinstance(schema, str) else schema
+        except (ValueError, RecursionError):
+            raise GrammarError("the JSON schema is not valid JSON; expected an object") from None
+        if not isinstance(found, Mapping | bool):
+            raise GrammarError(f"the JSON schema is {type(found).__name__}; expected an object")
+        _check_schema(found)
+        try:
+            text = json.dumps(found, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise GrammarError(f"the JSON schema cannot be written as JSON: {error}") from None
+        return cls("json_schema", text)
+
+    @classmethod
+    def json_object(cls) -> "Grammar":
+        """Describe any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """Describe a text that matches a pattern as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Grammar":
+        """Describe a text that is one of these."""
+        if not 1 <= len(texts) <= MOST_CHOICES_OF_TEXT:
+            raise GrammarError(f"{len(texts)} choices are given; expected 1..{MOST_CHOICES_OF_TEXT}")
+        if not all(texts):
+            raise GrammarError("a choice is empty; expected a character or more")
+        return cls("choice", json.dumps(list(texts), ensure_ascii=False))
+
+    @classmethod
+    def lark(cls, text: str) -> "Grammar":
+        """Describe a text by a grammar in Lark's notation, or in GBNF."""
+        return cls("lark", text)
+
+
+def _check_schema(schema: Any) -> None:
+    """Raise GrammarError for a schema that is too deep, or whose numbers make too large an automaton."""
+    level, depth, multiple = [schema], 0, 1
+    while level:
+        depth += 1
+        if depth > DEEPEST_SCHEMA:
+            raise GrammarError(f"the JSON schema is nested deeper than {DEEPEST_SCHEMA} levels; make it flatter")
+        for node in level:
+            if isinstance(node, Mapping) and len(node) > MOST_KEYS:
+                raise GrammarError(f"an object of the JSON schema has {len(node)} keys; expected at most {MOST_KEYS}")
+            if isinstance(node, Mapping) and "multipleOf" in node:
+                multiple = math.lcm(multiple, _without_point(node["multipleOf"]))
+        if multiple > LARGEST_MULTIPLE:
+            raise GrammarError(
+                f"the least common multiple of the JSON schema's multipleOf is {multiple:.0e}; expected at most "
+                f"{LARGEST_MULTIPLE}"
+            )
+        nodes = [list(node.values()) if isinstance(node, Mapping) else node for node in level]
+        level = [each for node in nodes if isinstance(node, list) for each in node]
+
+
+def _without_point(number: Any) -> int:
+    """Read 0.25 as 25, and what is no positive number as 1: llguidance refuses that."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number <= 0:
+        return 1
+    return max(1, int("".join(map(str, decimal.Decimal(repr(number)).normalize().as_tuple().digits))))
+
+
+class Vocabulary:
+    """The bytes of a target's tokens, for which grammars are compiled. Make one of each target: it takes a while."""
+
+    def __init__(self, token_bytes: Sequence[bytes], control_ids: Sequence[int] = ()) -> None:
+        """token_bytes: of each token, empty for none. control_ids: tokens that are no text.
+
+        Raises InputError if llguidance is not installed.
+        """
+        try:
+            import llguidance
+        except ModuleNotFoundError:
+            raise InputError("grammars need llguidance, which is not installed; pip install 'peagle[serve]'") from None
+        self._library = llguidance
+        self.size = len(token_bytes)
+        # An end of its own behind the vocabulary: its bit in a mask says that the text may end there.
+        tokens = _Tokens([*token_bytes, b"end"], [*control_ids, self.size])
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self.threads = llguidance.LLExecutor(min(8, max(1, (os.cpu_count() or 1) // 2)))
+        self._lock = threading.Lock()
+        self._kept: collections.OrderedDict[tuple[Grammar, str], CompiledGrammar] = collections.OrderedDict()
+
+    def compile(self, grammar: Grammar, around: str = "") -> "CompiledGrammar":
+        """Compile a grammar; any thread may. around: rules in Lark's notation, from `start`, in which it is @answer.
+
+        Raises GrammarError for a grammar that is not valid, not supported, or too large.
+        """
+        key = (grammar, around)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        rules = around or f"start: @{ANSWER}"
+        # without forcing, masks allow any tokens that spell the text, not one tokenizer's alone
+        top = {"name": "top", "lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}
+        text = json.dumps({"grammars": [top, {"name": ANSWER, **self._translated(grammar)}]})
+        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            raise GrammarError(f"the {grammar.name} cannot be used: {_reason(matcher)}")
+        compiled = CompiledGrammar(grammar, around, self, matcher)
+        with self._lock:
+            self._kept[key] = compiled
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _translated(self, grammar: Grammar) -> dict[str, Any]:
+        """Make an entry of llguidance's list of grammars."""
+        text, library = grammar.text, self._library
+        if grammar.kind == "json_schema":
+            schema = json.loads(text)
+            given = schema if isinstance(schema, dict) else {"allOf": [schema]}
+            return {"json_schema": {**given, "x-guidance": {"whitespace_pattern": WHITESPACE}}}
+        if grammar.kind == "choice":
+            return {"lark_grammar": "start: " + " | ".join(map(json.dumps, json.loads(text)))}
+        if grammar.kind == "regex":
+            (found,) = json.loads(library.LLMatcher.grammar_from_regex(text))["grammars"]
+            return {"lark_grammar": found["lark_grammar"]}
+        lark = _from_gbnf(text) if "::=" in text else text
+        _check_lark(lark)
+        return {"lark_grammar": lark}
+
+
+def _check_lark(lark: str) -> None:
+    """Raise GrammarError for options of rules that are not supported, and for the schemas of %json as for others."""
+    for options in _RULE_OPTIONS.findall(lark):
+        for name in UNSUPPORTED_IN_LARK:
+            if re.search(rf"\b{name}\s*=", options):
+                raise GrammarError(f"the grammar sets {name} of a rule, which is not supported here; leave it out")
+    for found in re.finditer(r"%json\s*", lark):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(lark, found.end())
+        except (ValueError, RecursionError):
+            raise GrammarError("%json in the grammar is not followed by valid JSON; expected a schema") from None
+        _check_schema(schema)
+
+
+def _from_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # the converter does not document what it raises
+        raise GrammarError(f"the grammar cannot be read as GBNF: {_one_line(str(error))}") from None
+    return lark
+
+
+@dataclass
+class _Tokens:
+    """A vocabulary as llguidance reads it."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    bos_token_id = None
+
+    @property
+    def eos_token_id(self) -> int:
+        return len(self.tokens) - 1
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Encode a text that the grammar forces; without forcing nothing is encoded."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CompiledGrammar:
+    """A grammar for a vocabulary, ready to match; equal if made of equal grammars, rules and beginnings."""
+
+    grammar: Grammar
+    around: str
+    vocabulary: Vocabulary = field(repr=False)
+    _matcher: Any = field(repr=False, compare=False)
+    begun_by: tuple[int, ...] = ()
+
+    def after(self, token_ids: Sequence[int]) -> "CompiledGrammar":
+        """Begin after tokens that the prompt holds. Raises GrammarError if the rules do not allow them."""
+        matcher = self._matcher.deep_copy()
+        if not matcher.consume_tokens(list(token_ids)):
+            raise GrammarError(
+                f"a {self.grammar.name} cannot follow the end of this prompt; expected one that ends where the answer "
+                "or its final message begins"
+            )
+        return CompiledGrammar(self.grammar, self.around, self.vocabulary, matcher, tuple(token_ids))
+
+    def begin(self, stop_token_ids: Sequence[int]) -> "Matcher":
+        """Make the matcher of a request, which these tokens end."""
+        return Matcher(self, self._matcher.deep_copy(), tuple(stop_token_ids))
+
+
+class Matcher:
+    """The state of one request's grammar: what it has read, and what may follow."""
+
+    def __init__(self, compiled: CompiledGrammar, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
+        self.compiled, self.stop_token_ids = compiled, stop_token_ids
+        self.state = matcher  # llguidance's
+
+    def read(self, token_ids: Sequence[int]) -> None:
+        """Read emitted tokens, without the stop token."""
+        self.state.consume_tokens(list(token_ids))
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text so far is complete."""
+        return not self.state.is_error() and bool(self.state.is_accepting())
+
+    @property
+    def failure(self) -> str | None:
+        """Why the grammar cannot be followed any further; None if it can."""
+        name, matcher = self.compiled.grammar.name, self.state
+        dead_end = matcher.get_error().startswith("NoExtension") or (
+            not matcher.is_error() and matcher.is_stopped() and not matcher.is_accepting()
+        )
+        if dead_end:
+            return f"no token of the target's vocabulary continues a text of the {name}"
+        return f"the {name} cannot be followed any further: {_reason(matcher)}" if matcher.is_error() else None
+
+
+def _reason(matcher: Any) -> str:
+    found = matcher.get_error()
+    if not found or found.startswith("NoExtension"):
+        return "no text satisfies it"
+    return _one_line(found.removesuffix("<non-verbose/>"))
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else line[:300] + "..."

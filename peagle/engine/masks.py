@@ -1,0 +1,60 @@
+"""Masks of the tokens that grammars allow, for the rows of a step.
+
+    row          pending           d0                  d1
+    its mask     after emitted     after emitted+d0    after emitted+d0+d1
+
+A mask depends on the tokens before it and on nothing else, so decoding with drafts and without has equal masks. Every
+token is allowed that continues some text of the grammar, however a tokenizer would cut that text. Where the text may
+end, the request's stop tokens are allowed, too; where it must end, they alone are.
+
+A mask has a bit for each token, lowest first, 1 if it is allowed, and one more behind the vocabulary: whether the text
+may end there.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import UInt32
+
+from peagle.engine.grammar import Matcher, Vocabulary
+
+MASK_BITS = 32
+
+
+def all_allowed(batch: int, width: int, vocab_size: int) -> UInt32[np.ndarray, "B T W"]:
+    """Make masks that allow every token."""
+    return np.full((batch, width, vocab_size // MASK_BITS + 1), 0xFFFFFFFF, np.uint32)
+
+
+def fill(
+    masks: UInt32[np.ndarray, "B T W"], vocabulary: Vocabulary, wanted: Mapping[int, tuple[Matcher, Sequence[int]]]
+) -> None:
+    """Fill in rows of a step's masks: {row: (its matcher, the drafts it verifies)}.
+
+    Masks after a draft that is not allowed, or that ends the text, are left as they are: nothing reads them.
+    """
+    from llguidance import numpy  # an extra
+
+    batch, width, words = masks.shape
+    flat = masks.view(np.int32).reshape(batch * width, words)
+    drafted = [(each.state, row * width, list(drafts)) for row, (each, drafts) in wanted.items() if drafts]
+    plain = [(each.state, row * width) for row, (each, drafts) in wanted.items() if not drafts]
+    if drafted:
+        numpy.fill_next_token_bitmask_par_with_draft_tokens(vocabulary.threads, drafted, flat)
+    if plain:
+        numpy.fill_next_token_bitmask_par(vocabulary.threads, plain, flat)
+    word, bit = divmod(vocabulary.size, MASK_BITS)
+    for row, (matcher, drafts) in wanted.items():
+        rows = masks[row, : len(drafts) + 1]
+        ends = (rows[:, word] >> np.uint32(bit)) & np.uint32(1)
+        for stop in matcher.stop_token_ids:
+            if 0 <= stop < vocabulary.size:
+                rows[:, stop // MASK_BITS] |= ends << np.uint32(stop % MASK_BITS)
+
+
+def next_mask(matcher: Matcher) -> UInt32[np.ndarray, "one one W"]:
+    """Make the mask of the next token."""
+    vocabulary = matcher.compiled.vocabulary
+    masks = all_allowed(1, 1, vocabulary.size)
+    fill(masks, vocabulary, {0: (matcher, ())})
+    return masks

@@ -1,0 +1,433 @@
+"""Grammars: every answer is a text of the grammar, and the one that constrained plain decoding gives."""
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peagle.engine.adjust import Adjustments, adjust
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.grammar import DEEPEST_SCHEMA, Grammar, GrammarError, Vocabulary
+from peagle.engine.masks import all_allowed, fill, next_mask
+from peagle.engine.programs import trace_counts
+from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.engine.sampling import RowSampling, probabilities, uniforms
+from peagle.engine.state import check_integrity
+from peagle.engine.widths import WidthTable
+from peagle.ops.errors import InputError
+from tests.peagle.toys import FixedLogits, MarkovTarget, Scripted, decode
+
+CONTROL, STOP = 0, 1
+SPELLED = [
+    "<|control|>",
+    "<|stop|>",
+    *'{}[]":,',
+    " ",
+    *"0123456789-",
+    *"abcx",
+    '{"',
+    '":',
+    '",',
+    "12",
+    "ab",
+    "ba",
+    "cab",
+]
+SPELLED += ["true", "null", "é", "\n", ""]
+TOKENS = [text.encode() for text in SPELLED] + [b"\xc3", b"\xa9"]
+V, CAPACITY, NEW = len(TOKENS), 128, 60
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": -99, "maximum": 99},
+        "b": {"type": "array", "items": {"enum": ["ab", "cab", None, True]}, "maxItems": 3},
+        "c": {"type": "string", "pattern": "^[abc]{2,5}$"},
+    },
+    "required": ["a", "c"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "json_schema": Grammar.json_schema(SCHEMA),
+    "regex": Grammar.regex(r"(ab|c)+ [0-9]{2,4}"),
+    "choice": Grammar.choice(["abc", "ab 12", 'cab": é', "x"]),
+    "lark": Grammar.lark('start: "[" item ("," item)* "]"\nitem: "ab" | /[0-9]+/ | start'),
+    "gbnf": Grammar.lark('root ::= "x" ("12" | "ba")+ "."?'.replace('"."', '":"')),
+}
+HARD = SamplingParams(0.9, top_p=0.95, seed=5, repetition_penalty=1.3, logit_bias=((STOP, 3.0),), min_tokens=4)
+HOT = SamplingParams(1.3, seed=2)
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(TOKENS, [CONTROL, STOP])
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return b"".join(TOKENS[token] for token in tokens if token != STOP).decode()
+
+
+def bits(masks: np.ndarray) -> np.ndarray:
+    """Unpack masks to [..., V] booleans."""
+    return np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little")[..., :V] > 0
+
+
+def is_json_of_the_schema(text: str) -> bool:
+    found = json.loads(text)
+    assert set(found) <= {"a", "b", "c"}
+    assert -99 <= found["a"] <= 99
+    assert all(item in ("ab", "cab", None, True) for item in found.get("b", []))
+    assert len(found.get("b", [])) <= 3
+    return re.fullmatch("[abc]{2,5}", found["c"]) is not None
+
+
+def satisfies(kind: str, text: str) -> bool:
+    if kind == "json_schema":
+        return is_json_of_the_schema(text)
+    if kind == "choice":
+        return text in ["abc", "ab 12", 'cab": é', "x"]
+    if kind == "lark":
+        return re.fullmatch(r"\[[\[\],ab0-9]+\]", text) is not None and text.count("[") == text.count("]")
+    return re.fullmatch(r"(ab|c)+ [0-9]{2,4}" if kind == "regex" else "x(12|ba)+:?", text) is not None
+
+
+# --- masks ----------------------------------------------------------------------------------------------------------
+
+
+def test_masks_are_those_of_a_finite_language(vocabulary: Vocabulary) -> None:
+    """Every token that continues a text of the language, however it is cut; the stop token after a whole text."""
+    texts = ["".join(each) for n in (1, 2, 3) for each in itertools.product(("ab", "c", "12"), repeat=n)]
+    compiled = vocabulary.compile(Grammar.regex("(ab|c|12){1,3}"))
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        matcher, so_far = compiled.begin((STOP,)), b""
+        while True:
+            expected = {
+                token
+                for token, data in enumerate(TOKENS)
+                if data and token not in (CONTROL, STOP) and any(t.encode().startswith(so_far + data) for t in texts)
+            }
+            expected |= {STOP} if so_far.decode() in texts else set()
+            assert set(np.flatnonzero(bits(next_mask(matcher))[0, 0]).tolist()) == expected
+            token = int(rng.choice(sorted(expected)))
+            if token == STOP:
+                assert matcher.may_end
+                break
+            matcher.read((token,))
+            so_far += TOKENS[token]
+
+
+@given(
+    kind=st.sampled_from(sorted(GRAMMARS)),
+    draws=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=24),
+    wrong=st.integers(0, 12),
+    width=st.integers(0, 7),
+)
+def test_masks_along_drafts_are_those_after_reading_them(
+    vocabulary: Vocabulary, kind: str, draws: list[int], wrong: int, width: int
+) -> None:
+    compiled = vocabulary.compile(GRAMMARS[kind])
+    walked, path = compiled.begin((STOP,)), []
+    for draw in draws:
+        allowed = [token for token in np.flatnonzero(bits(next_mask(walked))[0, 0]).tolist() if token != STOP]
+        if not allowed:
+            break
+        path.append(allowed[draw % len(allowed)])
+        walked.read(path[-1:])
+    begun, drafts = path[: len(path) // 2], path[len(path) // 2 :][:width]
+    legal = len(drafts)
+    if wrong < len(drafts):
+        drafts[wrong], legal = CONTROL, wrong
+    matcher = compiled.begin((STOP,))
+    matcher.read(begun)
+    for _ in range(2):  # looking ahead changes nothing
+        masks = all_allowed(3, width + 1, V)
+        fill(masks, vocabulary, {1: (matcher, drafts)})
+        fresh = compiled.begin((STOP,))
+        fresh.read(begun)
+        for place in range(legal + 1):
+            np.testing.assert_array_equal(bits(masks[1, place]), bits(next_mask(fresh))[0, 0])
+            fresh.read(drafts[place : place + 1])
+        assert bits(masks[[0, 2]]).all()
+        assert matcher.failure is None
+
+
+def test_min_tokens_give_way_where_the_text_must_end() -> None:
+    masks = np.zeros((1, 2, V // 32 + 1), np.uint32)
+    masks[0, 0, 0], masks[0, 1, 0] = 1 << STOP, (1 << STOP) | (1 << 5)
+    row = jax.tree.map(jnp.asarray, Adjustments.of(Request((2,), 9, SamplingParams(min_tokens=9)), V))
+    found = adjust(jnp.zeros((1, 2, V)), jnp.zeros((1, 1), jnp.int32), row, jnp.asarray([[STOP]]), jnp.asarray(masks))
+    assert np.flatnonzero(np.asarray(found[0, 0]) == 0).tolist() == [STOP]
+    assert np.flatnonzero(np.asarray(found[0, 1]) == 0).tolist() == [5]
+
+
+# --- the engine -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target() -> MarkovTarget:
+    table = np.random.default_rng(0).normal(0, 2, (V, V)).astype(np.float32)
+    return MarkovTarget(jnp.asarray(table))
+
+
+_probabilities, _uniforms = jax.jit(probabilities), jax.jit(uniforms)
+
+
+def by_definition(target: MarkovTarget, request: Request) -> list[int]:
+    """Decode plainly: mask, adjust, draw, one token after another; each mask by a matcher that reads from the start."""
+    assert request.grammar is not None
+    sampling, emitted = request.sampling, list[int]()
+    rows = [[sampling.temperature], [sampling.top_k], [sampling.top_p], [sampling.min_p], [sampling.seed], [0]]
+    row = RowSampling(*[jnp.asarray(each, jnp.float32 if i in (0, 2, 3) else jnp.int32) for i, each in enumerate(rows)])
+    while len(emitted) < request.max_new_tokens and STOP not in emitted:
+        matcher = request.grammar.begin((STOP,))
+        matcher.read(emitted)
+        allowed = bits(next_mask(matcher))[0, 0]
+        tokens = [*request.prompt_ids, *emitted]
+        logits = np.where(allowed, np.asarray(target.table)[tokens[-1]], -np.inf)
+        if len(emitted) < sampling.min_tokens and allowed.sum() > 1:
+            logits[STOP] = -np.inf
+        for token, bias in sampling.logit_bias:
+            logits[token] += bias
+        for token in set(tokens):
+            logits[token] *= 1 / sampling.repetition_penalty if logits[token] > 0 else sampling.repetition_penalty
+        if sampling.greedy:
+            emitted.append(int(np.argmax(logits)))
+            continue
+        weights = np.asarray(_probabilities(np.asarray(logits, np.float32)[None, None], row), np.float64)[0, 0]
+        uniform = float(_uniforms(row, np.asarray([[len(tokens)]], np.int32))[0, 0, 0])
+        emitted.append(int(np.argmax(np.cumsum(weights) > uniform * weights.sum())))
+    return emitted
+
+
+def engine_of(target: MarkovTarget, k: int, script: list[int] | None = None, **options: Any) -> Engine:
+    """Make an engine whose drafter proposes a script, most of it right."""
+    whole = np.resize(np.asarray([2] if script is None else script, np.int32), 256)
+    whole = np.where(np.random.default_rng(1).random(256) < 0.75, whole, (whole + 3) % V)
+    config = EngineConfig(k, **{"slots": 2, "capacity": CAPACITY, "chunk": 8, **options})
+    rows = np.tile(whole, (config.slots, 1)).astype(np.int32)
+    return Engine(target, Scripted(jnp.asarray(rows)) if k else None, config, (STOP,))
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> tuple[list[list[int]], list[list[StepRecord]]]:
+    found = decode(engine, requests)
+    assert engine._state is not None
+    check_integrity(engine._state, CAPACITY)
+    return found
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_an_answer_is_a_text_of_the_grammar_and_that_of_constrained_plain_decoding(
+    target: MarkovTarget, vocabulary: Vocabulary, kind: str
+) -> None:
+    compiled, ended, accepted = vocabulary.compile(GRAMMARS[kind]), 0, 0
+    for sampling in (SamplingParams(), HARD, HOT):
+        for prompt in ((2, 9, 5), (20,))[: 1 if sampling is HARD else 2]:
+            request = Request(prompt, NEW, sampling, grammar=compiled)
+            expected = by_definition(target, request)
+            if expected[-1] == STOP:
+                assert satisfies(kind, text_of(expected)), text_of(expected)
+                ended += 1
+            for k in (0, 1, 3, 7):
+                (tokens,), (records,) = run(engine_of(target, k, [*prompt, *expected]), [request])
+                assert tokens == expected, (k, sampling, text_of(tokens), text_of(expected))
+                accepted += sum(record.num_accepted for record in records)
+            auto = {"adaptive": True, "widths": WidthTable({1: 3, 2: 0}, {1: 1.5, 2: 1.5})}
+            assert run(engine_of(target, 3, [*prompt, *expected], **auto), [request])[0] == [expected]
+    assert ended >= 3
+    assert accepted > 20
+
+
+@pytest.mark.parametrize("together", [1, 5])
+@pytest.mark.parametrize("k", [0, 3])
+def test_neighbours_get_what_they_get_alone(
+    target: MarkovTarget, vocabulary: Vocabulary, k: int, together: int
+) -> None:
+    free = [
+        Request((3, 4), 50, stop_token_ids=()),
+        Request((9, 9, 2), 40, SamplingParams(0.8, seed=3), stop_token_ids=(), index=1, logprobs=2),
+        Request((30,), 33, SamplingParams(frequency_penalty=0.4), stop_token_ids=(), index=2),
+    ]
+    bound = [
+        Request((2, 5), NEW, HARD, grammar=vocabulary.compile(GRAMMARS["json_schema"])),
+        Request((7,), NEW, grammar=vocabulary.compile(GRAMMARS["regex"]), logprobs=1),
+    ]
+    asked = [free[0], bound[0], free[1], bound[1], free[2]]
+    alone = [run(engine_of(target, 0), [each])[0][0] for each in asked]
+    engine = engine_of(target, k, alone[1], slots=3, steps_per_dispatch=together)
+    assert run(engine, asked)[0] == alone
+    assert run(engine, free)[0] == alone[::2]  # nothing of a grammar is left
+
+
+def test_the_law_is_that_of_masked_sampling_with_sampled_drafts(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    """Drafts are drawn from another distribution, most are not allowed: the answers' frequencies are the target's."""
+    compiled = vocabulary.compile(Grammar.regex("[ab][ab]"))
+    drafter = FixedLogits(jnp.asarray(np.random.default_rng(4).normal(0, 1.5, (2, V)).astype(np.float32)))
+    config = EngineConfig(2, 32, 16, chunk=8, draft_sampling=True)
+    engine = Engine(target, drafter, config, (STOP,))
+    number = 300
+    asked = [Request((5,), 8, SamplingParams(1.0, seed=7), index=i, grammar=compiled) for i in range(number)]
+    found, records = decode(engine, asked)
+    texts = [text_of(tokens) for tokens in found]
+    expected: dict[str, float] = {}
+
+    def follow(tokens: tuple[int, ...], probability: float) -> None:
+        matcher = compiled.begin((STOP,))
+        matcher.read(tokens)
+        logits = np.where(bits(next_mask(matcher))[0, 0], np.asarray(target.table)[(5, *tokens)[-1]], -np.inf)
+        weights = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        for token in np.flatnonzero(weights).tolist():
+            if token == STOP:
+                expected[text_of(tokens)] = expected.get(text_of(tokens), 0.0) + probability * weights[token]
+            else:
+                follow((*tokens, token), probability * weights[token])
+
+    follow((), 1.0)
+    assert sum(expected.values()) == pytest.approx(1)
+    assert set(texts) <= set(expected)
+    chi2 = sum((texts.count(text) - number * p) ** 2 / (number * p) for text, p in expected.items())
+    assert chi2 < 16.3  # 3 degrees of freedom: one in a thousand
+    assert any(record.num_accepted for each in records for record in each)
+
+
+def test_an_aborted_request_leaves_nothing(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    compiled = vocabulary.compile(GRAMMARS["lark"])
+    engine = engine_of(target, 3, slots=1)
+    free = Request((3, 4), 30, stop_token_ids=())
+    expected = run(engine, [free])[0]
+    for chunks in (0, 1, 3):
+        handle = engine.add(Request((2,), NEW, HARD, grammar=compiled))
+        reader = engine.follow(handle)
+        for _ in range(chunks):
+            next(reader)
+        engine.abort(handle)
+        late = engine.add(Request((2,), NEW, HARD, grammar=compiled), timeout_s=0.0)
+        assert run(engine, [free])[0] == expected
+        assert (handle.finished, late.finished) == ("aborted", "timeout")
+    assert not engine._scheduler._constrained
+
+
+def test_nothing_compiles_after_a_warm_up(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    engine = engine_of(target, 2, capacity=72)
+    engine.warm_up(sampled=True)
+    engine.warm_up(sampled=True, full=True, constrained=True)
+    assert engine.compile_s > 0
+    before = trace_counts()
+    asked = [Request((2,), 40, HARD, grammar=vocabulary.compile(GRAMMARS["regex"])), Request((3,), 40, HOT, index=1)]
+    decode(engine, asked)
+    assert trace_counts() == before
+    engine.warm_up(sampled=True, full=True, constrained=True)
+    assert trace_counts() == before
+
+
+# --- what cannot be -------------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "lookahead": (lambda: Grammar.regex("(?=a)b"), "look-around"),
+    "unclosed": (lambda: Grammar.regex("("), "unclosed group"),
+    "long": (lambda: Grammar.regex("a" * 100_001), "100001 characters; expected at most 100000"),
+    "null": (lambda: Grammar.regex("a\0"), "null character"),
+    "surrogate": (lambda: Grammar.regex("\ud800"), "not valid Unicode"),
+    "nested": (lambda: Grammar.regex("(" * 3000 + "a" + ")" * 3000), "cannot be used"),
+    "unknown keyword": (lambda: Grammar.json_schema({"not": {}}), "Unimplemented keys"),
+    "unknown type": (lambda: Grammar.json_schema({"type": "text"}), "Invalid type: text"),
+    "remote": (lambda: Grammar.json_schema({"$ref": "http://127.0.0.1/x"}), "does not fetch"),
+    "itself": (lambda: Grammar.json_schema({"$ref": "#"}), "cannot be used"),
+    "no object": (lambda: Grammar.json_schema("[]"), "JSON schema is list"),
+    "no JSON": (lambda: Grammar.json_schema("{"), "not valid JSON"),
+    "multiple": (lambda: Grammar.json_schema({"type": "integer", "multipleOf": 999983}), "multipleOf is 1e\\+06"),
+    "multiples": (
+        lambda: Grammar.json_schema({"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}),
+        "multipleOf is 1e\\+08",
+    ),
+    "wide": (lambda: Grammar.json_schema({"properties": {str(i): {} for i in range(1001)}}), "has 1001 keys"),
+    "long schema": (lambda: Grammar.json_schema({"const": "a" * 100_001}), "schema has 100014 characters"),
+    "in a grammar": (lambda: Grammar.lark('start: %json {"multipleOf": 999983}'), "multipleOf is 1e\\+06"),
+    "no JSON in a grammar": (lambda: Grammar.lark("start: %json {a}"), "not followed by valid JSON"),
+    "no choice": (lambda: Grammar.choice([]), "0 choices"),
+    "empty choice": (lambda: Grammar.choice(["a", ""]), "a choice is empty"),
+    "no start": (lambda: Grammar.lark("a: b"), "cannot be used"),
+    "endless": (lambda: Grammar.lark("start: start"), "cannot be used"),
+    "counts": (lambda: Grammar.lark('start: a\na[capture, max_tokens = 3]: /a*/ "b"'), "sets max_tokens"),
+}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_grammar_that_cannot_be_is_refused_in_one_line(vocabulary: Vocabulary, name: str) -> None:
+    make, message = HOSTILE[name]
+    with pytest.raises(GrammarError, match=message) as refused:
+        vocabulary.compile(make())
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_schema_that_is_too_deep_is_refused(vocabulary: Vocabulary) -> None:
+    vocabulary.compile(Grammar.json_schema(deep(DEEPEST_SCHEMA - 2)))
+    with pytest.raises(GrammarError, match="nested deeper than 64 levels"):
+        Grammar.json_schema(deep(DEEPEST_SCHEMA))
+
+
+def test_choices_are_texts_whatever_they_spell(vocabulary: Vocabulary) -> None:
+    texts = ["a\nb", 'x"', "é", "ab]", "{1,2}", "\\"]
+    for text in texts[:5]:
+        matcher = vocabulary.compile(Grammar.choice(texts)).begin((STOP,))
+        for byte in text.encode():
+            matcher.read([TOKENS.index(bytes([byte]))])
+        assert matcher.may_end
+
+
+def test_a_regex_that_blows_up_ends_its_own_request_alone(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    """Its automaton grows with every token, until llguidance's limits stop it."""
+    hostile = vocabulary.compile(Grammar.regex("((((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}b"))
+    sampling = SamplingParams(logit_bias=((SPELLED.index("a"), 100.0),))
+    engine = engine_of(target, 3)
+    free = Request((3, 4), 30, stop_token_ids=())
+    expected = run(engine, [free])[0][0]
+    bad, good = engine.add(Request((2,), NEW, sampling, grammar=hostile)), engine.add(free)
+    tokens: list[int] = []
+    while engine.busy:
+        for handle, chunk in engine.step():
+            tokens += chunk.token_ids if handle is good else ()
+    assert bad.finished == "error"
+    assert re.search("the prompt: the regular expression cannot be followed any further: .*too many", str(bad.error))
+    assert tokens == expected
+
+
+def test_a_vocabulary_that_cannot_spell_the_text_ends_the_request(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    compiled = vocabulary.compile(Grammar.choice(["abz"]))
+    for k in (0, 3):
+        engine = engine_of(target, k)
+        with pytest.raises(GrammarError, match="vocabulary continues a text of the list"):
+            run(engine, [Request((2,), NEW, grammar=compiled)])
+
+
+def test_without_the_library_a_grammar_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InputError, match=r"pip install 'peagle\[serve\]'"):
+        Vocabulary(TOKENS)
+
+
+def test_a_request_that_no_grammar_can_bind_is_refused(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    compiled = vocabulary.compile(GRAMMARS["choice"])
+    with pytest.raises(InputError, match="no stop token, so nothing can end its answer"):
+        engine_of(target, 0).add(Request((2,), 5, stop_token_ids=(V,), grammar=compiled))
+    other = Vocabulary([b"a", b"b", b"c"]).compile(Grammar.regex("a"))
+    with pytest.raises(InputError, match="compiled for 3 tokens; expected 39, the target's vocabulary"):
+        engine_of(target, 0).add(Request((2,), 5, grammar=other))
+    with pytest.raises(InputError, match="synthetic acceptance ignores grammars"):
+        engine_of(target, 1, synthetic_acceptance=(0.5,)).add(Request((2,), 5, grammar=compiled))

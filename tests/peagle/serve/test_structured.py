@@ -1,0 +1,152 @@
+"""Structured output by HTTP: every field constrains the answer, to what the Python interface gives."""
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from peagle.api import Pair
+from peagle.engine.grammar import Grammar
+from peagle.text.tokenizer import ByteLevelTokenizer
+from tests.peagle.conftest import STOP, toy_pair
+from tests.peagle.serve.conftest import CONTEXT, K, client_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2]}, "b": {"type": "string", "maxLength": 4}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+OBJECT = Grammar.json_object()
+LARK = 'start: "x" /[0-9]{3}/'
+FIELDS: list[tuple[dict[str, Any], Grammar]] = [
+    ({"response_format": {"type": "json_object"}}, OBJECT),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}},
+        Grammar.json_schema(SCHEMA),
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, Grammar.json_schema(SCHEMA)),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, Grammar.json_schema(SCHEMA)),
+    ({"structured_outputs": {"json_object": True}}, OBJECT),
+    ({"structured_outputs": {"regex": "[ab]{3}"}}, Grammar.regex("[ab]{3}")),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, Grammar.choice(["yes", "no"])),
+    ({"structured_outputs": {"grammar": LARK}}, Grammar.lark(LARK)),
+    ({"guided_json": SCHEMA}, Grammar.json_schema(SCHEMA)),
+    ({"guided_regex": "[ab]{3}"}, Grammar.regex("[ab]{3}")),
+    ({"guided_choice": ["yes", "no"]}, Grammar.choice(["yes", "no"])),
+    ({"guided_grammar": LARK}, Grammar.lark(LARK)),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tokenizer: ByteLevelTokenizer) -> Pair:
+    return toy_pair(tokenizer)
+
+
+def ending(pair: Pair) -> dict[int, float]:
+    """Biases with which the toy's answers are short."""
+    assert pair.tokenizer is not None
+    spaces = [token for token in range(320) if re.fullmatch(rb"\s+", pair.tokenizer.token_bytes(token))]
+    return {STOP: 40.0, pair.tokenizer.encode("}")[0]: 20.0, **dict.fromkeys(spaces, -40.0)}
+
+
+def options_of(biases: dict[int, float], **fields: Any) -> dict[str, Any]:
+    biased = {str(token): value for token, value in biases.items()}
+    return {"max_tokens": 100, "temperature": 0, "logit_bias": biased, **fields}
+
+
+@pytest.mark.parametrize(("fields", "grammar"), FIELDS)
+def test_a_field_constrains_the_answer_as_in_python(
+    client: TestClient, alone: Pair, fields: dict[str, Any], grammar: Grammar
+) -> None:
+    biases = ending(alone)
+    expected = alone.generate(
+        "hello", grammar=grammar, num_speculative_tokens=0, logit_bias=biases, max_new_tokens=100, context=CONTEXT
+    )
+    assert expected.finish_reason == "stop"
+    reply = client.post(CHAT, json={"messages": MESSAGES, **options_of(biases, **fields)}).json()
+    (choice,) = reply["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (expected.text, "stop")
+    free = client.post(CHAT, json={"messages": MESSAGES, **options_of(biases)}).json()
+    assert free["choices"][0]["message"]["content"] != expected.text
+    whole = client.post(COMPLETIONS, json={"prompt": "hello", **options_of(biases, **fields)}).json()
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["choices"][0]["text"]
+
+
+def test_streams_choices_and_log_probabilities_keep_their_meaning(client: TestClient, alone: Pair) -> None:
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
+    more = {"temperature": 1.0, "seed": 4, "n": 3, "logprobs": True, "top_logprobs": 2, "min_tokens": 3}
+    body = {"messages": MESSAGES, **options_of(ending(alone), **form), **more}
+    whole = client.post(CHAT, json=body).json()
+    texts = [choice["message"]["content"] for choice in whole["choices"]]
+    for choice, text in zip(whole["choices"], texts, strict=True):
+        assert set(json.loads(text)) == {"a", "b"}
+        assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == text
+    assert whole["metrics"]["speculative_decoding"]["num_spec_tokens"] == K
+    streamed = ["", "", ""]
+    with client.stream("POST", CHAT, json={**body, "stream": True}) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                streamed[choice["index"]] += choice["delta"].get("content") or ""
+    assert streamed == texts
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json_schema"}}, "json_schema is missing", "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'", "response_format.type"),
+    ({"structured_outputs": {}}, "constrains nothing", "structured_outputs"),
+    ({"structured_outputs": {"whitespace_pattern": "a"}}, "is not supported", "structured_outputs.whitespace_pattern"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "are both given", "guided_choice"),
+    ({"guided_regex": "(?=a)"}, "look-around", "guided_regex"),
+    ({"guided_regex": "("}, "unclosed group", "guided_regex"),
+    ({"guided_json": "{"}, "not valid JSON", "guided_json"),
+    ({"guided_json": {"type": "integer", "multipleOf": 999983}}, "multipleOf", "guided_json"),
+    ({"guided_json": {"$ref": "http://127.0.0.1:1/x"}}, "does not fetch", "guided_json"),
+    ({"guided_choice": []}, "0 choices", "guided_choice"),
+    ({"guided_grammar": "start: x"}, "unknown name", "guided_grammar"),
+    ({"guided_choice": ["a"], "ignore_eos": True}, "no stop token", ""),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(("fields", "message", "param"), BAD)
+def test_what_cannot_be_is_an_error_object(
+    client: TestClient, path: str, fields: dict[str, Any], message: str, param: str
+) -> None:
+    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "hello"}
+    reply = client.post(path, json={**prompt, "max_tokens": 5, **fields})
+    error = reply.json()["error"]
+    assert reply.status_code == 400
+    assert message in error["message"]
+    assert (error["param"] or "") == param
+
+
+def test_a_regex_that_blows_up_ends_its_own_answer_alone(make: Any, tokenizer: ByteLevelTokenizer) -> None:
+    client = client_of(make())
+    free = {"prompt": [40, 41], "max_tokens": 20, "temperature": 0}
+    expected = client.post(COMPLETIONS, json=free).json()["choices"]
+    hostile = {"guided_regex": "((((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}b", "logit_bias": {}}
+    hostile["logit_bias"] = {str(tokenizer.encode("a")[0]): 100}
+    started = time.monotonic()
+    reply = client.post(COMPLETIONS, json={**free, "max_tokens": 100, **hostile})
+    assert reply.status_code == 400
+    assert "cannot be followed any further" in reply.json()["error"]["message"]
+    assert client.post(COMPLETIONS, json=free).json()["choices"] == expected
+    assert client.get("/health").json()["status"] == "ok"
+    assert time.monotonic() - started < 60
+
+
+def test_a_grammar_that_compiles_for_too_long_is_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = make()
+    monkeypatch.setattr("peagle.serve.app.GRAMMAR_PATIENCE_S", 0.01)
+    monkeypatch.setattr(type(service.prompter), "grammar", lambda *_: time.sleep(0.3))
+    reply = client_of(service).post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, "guided_regex": "a"})
+    assert reply.status_code == 400
+    assert "not compiled within 0.01 seconds" in reply.json()["error"]["message"]
