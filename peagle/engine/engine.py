@@ -637,8 +637,10 @@ class Engine:
             token_ids = action.key.request.prompt_ids[action.begin : action.begin + action.count]
             # an entry of the prefix cache may be another request's beginning, so it has the drafter's rows
             lean = self.drafter is not None and action.key.paused and self._prefix_cache is None
-            # a beginning without a snapshot has no aux_hidden, but the drafter's row that would need it
-            again = self._begins_anywhere and 0 < action.begin == action.key.num_cached_tokens
+            # a beginning without a snapshot has no aux_hidden, but the drafter's row that would need it; a drafter that
+            # reads none has learnt the tokens before this one
+            known = self._begins_anywhere and not learns_from_tokens(self._lane)
+            again = known and 0 < action.begin == action.key.num_cached_tokens
             self._lane, result = self._programs.extend(self._lane, action.begin, token_ids, lean, int(again))
             self._lane_logits = result
             end = action.begin + action.count

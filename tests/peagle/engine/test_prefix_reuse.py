@@ -126,6 +126,25 @@ def test_n_grams_and_rows_that_draft_no_more_reuse_prompts_too(retain_full_kv: b
     assert warm.prefix_cache_use.num_hit_tokens >= 4 * BLOCK
 
 
+@pytest.mark.parametrize("known", [2, 5, 6, 9, 11])
+def test_n_grams_look_back_over_every_token_of_a_reused_prompt(known: int) -> None:
+    """The prompt's last three tokens occur once before, across the cut, and the last one later with others before it.
+
+    So a token that was left out changes the drafts.
+    """
+    shape = EngineConfig(K, 1, CAPACITY, chunk=BLOCK)
+    target = dataclasses.replace(tiny_target(), retain_full_kv=True)
+    cold = Engine(target, NGram(), shape)
+    warm = Engine(target, NGram(), dataclasses.replace(shape, prefix_cache_bytes=HUGE))
+    once, again = range(9, 22), range(7 + known, 10 + known)
+    prompt = (*once, 25, again[-1], 26, *again)
+    ask(warm, (*prompt[:known], 30, 31))
+    ask(warm, (33,) * 20)  # it leaves its own tokens in the lane
+    answer, cached = ask(warm, prompt)
+    assert cached == known - 1
+    assert answer == ask(cold, prompt)[0]
+
+
 @pytest.mark.skipif(not native.available(), reason=native.status()[1])
 @pytest.mark.parametrize("entries", [3, 100])
 @pytest.mark.parametrize("k", [0, K])
