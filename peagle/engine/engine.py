@@ -675,7 +675,9 @@ class Engine:
         while self._in_flight:  # a mask follows all tokens before
             chunks += self._read(self._in_flight.popleft())
         drafts, seen_s = np.asarray(proposed.draft_token_ids), time.perf_counter()
-        masks = self._masks(held, drafts, widths)
+        masks, counts = self._masks(held, drafts, widths)
+        if counts is not None:
+            proposed = dataclasses.replace(proposed, widths=jax.numpy.minimum(proposed.widths, counts))
         chunks += self._stuck(held)
         if verified.logits.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - seen_s
@@ -684,19 +686,25 @@ class Engine:
         self._in_flight.append(_InFlight(action, result, held, sent_s, kind.num_drafts))
         return chunks
 
-    def _masks(self, held: Sequence[Handle | None], drafts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-        """Make the masks of a step's rows."""
+    def _masks(
+        self, held: Sequence[Handle | None], drafts: np.ndarray, widths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Make the masks of a step's rows; return them, and how many drafts of each slot may count, if not all."""
         masks = all_allowed(len(held), drafts.shape[1] + 1, self.target.vocab_size)
         wanted: dict[Vocabulary, dict[int, tuple[Matcher, Sequence[int]]]] = {}
         for slot, handle in enumerate(held):
             if handle is None or handle.matcher is None or handle not in self._alive:
                 continue
-            verified = itertools.takewhile(lambda token: token >= 0, drafts[slot, : widths[slot]].tolist())
+            size = handle.matcher.compiled.vocabulary.size
+            verified = itertools.takewhile(range(size).__contains__, drafts[slot, : widths[slot]].tolist())
             rows = wanted.setdefault(handle.matcher.compiled.vocabulary, {})
             rows[slot] = handle.matcher, tuple(verified)
+        counts = np.full((len(held),), drafts.shape[1], np.int32)
         for vocabulary, rows in wanted.items():
-            fill(masks, vocabulary, rows)
-        return masks
+            for slot, count in fill(masks, vocabulary, rows).items():
+                if count < len(rows[slot][1]):
+                    counts[slot] = count
+        return masks, counts if (counts < drafts.shape[1]).any() else None
 
     def _stuck(self, held: Sequence[Handle | None]) -> list[tuple[Handle, TokenChunk]]:
         """End the requests whose grammar cannot be followed any further; return their last chunks."""

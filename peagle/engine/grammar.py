@@ -22,13 +22,14 @@ LONGEST_GRAMMAR = 100_000  # characters
 DEEPEST_SCHEMA = 64
 MOST_KEYS = 1000  # of each object of a schema; the time to compile properties grows with the square of their number
 MOST_CHOICES_OF_TEXT = 1024
-LARGEST_MULTIPLE = 100_000  # the least common multiple of a schema's multipleOf; its automaton has as many states
+LARGEST_MULTIPLE = 10_000  # the least common multiple of all multipleOf; their automaton has as many states
+MOST_SCHEMAS = 8  # in a grammar, by %json
 WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; a model that may write more often never ends
 ANSWER = "answer"  # the rule of the grammar, for rules around it
 MOST_KEPT = 32  # compiled grammars
 # grammars that count tokens, or take back what was emitted, are not functions of the tokens before
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
-_RULE_OPTIONS = re.compile(r"^[ \t]*[\w.-]+\[([^\n]*)\][ \t]*:", re.MULTILINE)
+_RULE_OPTIONS = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*\[([^\]]*)\]", re.MULTILINE)
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
@@ -108,9 +109,9 @@ class Grammar:
         return cls("lark", text)
 
 
-def _check_schema(schema: Any) -> None:
-    """Raise GrammarError for a schema that is too deep, or whose numbers make too large an automaton."""
-    level, depth, multiple = [schema], 0, 1
+def _check_schema(*schemas: Any) -> None:
+    """Raise GrammarError for schemas that are too deep, or whose numbers together make too large an automaton."""
+    level, depth, multiple = [*schemas], 0, 1
     while level:
         depth += 1
         if depth > DEEPEST_SCHEMA:
@@ -122,7 +123,7 @@ def _check_schema(schema: Any) -> None:
                 multiple = math.lcm(multiple, _without_point(node["multipleOf"]))
         if multiple > LARGEST_MULTIPLE:
             raise GrammarError(
-                f"the least common multiple of the JSON schema's multipleOf is {multiple:.0e}; expected at most "
+                f"the least common multiple of the JSON schema's multipleOf is too large; expected at most "
                 f"{LARGEST_MULTIPLE}"
             )
         nodes = [list(node.values()) if isinstance(node, Mapping) else node for node in level]
@@ -131,7 +132,7 @@ def _check_schema(schema: Any) -> None:
 
 def _without_point(number: Any) -> int:
     """Read 0.25 as 25, and what is no positive number as 1: llguidance refuses that."""
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number <= 0:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
         return 1
     return max(1, int("".join(map(str, decimal.Decimal(repr(number)).normalize().as_tuple().digits))))
 
@@ -207,12 +208,16 @@ def _check_lark(lark: str) -> None:
         for name in UNSUPPORTED_IN_LARK:
             if re.search(rf"\b{name}\s*=", options):
                 raise GrammarError(f"the grammar sets {name} of a rule, which is not supported here; leave it out")
+    schemas = []
     for found in re.finditer(r"%json\s*", lark):
         try:
             schema, _ = json.JSONDecoder().raw_decode(lark, found.end())
         except (ValueError, RecursionError):
             raise GrammarError("%json in the grammar is not followed by valid JSON; expected a schema") from None
-        _check_schema(schema)
+        schemas.append(schema)
+    if len(schemas) > MOST_SCHEMAS:
+        raise GrammarError(f"the grammar holds {len(schemas)} schemas by %json; expected at most {MOST_SCHEMAS}")
+    _check_schema(*schemas)
 
 
 def _from_gbnf(text: str) -> str:

@@ -12,6 +12,7 @@ may end there.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt32
@@ -28,21 +29,29 @@ def all_allowed(batch: int, width: int, vocab_size: int) -> UInt32[np.ndarray, "
 
 def fill(
     masks: UInt32[np.ndarray, "B T W"], vocabulary: Vocabulary, wanted: Mapping[int, tuple[Matcher, Sequence[int]]]
-) -> None:
-    """Fill in rows of a step's masks: {row: (its matcher, the drafts it verifies)}.
+) -> dict[int, int]:
+    """Fill in rows of a step's masks: {row: (its matcher, the drafts it verifies)}. Return the drafts that may count.
 
-    Masks after a draft that is not allowed, or that ends the text, are left as they are: nothing reads them.
+    Masks after a draft that is not allowed, or that ends the text, are left as they are: nothing reads them. Drafts are
+    tried on copies of the matchers: the target may never take their path, so a dead end there must not touch the
+    request. Drafts from there on do not count, and the target decides alone. Only the library's limit on the size of an
+    automaton counts all copies together: a grammar that reaches it may end a request earlier for the drafts tried.
     """
     from llguidance import numpy  # an extra
 
     batch, width, words = masks.shape
     flat = masks.view(np.int32).reshape(batch * width, words)
-    drafted = [(each.state, row * width, list(drafts)) for row, (each, drafts) in wanted.items() if drafts]
+    drafted = {row: (each.state.deep_copy(), list(drafts)) for row, (each, drafts) in wanted.items() if drafts}
     plain = [(each.state, row * width) for row, (each, drafts) in wanted.items() if not drafts]
     if drafted:
-        numpy.fill_next_token_bitmask_par_with_draft_tokens(vocabulary.threads, drafted, flat)
+        ahead = [(copy, row * width, drafts) for row, (copy, drafts) in drafted.items()]
+        numpy.fill_next_token_bitmask_par_with_draft_tokens(vocabulary.threads, ahead, flat)
     if plain:
         numpy.fill_next_token_bitmask_par(vocabulary.threads, plain, flat)
+    counts = {row: len(drafts) for row, (_, drafts) in wanted.items()}
+    for row, (copy, tried) in drafted.items():
+        if copy.is_error() or not masks[row, : len(tried) + 1].any(axis=-1).all():
+            counts[row] = _fill_one_by_one(masks[row], wanted[row][0].state, tried)
     word, bit = divmod(vocabulary.size, MASK_BITS)
     for row, (matcher, drafts) in wanted.items():
         rows = masks[row, : len(drafts) + 1]
@@ -50,6 +59,25 @@ def fill(
         for stop in matcher.stop_token_ids:
             if 0 <= stop < vocabulary.size:
                 rows[:, stop // MASK_BITS] |= ends << np.uint32(stop % MASK_BITS)
+    return counts
+
+
+def _fill_one_by_one(rows: UInt32[np.ndarray, "T W"], state: Any, drafts: Sequence[int]) -> int:
+    """Fill in a row's masks until one fails; return the drafts before that. The first mask is the request's own."""
+    from llguidance import numpy
+
+    rows[:] = 0xFFFFFFFF
+    matcher, bits = state, rows.view(np.int32)
+    for place, draft in enumerate([*drafts, None]):
+        numpy.fill_next_token_bitmask(matcher, bits, place)
+        if place and (matcher.is_error() or not rows[place].any()):
+            return place - 1
+        if draft is None or not rows[place, draft // MASK_BITS] >> np.uint32(draft % MASK_BITS) & np.uint32(1):
+            break
+        matcher = state.deep_copy()
+        if not matcher.consume_tokens(list(drafts[: place + 1])):
+            return place
+    return len(drafts)
 
 
 def next_mask(matcher: Matcher) -> UInt32[np.ndarray, "one one W"]:

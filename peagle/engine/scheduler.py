@@ -17,6 +17,7 @@ STEPS_SHARE = 0.5  # time of the steps between two chunks, over the time of a ch
 LONGEST_DISPATCH_S = 0.012  # of steps: with many active rows a dispatch has fewer steps, so that tokens are not late
 WAITING_SHARE = 4  # while a request waits for a slot, divide the steps of a dispatch by this
 KEPT_SPEED = 0.8  # of requests without a grammar, beside some with one
+MOST_BETWEEN_CUTS = 64  # whole steps
 CUTS_UNMEASURED = 16  # cut steps after which a whole step is timed again
 
 Key = TypeVar("Key", bound=Hashable)
@@ -150,7 +151,8 @@ class Scheduler(Generic[Key]):
         if not num_constrained:
             return Steps(self._num_steps(prefilling, costs))
         if self._owed and num_constrained < self.num_active:
-            count, self._owed = min(self._owed, self._num_steps(prefilling, costs)), 0
+            count = min(self._owed, self._num_steps(prefilling, costs))
+            self._owed -= count
             return Steps(count)
         self._cuts += 1
         self._owed = self._steps_between_cuts(costs)
@@ -158,15 +160,15 @@ class Scheduler(Generic[Key]):
 
     def _steps_between_cuts(self, costs: Costs) -> int:
         """Count the whole steps n after a cut one, with which the others keep (n + 1) step_s / (cut_s + n step_s) of
-        their speed: a cut step of a small model takes several times as long as a whole one."""
+        their speed: a cut step of a small model takes several times as long as a whole one. At most MOST_BETWEEN_CUTS,
+        so that requests with a grammar go on."""
         least = int(self._cuts % CUTS_UNMEASURED == 0)
         if not (costs.step_s and costs.cut_s):
             return 1
         missing, gained = KEPT_SPEED * costs.cut_s - costs.step_s, (1 - KEPT_SPEED) * costs.step_s
         if missing <= 0:
             return least
-        most = self.steps_per_dispatch
-        return most if missing >= most * gained else math.ceil(missing / gained)
+        return MOST_BETWEEN_CUTS if missing >= MOST_BETWEEN_CUTS * gained else math.ceil(missing / gained)
 
     def _num_steps(self, prefilling: bool, costs: Costs) -> int:
         most = float(self.steps_per_dispatch // (WAITING_SHARE if self.num_waiting and not prefilling else 1))

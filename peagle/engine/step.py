@@ -281,12 +281,14 @@ def _input_after(
         )
         return DrafterInput(token_ids, aux, num, first_position), jnp.zeros_like(state.done)
     full = ~state.done & (before.num >= before.token_ids.shape[1])
-    place = jnp.minimum(before.num, before.token_ids.shape[1] - 1)  # frozen slots are rewritten, but never read
+    room = before.token_ids.shape[1]
 
     def append(into: jax.Array, rows: jax.Array) -> jax.Array:
         if state.slots == 1:  # the checks of a scatter take as long as a layer of a small target
-            return jax.lax.dynamic_update_slice_in_dim(into, rows, place[0], 1)
-        return into.at[jnp.arange(state.slots), place].set(rows[:, 0])
+            # one slot stands still only if it is done, and then nobody reads its rewritten row
+            return jax.lax.dynamic_update_slice_in_dim(into, rows, jnp.minimum(before.num, room - 1)[0], 1)
+        place = jnp.where(state.done, room, jnp.minimum(before.num, room - 1))  # rows that stand still keep their input
+        return into.at[jnp.arange(state.slots), place].set(rows[:, 0], mode="drop")
 
     num = jnp.where(state.done | full, before.num, before.num + 1)
     token_ids, aux = append(before.token_ids, run), append(before.aux_hidden, aux_hidden)

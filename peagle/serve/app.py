@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +32,10 @@ from peagle.serve.prompts import Prompter
 from peagle.serve.replies import ChatForm, CompletionForm, Form
 from peagle.serve.responses import ResponsesBody, ResponsesForm, chat_body
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
+from peagle.serve.structured import constrains
 
 DEFAULT_MAX_BODY = 4_000_000
+POLL_S = 0.02
 GRAMMAR_PATIENCE_S = 10.0  # beyond it a grammar is refused
 Found = TypeVar("Found")
 
@@ -55,9 +58,7 @@ class Service:
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
     )
 
-    _compiling: concurrent.futures.ThreadPoolExecutor = field(
-        default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1, "grammar")
-    )
+    _num_compiling: int = 0  # grammars
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.loop, self.model)
@@ -67,14 +68,29 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
 
     async def grammar(self, body: Sampled) -> CompiledGrammar | None:
-        """Compile what constrains the answers (`Prompter.grammar`), in a thread of its own."""
-        compiled = asyncio.get_running_loop().run_in_executor(self._compiling, self.prompter.grammar, body)
+        """Compile what constrains the answers (`Prompter.grammar`), one grammar at a time; None: nothing does.
+
+        Raises ApiError for one that takes too long, and after a while for one that waits for another.
+        """
+        if not constrains(body):
+            return None
+        end = time.monotonic() + GRAMMAR_PATIENCE_S
+        while self._num_compiling:
+            if time.monotonic() > end:
+                raise ApiError(503, "grammars of other requests are being compiled; ask again later")
+            await asyncio.sleep(POLL_S)
+        self._num_compiling += 1
+        compiled = in_daemon(self.prompter.grammar, body)
+        compiled.add_done_callback(self._compiled)
         try:
-            return await asyncio.wait_for(compiled, GRAMMAR_PATIENCE_S)
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
         except TimeoutError:
             raise ApiError(
                 400, f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
             ) from None
+
+    def _compiled(self, _: concurrent.futures.Future[Any]) -> None:
+        self._num_compiling -= 1
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (`Prompter.prompt_logprobs`)."""
@@ -135,6 +151,20 @@ class Service:
             "acceptance_length": pooled(results).acceptance_length,
         }
         self.log.info(dumps(line))
+
+
+def in_daemon(function: Callable[..., Found], *arguments: Any) -> concurrent.futures.Future[Found]:
+    """Call a function in a thread that nobody waits for when the process ends."""
+    future: concurrent.futures.Future[Found] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def create_app(service: Service) -> fastapi.FastAPI:

@@ -8,6 +8,11 @@ from peagle.serve.errors import ApiError
 from peagle.serve.schema import Structured
 
 
+def constrains(body: Structured) -> bool:
+    """Whether a body has any field that may constrain its answers."""
+    return any(getattr(body, name) is not None for name in Structured.model_fields)
+
+
 def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
     """Return what constrains the answer, with the name of the field that does; None: nothing.
 

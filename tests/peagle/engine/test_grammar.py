@@ -343,14 +343,21 @@ HOSTILE = {
     "itself": (lambda: Grammar.json_schema({"$ref": "#"}), "cannot be used"),
     "no object": (lambda: Grammar.json_schema("[]"), "JSON schema is list"),
     "no JSON": (lambda: Grammar.json_schema("{"), "not valid JSON"),
-    "multiple": (lambda: Grammar.json_schema({"type": "integer", "multipleOf": 999983}), "multipleOf is 1e\\+06"),
+    "multiple": (lambda: Grammar.json_schema({"type": "integer", "multipleOf": 999983}), "multipleOf is too large"),
     "multiples": (
         lambda: Grammar.json_schema({"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}),
-        "multipleOf is 1e\\+08",
+        "multipleOf is too large",
     ),
+    "huge multiple": (lambda: Grammar.json_schema({"multipleOf": 10**400}), "number out of range"),
+    "schemas in a grammar": (
+        lambda: Grammar.lark('start: a b\na: %json {"multipleOf": 997}\nb: %json {"multipleOf": 991}'),
+        "multipleOf is too large",
+    ),
+    "many schemas": (lambda: Grammar.lark("start: a\na: " + " ".join(["%json {}"] * 9)), "holds 9 schemas"),
+    "counts after a space": (lambda: Grammar.lark("start: a\n?a [max_tokens=3]: /a*/"), "sets max_tokens"),
     "wide": (lambda: Grammar.json_schema({"properties": {str(i): {} for i in range(1001)}}), "has 1001 keys"),
     "long schema": (lambda: Grammar.json_schema({"const": "a" * 100_001}), "schema has 100014 characters"),
-    "in a grammar": (lambda: Grammar.lark('start: %json {"multipleOf": 999983}'), "multipleOf is 1e\\+06"),
+    "in a grammar": (lambda: Grammar.lark('start: %json {"multipleOf": 999983}'), "multipleOf is too large"),
     "no JSON in a grammar": (lambda: Grammar.lark("start: %json {a}"), "not followed by valid JSON"),
     "no choice": (lambda: Grammar.choice([]), "0 choices"),
     "empty choice": (lambda: Grammar.choice(["a", ""]), "a choice is empty"),
@@ -406,6 +413,37 @@ def test_a_regex_that_blows_up_ends_its_own_request_alone(target: MarkovTarget, 
     assert bad.finished == "error"
     assert re.search("the prompt: the regular expression cannot be followed any further: .*too many", str(bad.error))
     assert tokens == expected
+
+
+PATHS = {
+    # choices, the script of drafts, what the target says alone
+    "a dead end that the target avoids": (["abz", "ac"], "abbbb", ["a", "c", "<|stop|>"]),
+    "a dead end": (["abz"], "abxxx", ["a", "b"]),
+    "drafts that are no tokens": (["abc", "ac"], [V + 1] * 5, ["a", "c", "<|stop|>"]),
+}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", PATHS)
+def test_what_a_draft_leads_to_is_nothing_to_the_request(vocabulary: Vocabulary, name: str, k: int) -> None:
+    """Every K gives the tokens and the error of K = 0."""
+    choices, script, expected = PATHS[name]
+    a, b, c = map(SPELLED.index, "abc")
+    table = np.full((V, V), -5, np.float32)
+    table[2, a], table[a, c], table[a, b], table[c, STOP] = 9, 5, 4, 9
+    compiled = vocabulary.compile(Grammar.choice(choices))
+    drafts = [2, *(SPELLED.index(each) if isinstance(each, str) else each for each in script)]
+
+    def answer(k: int) -> tuple[list[str], bool]:
+        drafter = Scripted(jnp.asarray(np.resize(drafts, (2, 256)).astype(np.int32))) if k else None
+        config = EngineConfig(k, slots=2, capacity=CAPACITY, chunk=8)
+        engine = Engine(MarkovTarget(jnp.asarray(table)), drafter, config, (STOP,))
+        handle, tokens = engine.add(Request((2,), 20, grammar=compiled)), []
+        while engine.busy:
+            tokens += [token for _, chunk in engine.step() for token in chunk.token_ids]
+        return [SPELLED[token] for token in tokens], handle.error is not None
+
+    assert answer(k) == answer(0) == (expected, name == "a dead end")
 
 
 def test_a_vocabulary_that_cannot_spell_the_text_ends_the_request(target: MarkovTarget, vocabulary: Vocabulary) -> None:

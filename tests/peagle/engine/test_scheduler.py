@@ -1,9 +1,22 @@
 """The scheduler alone: first come, first served, without starvation, whatever costs and removals."""
 
+import itertools
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peagle.engine.scheduler import LONGEST_DISPATCH_S, WAITING_SHARE, Admit, Chunk, Costs, Scheduler, Steps
+from peagle.engine.scheduler import (
+    KEPT_SPEED,
+    LONGEST_DISPATCH_S,
+    MOST_BETWEEN_CUTS,
+    WAITING_SHARE,
+    Admit,
+    Chunk,
+    Costs,
+    Scheduler,
+    Steps,
+)
 
 ARRIVALS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=12)  # prompt, steps needed
 COSTS = st.builds(Costs, st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
@@ -109,28 +122,42 @@ def test_a_dispatch_of_many_rows_takes_no_longer_than_one_of_few() -> None:
     assert scheduler.next(Costs(1.0, LONGEST_DISPATCH_S / 7)) == Steps(24 // WAITING_SHARE)
 
 
-def test_requests_beside_a_grammar_keep_their_speed() -> None:
-    """A cycle is a cut step of all slots and whole steps of the others."""
-    for costs, expected in (
-        (Costs(1.0, 1e-4, 4.9e-4), 15),  # (15 + 1) * 1e-4 / (4.9e-4 + 15 * 1e-4) > 0.8
-        (Costs(1.0, 1e-4, 1.0), 24),  # no more than a dispatch has
-        (Costs(1.0, 8e-3, 9e-3), 0),  # a cut step costs little more: nothing is lost
-        (Costs(1.0, 0.0, 5e-4), 1),  # not measured yet
-    ):
-        scheduler: Scheduler[str] = Scheduler(slots=2, chunk=8, steps_per_dispatch=24)
-        for key in ("free", "bound"):
-            scheduler.add(key, 3, constrained=key == "bound")
-            while not isinstance(scheduler.next(costs), Admit):
-                pass
-        sent = [action for _ in range(24) if isinstance(action := scheduler.next(costs), Steps)]
-        first = next(place for place, action in enumerate(sent) if action.cut)
-        cycle = [action for action in sent[first : first + 2] if not action.cut]
-        assert cycle == ([Steps(expected)] if expected else [])
-        assert sum(not action.cut for action in sent) >= 1  # now and then a whole step is timed again
-        scheduler.remove("free")
+@pytest.mark.parametrize("steps_per_dispatch", [1, 24])
+@pytest.mark.parametrize("waiting", [0, 3])
+@pytest.mark.parametrize(
+    ("step_s", "cut_s"), [(1e-4, 4.9e-4), (1e-4, 1e-3), (8e-3, 9e-3), (1e-2, 2e-2), (1e-2, 3e-2), (5e-3, 2e-2)]
+)
+def test_requests_beside_a_grammar_keep_their_speed(step_s, cut_s, waiting, steps_per_dispatch) -> None:
+    """Whatever limits a dispatch, and whoever waits. Cut steps are of all slots, whole ones of the others."""
+    costs = Costs(1.0, step_s, cut_s)
+    scheduler: Scheduler[str] = Scheduler(slots=2, chunk=8, steps_per_dispatch=steps_per_dispatch)
+    for key in ("free", "bound"):
+        scheduler.add(key, 3, constrained=key == "bound")
+        while not isinstance(scheduler.next(costs), Admit):
+            pass
+    for index in range(waiting):
+        scheduler.add(f"waiting {index}", 3)
+    sent = [action for _ in range(4000) if isinstance(action := scheduler.next(costs), Steps)]
+    seconds = sum(cut_s if action.cut else action.count * step_s for action in sent)
+    assert sum(action.count for action in sent) * step_s / seconds >= 0.98 * KEPT_SPEED
+    assert sum(action.cut for action in sent) >= len(sent) / (MOST_BETWEEN_CUTS + 1)
+    assert any(not action.cut for action in sent)  # now and then a whole step is timed again
+    scheduler.remove("free")
+    if not waiting:
         assert [scheduler.next(costs) for _ in range(40)] == [Steps(1, cut=True)] * 40
-        scheduler.remove("bound")
-        assert scheduler.next(costs) is None
+
+
+def test_a_cut_step_that_takes_very_long_still_comes() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=2, chunk=8, steps_per_dispatch=24)
+    for key in ("free", "bound"):
+        scheduler.add(key, 3, constrained=key == "bound")
+        while not isinstance(scheduler.next(Costs()), Admit):
+            pass
+    sent = [action for _ in range(200) if isinstance(action := scheduler.next(Costs(1.0, 1e-4, 1.0)), Steps)]
+    between = [
+        sum(each.count for each in run) for cut, run in itertools.groupby(sent, lambda each: each.cut) if not cut
+    ]
+    assert max(between) == MOST_BETWEEN_CUTS
 
 
 def test_a_whole_prompt_waits_in_the_lane_and_takes_the_first_free_slot() -> None:

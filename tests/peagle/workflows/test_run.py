@@ -338,6 +338,8 @@ def test_turns_begin_with_those_before_them_and_say_the_same(toy: Pair, slots: i
     assert warm.prefix_cache is not None
     assert warm.prefix_cache.num_hits >= 4
     cached = [outcome.result.num_cached_tokens for outcome in warm.outcomes]
-    assert [each > 0 for each in cached] == [False, True, True] * 2
+    first, second = cached[:3], cached[3:]
+    assert first[0] == 0
+    assert min(*first[1:], *second[1:]) > 0  # the second conversation begins as the first does, by its template
     assert sum(cached) == warm.prefix_cache.num_hit_tokens
     assert run(toy, [from_text("solo")], CONFIG).prefix_cache is None
