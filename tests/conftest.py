@@ -123,6 +123,7 @@ COMPILING = (
     "peagle/cli/test_interrupt.py",
     "peagle/engine/test_adjust.py",
     "peagle/engine/test_engine.py",
+    "peagle/engine/test_handoff.py",
     "peagle/engine/test_interleaving.py",
     "peagle/engine/test_prefix_reuse.py",
     "peagle/engine/test_state.py",

@@ -13,6 +13,9 @@ The slot is the leading axis of EVERY leaf. Invariants, per active slot, between
 A slot that is done, or was never filled, is frozen: its rows have position -1, write nothing and emit nothing.
 """
 
+import dataclasses
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -97,6 +100,15 @@ class SlotParams:
         budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
         credit = np.asarray([allowance(request.max_new_tokens) if drafts else NO_CREDIT], np.float32)
         return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full)
+
+    def continued(self, output_ids: Sequence[int]) -> "SlotParams":
+        """Make the row of a request that has emitted these tokens, the pending one last, in NumPy."""
+        *before, _ = output_ids
+        counts = np.array(self.adjustments.counts)
+        np.add.at(counts[0], before, 1)
+        must_emit = np.maximum(np.asarray(self.adjustments.must_emit) - len(before), 0)
+        adjustments = dataclasses.replace(self.adjustments, counts=counts, must_emit=must_emit)  # type: ignore[arg-type]
+        return dataclasses.replace(self, remaining=np.asarray(self.remaining) - len(before), adjustments=adjustments)
 
 
 def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int) -> DecodeState:
