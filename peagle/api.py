@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 import jax
 
-from peagle.engine.engine import Engine, EngineConfig, Handle
+from peagle.engine.engine import Engine, EngineConfig, Handle, Role
+from peagle.engine.handoff import Fingerprints
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
@@ -63,6 +64,7 @@ class Pair:
     drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number
     widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
+    fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
@@ -189,6 +191,7 @@ class Pair:
         chunk: int = DEFAULT_CHUNK,
         prefix_cache_bytes: int = 0,
         k_per_request: bool = False,
+        role: Role = "both",
     ) -> EngineConfig:
         """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
 
@@ -208,6 +211,7 @@ class Pair:
             k_per_request=k_per_request,
             draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
+            role=role,
         )
 
     def request(
@@ -283,7 +287,7 @@ class Pair:
             if config not in self._engines:
                 target = self.target if k else self.plain_target
                 drafter = self._drafter(config.draft_sampling) if k else None
-                engine = Engine(target, drafter, config, self.stop_token_ids)
+                engine = Engine(target, drafter, config, self.stop_token_ids, self.fingerprints)
                 _refuse_too_large(engine)
                 self._engines[config] = engine
             return self._engines[config]

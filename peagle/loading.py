@@ -4,6 +4,7 @@ With workflows/ and the commands, the only module of peagle/ that imports target
 """
 
 import dataclasses
+import hashlib
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ import numpy as np
 
 from peagle.api import AUTO, DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
+from peagle.engine.handoff import Fingerprints
 from peagle.engine.widths import OFF, SPECULATION_FILE, read_widths, read_window
 from peagle.ops import cuda
-from peagle.ops.checkpoint import Checkpoint, read_checkpoint
+from peagle.ops.checkpoint import Checkpoint, fingerprint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
@@ -127,6 +129,7 @@ def load(
         mesh=None if shape is None else f"{shape.ranks} devices, {shape}",
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
+        fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
     )
     return with_drafter(
         pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
@@ -228,6 +231,7 @@ def with_drafter(
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     narrowed = window_in_words = None
+    print_of_drafter = "" if drafter is None else str(drafter)
     widths = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
     window = asked_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
@@ -240,6 +244,8 @@ def with_drafter(
         config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
         _warn_of_windows(config, plain.max_positions)
         drafting = drafter_of(replicate(params, plain.mesh) if isinstance(plain, Sharded) else params, config)
+        seen = (None if layers is None else layers.outputs, config.windows, narrowed)
+        print_of_drafter = _digest(fingerprint(drafter_directory), pair.dtype, *seen)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
     with_aux = model.replace(aux_layer_ids=() if layers is None else layers.outputs)  # type: ignore[attr-defined]
@@ -251,8 +257,14 @@ def with_drafter(
         draft_vocab=narrowed,
         drafter_window=window_in_words,
         widths=widths,
+        fingerprints=Fingerprints(pair.fingerprints.target, print_of_drafter),
         _engines={},
     )
+
+
+def _digest(*parts: object) -> str:
+    """Hash what must be equal where a sequence goes on (peagle.engine.handoff)."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _load_drafter(

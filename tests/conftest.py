@@ -137,6 +137,7 @@ COMPILING = (
     "peagle/test_parallel.py",
     "peagle/test_result.py",
     "peagle/test_streams.py",
+    "peagle/test_two_processes.py",
     "peagle/workflows/test_check.py",
     "peagle/workflows/test_export.py",
     "peagle/workflows/test_parity.py",

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.engine.state import Prefix
-from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache
+from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache, put_rows
 from peagle.protocols import Drafter, PyTree, Target
 
 Snapshot: TypeAlias = tuple[list[Any], jax.Array]  # what is no full layer, the target's first; aux_hidden
@@ -84,8 +84,9 @@ def put_block(prefix: Prefix, block: list[KVCache], start: Int[Array, ""]) -> Pr
         if not is_full(node):
             return node
         given = next(rows)
-        key = jax.lax.dynamic_update_slice_in_dim(node.key, given.key, first, axis=1)
-        return KVCache(key, jax.lax.dynamic_update_slice_in_dim(node.value, given.value, first, axis=1))
+        zero = jnp.zeros_like(first)
+        place = (zero, first, zero, zero)
+        return KVCache(put_rows(node.key, given.key, place), put_rows(node.value, given.value, place))
 
     return _map_layers(prefix, put, start, jnp.maximum(start - 1, 0))
 
