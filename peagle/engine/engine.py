@@ -111,6 +111,22 @@ class EngineConfig:
         """The most tokens that are written to the lane before they attend."""
         return 1 if self.role == "decode" else self.chunk
 
+    def check(self, request: Request, vocab_size: int) -> None:
+        """Raise InputError for a request that an engine of this shape cannot run."""
+        request.check_vocabulary(vocab_size)
+        if len(request.prompt_ids) + request.max_new_tokens > self.capacity:
+            raise InputError(
+                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
+                f"expected a sum of at most {self.capacity}, the context: shorten one of them or raise the context"
+            )
+        asked, most = request.num_speculative_tokens, self.num_speculative_tokens
+        if asked is not None and asked > most:
+            raise InputError(f"K is {asked} for {request.name}; expected at most {most}, the engine's")
+        if asked is not None and not self.k_per_request:
+            raise InputError("K is set for one request; expected an engine with k_per_request")
+        if self.draft_sampling and request.sampling.greedy:
+            raise InputError(DRAFTS_ARE_GREEDY)
+
     @property
     def table(self) -> WidthTable:
         return self.widths or WidthTable.constant(self.num_speculative_tokens)
@@ -229,20 +245,7 @@ class Engine:
             handoff.check_request(hand_off, request, self._stops_of(request), self.target.vocab_size)
         elif self.config.role == "decode":
             raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
-        capacity = self.config.capacity
-        request.check_vocabulary(self.target.vocab_size)
-        if len(request.prompt_ids) + request.max_new_tokens > capacity:
-            raise InputError(
-                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
-                f"expected a sum of at most {capacity}, the context: shorten one of them or raise the context"
-            )
-        asked, most = request.num_speculative_tokens, self.config.num_speculative_tokens
-        if asked is not None and asked > most:
-            raise InputError(f"K is {asked} for {request.name}; expected at most {most}, the engine's")
-        if asked is not None and not self.config.k_per_request:
-            raise InputError("K is set for one request; expected an engine with k_per_request")
-        if self.config.draft_sampling and request.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY)
+        self.config.check(request, self.target.vocab_size)
 
     def _stops_of(self, request: Request) -> tuple[int, ...]:
         return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids

@@ -151,8 +151,13 @@ def _fill_blocks(
     programs: Programs, lane: Prefix, parts: list[_Part], tensors: Mapping[str, np.ndarray], length: int
 ) -> None:
     full = [part for part in parts if is_full(part.node)]
-    for start in range(0, length if full else 0, BLOCK):
-        for part, block in zip(full, programs.cut_block(lane, start), strict=True):
+    starts = range(0, length if full else 0, BLOCK)
+    ahead = programs.cut_block(lane, 0) if starts else []
+    for start in starts:
+        blocks = ahead
+        if start + BLOCK in starts:  # the device cuts while the host copies
+            ahead = programs.cut_block(lane, start + BLOCK)
+        for part, block in zip(full, blocks, strict=True):
             first = _first_row(part, start)
             for name, rows in zip(part.fields, (block.key, block.value), strict=True):
                 if name in tensors:
