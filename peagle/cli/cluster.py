@@ -27,7 +27,7 @@ def up_command(settings: ClusterUpSettings) -> int:
     """
     arguments = fleet_arguments(settings)
     if settings.address is None:
-        os.environ[LOOPBACK_ALONE] = "0"
+        os.environ.setdefault(LOOPBACK_ALONE, "0")
     try:
         from peagle.cluster.start import run
     except ModuleNotFoundError as error:

@@ -15,9 +15,10 @@ class ClusterUpSettings:
     """Serve a pair by several processes, on Ray Serve: the interface of `peagle serve`.
 
     By default each replica computes prompts and decodes. With --prefill N, N more replicas compute prompts, and hand
-    them over to those that decode, so that a long prompt does not delay the answers of others. Ray's ports run code for
-    whoever reaches them: without --address they are this machine's loopback alone; a cluster belongs on a trusted
-    network. Ctrl-C ends all of it.
+    them over to those that decode, so that a long prompt does not delay the answers of others. Ctrl-C ends all of it.
+
+    Ray's ports run code for whoever reaches them, so a cluster belongs on a trusted network. Without --address they are
+    on loopback, but for one port of each replica, which Ray Serve opens to all: keep a firewall before it.
 
     [bold]Examples[/bold]
 

@@ -1,6 +1,8 @@
 """A fleet on Ray Serve, with replicas that are killed. Needs `peagle[cluster]`:
 
-python -m pytest -m slow -n 1 tests/peagle/cluster/test_ray.py
+    python -m pytest -m slow -n 1 tests/peagle/cluster/test_ray.py
+
+Last run: 26 November 2026, ray 2.60.0, jax 0.10.2, two cores: 3 passed in 65 s, 34 of them to start.
 """
 
 import os
