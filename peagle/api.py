@@ -24,8 +24,9 @@ from typing import Any, Literal
 
 import jax
 
-from peagle.engine.engine import Engine, EngineConfig, Handle
+from peagle.engine.engine import Engine, EngineConfig, Handle, Role
 from peagle.engine.grammar import CompiledGrammar, Grammar, Vocabulary
+from peagle.engine.handoff import Fingerprints
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError, InputWarning
@@ -68,6 +69,7 @@ class Pair:
     retain_full_kv: bool = False  # layers with a window keep all positions, in place of rings
     widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
+    fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
@@ -199,6 +201,7 @@ class Pair:
         prefix_cache_bytes: int = 0,
         k_per_request: bool = False,
         blocked: BlockedPrefill | None = None,
+        role: Role = "both",
     ) -> EngineConfig:
         """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
 
@@ -220,6 +223,7 @@ class Pair:
             blocked=blocked,
             draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
+            role=role,
         )
 
     def request(
@@ -334,7 +338,7 @@ class Pair:
                 self._warn_beyond_training(config)
                 target = self.target if k else self.plain_target
                 drafter = self._drafter(config.draft_sampling) if k else None
-                engine = Engine(target, drafter, config, self.stop_token_ids)
+                engine = Engine(target, drafter, config, self.stop_token_ids, self.fingerprints)
                 _refuse_too_large(engine)
                 self._engines[config] = engine
             return self._engines[config]

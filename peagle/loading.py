@@ -4,6 +4,7 @@ With workflows/ and the commands, the only module of peagle/ that imports target
 """
 
 import dataclasses
+import hashlib
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,15 +18,17 @@ import numpy as np
 
 from peagle.api import AUTO, DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
+from peagle.engine.handoff import Fingerprints
 from peagle.engine.widths import OFF, SPECULATION_FILE, read_widths, read_window
 from peagle.ops import cuda
-from peagle.ops.checkpoint import Checkpoint, read_checkpoint
+from peagle.ops.checkpoint import Checkpoint, fingerprint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.linear import PackedMatrix, arrange
 from peagle.ops.linear.packed import unpack_floats
 from peagle.ops.memory import refuse_too_large, size_in_words
+from peagle.ops.messages import VerifyOutput
 from peagle.ops.native import available as native_available
 from peagle.parallel import MeshShape, Sharded, make_mesh, on_first_rank, parse_mesh, ranks_of, replicate, shard
 from peagle.protocols import Drafter, PyTree, Target
@@ -131,6 +134,7 @@ def load(
         retain_full_kv=retain_full_kv,
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
+        fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
     )
     return with_drafter(
         pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
@@ -172,6 +176,33 @@ def load_over(
 
     parts = shard(of_rank, mesh)
     return Sharded(parts, mesh), LoadedTarget(**{**same, "params": parts.params})
+
+
+@dataclass(frozen=True)
+class _TargetElsewhere:
+    """The target of a pair that only makes requests: its weights are in other processes."""
+
+    vocab_size: int
+    max_positions: int
+
+    def init_cache(self, *_: Any, **__: Any) -> PyTree:
+        raise self._refusal()
+
+    def extend(self, *_: Any, **__: Any) -> tuple[VerifyOutput, PyTree]:
+        raise self._refusal()
+
+    def _refusal(self) -> InputError:
+        return InputError("this target was read without its weights; expected a pair made by load")
+
+
+def without_weights(target: str | Path) -> Pair:
+    """Read what makes requests for a target: its tokenizer, vocabulary, positions and stop tokens."""
+    from target.load import inspect_target
+
+    directory = resolve(target, "target")
+    files = inspect_target(directory)
+    elsewhere = _TargetElsewhere(files.config.vocab_size, files.config.max_positions)
+    return Pair(elsewhere, elsewhere, None, load_tokenizer(directory), files.stop_token_ids)
 
 
 def _refuse_too_large(
@@ -232,7 +263,8 @@ def with_drafter(
     model = local_model(plain)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
-    narrowed = window_in_words = None
+    narrowed = window_in_words = drafted = None
+    print_of_drafter = "" if drafter is None else str(drafter)  # n-gram: no files
     widths = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
     window = asked_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
@@ -241,11 +273,14 @@ def with_drafter(
         params, config = _load_drafter(drafter_directory, plain, pair.dtype, aux_layer_ids)
         if vocab is not None:
             params, config = narrow(params, config, vocab)
+            drafted = vocab.token_ids
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
         config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
         _warn_of_windows(config, plain.max_positions)
         params = replicate(params, plain.mesh) if isinstance(plain, Sharded) else params
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
+        seen = (None if layers is None else layers.outputs, config.windows, drafted)
+        print_of_drafter = _digest(fingerprint(drafter_directory), pair.dtype, *seen)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
     with_aux = model.replace(aux_layer_ids=() if layers is None else layers.outputs)  # type: ignore[attr-defined]
@@ -257,8 +292,14 @@ def with_drafter(
         draft_vocab=narrowed,
         drafter_window=window_in_words,
         widths=widths,
+        fingerprints=Fingerprints(pair.fingerprints.target, print_of_drafter),
         _engines={},
     )
+
+
+def _digest(*parts: object) -> str:
+    """Hash what must be equal where a sequence goes on (peagle.engine.handoff)."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _load_drafter(

@@ -3,7 +3,7 @@
 ops <- target, drafter
 ops <- protocols <- engine, drafters, text <- result <- api <- loading <- measure <- workflows <- cli
 protocols <- parallel <- loading
-measure <- serve <- cli; serve loads no checkpoints
+measure <- serve <- cluster <- cli; serve loads no checkpoints
 """
 
 import ast
@@ -34,6 +34,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.loading": (*_API, "peagle.parallel", *_MODELS),
     "peagle.measure": (*_API, "peagle.loading"),
     "peagle.serve": (*_API, "peagle.measure"),
+    "peagle.cluster": (*_API, "peagle.loading", "peagle.measure", "peagle.serve"),
     "peagle.workflows": (*_API, "peagle.parallel", "peagle.loading", "peagle.measure", *_MODELS),
 }
 # torch and transformers' models are oracles of the tests; pickle runs code
@@ -144,6 +145,8 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/serve/app.py", "from peagle.workflows.run import run"),
         ("peagle/workflows/run.py", "from peagle.serve.loop import EngineLoop"),
         ("peagle/measure/bench.py", "from peagle.serve.loop import EngineLoop"),
+        ("peagle/serve/loop.py", "from peagle.cluster.fleet import Fleet"),
+        ("peagle/cluster/fleet.py", "import pickle"),
         ("target/load.py", "import torch.nn"),
         ("target/load.py", "import pickle"),
     ],
@@ -169,6 +172,7 @@ def test_what_breaks_the_order_is_found(path: str, source: str) -> None:
         ("peagle/result.py", "from peagle.engine.request import Request\nfrom peagle.text.tokenizer import Tokenizer"),
         ("peagle/workflows/run.py", "from peagle.api import Pair\nfrom target.model import GptOss"),
         ("peagle/serve/loop.py", "from peagle.engine.engine import Engine\nfrom peagle.result import Result"),
+        ("peagle/cluster/deployments.py", "from peagle.loading import load\nfrom peagle.serve.app import create_app"),
         ("peagle/cli/serve.py", "from peagle.serve.app import create_app"),
         ("peagle/__init__.py", "from peagle.loading import load"),
         ("peagle/loading.py", "from target.load import load_target\nfrom drafter.propose import PEagle"),

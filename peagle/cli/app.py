@@ -14,6 +14,7 @@ from peagle.cli.output import say
 from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.chat import ChatSettings
+from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.data import DataSettings
 from peagle.cli.settings.decode import GenerateSettings, SpeculateSettings
 from peagle.cli.settings.export import ExportSettings
@@ -118,6 +119,19 @@ def batch(settings: BatchSettings) -> int:
     except ModuleNotFoundError as error:
         raise InputError(f"batches need {error.name}, which is not installed; pip install 'peagle[serve]'") from None
     return batch_command(settings)
+
+
+cluster = typer.Typer(no_args_is_help=True, help="Serve a pair by several processes, on Ray Serve.")
+app.add_typer(cluster, name="cluster")
+
+
+def up(settings: ClusterUpSettings) -> int:
+    from peagle.cli.cluster import up_command
+
+    return up_command(settings)
+
+
+command_of(cluster, up, lambda run: guarded(run))
 
 
 @command

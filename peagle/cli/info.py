@@ -15,6 +15,7 @@ from drafter.model import init_caches as init_drafter_caches
 from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.shared import parse_layers
+from peagle.engine.engine import EngineConfig, Role
 from peagle.engine.request import DEFAULT_CHUNK
 from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import SPECULATION_FILE, read_widths
@@ -46,7 +47,7 @@ from target.model import init_caches as init_target_caches
 
 POSITIONS = 1000
 PROMPT = 8192  # tokens
-FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
+FLOAT32, BFLOAT16, INT8 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int8)
 
 Rows = list[tuple[str, str]]
 
@@ -95,6 +96,15 @@ def info_command(settings: InfoSettings) -> int:
         doubts.append(layers.doubt)
     elif aux_layer_ids is None:
         doubts += [doubtful_aux_layers(named_aux_layers(each.config), name) for name, each in drafters]
+    if settings.role is not None:
+        if len(targets) != 1:
+            raise InputError(f"--role {settings.role} is given, but no target; expected one, with a drafter or without")
+        drafting = None
+        for name, checkpoint in drafters:
+            window = asked_window(dict(paths)[name], AUTO)
+            drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, given=False)
+        rows = role_rows(settings.role, targets[0][1].config, drafting, settings.slots, settings.context)
+        _print(console, f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
     for doubt in doubts:
         if doubt is not None:
             console.print(f"WARNING: {doubt}", markup=False)
@@ -199,6 +209,31 @@ def drafter_rows(
         *([("KV rings, once per row", f"{_both(rings)} (layers with a window)")] if rings else []),
         ("kernels", kernels_in_words()),
     ]
+
+
+def role_rows(role: Role, target: TargetConfig, drafter: DrafterConfig | None, slots: int, context: int) -> Rows:
+    """What an engine takes besides the weights: the lane of a prompt, and slots unless it only prefills.
+
+    Raises InputError for an engine that cannot be.
+    """
+    shape = EngineConfig(DEFAULT_NUM_SPECULATIVE_TOKENS, slots, context, role=role)
+
+    def numbers(batch: int, widest: int, widest_of_drafter: int) -> int:
+        def made() -> list[tuple[KVCache, ...]]:
+            found = [init_target_caches(target, batch, context + widest, widest, INT8)]
+            if drafter is not None:
+                capacity = context + widest_of_drafter
+                found.append(init_drafter_caches(drafter, batch, capacity, widest_of_drafter, INT8))
+            return found
+
+        return cache_bytes(jax.eval_shape(made))
+
+    rows = [(f"lane, for chunks of {shape.lane_chunk}", _both(numbers(1, shape.lane_chunk, shape.lane_chunk)))]
+    if role != "prefill":
+        k = DEFAULT_NUM_SPECULATIVE_TOKENS
+        rows.append((f"{slots} slots, K = {k}", _both(numbers(slots, k + 1, max(2 * k, INPUT_ROOM)))))
+    handed = {"both": "computes prompts and decodes", "prefill": "hands over what goes on", "decode": "takes hand-offs"}
+    return [*rows, ("requests", handed[role])]
 
 
 def _drafts(path: Path) -> str:

@@ -26,12 +26,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 
+from peagle.engine import handoff
 from peagle.engine.grammar import CompiledGrammar, GrammarError, Matcher, Vocabulary
+from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.prefill import learns_from_tokens
 from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
@@ -60,6 +62,7 @@ from peagle.ops.row_blocks import BlockedPrefill, padded_length
 from peagle.protocols import Drafter, Explains, PrefillsAtOnce, Target
 
 MEASURED_ROUNDS = 5
+Role: TypeAlias = Literal["both", "prefill", "decode"]
 
 
 class EngineError(RuntimeError):
@@ -76,7 +79,9 @@ class EngineConfig:
     compile a program for each number of drafts in the table, for models whose passes also compute inactive rows.
     prefix_cache_bytes: memory for prompts and answers that later requests may begin with (peagle.engine.prefix_cache);
     0: none are kept. k_per_request: requests may set num_speculative_tokens; plain steps are then compiled, too.
-    blocked: prefill each prompt at once, not in chunks: nobody decodes meanwhile, and there is no prefix cache.
+    blocked: prefill each prompt at once, not in chunks: nobody decodes meanwhile, and there is no prefix cache. role:
+    "prefill" computes prompts and their first tokens, has no slots, and hands every request over that goes on; "decode"
+    takes these, and computes no prompts (peagle.engine.handoff).
     """
 
     num_speculative_tokens: int = 0
@@ -92,6 +97,7 @@ class EngineConfig:
     blocked: BlockedPrefill | None = None
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
+    role: Role = "both"
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
@@ -117,6 +123,29 @@ class EngineConfig:
                     "--prefill blocked or --prefix-cache"
                 )
         check_rates(self.synthetic_acceptance, k, self.draft_sampling)
+        if self.role == "decode" and self.prefix_cache_bytes:
+            raise InputError("an engine that only decodes computes no prompts; leave its prefix cache out")
+
+    @property
+    def lane_chunk(self) -> int:
+        """The most tokens that are written to the lane before they attend."""
+        return 1 if self.role == "decode" else self.chunk
+
+    def check(self, request: Request, vocab_size: int) -> None:
+        """Raise InputError for a request that an engine of this shape cannot run."""
+        request.check_vocabulary(vocab_size)
+        if len(request.prompt_ids) + request.max_new_tokens > self.capacity:
+            raise InputError(
+                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
+                f"expected a sum of at most {self.capacity}, the context: shorten one of them or raise the context"
+            )
+        asked, most = request.num_speculative_tokens, self.num_speculative_tokens
+        if asked is not None and asked > most:
+            raise InputError(f"K is {asked} for {request.name}; expected at most {most}, the engine's")
+        if asked is not None and not self.k_per_request:
+            raise InputError("K is set for one request; expected an engine with k_per_request")
+        if self.draft_sampling and request.sampling.greedy:
+            raise InputError(DRAFTS_ARE_GREEDY)
 
     @property
     def lane_tokens(self) -> int:
@@ -144,6 +173,8 @@ class Handle:
     paused: bool = False  # it drafts no more, and is decoded plainly (peagle.engine.widths)
     error: InputError | None = None  # why it ended, if finished is "error"
     matcher: Matcher | None = None  # of its grammar; has read output_ids
+    hand_off: HandOff | None = field(default=None, repr=False)  # to begin with, until then; or if it was handed over
+    num_received: int = 0  # of output_ids, that came with a hand-off
     wanted: bool = True  # until its reader aborts it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
@@ -187,8 +218,9 @@ class Engine:
         drafter: Drafter | None,
         config: EngineConfig,
         stop_token_ids: Sequence[int] = (),
+        fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
     ) -> None:
-        """stop_token_ids end requests that set none of their own.
+        """stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
 
         Raises InputError for K > 0 without a drafter.
         """
@@ -197,7 +229,7 @@ class Engine:
         if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
             raise InputError("this target does not prefill at once; leave out --prefill blocked")
         self.target, self.drafter, self.config = target, drafter if config.num_speculative_tokens else None, config
-        self.stop_token_ids = tuple(stop_token_ids)
+        self.stop_token_ids, self.fingerprints = tuple(stop_token_ids), fingerprints
         self.compile_s = 0.0
         self.times = LoopTimes()
         self._table = config.table
@@ -207,7 +239,7 @@ class Engine:
             config.slots,
             config.capacity,
             config.num_speculative_tokens,
-            config.chunk if config.blocked is None else config.lane_tokens,
+            config.lane_chunk if config.blocked is None else config.lane_tokens,
             config.steps_per_dispatch,
             None if config.blocked is None else config.blocked.rows(config.capacity),
         )
@@ -217,7 +249,8 @@ class Engine:
             block, snapshot = self._programs.part_bytes()
             self._prefix_cache = PrefixCache(config.prefix_cache_bytes, block, snapshot)
             self._begins_anywhere = snapshot is None
-        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.lane_tokens, config.steps_per_dispatch)
+        slots = 1 if config.role == "prefill" else config.slots  # a request leaves as soon as its first token is read
+        self._scheduler: Scheduler[Handle] = Scheduler(slots, config.lane_tokens, config.steps_per_dispatch)
         self._state: DecodeState | None = None
         self._lane: Prefix | None = None
         self._lane_logits: jax.Array | None = None
@@ -237,22 +270,16 @@ class Engine:
 
     # --- the interface ----------------------------------------------------------------------------------------------
 
-    def check(self, request: Request) -> None:
-        """Raise InputError, before any work, for a request that cannot be run."""
-        capacity = self.config.capacity
-        request.check_vocabulary(self.target.vocab_size)
-        if len(request.prompt_ids) + request.max_new_tokens > capacity:
-            raise InputError(
-                f"{request.name} has {len(request.prompt_ids)} tokens and at most {request.max_new_tokens} new ones; "
-                f"expected a sum of at most {capacity}, the context: shorten one of them or raise the context"
-            )
-        asked, most = request.num_speculative_tokens, self.config.num_speculative_tokens
-        if asked is not None and asked > most:
-            raise InputError(f"K is {asked} for {request.name}; expected at most {most}, the engine's")
-        if asked is not None and not self.config.k_per_request:
-            raise InputError("K is set for one request; expected an engine with k_per_request")
-        if self.config.draft_sampling and request.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY)
+    def check(self, request: Request, hand_off: HandOff | None = None) -> None:
+        """Raise InputError, before any work, for a request that cannot be run, or not begin with this hand-off."""
+        if hand_off is not None:
+            if self.config.role == "prefill":
+                raise InputError("this engine only prefills; send the hand-off to one that decodes")
+            handoff.check(self._programs, hand_off, self.config.capacity, self.fingerprints)
+            handoff.check_request(hand_off, request, self._stops_of(request), self.target.vocab_size)
+        elif self.config.role == "decode":
+            raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
+        self.config.check(request, self.target.vocab_size)
         if request.grammar is not None:
             self._check_grammar(request, request.grammar)
 
@@ -267,22 +294,30 @@ class Engine:
                 f"the grammar is compiled for {grammar.vocabulary.size} tokens; expected {self.target.vocab_size}, the "
                 "target's vocabulary"
             )
+        if self.config.role != "both":
+            raise InputError("a request with a grammar is not handed to another engine; send it to one that does both")
         if self.config.synthetic_acceptance is not None:
             raise InputError("synthetic acceptance ignores grammars; leave one of them out")
 
     def _stops_of(self, request: Request) -> tuple[int, ...]:
         return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
 
-    def add(self, request: Request, timeout_s: float | None = None) -> Handle:
+    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
         """Put a request in the queue. After timeout_s seconds it ends with the tokens it has.
 
-        Raises InputError for a request that cannot be run, EngineError if the engine has failed.
+        hand_off: where another engine left it; its chunks hold the tokens after those. A message is dropped as soon as
+        the request has a slot, or ends. Raises InputError for a request that cannot be run, EngineError if the engine
+        has failed.
         """
-        self.check(request)
+        self.check(request, hand_off)
         stops, grammar = self._stops_of(request), request.grammar
         deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
         matcher = None if grammar is None else grammar.begin(stops)
         handle = Handle(request, stops, deadline_s, length=len(request.prompt_ids), matcher=matcher)
+        if hand_off is not None:
+            handle.hand_off, handle.length = hand_off, hand_off.length
+            handle.output_ids += hand_off.token_ids[len(request.prompt_ids) :]
+            handle.num_received = len(handle.output_ids)
         with self._entry, self._lock:
             self._raise_failure()
             self._scheduler.add(handle, len(request.prompt_ids), constrained=matcher is not None)
@@ -312,6 +347,33 @@ class Engine:
                 self._end_aborted()
             finally:
                 self._lock.release()
+
+    def hand_over(self, handle: Handle) -> HandOff:
+        """End a request that has a slot; return what another engine goes on with. Its last chunks are in its inbox.
+
+        Only the thread that drives the loop may call it. Raises InputError for a request without a slot.
+        """
+        with self._lock:
+            self._raise_failure()
+            while self._in_flight:
+                for other, chunk in self._read(self._in_flight.popleft()):
+                    other.inbox.append(chunk)
+            if handle not in self._alive or handle not in self._scheduler.held or self._state is None:
+                raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
+            drafts = self.drafter is not None and not handle.paused
+            if drafts:
+                self._state, self._input_rows = self._programs.absorb(self._state), 1
+            # a row that drafts no more has a drafter that lags behind for good
+            state = self._state if drafts else dataclasses.replace(self._state, drafter_input=None)
+            lane = self._programs.extract(state, self._programs.init_lane(), self._scheduler.held.index(handle))
+            handle.hand_off = self._pack(handle, lane)
+            self._end(handle, "handed_off")
+            return handle.hand_off
+
+    def _pack(self, handle: Handle, lane: Prefix) -> HandOff:
+        token_ids = (*handle.request.prompt_ids, *handle.output_ids)
+        drafts = self.drafter is not None and not handle.paused
+        return handoff.pack(self._programs, lane, token_ids, self.fingerprints, drafts)
 
     def step(self) -> list[tuple[Handle, TokenChunk]]:
         """Send the next dispatch and read the previous one.
@@ -379,9 +441,9 @@ class Engine:
         """If no request is left, wait for the device: no work runs into the next measurement."""
         with self._lock:
             self._end_aborted()
-            if not self._alive and self._state is not None:
+            if not self._alive and self._lane is not None:
                 self._in_flight.clear()
-                jax.block_until_ready((self._state.done, self._lane))
+                jax.block_until_ready((None if self._state is None else self._state.done, self._lane))
 
     def warm_up(
         self,
@@ -423,7 +485,7 @@ class Engine:
 
     def _warm_up(self, sampled: bool, full: bool, measuring: Callable[[], object]) -> None:
         started = time.perf_counter()
-        measures = self.config.adaptive and self._table.costs is None  # by greedy steps
+        measures = self.config.adaptive and self._table.costs is None and self.config.role != "prefill"  # greedy steps
         variants = {(sampled, full), (False, False)} if measures else {(sampled, full)}
         kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts]
         if self.drafter is not None:
@@ -432,24 +494,11 @@ class Engine:
             kinds = [kind for kind in kinds if kind.num_drafts or kind.lean]
         missing = [kind for kind in kinds if kind not in self._warm]
         if missing:
-            sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # as `check` requires
             # after this arbitrary token the logits need not be finite
             with contextlib.suppress(InputError), self._without_prefix_cache():
-                for _ in self.generate([Request((0,), 1, sampling)]):
-                    pass
+                self._run_first_request()
             with self._lock:
-                assert self._state is not None
-                widths = np.zeros((self.config.slots,), np.int32)
-                for kind in missing:
-                    self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind)
-                if self._prefix_cache is not None:
-                    self._warm_up_prefix_cache()
-                assert self._lane is not None
-                if self.drafter is not None and 0 in self._possible_drafts and self._prefix_cache is None:
-                    self._lane, _ = self._programs.extend(self._lane, 0, (0,), lean=True)
-                if len(self._possible_drafts) > 1:  # plain steps between drafted ones
-                    self._state = self._programs.absorb(self._state)
-                jax.block_until_ready(self._state)
+                self._run_programs(missing)
             self._warm.update(missing)
             self.compile_s += time.perf_counter() - started
         if measures:
@@ -458,6 +507,35 @@ class Engine:
                 self._table = self._table.paying(self._measure_costs())
         if missing or measures:
             self.times, self._last_read_s = LoopTimes(), None
+
+    def _run_first_request(self) -> None:
+        """Run a request through all programs that it needs but the steps."""
+        sampling = SamplingParams(temperature=1.0 if self.config.draft_sampling else 0.0)  # as `check` requires
+        # a prefill engine's shall go on, so that it is packed; a decode engine's begins with a hand-off
+        request, hand_off = Request((0,), 1 if self.config.role == "both" else 2, sampling, ()), None
+        if self.config.role == "decode":
+            lane, drafts = self._programs.init_lane(), self.drafter is not None
+            hand_off = handoff.pack(self._programs, lane, (0, 0), self.fingerprints, drafts)
+        for _ in self.follow(self.add(request, hand_off=hand_off)):
+            pass
+        self.settle()
+
+    def _run_programs(self, kinds: Sequence[StepKind]) -> None:
+        """Run steps of these kinds, and what else the loop may need."""
+        assert self._lane is not None
+        lean = self.drafter is not None and 0 in self._possible_drafts and self._prefix_cache is None
+        if lean and self.config.role != "decode":
+            self._lane, _ = self._programs.extend(self._lane, 0, (0,), lean=True)
+        if self._state is None:  # a prefill engine
+            return
+        widths = np.zeros((self.config.slots,), np.int32)
+        for kind in kinds:
+            self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind)
+        if self._prefix_cache is not None:
+            self._warm_up_prefix_cache()
+        if len(self._possible_drafts) > 1:  # plain steps between drafted ones
+            self._state = self._programs.absorb(self._state)
+        jax.block_until_ready(self._state)
 
     @contextlib.contextmanager
     def _without_prefix_cache(self) -> Iterator[None]:
@@ -536,9 +614,13 @@ class Engine:
         assert self._lane is not None
         for slot in range(active):
             tokens = rng.integers(0, self.target.vocab_size, length).tolist()
-            self._lane, logits = self._programs.extend(self._lane, 0, tokens)
             params = SlotParams.of(Request(tuple(tokens), config.capacity), (), self.target.vocab_size)
             assert self._state is not None
+            if config.role == "decode":  # behind caches of zeros
+                lane = dataclasses.replace(self._lane, length=np.asarray([length], np.int32))  # type: ignore[arg-type]
+                self._state, _ = self._programs.resume(self._state, lane, tokens[-1], slot, params)
+                continue
+            self._lane, logits = self._programs.extend(self._lane, 0, tokens)
             self._state, _ = self._programs.admit(self._state, self._lane, logits, slot, params)
         widths = np.where(np.arange(config.slots) < active, drafts, 0).astype(np.int32)
         seconds, drafted = {}, self._program_for(drafts)
@@ -567,12 +649,16 @@ class Engine:
 
     def memory_bytes(self) -> tuple[int, int, int]:
         """Compute the bytes of (slots with caches, prefill lane, logits of a step); allocate none."""
-        state, lane = (
-            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in self._programs.shapes()
+        config, (state, lane) = self.config, self._programs.shapes()
+        held, passing = (
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in (state, lane)
         )
-        config = self.config
-        logits = config.slots * (config.num_speculative_tokens + 1) * self.target.vocab_size * 4
-        return state, lane, logits
+        rows = 1
+        if config.role == "prefill":
+            held = 0
+        else:
+            rows = config.slots * (config.num_speculative_tokens + 1)
+        return held, passing, rows * self.target.vocab_size * 4
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -591,8 +677,7 @@ class Engine:
             raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
 
     def _step(self) -> list[tuple[Handle, TokenChunk]]:
-        if self._state is None or self._lane is None:
-            self._state, self._lane = self._programs.init()
+        self._allocate()
         self._end_aborted()
         now = time.perf_counter()
         for handle in [h for h in self._alive if h.deadline_s is not None and now >= h.deadline_s]:
@@ -613,6 +698,15 @@ class Engine:
             chunks += self._read(self._in_flight.popleft())
         return chunks
 
+    def _allocate(self) -> None:
+        """Make the state and the lane at the first step; a prefill engine has no state."""
+        if self._lane is not None:
+            return
+        if self.config.role == "prefill":
+            self._lane = self._programs.init_lane()
+        else:
+            self._state, self._lane = self._programs.init()
+
     def _end_aborted(self) -> None:
         """End the requests that `abort` has queued."""
         while self._to_abort:
@@ -622,14 +716,12 @@ class Engine:
 
     def _evict(self) -> None:
         """Freeze the slots of requests that the host has ended."""
-        assert self._state is not None
-        if self._to_freeze:
+        if self._to_freeze and self._state is not None:
             slots = np.isin(np.arange(self.config.slots), list(self._to_freeze))
             self._state = self._programs.evict(self._state, slots)
-            self._to_freeze.clear()
+        self._to_freeze.clear()
 
     def _dispatch(self, action: Chunk[Handle] | Admit[Handle] | Steps) -> None:
-        assert self._state is not None
         assert self._lane is not None
         sent_s, num_drafts = time.perf_counter(), 0
         self._see_gap(sent_s)
@@ -648,13 +740,9 @@ class Engine:
                 prompt_ids = action.key.request.prompt_ids
                 self._remember(prompt_ids[:end], len(prompt_ids))
         elif isinstance(action, Admit):
-            assert self._lane_logits is not None
-            handle = action.key
-            vocab_size, drafts = self.target.vocab_size, not handle.paused
-            masks = None if handle.matcher is None else next_mask(handle.matcher)
-            params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts, masks)
-            self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, action.slot, params)
+            result = self._admit(action.key, action.slot)
         else:
+            assert self._state is not None
             widths, kind = self._next_widths()
             num_drafts = kind.num_drafts
             self._catch_up(action.count, num_drafts)
@@ -721,6 +809,24 @@ class Engine:
                 chunks.append((handle, handle.inbox.pop()))
         return chunks
 
+    def _admit(self, handle: Handle, slot: int) -> jax.Array:
+        """Insert the lane's sequence into a slot; a prefill engine only chooses its first token."""
+        assert self._lane is not None
+        vocab_size, drafts = self.target.vocab_size, not handle.paused
+        masks = None if handle.matcher is None else next_mask(handle.matcher)
+        params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts, masks)
+        if handle.hand_off is not None:
+            assert self._state is not None
+            handle.hand_off, pending_token = None, handle.output_ids[-1]
+            params = params.continued(handle.output_ids)
+            self._state, result = self._programs.resume(self._state, self._lane, pending_token, slot, params)
+            return result
+        assert self._lane_logits is not None
+        if self._state is None:
+            return self._programs.first_token(self._lane, self._lane_logits, params)
+        self._state, result = self._programs.admit(self._state, self._lane, self._lane_logits, slot, params)
+        return result
+
     def _begin(self, handle: Handle) -> int:
         """Decide whether a request drafts at all, and load the lane with the longest known beginning of its prompt.
 
@@ -729,7 +835,14 @@ class Engine:
         """
         crowded = self._scheduler.num_waiting > self.config.slots and self._table.at(self.config.slots) == 0
         plain = handle.request.num_speculative_tokens == 0
+        if self.config.role == "prefill":
+            crowded = False  # nobody waits for a slot here
         handle.paused = plain or crowded or not (self._table.sampled or handle.request.sampling.greedy)
+        if handle.hand_off is not None:
+            assert self._lane is not None
+            handle.paused |= not handle.hand_off.drafts
+            self._lane = handoff.put(self._programs, self._lane, handle.hand_off)
+            return len(handle.request.prompt_ids)
         if self._prefix_cache is None:
             return 0
         found = self._prefix_cache.match(handle.request.prompt_ids)
@@ -770,6 +883,8 @@ class Engine:
         if self._prefix_cache is None or not self._scheduler.lane_free:
             return
         if handle.paused or (self.drafter is not None and not last.draft_token_ids):
+            return
+        if handle.num_received:  # a layer that was a ring where it comes from may lack the rows of its first blocks
             return
         assert self._state is not None
         assert self._lane is not None
@@ -819,7 +934,7 @@ class Engine:
         if isinstance(sent.action, Admit):
             assert values is not None
             handle = sent.action.key
-            if handle not in self._alive:
+            if handle not in self._alive or handle.num_received:
                 return []
             if values[0] == NO_TOKEN:
                 return [(handle, self._not_finite(handle, "target", self.target, (), ()))]
@@ -902,6 +1017,9 @@ class Engine:
             reason = "stop"
         elif len(handle.output_ids) >= handle.request.max_new_tokens:
             reason = "length"
+        elif self.config.role == "prefill":
+            assert self._lane is not None
+            handle.hand_off, reason = self._pack(handle, self._lane), "handed_off"
         if reason is not None:
             handle.finished = reason
             self._alive.discard(handle)
@@ -920,6 +1038,8 @@ class Engine:
         slot = self._scheduler.remove(handle)
         if slot is not None:
             self._to_freeze.add(slot)
+        if reason != "handed_off":
+            handle.hand_off = None
         handle.inbox.append(TokenChunk(handle.request, (), time.perf_counter(), (), reason))
         handle.finished = reason  # after the chunk: a reader that sees `finished` finds the chunk
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from peagle.engine.state import Prefix
-from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache
+from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache, put_rows
 from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, PrefillsAtOnce, PyTree, Target
 
@@ -127,8 +127,8 @@ def _extended(prefix: Prefix, cache: PyTree, state: PyTree, aux_hidden: jax.Arra
 
 def needs_snapshots(prefix: Prefix) -> bool:
     """Check if blocks do not suffice to begin at any length."""
-    drafters = [] if learns_from_tokens(prefix) else _nodes(prefix.drafter_state)
-    return not all(map(_is_full, _nodes(prefix.target_cache) + drafters))
+    drafters = [] if learns_from_tokens(prefix) else nodes(prefix.drafter_state)
+    return not all(map(is_full, nodes(prefix.target_cache) + drafters))
 
 
 def learns_from_tokens(prefix: Prefix) -> bool:
@@ -159,11 +159,12 @@ def put_block(prefix: Prefix, block: list[KVCache], start: Int[Array, ""]) -> Pr
     rows = iter(block)
 
     def put(node: Any, first: jax.Array) -> Any:
-        if not _is_full(node):
+        if not is_full(node):
             return node
         given = next(rows)
-        key = jax.lax.dynamic_update_slice_in_dim(node.key, given.key, first, axis=1)
-        return KVCache(key, jax.lax.dynamic_update_slice_in_dim(node.value, given.value, first, axis=1))
+        zero = jnp.zeros_like(first)
+        place = (zero, first, zero, zero)
+        return KVCache(put_rows(node.key, given.key, place), put_rows(node.value, given.value, place))
 
     return _map_layers(prefix, put, start, jnp.maximum(start - 1, 0))
 
@@ -183,9 +184,9 @@ def cut_snapshot(prefix: Prefix, chunk: int) -> Snapshot:
         return copy_positions(empty, node, jnp.zeros((), jnp.int32), length)
 
     length = prefix.length[0]
-    nodes = [(node, length) for node in _nodes(prefix.target_cache)]
-    nodes += [(node, length - 1) for node in _nodes(prefix.drafter_state)]
-    return [cut(*each) for each in nodes if not _is_full(each[0])], prefix.aux_hidden
+    found = [(node, length) for node in nodes(prefix.target_cache)]
+    found += [(node, length - 1) for node in nodes(prefix.drafter_state)]
+    return [cut(*each) for each in found if not is_full(each[0])], prefix.aux_hidden
 
 
 def put_snapshot(prefix: Prefix, snapshot: Snapshot, length: Int[Array, ""]) -> Prefix:
@@ -194,7 +195,7 @@ def put_snapshot(prefix: Prefix, snapshot: Snapshot, length: Int[Array, ""]) -> 
     rest = iter(kept)
 
     def put(node: Any, valid: jax.Array) -> Any:
-        if _is_full(node):
+        if is_full(node):
             return node
         given = next(rest)
         return copy_positions(node, given, jnp.zeros((), jnp.int32), valid) if isinstance(node, KVCache) else given
@@ -203,20 +204,21 @@ def put_snapshot(prefix: Prefix, snapshot: Snapshot, length: Int[Array, ""]) -> 
     return dataclasses.replace(after, aux_hidden=aux_hidden, length=length[None])
 
 
-def _is_full(node: Any) -> bool:
+def is_full(node: Any) -> bool:
+    """Whether a node of `nodes` is a cache of all positions."""
     return isinstance(node, KVCache) and not node.ring
 
 
-def _nodes(tree: PyTree) -> list[Any]:
+def nodes(tree: PyTree) -> list[Any]:
     """List the caches and other leaves of a tree, in order."""
-    nodes: list[Any] = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
-    return nodes
+    found: list[Any] = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, KVCache))
+    return found
 
 
 def _full_layers(prefix: Prefix, start: jax.Array) -> list[tuple[KVCache, jax.Array]]:
     """(each full layer, the first of its rows that belong to a block), the target's before the drafter's."""
-    of_target = [(node, start) for node in _nodes(prefix.target_cache) if _is_full(node)]
-    of_drafter = [(node, jnp.maximum(start - 1, 0)) for node in _nodes(prefix.drafter_state) if _is_full(node)]
+    of_target = [(node, start) for node in nodes(prefix.target_cache) if is_full(node)]
+    of_drafter = [(node, jnp.maximum(start - 1, 0)) for node in nodes(prefix.drafter_state) if is_full(node)]
     return of_target + of_drafter
 
 

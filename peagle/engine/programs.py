@@ -8,7 +8,7 @@ request's parameters, except that steps have greedy, sampled and full variants.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -73,10 +73,34 @@ class Programs:
         made: tuple[DecodeState, Prefix] = jax.jit(self._init)()
         return made
 
+    def init_lane(self) -> Prefix:
+        """Make an empty lane alone."""
+        made: Prefix = jax.jit(self._init_lane)()
+        return made
+
     def _init(self) -> tuple[DecodeState, Prefix]:
         state = init_state(self._target, self._drafter, self._slots, self._capacity, self._num_drafts)
-        widest = self.chunk_length if self._blocks is None else self._blocks.query_rows
-        return state, prefill.empty_prefix(self._target, self._drafter, self._capacity, widest)
+        return state, self._init_lane()
+
+    def _init_lane(self) -> Prefix:
+        return prefill.empty_prefix(self._target, self._drafter, self._capacity, self._widest_write)
+
+    @property
+    def _widest_write(self) -> int:
+        """The most rows that are written to the lane before they attend."""
+        return self.chunk_length if self._blocks is None else self._blocks.query_rows
+
+    @functools.cached_property
+    def lane_shapes(self) -> Prefix:
+        """The shapes of the lane."""
+        found: Prefix = jax.eval_shape(self._init_lane)
+        return found
+
+    @functools.cached_property
+    def kept_shapes(self) -> list[Any]:
+        """The shapes of what a snapshot keeps, but for aux_hidden."""
+        cut = functools.partial(prefill.cut_snapshot, chunk=self._widest_write)
+        return list(jax.eval_shape(cut, self.lane_shapes)[0])
 
     def extend(
         self, lane: Prefix, begin: int, token_ids: Sequence[int], lean: bool = False, num_absorbed: int = 0
@@ -116,6 +140,25 @@ class Programs:
         program = _admit(tree, lane_tree, params_tree)
         after, token = program(leaves, lane_leaves, logits, np.int32(slot), param_leaves)
         token.copy_to_host_async()
+        return jax.tree.unflatten(tree, after), token
+
+    def first_token(self, lane: Prefix, logits: jax.Array, params: SlotParams) -> jax.Array:
+        """Choose the token that follows the lane's prompt; return it as `admit` does."""
+        param_leaves, params_tree = jax.tree.flatten(params)
+        token: jax.Array = _first_token(params_tree)(logits, lane.length, param_leaves)
+        token.copy_to_host_async()
+        return token
+
+    def resume(
+        self, state: DecodeState, lane: Prefix, pending_token: int, slot: int, params: SlotParams
+    ) -> tuple[DecodeState, jax.Array]:
+        """Insert the lane's sequence into a slot, with the token that was emitted last; return (the state, that)."""
+        leaves, tree = jax.tree.flatten(state)
+        lane_leaves, lane_tree = jax.tree.flatten(lane)
+        param_leaves, params_tree = jax.tree.flatten(params)
+        pending = np.asarray([pending_token], np.int32)
+        program = _resume(tree, lane_tree, params_tree)
+        after, token = program(leaves, lane_leaves, pending, np.int32(slot), param_leaves)
         return jax.tree.unflatten(tree, after), token
 
     def steps(
@@ -202,10 +245,10 @@ class Programs:
         """Copy the rest of what is valid at this length."""
         lane = dataclasses.replace(lane, length=np.asarray([length], np.int32))  # type: ignore[arg-type]
         leaves, tree = jax.tree.flatten(lane)
-        snapshot: prefill.Snapshot = _cut_snapshot(tree, self.chunk_length)(leaves)
+        snapshot: prefill.Snapshot = _cut_snapshot(tree, self._widest_write)(leaves)
         return snapshot
 
-    def put_blocks(self, lane: Prefix, blocks: Sequence[list[KVCache]]) -> Prefix:
+    def put_blocks(self, lane: Prefix, blocks: Iterable[list[KVCache]]) -> Prefix:
         """Load the lane with the blocks of its first positions."""
         leaves, tree = jax.tree.flatten(lane)
         for index, block in enumerate(blocks):
@@ -243,7 +286,7 @@ class Programs:
         start = jax.ShapeDtypeStruct((), jnp.int32)
         parts = (
             jax.eval_shape(functools.partial(prefill.cut_block, size=BLOCK), lane, start),
-            jax.eval_shape(functools.partial(prefill.cut_snapshot, chunk=self.chunk_length), lane),
+            jax.eval_shape(functools.partial(prefill.cut_snapshot, chunk=self._widest_write), lane),
         )
         block, snapshot = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in parts)
         return block, snapshot if prefill.needs_snapshots(lane) else None
@@ -288,25 +331,57 @@ def _admit(state: Any, lane: Any, params_tree: Any) -> Any:
         _traces["insert"] += 1
         prefix: Prefix = jax.tree.unflatten(lane, lane_leaves)
         params: SlotParams = jax.tree.unflatten(params_tree, param_leaves)
-        random = uniforms(params.sampling, prefix.length[:, None])[..., TARGET]
-        no_drafts = jnp.zeros((1, 0), jnp.int32)
-
-        def plainly() -> tuple[jax.Array, jax.Array]:
-            width = LogProbs.packed_width(logits.shape[-1])
-            return choose(logits, params.sampling, random), jnp.zeros((1, 1, width), jnp.int32)
-
-        def fully() -> tuple[jax.Array, jax.Array]:
-            stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
-            adjusted = adjust(logits, no_drafts, params.adjustments, stops, masks)
-            token = choose(adjusted, params.sampling, random)
-            return token, log_probs(logits, token).pack()
-
-        token, packed = jax.lax.cond(params.full[0], fully, plainly)
+        token, packed = _choose_first(logits, prefix.length, params)
         after = insert(jax.tree.unflatten(state, leaves), prefix, token[:, 0], slot, params)
         result = jnp.concatenate([token[0], packed[0, 0]])
         return jax.tree.leaves(after), _counted_as_long(result, prefix.length[0])  # the token may be negative: NO_TOKEN
 
     return jax.jit(_insert, donate_argnums=0)
+
+
+def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> tuple[jax.Array, jax.Array]:
+    """Choose the token that follows a prompt; return (it [1, 1], its log-probabilities, packed [1, 1, W])."""
+    random = uniforms(params.sampling, length[:, None])[..., TARGET]
+    no_drafts = jnp.zeros((1, 0), jnp.int32)
+
+    def plainly() -> tuple[jax.Array, jax.Array]:
+        width = LogProbs.packed_width(logits.shape[-1])
+        return choose(logits, params.sampling, random), jnp.zeros((1, 1, width), jnp.int32)
+
+    def fully() -> tuple[jax.Array, jax.Array]:
+        stops, masks = jnp.asarray(params.stop_token_ids), jnp.asarray(params.masks)
+        token = choose(adjust(logits, no_drafts, params.adjustments, stops, masks), params.sampling, random)
+        return token, log_probs(logits, token).pack()
+
+    found: tuple[jax.Array, jax.Array] = jax.lax.cond(params.full[0], fully, plainly)
+    return found
+
+
+@functools.cache
+def _first_token(params_tree: Any) -> Any:
+    def _choose(logits: jax.Array, length: jax.Array, param_leaves: list[jax.Array]) -> jax.Array:
+        _traces["first token"] += 1
+        token, packed = _choose_first(logits, length, jax.tree.unflatten(params_tree, param_leaves))
+        return _counted_as_long(jnp.concatenate([token[0], packed[0, 0]]), length[0])
+
+    return jax.jit(_choose)
+
+
+@functools.cache
+def _resume(state: Any, lane: Any, params_tree: Any) -> Any:
+    def _insert_sequence(
+        leaves: list[jax.Array],
+        lane_leaves: list[jax.Array],
+        pending_token: jax.Array,
+        slot: jax.Array,
+        param_leaves: list[jax.Array],
+    ) -> tuple[list[jax.Array], jax.Array]:
+        _traces["resume"] += 1
+        prefix, params = jax.tree.unflatten(lane, lane_leaves), jax.tree.unflatten(params_tree, param_leaves)
+        after = insert(jax.tree.unflatten(state, leaves), prefix, pending_token, slot, params)
+        return jax.tree.leaves(after), _counted_as_long(pending_token, slot)
+
+    return jax.jit(_insert_sequence, donate_argnums=0)
 
 
 @functools.cache

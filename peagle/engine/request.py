@@ -24,7 +24,7 @@ DRAFTS_ARE_GREEDY = (
 DEFAULT_CHUNK = 128  # prompt tokens of one prefill pass
 MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 
-FinishReason = Literal["stop", "length", "aborted", "timeout", "error"]
+FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_off"]
 
 
 def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling: bool) -> None:

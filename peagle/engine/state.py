@@ -13,7 +13,9 @@ The slot is the leading axis of EVERY leaf. Invariants, per active slot, between
 A slot that is done, or was never filled, is frozen: its rows have position -1, write nothing and emit nothing.
 """
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -110,6 +112,15 @@ class SlotParams:
         credit = np.asarray([_first_credit(request) if drafts else NO_CREDIT], np.float32)
         masks = all_allowed(1, 1, vocab_size) if masks is None else masks
         return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full, masks)
+
+    def continued(self, output_ids: Sequence[int]) -> "SlotParams":
+        """Make the row of a request that has emitted these tokens, the pending one last, in NumPy."""
+        *before, _ = output_ids
+        counts = np.array(self.adjustments.counts)
+        np.add.at(counts[0], before, 1)
+        must_emit = np.maximum(np.asarray(self.adjustments.must_emit) - len(before), 0)
+        adjustments = dataclasses.replace(self.adjustments, counts=counts, must_emit=must_emit)  # type: ignore[arg-type]
+        return dataclasses.replace(self, remaining=np.asarray(self.remaining) - len(before), adjustments=adjustments)
 
 
 def _first_credit(request: Request) -> float:

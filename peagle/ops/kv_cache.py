@@ -12,6 +12,8 @@ of T rows overwrites position newest - capacity, which the first of them, or a q
 to any more (`ring_capacity`).
 """
 
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -95,6 +97,18 @@ def slot_positions(cache: KVCache, newest: Int[Array, " B"]) -> Int[Array, "B C"
     return jnp.where(position > newest, position - cache.capacity, position)
 
 
+def put_rows(into: jax.Array, rows: jax.Array, start: Sequence[jax.Array]) -> jax.Array:
+    """Write rows in place, as jax.lax.dynamic_update_slice does.
+
+    XLA on CPU computes that in float32 for bfloat16, so it would convert the whole array there and back. As integers
+    the same bits are written where they belong, in a twentieth of the time for a layer of 4,096 positions.
+    """
+    if into.dtype != jnp.bfloat16:
+        return jax.lax.dynamic_update_slice(into, rows, start)
+    into, rows = (jax.lax.bitcast_convert_type(each, jnp.uint16) for each in (into, rows))
+    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(into, rows, start), jnp.bfloat16)
+
+
 COPIED = 128  # positions per block of a copy
 
 
@@ -113,7 +127,8 @@ def copy_positions(
 
         def put(target: jax.Array, values: jax.Array) -> jax.Array:
             taken = values[0, slots].astype(target.dtype)
-            return jax.lax.dynamic_update_slice_in_dim(target, taken[None], row, axis=0)
+            zero = jnp.zeros_like(row)
+            return put_rows(target, taken[None], (row, zero, zero, zero))
 
         return KVCache(put(into.key, source.key), put(into.value, source.value), ring=True)
     if source.ring:
@@ -127,7 +142,7 @@ def copy_positions(
 
         def put(target: jax.Array, values: jax.Array) -> jax.Array:
             taken = jax.lax.dynamic_slice_in_dim(values, start, block, axis=1)
-            return jax.lax.dynamic_update_slice(target, taken.astype(target.dtype), (row, start, zero, zero))
+            return put_rows(target, taken.astype(target.dtype), (row, start, zero, zero))
 
         return KVCache(put(into.key, source.key), put(into.value, source.value), ring=False)
 

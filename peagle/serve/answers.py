@@ -9,7 +9,7 @@ from typing import Any
 from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogprobs
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
-from peagle.serve.loop import EngineLoop
+from peagle.serve.loop import Loop
 from peagle.text.channels import CALL, ChannelParser, Delta
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
@@ -40,7 +40,7 @@ class Answers:
     """
 
     def __init__(
-        self, loop: EngineLoop, requests: Sequence[Request], tokenizer: Tokenizer | None, channels: bool = False
+        self, loop: Loop, requests: Sequence[Request], tokenizer: Tokenizer | None, channels: bool = False
     ) -> None:
         for request in requests:
             refuse_stop_strings_without(tokenizer, request.stop)

@@ -24,7 +24,7 @@ from peagle.ops.strict_json import dumps
 from peagle.serve.answers import Answers, pooled, usage
 from peagle.serve.errors import ApiError
 from peagle.serve.http import EventStream, JsonReply, check_key, check_origin, read_body, until_disconnect
-from peagle.serve.loop import EngineLoop
+from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.openapi import document
 from peagle.serve.page import HEADERS, PAGE
@@ -44,7 +44,7 @@ Found = TypeVar("Found")
 class Service:
     """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them."""
 
-    loop: EngineLoop
+    loop: Loop
     prompter: Prompter
     model: str
     keys: Sequence[str] = ()

@@ -18,6 +18,9 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
 
+    def __reduce__(self) -> tuple[Any, ...]:  # between processes, too
+        return type(self), (self.status, self.message, self.param, self.code, self.retry_after_s)
+
     def body(self) -> dict[str, Any]:
         """Return the error object."""
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")

@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from peagle.engine.engine import Engine, Handle
+from peagle.engine.engine import Engine, EngineConfig, Handle
 from peagle.engine.grammar import GrammarError
+from peagle.engine.handoff import HandOff
 from peagle.engine.request import Request, TokenChunk
 from peagle.serve.errors import ApiError
 
@@ -32,6 +33,7 @@ class _Job:
     call: "Call"
     place: int
     request: Request
+    hand_off: HandOff | None = None
     handle: Handle | None = None
     aborted: bool = False
 
@@ -71,6 +73,47 @@ class Call:
         """End all requests of the call."""
         for place in range(len(self.jobs)):
             self.abort(place)
+
+
+@runtime_checkable
+class Submitted(Protocol):
+    """Requests of one HTTP request, with the chunks that have arrived."""
+
+    def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+        """See `Call.chunks`."""
+        ...
+
+    def abort(self, place: int) -> None: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Checks(Protocol):
+    """What is known of an engine where requests are made."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def config(self) -> EngineConfig: ...
+    def check(self, request: Request) -> None: ...
+
+
+@runtime_checkable
+class Loop(Protocol):
+    """What runs the requests of a service: `EngineLoop`, or engines elsewhere (peagle.cluster.fleet)."""
+
+    failure: str | None
+
+    @property
+    def engine(self) -> Checks: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def status(self) -> Status: ...
+    def submit(self, requests: Sequence[Request]) -> Submitted: ...
+    async def run(self, function: Callable[[], Found]) -> Found: ...
 
 
 class EngineLoop:
@@ -115,20 +158,23 @@ class EngineLoop:
             return "stalled"
         return "draining" if self.draining else "ok"
 
-    def submit(self, requests: Sequence[Request]) -> Call:
+    def submit(self, requests: Sequence[Request], hand_offs: Sequence[HandOff | None] = ()) -> Call:
         """Queue all requests, or none. Call it in the event loop that reads the chunks.
 
-        Raises ApiError if the queue is full or the engine has failed, InputError for a request that cannot be run.
+        hand_offs: what each of them goes on from. Raises ApiError if the queue is full or the engine has failed,
+        InputError for a request that cannot be run.
         """
-        for request in requests:
-            self.engine.check(request)
+        begun = hand_offs or [None] * len(requests)
+        for request, hand_off in zip(requests, begun, strict=True):
+            self.engine.check(request, hand_off)
         most = self.engine.config.slots + self.max_queue
         if len(requests) > most:
             raise ApiError(
                 400, f"{len(requests)} answers are asked for at once; expected at most {most}: ask for fewer"
             )
         call = Call(self.engine, asyncio.get_running_loop())
-        call.jobs = [_Job(call, place, request) for place, request in enumerate(requests)]
+        pairs = enumerate(zip(requests, begun, strict=True))
+        call.jobs = [_Job(call, place, request, hand_off) for place, (request, hand_off) in pairs]
         with self._lock:
             self._enter(len(requests))
             self._new.extend(call.jobs)
@@ -205,7 +251,8 @@ class EngineLoop:
             with self._lock:
                 job = self._new[0]
                 if not job.aborted:
-                    job.handle = self.engine.add(job.request)
+                    job.handle = self.engine.add(job.request, hand_off=job.hand_off)
+                    job.hand_off = None
                     self._running[job.handle] = job
                 self._new.popleft()
                 self._open -= job.handle is None

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from peagle.result import Result
 from peagle.serve.answers import pooled
-from peagle.serve.loop import EngineLoop
+from peagle.serve.loop import Loop
 
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0)
@@ -15,7 +15,7 @@ LONG_S = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 48
 class Metrics:
     """Counts since the server was started, labelled with the model's name."""
 
-    def __init__(self, loop: EngineLoop, model: str) -> None:
+    def __init__(self, loop: Loop, model: str) -> None:
         self._registry, self._model = CollectorRegistry(), model
         for name, text, read in (
             ("num_requests_running", "Requests in slots or in prefill.", lambda: loop.num_running),

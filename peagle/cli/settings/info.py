@@ -1,7 +1,7 @@
 """The options of `info`."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -19,12 +19,17 @@ class InfoSettings:
       a target or a drafter        [cyan]peagle info DIR[/cyan]
       both, and whether they fit   [cyan]peagle info TARGET DRAFTER[/cyan]
       a plan for eight devices     [cyan]peagle info --mesh tp=8 --slots 16 --context 8192 --device H100 DIR[/cyan]
+      what decoding alone takes    [cyan]peagle info TARGET DRAFTER --role decode --slots 8[/cyan]
     """
 
     directories: Annotated[
         tuple[str, ...], Argument(metavar="DIR", show_default=False, help="Target, drafter, or both.")
     ] = ()
     aux_layer_ids: AuxLayerIds = None
+    role: Annotated[
+        Literal["both", "prefill", "decode"] | None,
+        Option("--role", help="Say also what an engine takes that only prefills, only decodes, or does both."),
+    ] = None
     mesh: Annotated[
         str | None,
         Option(

@@ -696,6 +696,27 @@ def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -
     assert "in chunks" in lines["prefill of 8,192 tokens"]
 
 
+def test_info_says_what_each_role_takes(real: Run, directories: Directories) -> None:
+    """The bytes of an engine of that shape."""
+    from peagle.cli.info import _bytes
+    from peagle.loading import load
+    from peagle.ops.kv_cache import cache_bytes
+
+    pair = load(directories.target, directories.drafter, kernels="xla", dtype="float32")
+    for role in ("prefill", "decode", "both"):
+        typed = ("info", str(directories.target), str(directories.drafter), "--role", role, "--context", "300")
+        code, out, _ = real(*typed, "--slots", "3")
+        engine = pair.engine(pair.engine_config(7, slots=3, capacity=300, role=role))
+        state, lane = engine._programs.shapes()
+        caches = [state.target_cache, state.drafter_state], [lane.target_cache, lane.drafter_state]
+        slots, passing = (f"{_bytes(cache_bytes(each))} float32" for each in caches)
+        assert code == 0
+        assert f"lane, for chunks of {1 if role == 'decode' else 128} " in out
+        assert passing in out
+        assert (slots in out) == (role != "prefill")
+    assert real("info", str(directories.drafter), "--role", "decode")[0] == 2
+
+
 def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_path: Path) -> None:
     target, drafter = str(directories.target), str(directories.drafter)
     code, out, err = real("info", target, target)

@@ -1,0 +1,75 @@
+"""`peagle cluster up`: a fleet on Ray Serve, until Ctrl-C or SIGTERM."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS
+from peagle.cli.display import Display
+from peagle.cli.output import say
+from peagle.cli.serve import DEMO_NAME, LOOPBACK, read_keys
+from peagle.cli.settings.cluster import ClusterUpSettings
+from peagle.cli.speculate import DEFAULT_CONTEXT
+from peagle.engine.widths import read_widths
+from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, check_fit, drafter_path, resolve, without_weights
+from peagle.ops.errors import InputError
+
+# Ray's own switch for machines on which it should stay on loopback; it must be set before Ray is imported
+LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+def up_command(settings: ClusterUpSettings) -> int:
+    """Run a fleet and return the exit code.
+
+    Raises InputError, before anything is started, for options that cannot be used, and without Ray.
+    """
+    arguments = fleet_arguments(settings)
+    if settings.address is None:
+        os.environ.setdefault(LOOPBACK_ALONE, "0")
+    try:
+        from peagle.cluster.start import run
+    except ModuleNotFoundError as error:
+        missing = f"a cluster needs {error.name}, which is not installed"
+        raise InputError(f"{missing}; pip install 'peagle[cluster]'") from None
+    if settings.host not in LOOPBACK and settings.api_key_file is None:
+        say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    display = Display(text=False, quiet=False, total=1, streaming=True)
+    display.note(f"starting {settings.prefill + settings.decode} replicas; each loads and compiles")
+    ready = f"ready: http://{settings.host}:{settings.port}/v1"
+    run(arguments, settings.address, settings.host, settings.port, lambda: display.note(ready), stopped)
+    return 0
+
+
+def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
+    """Make the fields of peagle.cluster.deployments.FleetConfig. Raises InputError for models that do not fit."""
+    target, k = settings.target or DEMO, settings.num_speculative_tokens
+    drafter = None if k == 0 else settings.drafter or DEMO
+    directory, beside = resolve(target, "target"), drafter_path(target, drafter)
+    pair = without_weights(target)
+    if beside is not None:
+        check_fit(directory, beside)
+    if k is None:
+        known = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
+        k = ((None if beside is None else read_widths(beside)) or known).most
+    context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
+    named = DEMO_NAME if target == DEMO else directory.resolve().name
+    # replicas run in directories of their own
+    return {
+        "target": target if target == DEMO else str(Path(target).resolve()),
+        "drafter": drafter if drafter in (None, DEMO, DEMO_EAGLE3, NGRAM) else str(Path(drafter).resolve()),
+        "name": settings.served_model_name or named,
+        "prefill": settings.prefill,
+        "decode": settings.decode,
+        "num_speculative_tokens": k,
+        "slots": settings.slots,
+        "context": context,
+        "max_queue": settings.max_queue,
+        "keys": () if settings.api_key_file is None else read_keys(settings.api_key_file),
+        "num_cpus": settings.num_cpus,
+        "num_gpus": settings.num_gpus,
+    }

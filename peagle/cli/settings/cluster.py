@@ -1,0 +1,86 @@
+"""The options of `cluster up`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from peagle.cli.settings.serve import Context, ServedModelName
+from peagle.cli.settings.shared import MODEL, RUNNING, Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterUpSettings:
+    """Serve a pair by several processes, on Ray Serve: the interface of `peagle serve`.
+
+    By default each replica computes prompts and decodes. With --prefill N, N more replicas compute prompts, and hand
+    them over to those that decode, so that a long prompt does not delay the answers of others. Ctrl-C ends all of it.
+
+    Ray's ports run code for whoever reaches them, so a cluster belongs on a trusted network. Without --address they are
+    on loopback, but for one port of each replica, which Ray Serve opens to all: keep a firewall before it.
+
+    [bold]Examples[/bold]
+
+      two replicas of the demo pair     [cyan]peagle cluster up --decode 2[/cyan]
+      prompts elsewhere than answers    [cyan]peagle cluster up --prefill 1 --decode 2 --target DIR --drafter DIR[/cyan]
+      in a Ray cluster that is running  [cyan]peagle cluster up --address auto --decode 8 --num-gpus 1[/cyan]
+    """
+
+    target: Target = None
+    drafter: Annotated[
+        str | None,
+        Option("--drafter", metavar="DIR", rich_help_panel=MODEL, help="The drafter, or ngram. Default: the demo's."),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            "-k",
+            metavar="K",
+            rich_help_panel=MODEL,
+            help="Tokens drafted in a step; 0: none. Default: the most that the drafter's speculation.json names.",
+        ),
+    ] = None
+    context: Context = None
+    served_model_name: ServedModelName = None
+    prefill: Annotated[
+        int, Option("--prefill", metavar="N", rich_help_panel=RUNNING, help="Replicas that only compute prompts.")
+    ] = 0
+    decode: Annotated[
+        int,
+        Option("--decode", metavar="N", rich_help_panel=RUNNING, help="Replicas that decode."),
+    ] = 1
+    slots: Annotated[
+        int,
+        Option("--slots", min=1, metavar="N", rich_help_panel=RUNNING, help="Requests at once in a replica."),
+    ] = 4
+    max_queue: Annotated[
+        int,
+        Option("--max-queue", metavar="N", rich_help_panel=RUNNING, help="Requests that may wait; more get 429."),
+    ] = 64
+    host: Annotated[
+        str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
+    ] = "127.0.0.1"
+    port: Annotated[int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")] = 8000
+    api_key_file: Annotated[
+        Path | None,
+        Option(
+            "--api-key-file",
+            metavar="FILE",
+            rich_help_panel=RUNNING,
+            help="Keys, one a line; a client sends one.",
+        ),
+    ] = None
+    address: Annotated[
+        str | None,
+        Option(
+            "--address", metavar="ADDRESS", rich_help_panel=RUNNING, help="A running Ray cluster; auto: the one here."
+        ),
+    ] = None
+    num_cpus: Annotated[
+        float,
+        Option("--num-cpus", metavar="N", rich_help_panel=RUNNING, help="CPUs of a replica, for Ray's count."),
+    ] = 1.0
+    num_gpus: Annotated[
+        float, Option("--num-gpus", metavar="N", rich_help_panel=RUNNING, help="GPUs of a replica, for Ray to give.")
+    ] = 0.0

@@ -1,0 +1,1 @@
+"""The service of peagle.serve over several processes: an application of Ray Serve."""

@@ -1,0 +1,180 @@
+"""Run the requests of a service in engines of other processes. Nothing of Ray in here.
+
+Aggregated, a replica computes the prompt and decodes. Disaggregated, one prefills, and another decodes:
+
+    request ──► prefill ──► first token, hand-off ──► decode ──► chunks ──► reply
+
+A prefill is repeated if its replica is lost, since nothing of it was sent. An answer whose decoding replica is lost
+ends with an error: the client may send the request again.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from peagle.engine.engine import EngineConfig
+from peagle.engine.request import Request, TokenChunk
+from peagle.ops.errors import InputError
+from peagle.serve.errors import ApiError
+from peagle.serve.loop import RETRY_AFTER_S, Found, Status
+
+PREFILL_TRIES = 3
+LOST = "the process that decoded this answer was lost; send the request again"
+
+
+class ReplicaLost(Exception):
+    """The process that a call went to has ended, or cannot be reached."""
+
+
+@runtime_checkable
+class Replicas(Protocol):
+    """Engines elsewhere. Both raise ReplicaLost, InputError and ApiError."""
+
+    disaggregated: bool
+
+    async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
+        """Return (the chunk of the first token, what the request goes on from); None: it has ended."""
+        ...
+
+    def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the chunks of a request, or those after a hand-off; end it if the reader leaves."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of the engines elsewhere: it refuses what they would."""
+
+    config: EngineConfig
+    vocab_size: int
+    stop_token_ids: tuple[int, ...] = ()
+
+    def check(self, request: Request) -> None:
+        """Raise InputError for a request that cannot be run."""
+        if request.grammar is not None:
+            raise InputError(
+                "a fleet does not bind answers by a schema or a grammar yet; send the request to one server"
+            )
+        self.config.check(request, self.vocab_size)
+
+
+@dataclass(eq=False)
+class FleetCall:
+    """Requests of one HTTP request (peagle.serve.loop.Submitted)."""
+
+    fleet: "Fleet"
+    requests: Sequence[Request]
+    queue: "asyncio.Queue[tuple[int, TokenChunk | ApiError]]" = field(default_factory=asyncio.Queue)
+    tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+
+    async def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+        """Yield (number of the request, chunk) as chunks arrive, until each request has ended or was aborted.
+
+        Raises ApiError if an engine fails or is lost.
+        """
+        left = set(range(len(self.requests)))
+        while left := {place for place in left if not self.tasks[place].cancelled() and not self._cancelling(place)}:
+            place, found = await self.queue.get()
+            if isinstance(found, ApiError):
+                raise found
+            if place in left:
+                if found.finish_reason is not None:
+                    left.discard(place)
+                yield place, found
+
+    def _cancelling(self, place: int) -> bool:
+        return self.tasks[place].cancelling() > 0
+
+    def abort(self, place: int) -> None:
+        """End a request. Does nothing if it has ended. Never waits."""
+        self.tasks[place].cancel()
+
+    def close(self) -> None:
+        """End all requests of the call."""
+        for place in range(len(self.tasks)):
+            self.abort(place)
+
+
+class Fleet:
+    """Engines of other processes, in the place of peagle.serve.loop.EngineLoop. most_open: requests at once."""
+
+    def __init__(self, replicas: Replicas, shape: Shape, most_open: int) -> None:
+        self.engine, self.most_open = shape, most_open
+        self.failure: str | None = None
+        self._replicas, self._open = replicas, 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have not ended; which of them wait for a slot is known elsewhere."""
+        return self._open
+
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
+    @property
+    def status(self) -> Status:
+        return "ok"
+
+    def submit(self, requests: Sequence[Request]) -> FleetCall:
+        """Send all requests off, or none. Raises as EngineLoop.submit does."""
+        for request in requests:
+            self.engine.check(request)
+        if self._open + len(requests) > self.most_open:
+            message = f"{self._open} requests are running, and at most {self.most_open} may; try again later"
+            raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
+        call = FleetCall(self, requests)
+        self._open += len(requests)
+        for place, request in enumerate(requests):
+            task = asyncio.get_running_loop().create_task(self._run(call, place, request))
+            task.add_done_callback(self._ended)
+            call.tasks.append(task)
+        return call
+
+    async def run(self, function: Callable[[], Found]) -> Found:  # noqa: ARG002
+        """Raise ApiError: the weights are elsewhere."""
+        raise ApiError(400, "log-probabilities of prompts are not computed by a fleet; leave out echo or logprobs")
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._open -= 1
+        if not task.cancelled():
+            task.exception()
+
+    async def _run(self, call: FleetCall, place: int, request: Request) -> None:
+        """Run one request, and put its chunks, or why there are none, into the call's queue."""
+        try:
+            async for chunk in self._chunks(request):
+                call.queue.put_nowait((place, dataclasses.replace(chunk, request=request, time_s=time.perf_counter())))
+        except ApiError as error:
+            call.queue.put_nowait((place, error))
+        except InputError as error:
+            call.queue.put_nowait((place, ApiError(400, str(error))))
+        except ReplicaLost:
+            call.queue.put_nowait((place, ApiError(503, LOST)))
+        except Exception as error:  # nobody may wait for a request that is gone
+            message = " ".join(str(error).split())
+            call.queue.put_nowait((place, ApiError(500, f"the fleet failed at this request: {message[:500]}")))
+
+    async def _chunks(self, request: Request) -> AsyncGenerator[TokenChunk, None]:
+        hand_off: Any = None
+        if self._replicas.disaggregated:
+            chunk, hand_off = await self._prefilled(request)
+            if hand_off is None:
+                yield chunk
+                return
+            yield dataclasses.replace(chunk, finish_reason=None)
+        async with contextlib.aclosing(self._replicas.decode(request, hand_off)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _prefilled(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
+        for _ in range(PREFILL_TRIES - 1):
+            with contextlib.suppress(ReplicaLost):
+                return await self._replicas.prefill(request)
+        return await self._replicas.prefill(request)

@@ -1,0 +1,43 @@
+"""`cluster up`: what is refused before anything is started, and what a fleet is told."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from peagle.cli.cluster import fleet_arguments
+from peagle.cli.settings.cluster import ClusterUpSettings
+from peagle.ops.errors import InputError
+from tests.peagle.conftest import Directories
+
+
+def test_replicas_are_told_absolute_paths_and_a_number_of_drafts(
+    directories: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(directories.target.parent)
+    found = fleet_arguments(ClusterUpSettings(target="target", drafter="drafter", prefill=1, decode=2, context=90))
+    assert (found["target"], found["drafter"]) == (str(directories.target), str(directories.drafter))
+    assert (found["prefill"], found["decode"], found["context"], found["name"]) == (1, 2, 90, "target")
+    assert found["num_speculative_tokens"] == 3
+    demo = fleet_arguments(ClusterUpSettings(num_speculative_tokens=0))
+    assert (demo["target"], demo["drafter"], demo["num_speculative_tokens"]) == ("demo", None, 0)
+
+
+def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Directories, tmp_path: Path) -> None:
+    for settings, match in (
+        (ClusterUpSettings(target=str(tmp_path / "none"), drafter="ngram"), "does not exist"),
+        (ClusterUpSettings(target=str(directories.target), drafter="demo"), "needs its own drafter"),
+        (ClusterUpSettings(context=1), "context is 1"),
+    ):
+        with pytest.raises(InputError, match=match):
+            fleet_arguments(settings)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
+def test_without_ray_one_line_says_what_to_install() -> None:
+    from peagle.cli.cluster import up_command
+
+    with pytest.raises(
+        InputError, match=r"a cluster needs ray, which is not installed; pip install 'peagle\[cluster\]'"
+    ):
+        up_command(ClusterUpSettings())

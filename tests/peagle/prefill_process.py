@@ -1,0 +1,53 @@
+"""A process that prefills: python -m tests.peagle.prefill_process PORT TARGET DRAFTER K.
+
+It connects to a port of this machine, reads a request a line, and answers each with its first tokens and a hand-off.
+"""
+
+import json
+import socket
+import sys
+from typing import Any
+
+import peagle
+from peagle.engine.request import Request, SamplingParams
+
+
+def receive(connection: socket.socket) -> bytes:
+    """Read a part: 8 bytes of its size, then it."""
+    size = int.from_bytes(_exactly(connection, 8), "little")
+    return _exactly(connection, size)
+
+
+def send(connection: socket.socket, part: Any) -> None:
+    connection.sendall(memoryview(part).nbytes.to_bytes(8, "little"))
+    connection.sendall(part)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise EOFError(f"{len(found)} of {size} bytes")
+        found += part
+    return bytes(found)
+
+
+def main(port: str, target: str, drafter: str, k: str) -> None:
+    pair = peagle.load(target, drafter)
+    engine = pair.engine(pair.engine_config(int(k), capacity=160, chunk=32, role="prefill"))
+    with socket.create_connection(("127.0.0.1", int(port))) as connection:
+        while line := receive(connection):
+            asked = json.loads(line)
+            request = Request(
+                tuple(asked["prompt_ids"]), asked["max_new_tokens"], SamplingParams(**asked["sampling"]), (), logprobs=1
+            )
+            handle = engine.add(request)
+            (chunk,) = engine.follow(handle)
+            assert handle.hand_off is not None
+            send(connection, json.dumps([chunk.token_ids, [each.logprob for each in chunk.logprobs]]).encode())
+            send(connection, handle.hand_off.data)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
