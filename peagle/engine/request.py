@@ -145,7 +145,7 @@ class Request:
     as the prompts of a file or several answers to one; requests in an engine may share one. `name` is the prompt's name
     in messages. `stop`: the answer's text ends before the first of these strings; peagle.result.Assembler applies
     them, since the engine works on tokens only. num_speculative_tokens: the most drafts of a step of this request;
-    None: the engine's.
+    None: the engine's. A request with its own K is never paused for what drafting costs.
     """
 
     prompt_ids: tuple[int, ...]

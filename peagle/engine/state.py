@@ -95,7 +95,9 @@ class SlotParams:
         whole = np.asarray([[wanted.top_k], [wanted.seed], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
-        credit = np.asarray([allowance(request.max_new_tokens) if drafts else NO_CREDIT], np.float32)
+        asked = request.num_speculative_tokens is not None  # a K of its own: it never pauses
+        first = np.inf if asked else allowance(request.max_new_tokens)
+        credit = np.asarray([first if drafts else NO_CREDIT], np.float32)
         return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full)
 
 

@@ -308,6 +308,16 @@ def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dis
     assert {len(record.draft_token_ids) for record in records[1]} == {3}
 
 
+def test_a_row_with_its_own_k_does_not_pause_at_the_tables_cost(target, plain) -> None:
+    """Right drafts at K = 1 emit 2 tokens a step, fewer than a step of the table's 3 drafts costs: it drafts on."""
+    table = WidthTable({1: 3}, {1: 2.5})
+    engine = Engine(target, scripts(plain, "oracle"), config(3, widths=table, k_per_request=True))
+    for own, drafts in ((1, {1}), (3, {3})):
+        tokens, records = decode(engine, [Request(PROMPTS[0], 40, num_speculative_tokens=own)])
+        assert tokens == [plain[0][:40]]
+        assert {len(record.draft_token_ids) for record in records[0]} == drafts
+
+
 def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
     """Nothing is drafted for two active rows; the last row then drafts as it does alone."""
     table = WidthTable({1: 3, 2: 0})
