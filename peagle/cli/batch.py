@@ -17,7 +17,7 @@ AT_ONCE = 2  # lines under way for each slot, so that none is empty
 
 
 def batch_command(settings: BatchSettings) -> int:
-    """Return the exit code: 0 with a response for each line that is a request, 1 if the engine failed.
+    """Return the exit code: 0 with a response for each line, 1 if the engine or the answer to a line failed.
 
     Raises InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
     """
@@ -38,6 +38,9 @@ def batch_command(settings: BatchSettings) -> int:
         say("error", f"{loop.failure}; {_progress(batch.counts)}")
         return FAILED
     display.note(_summary(batch.counts, time.perf_counter() - started))
+    if batch.counts.done < batch.counts.total:
+        say("error", f"{batch.counts.failed} lines failed by the server's fault; {_progress(batch.counts)}")
+        return FAILED
     return 0
 
 
