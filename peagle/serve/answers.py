@@ -19,7 +19,7 @@ class Part:
     """One answer's tokens of a dispatch, with the text that is certain with them.
 
     `logprobs` has no entry for the stop token, which is no text. finish_reason: of the answer's last part. deltas: if
-    the answer's channels are parsed. at_stop_string: a stop string ended the answer.
+    the answer's channels are parsed. at_stop_string: a stop string ended the answer. stop_token_id: the token that did.
     """
 
     place: int
@@ -30,6 +30,7 @@ class Part:
     origins: tuple[str, ...]  # of each token (peagle.result.origins)
     deltas: tuple[Delta, ...] = ()
     at_stop_string: bool = False
+    stop_token_id: int | None = None
 
 
 class Answers:
@@ -77,9 +78,10 @@ class Answers:
         piece = assembler.add(chunk)
         if assembler.finish_reason != chunk.finish_reason:  # after a stop string
             self._call.abort(place)
-        count = len(piece.token_ids)
+        count, stop = len(piece.token_ids), None
         if chunk.finish_reason == "stop" and count and count == len(chunk.token_ids):
             count -= 1
+            stop = chunk.token_ids[-1]
         return Part(
             place,
             piece.token_ids[:count],
@@ -89,6 +91,7 @@ class Answers:
             origins(chunk)[:count],
             piece.deltas,
             assembler.cut,
+            stop,
         )
 
 

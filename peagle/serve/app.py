@@ -28,11 +28,12 @@ from peagle.serve.openapi import document
 from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.prompts import Prompter
 from peagle.serve.replies import ChatForm, CompletionForm, Form
-from peagle.serve.responses import ResponsesBody, ResponsesForm, chat_body
+from peagle.serve.responses import ResponsesBody, ResponsesForm, requests_of
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
 
 DEFAULT_MAX_BODY = 4_000_000
 Found = TypeVar("Found")
+Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 
 @dataclass
@@ -59,6 +60,12 @@ class Service:
     async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
         """Call a function that uses the tokenizer, outside of the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
+
+    async def parse(self, kind: type[Kind], body: bytes) -> Kind:
+        """Read a body outside of the event loop, and refuse another model (`peagle.serve.schema.parse`)."""
+        found = await self.encode(parse, kind, body, self.prompter.context)
+        self.check_model(found.model)
+        return found
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (`Prompter.prompt_logprobs`)."""
@@ -167,15 +174,13 @@ def create_app(service: Service) -> fastapi.FastAPI:
 
     @guarded.post("/tokenize")
     async def tokenize(request: fastapi.Request) -> dict[str, Any]:
-        body = parse(TokenizeBody, await read_body(request, service.max_body))
-        service.check_model(body.model)
+        body = await service.parse(TokenizeBody, await read_body(request, service.max_body))
         ids = await service.encode(service.prompter.tokenize, body)
         return {"count": len(ids), "max_model_len": service.prompter.context, "tokens": list(ids)}
 
     @guarded.post("/detokenize")
     async def detokenize(request: fastapi.Request) -> dict[str, Any]:
-        body = parse(DetokenizeBody, await read_body(request, service.max_body))
-        service.check_model(body.model)
+        body = await service.parse(DetokenizeBody, await read_body(request, service.max_body))
         return {"prompt": await service.encode(service.prompter.detokenize, body)}
 
     @guarded.get("/tokenizer_info")
@@ -211,20 +216,19 @@ class Asked:
 
 async def ask_chat(service: Service, given: bytes) -> Asked:
     """Send the requests of a body of /v1/chat/completions."""
-    body = parse(ChatBody, given)
-    service.check_model(body.model)
+    body = await service.parse(ChatBody, given)
     requests = await service.encode(service.prompter.chat, body)
     tokenizer = service.prompter.tokenizer
     form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
+    form.foreign_ends = frozenset(body.stop_token_ids) - service.prompter.own_ends
     form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
     return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
 
 
 async def ask_responses(service: Service, given: bytes) -> Asked:
     """Send the request of a body of /v1/responses."""
-    body = parse(ResponsesBody, given)
-    service.check_model(body.model)
-    requests = await service.encode(service.prompter.chat, chat_body(body))
+    body = await service.parse(ResponsesBody, given)
+    requests = await service.encode(requests_of, service.prompter, body)
     tokenizer = service.prompter.tokenizer
     form = ResponsesForm(service.model, tokenizer, asked=body)
     return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
@@ -232,8 +236,7 @@ async def ask_responses(service: Service, given: bytes) -> Asked:
 
 async def ask_completions(service: Service, given: bytes) -> Asked:
     """Send the requests of a body of /v1/completions."""
-    body = parse(CompletionBody, given)
-    service.check_model(body.model)
+    body = await service.parse(CompletionBody, given)
     requests, echoed = await service.encode(service.prompter.completion, body)
     tokenizer = service.prompter.pair.tokenizer
     form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)

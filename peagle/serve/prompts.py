@@ -52,6 +52,12 @@ class Prompter:
         """Whether the chat template renders tools."""
         return takes_tools(self.tokenizer)
 
+    @functools.cached_property
+    def own_ends(self) -> frozenset[int]:
+        """The tokens by which the model ends an answer, those of calls too."""
+        special = self.tokenizer.special_tokens
+        return frozenset((*self.pair.stop_token_ids, *(each for each in special if special[each] == CALL)))
+
     def chat(self, body: ChatBody) -> list[Request]:
         """Make the requests of a chat: n answers to its messages."""
         if body.top_logprobs is not None and not body.logprobs:
@@ -64,7 +70,8 @@ class Prompter:
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
-        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs, self._call_ends(tools))
+        ends = sorted(self.own_ends) if tools else ()  # a call, too: its result must come next
+        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs, ends)
 
     def completion(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
         """Make the requests of a completion, n for each prompt; return them with the prompts' texts for `echo`."""
@@ -122,10 +129,19 @@ class Prompter:
             chat = chat_of(messages)
             ids = self.tokenizer.encode_chat(chat, reasoning_effort=effort, date=self.date, tools=tools)
         except TemplateError as error:
-            message = f"the model's chat template refuses these messages: {error.reason}"
-            raise ApiError(400, message, "messages") from None
+            blamed = "tools" if tools and not self._renders(tools) else "messages"
+            message = f"the model's chat template refuses these {blamed}: {error.reason}"
+            raise ApiError(400, message, blamed) from None
         self._check_kept(messages, ids)
         return tuple(ids)
+
+    def _renders(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Test whether the chat template renders these tools before a plain message."""
+        try:
+            self.tokenizer.encode_chat([{"role": "user", "content": "a"}], date=self.date, tools=tools)
+        except TemplateError:
+            return False
+        return True
 
     def _check_kept(self, messages: Sequence[ChatMessage], ids: Sequence[int]) -> None:
         """Raise ApiError if the template left out a system's or developer's message: some render only the first."""
@@ -133,14 +149,13 @@ class Prompter:
         if len(instructions) < 2:
             return
         text = detokenize(self.tokenizer, ids)
-        if lost := [each for each in instructions if each.text.strip() not in text]:
-            message = f"the model's chat template leaves out a message of the {lost[0].role}; join it with the first"
-            raise ApiError(400, message, "messages")
-
-    def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the token that ends a call, if there are tools: their results must come next."""
-        special = self.tokenizer.special_tokens
-        return tuple(token_id for token_id, spelled in special.items() if spelled == CALL) if tools else ()
+        place = 0
+        for each in instructions:  # in their order, so that each part of the text is searched once
+            place = text.find(each.text.strip(), place)
+            if place < 0:
+                message = f"the model's chat template leaves out a message of the {each.role}; join it with the first"
+                raise ApiError(400, message, "messages")
+            place += len(each.text.strip())
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for an id outside the target's vocabulary."""
