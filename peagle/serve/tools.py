@@ -171,18 +171,18 @@ def _names(place: int, message: ChatMessage) -> dict[str, str]:
 
 def _check_result(place: int, result: ChatMessage, names: Mapping[str, str], known: Mapping[str, str]) -> None:
     """Raise ApiError for a result of no call, of one that has a result, or under another name. names: by ids."""
-    if result.tool_call_id not in names or result.tool_call_id in known:
+    called = names.get(result.tool_call_id or "")
+    if called is None or result.tool_call_id in known:
         raise ApiError(
             400,
             f"messages.{place}.tool_call_id is {brief(result.tool_call_id)}; expected the id of a call before it that "
             "has no other result",
             f"messages.{place}.tool_call_id",
         )
-    if result.name is not None and result.name != names[result.tool_call_id]:
+    if result.name is not None and result.name != called:
         raise ApiError(
             400,
-            f"messages.{place}.name is {brief(result.name)}, but the call is one of "
-            f"{brief(names[result.tool_call_id])}; leave it out",
+            f"messages.{place}.name is {brief(result.name)}, but the call is one of {brief(called)}; leave it out",
             f"messages.{place}.name",
         )
 

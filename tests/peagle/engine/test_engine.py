@@ -311,7 +311,7 @@ def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dis
 def test_a_row_with_its_own_k_does_not_pause_at_the_tables_cost(target, plain) -> None:
     """Right drafts at K = 1 emit 2 tokens a step, fewer than a step of the table's 3 drafts costs: it drafts on."""
     table = WidthTable({1: 3}, {1: 2.5})
-    engine = Engine(target, scripts(plain, "oracle"), config(3, widths=table, k_per_request=True))
+    engine = Engine(target, drafter_of("oracle", plain, 0), config(3, widths=table, k_per_request=True))
     for own, drafts in ((1, {1}), (3, {3})):
         tokens, records = decode(engine, [Request(PROMPTS[0], 40, num_speculative_tokens=own)])
         assert tokens == [plain[0][:40]]
