@@ -79,17 +79,20 @@ def forward(
 
 
 def init_caches(
-    config: DrafterConfig, batch: int, capacity: int, widest_write: int, dtype: DTypeLike
+    config: DrafterConfig, batch: int, capacity: int, widest_write: int, dtype: DTypeLike, retain_full_kv: bool = False
 ) -> tuple[KVCache, ...]:
     """Make empty caches, one per layer: a full layer's holds `capacity` positions, that of a layer with a window is a
-    ring that survives the roll-back of `widest_write` rows, or full if the ring would be no smaller.
+    ring that survives the roll-back of `widest_write` rows, or full with `retain_full_kv`, or if the ring would be no
+    smaller.
 
     The capacity must hold the widest write: 2K positions from the highest first position on. Rows beyond the capacity
     would be dropped silently.
     """
     heads, width = config.num_kv_heads, config.head_dim
     return tuple(
-        init_window_cache(batch, capacity, config.window(layer), widest_write, heads, width, dtype)
+        init_window_cache(
+            batch, capacity, None if retain_full_kv else config.window(layer), widest_write, heads, width, dtype
+        )
         for layer in range(config.num_layers)
     )
 

@@ -15,10 +15,14 @@ from peagle.ops.messages import DrafterInput, DraftOutput
 
 @flax.struct.dataclass
 class _Cached:
-    """A drafter that reads aux_hidden and whose state is its own KV caches."""
+    """A drafter that reads aux_hidden and whose state is its own KV caches.
+
+    retain_full_kv: layers with a window keep all positions, in place of rings.
+    """
 
     params: DrafterParams
     config: DrafterConfig = flax.struct.field(pytree_node=False)
+    retain_full_kv: bool = flax.struct.field(pytree_node=False, default=False, kw_only=True)
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...] | None:
@@ -30,9 +34,17 @@ class _Cached:
         """Positions that its layer of the smallest window sees; None: every layer sees all."""
         return self.config.narrowest_window
 
+    @property
+    def trained_positions(self) -> int | None:
+        """Return the positions of config.json, if some layer sees all; None: windows keep RoPE's distances small."""
+        windows = self.config.windows or (None,)
+        return self.config.max_positions if None in windows else None
+
     def init_state(self, batch: int, capacity: int, widest_write: int) -> tuple[KVCache, ...]:
         """Make empty caches for `capacity` positions of the target, plus room for a pass of `widest_write` rows."""
-        return model.init_caches(self.config, batch, capacity + widest_write, widest_write, self.params.dtype)
+        return model.init_caches(
+            self.config, batch, capacity + widest_write, widest_write, self.params.dtype, self.retain_full_kv
+        )
 
     def absorb(
         self,

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,8 +27,9 @@ import jax
 from peagle.engine.engine import Engine, EngineConfig, Handle
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.memory import available_memory_bytes, refuse_too_large, size_in_words
+from peagle.ops.row_blocks import BlockedPrefill
 from peagle.protocols import Drafter, Target
 from peagle.result import Assembler, Result, follow, refuse_stop_strings_without, submit
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
@@ -57,9 +59,11 @@ class Pair:
     dtype: str = "float32"
     experts: str | None = None  # the layout of the target's experts
     kernels: str | None = None  # compiled CPU kernels, or XLA and the reason
+    mesh: str | None = None  # of a target that is cut over several devices: how many of them, and how
     aux_layers: str | None = None  # which hidden states the drafter reads, and the source of their numbers
     draft_vocab: str | None = None  # of a narrowed draft vocabulary, its size and source
     drafter_window: str | None = None  # positions that the drafter's attention sees, and the source of that number
+    retain_full_kv: bool = False  # layers with a window keep all positions, in place of rings
     widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
@@ -188,11 +192,13 @@ class Pair:
         chunk: int = DEFAULT_CHUNK,
         prefix_cache_bytes: int = 0,
         k_per_request: bool = False,
+        blocked: BlockedPrefill | None = None,
     ) -> EngineConfig:
         """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
 
         prefix_cache_bytes: memory for prompts and answers that later requests may begin with; 0: none are kept.
         k_per_request: requests may set num_speculative_tokens.
+        blocked: prefill each prompt at once.
         """
         return EngineConfig(
             num_speculative_tokens=num_speculative_tokens,
@@ -205,6 +211,7 @@ class Pair:
             programs_by_width=self.programs_by_width,
             prefix_cache_bytes=prefix_cache_bytes,
             k_per_request=k_per_request,
+            blocked=blocked,
             draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
         )
@@ -280,12 +287,28 @@ class Pair:
             )
         with self._making:
             if config not in self._engines:
+                self._warn_beyond_training(config)
                 target = self.target if k else self.plain_target
                 drafter = self._drafter(config.draft_sampling) if k else None
                 engine = Engine(target, drafter, config, self.stop_token_ids)
                 _refuse_too_large(engine)
                 self._engines[config] = engine
             return self._engines[config]
+
+    def _warn_beyond_training(self, config: EngineConfig) -> None:
+        """Warn, once, if a drafter that sees all positions may see more than it was trained on."""
+        trained = getattr(self.drafter, "trained_positions", None)
+
+        def beyond(each: EngineConfig) -> bool:
+            return trained is not None and each.num_speculative_tokens > 0 and each.capacity > trained
+
+        if beyond(config) and not any(map(beyond, self._engines)):
+            warnings.warn(
+                f"the context has {config.capacity} positions, but the drafter's config.json says {trained}: after "
+                "these its drafts may be accepted less; --drafter-window N limits how far its attention reaches",
+                InputWarning,
+                stacklevel=3,
+            )
 
     def _drafter(self, sampled: bool) -> Drafter:
         if self.drafter is None:
@@ -302,6 +325,10 @@ def _refuse_too_large(engine: Engine) -> None:
     """Raise InputError, before allocation, for an engine that takes more memory than there is."""
     slots, capacity = engine.config.slots, engine.config.capacity
     state, lane, logits = engine.memory_bytes()
+    if jax.default_backend() != "cpu":  # whose devices share one memory
+        # caches are nearly all of it, and a target over several devices cuts them
+        ranks = getattr(engine.target, "ranks", 1)
+        state, lane = state // ranks, lane // ranks
 
     def hint() -> str:
         each = (state + logits) // slots

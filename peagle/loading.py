@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,12 @@ from peagle.ops.checkpoint import Checkpoint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
+from peagle.ops.linear import PackedMatrix, arrange
+from peagle.ops.linear.packed import unpack_floats
 from peagle.ops.memory import refuse_too_large, size_in_words
 from peagle.ops.native import available as native_available
-from peagle.protocols import Drafter, PyTree
+from peagle.parallel import MeshShape, Sharded, make_mesh, on_first_rank, parse_mesh, ranks_of, replicate, shard
+from peagle.protocols import Drafter, PyTree, Target
 from peagle.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from drafter.params import DrafterParams
     from drafter.vocabulary import DraftVocab
     from target.config import TargetConfig
+    from target.load import LoadedTarget
     from target.model import GptOss
 
 DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
@@ -60,6 +64,9 @@ def load(
     draft_vocab: int | str | None = None,
     drafter_window: int | str = AUTO,
     aux_layer_ids: Sequence[int] | None = None,
+    mesh: str | None = None,
+    reduce: Literal["ordered", "psum"] = "ordered",
+    retain_full_kv: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
@@ -72,8 +79,10 @@ def load(
     (drafter.vocabulary). drafter_window: the drafter's attention sees this many last positions only, or all if "off";
     "auto" takes the window in speculation.json beside the drafter, else those of its config.json (see
     `Pair.drafter_window`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
-    those in its config.json (see `Pair.aux_layers`). progress(bytes of the target read, total bytes) is called during
-    the load.
+    those in its config.json (see `Pair.aux_layers`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
+    (peagle.parallel); the drafter is on each of them. reduce: sum over devices in order, or by "psum", an all-reduce.
+    retain_full_kv: layers with a window keep all positions, in place of rings, so that requests begin anywhere in what
+    the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load.
 
     Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
     possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
@@ -82,6 +91,11 @@ def load(
     from target.load import load_target
     from target.model import GptOss
 
+    shape = None if mesh is None else parse_mesh(mesh)
+    if reduce not in ("ordered", "psum"):
+        raise InputError(f"reduce is {reduce!r}; expected ordered or psum")
+    if shape is None and reduce != "ordered":
+        raise InputError(f"reduce is {reduce}, but there is no mesh of devices that sum; give --mesh, or leave it out")
     target_directory = resolve(target, "target")
     drafter_directory = drafter_path(target, drafter)
     _aux_layers(target_directory, drafter_directory, aux_layer_ids)  # check them before weights are read
@@ -92,17 +106,18 @@ def load(
     dtype = dtype or default_dtype()
     implementation = _implementation(kernels)
 
-    _refuse_too_large(target_directory, drafter_directory, dtype, experts, implementation)
-    loaded = load_target(
-        target_directory,
-        dtype=jnp.dtype(dtype),
-        experts=experts,
-        implementation=implementation,
-        progress=progress,
-    )
+    _refuse_too_large(target_directory, drafter_directory, dtype, experts, implementation, shape or MeshShape())
+    options: Any = {"dtype": jnp.dtype(dtype), "experts": experts, "implementation": implementation}
+    plain: Target
+    if shape is None:
+        loaded = load_target(target_directory, **options, progress=progress)
+        plain = GptOss(loaded.params, loaded.config, retain_full_kv=retain_full_kv)
+    else:
+        in_order = reduce == "ordered"
+        options |= {"in_order": in_order, "retain_full_kv": retain_full_kv, "progress": progress}
+        plain, loaded = load_over(target_directory, shape, **options)
     if not loaded.stop_token_ids:
         warnings.warn(f"{target_directory}: {NO_STOP_TOKEN}", InputWarning, stacklevel=2)
-    plain = GptOss(loaded.params, loaded.config)
     pair = Pair(
         target=plain,
         plain_target=plain,
@@ -112,6 +127,8 @@ def load(
         dtype=dtype,
         experts=loaded.experts,
         kernels=kernels_in_words() if kernels != "xla" else "XLA",
+        mesh=None if shape is None else f"{shape.ranks} devices, {shape}",
+        retain_full_kv=retain_full_kv,
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
     )
@@ -120,25 +137,69 @@ def load(
     )
 
 
+def load_over(
+    directory: Path,
+    shape: MeshShape,
+    *,
+    in_order: bool = True,
+    aux_layer_ids: Sequence[int] = (),
+    retain_full_kv: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> tuple[Sharded, "LoadedTarget"]:
+    """Load a target over the devices of a mesh, rank by rank, each its own bytes (target.load.load_target's options).
+
+    in_order: sum in rank order (peagle.ops.collectives.Ranks). Returns the target, and what was loaded with its
+    parameters side by side. Raises InputError, before any weights are read, for a model that cannot be cut so, or too
+    few devices.
+    """
+    from target.load import LoadedTarget, inspect_target, load_target
+    from target.model import GptOss
+    from target.shard import Place, check_ranks
+
+    check_ranks(inspect_target(directory).config, shape.tp, shape.ep)
+    mesh = make_mesh(shape)
+    same: dict[str, Any] = {}  # what is loaded beside the parameters
+
+    def of_rank(rank: int) -> GptOss:
+        def watch(done: int, total: int) -> None:
+            if progress is not None:
+                progress(rank * total + done, shape.ranks * total)
+
+        loaded = load_target(directory, place=Place(rank, shape.tp, shape.ep), progress=watch, **options)
+        same.update({each.name: getattr(loaded, each.name) for each in dataclasses.fields(loaded)}, params=None)
+        return GptOss(loaded.params, loaded.config, tuple(aux_layer_ids), retain_full_kv, ranks_of(shape, in_order))
+
+    parts = shard(of_rank, mesh)
+    return Sharded(parts, mesh), LoadedTarget(**{**same, "params": parts.params})
+
+
 def _refuse_too_large(
     target_directory: Path,
     drafter_directory: Path | None,
     dtype: DtypeName,
     experts: ExpertsChoice,
     implementation: Implementation | None,
+    shape: MeshShape,
 ) -> None:
-    """Raise InputError for weights that take more memory than there is; it names the smallest choice."""
+    """Raise InputError for weights that take more memory than there is; it names the smallest choice.
+
+    Devices of a mesh share one memory on CPU; elsewhere the first of them, which has most to hold, is looked at.
+    """
     from drafter.load import weight_bytes as drafter_bytes
     from target.load import inspect_target
     from target.load import weight_bytes as target_bytes
+    from target.shard import Place
+
+    ranks = range(shape.ranks if jax.default_backend() == "cpu" else 1)
 
     def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
-        of_target = target_bytes(
-            target_directory, dtype=jnp.dtype(dtype), experts=experts, implementation=implementation
-        )
-        sizes = {"the target": of_target}
+        options: Any = {"dtype": jnp.dtype(dtype), "experts": experts, "implementation": implementation}
+        parts = (target_bytes(target_directory, **options, place=Place(rank, shape.tp, shape.ep)) for rank in ranks)
+        sizes = {"the target": sum(parts)}
         if drafter_directory is not None:
-            sizes["the drafter"] = drafter_bytes(drafter_directory, jnp.dtype(dtype), implementation=implementation)
+            size = drafter_bytes(drafter_directory, jnp.dtype(dtype), implementation=implementation)
+            sizes["the drafter"] = size * len(ranks)
         return sizes
 
     def least() -> str:
@@ -165,11 +226,10 @@ def with_drafter(
     """
     from drafter.propose import drafter_of
     from drafter.vocabulary import narrow
-    from target.model import GptOss
 
     target_directory, drafter_directory = resolve(target, "target"), drafter_path(target, drafter)
     plain = pair.plain_target
-    assert isinstance(plain, GptOss)
+    model = local_model(plain)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     narrowed = window_in_words = None
@@ -184,13 +244,14 @@ def with_drafter(
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
         config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
         _warn_of_windows(config, plain.max_positions)
-        drafting = drafter_of(params, config)
+        params = replicate(params, plain.mesh) if isinstance(plain, Sharded) else params
+        drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
-    with_aux = GptOss(plain.params, plain.config, aux_layer_ids=() if layers is None else layers.outputs)
+    with_aux = model.replace(aux_layer_ids=() if layers is None else layers.outputs)  # type: ignore[attr-defined]
     return dataclasses.replace(
         pair,
-        target=with_aux,
+        target=Sharded(with_aux, plain.mesh) if isinstance(plain, Sharded) else with_aux,
         drafter=drafting,
         aux_layers=None if layers is None else layers.description,
         draft_vocab=narrowed,
@@ -201,7 +262,7 @@ def with_drafter(
 
 
 def _load_drafter(
-    directory: Path, target: "GptOss", dtype: str, aux_layer_ids: Sequence[int] | None
+    directory: Path, target: Target, dtype: str, aux_layer_ids: Sequence[int] | None
 ) -> "tuple[DrafterParams, DrafterConfig]":
     """Load a drafter with weights, sharing the target's embedding and head if it has none of its own.
 
@@ -209,15 +270,16 @@ def _load_drafter(
     """
     from drafter.load import load_drafter, weight_bytes
 
-    implementation = target.params.implementation
+    implementation = local_model(target).params.implementation
     size = weight_bytes(directory, jnp.dtype(dtype), implementation=implementation)
     refuse_too_large({f"the drafter {directory}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
+    embedding, lm_head = _ends(target, jnp.dtype(dtype), directory)
     return load_drafter(
         directory,
         jnp.dtype(dtype),
         implementation=implementation,
-        target_embedding=target.params.embedding,
-        target_lm_head=target.params.lm_head,
+        target_embedding=embedding,
+        target_lm_head=lm_head,
         aux_layer_ids=aux_layer_ids,
     )
 
@@ -231,6 +293,35 @@ def _warn_of_windows(config: "DrafterConfig", max_positions: int) -> None:
             InputWarning,
             stacklevel=3,
         )
+
+
+def local_model(target: Target) -> "GptOss":
+    """Return the model of a loaded target; of one over a mesh the ranks' parts, side by side in every array."""
+    from target.model import GptOss
+
+    model = target.parts if isinstance(target, Sharded) else target
+    assert isinstance(model, GptOss)
+    return model
+
+
+def _ends(
+    target: Target, dtype: jnp.dtype, drafter_directory: Path
+) -> tuple[jax.Array | None, jax.Array | PackedMatrix | None]:
+    """Return the target's embedding and head, whole, for a drafter that may share them.
+
+    Those of a target over a mesh are put together if the drafter's files lack its own, else None.
+    """
+    from drafter.load import shared_tensors
+
+    params = local_model(target).params
+    if not isinstance(target, Sharded):
+        return params.embedding, params.lm_head
+    if not shared_tensors(drafter_directory):
+        return None, None
+    head = params.lm_head
+    parts = unpack_floats(head) if isinstance(head, PackedMatrix) else np.asarray(head).swapaxes(1, 2)
+    rows = parts.reshape(-1, parts.shape[-1])[: target.vocab_size]
+    return on_first_rank(params.embedding), arrange(rows, dtype, params.implementation)
 
 
 def _aux_layers(

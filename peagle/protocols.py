@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from jaxtyping import Array, Float, Int
 
 from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
+from peagle.ops.row_blocks import RowBlocks
 
 PyTree: TypeAlias = Any
 
@@ -68,6 +69,25 @@ class Explains(Protocol):
 
     def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
         """Run the model over the tokens and name its first output that is not finite; None if all are."""
+        ...
+
+
+@runtime_checkable
+class PrefillsAtOnce(Protocol):
+    """A target that takes a whole prompt in one pass."""
+
+    def prefill(
+        self,
+        token_ids: Int[Array, "1 T"],
+        positions: Int[Array, "1 T"],
+        cache: PyTree,
+        logit_rows: Int[Array, "1 L"],
+        blocks: RowBlocks,
+    ) -> tuple[VerifyOutput, PyTree]:
+        """Do what `extend` does, layer by layer, each over the rows in blocks. Active rows come first.
+
+        The sizes of the blocks divide T. The cache was made for a widest write of `blocks.query_rows`.
+        """
         ...
 
 

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+from peagle.ops.strict_json import dumps
 from scripts.runs import Json, Progress, in_one_line, new_parser, origin, where, write_run
 
 MODEL, TEXT, RAW = "peagle-demo", "def mean(values):", "def clamp(value, low, high):"
@@ -137,9 +137,9 @@ def task_files(folder: Path) -> dict[str, str]:
     text |= {"metric_list": [{"metric": "exact_match"}]}
     kwargs = {"until": ["\n\n"], "max_gen_toks": 40, "temperature": 0}
     return {  # JSON is YAML
-        "questions.jsonl": "".join(json.dumps(each) + "\n" for each in questions),
-        "choice.yaml": json.dumps({**common, **choice}),
-        "text.yaml": json.dumps({**common, **text, "generation_kwargs": kwargs}),
+        "questions.jsonl": "".join(dumps(each) + "\n" for each in questions),
+        "choice.yaml": dumps({**common, **choice}),
+        "text.yaml": dumps({**common, **text, "generation_kwargs": kwargs}),
     }
 
 

@@ -25,6 +25,7 @@ from peagle.ops.memory import aligned, available_memory_bytes, stack, to_device
 from peagle.ops.mxfp4 import BLOCK, NAN_SCALE, dequantize, quantize
 from target.config import TargetConfig, parse_config, render_config
 from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
+from target.shard import LEAVES, Leaf, Part, Place
 
 # Dense experts go side by side in two matrices (FusedExperts) up to this many experts per selected one. Computing the
 # unselected ones costs that factor in multiplications and saves every gather: at 8 experts top-4 the plain matmuls win
@@ -32,6 +33,7 @@ from target.params import AttentionParams, LayerParams, MoeParams, TargetParams
 FUSED_UP_TO = 4
 # of the memory that is free when loading starts; the rest is for caches, activations and other processes
 _MEMORY_SHARE = 0.8
+WHOLE = Place()
 
 ExpertsChoice = Literal["auto", "packed", "expanded"]
 Layout = Literal["packed", "expanded", "fused"]
@@ -42,7 +44,7 @@ class LoadedTarget:
     """A model in memory, and its directory's other settings."""
 
     params: TargetParams
-    config: TargetConfig
+    config: TargetConfig  # of a rank's part, its local geometry
     stop_token_ids: tuple[int, ...]  # may be empty
     experts: Layout  # their layout in memory
     mxfp4: bool  # whether the files hold quantised experts
@@ -88,6 +90,7 @@ def weight_bytes(
     dtype: Any = jnp.float32,
     experts: ExpertsChoice = "auto",
     implementation: Implementation | None = None,
+    place: Place = WHOLE,
 ) -> int:
     """Compute the memory that load_target with these options will take, to a percent.
 
@@ -96,10 +99,10 @@ def weight_bytes(
     checkpoint, names, config, mxfp4 = _open(Path(directory))
     native = implementation == "native"
     layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, native, Path(directory))
-    wanted = np.dtype(dtype).itemsize
+    wanted, part = np.dtype(dtype).itemsize, Part(config, place, mxfp4)
     total = 0
-    for name, shape in _shapes(names, config, mxfp4).items():
-        size, stored = int(np.prod(shape)), checkpoint.dtype(name)
+    for name, (leaf, shape) in _leaves(names, config, mxfp4).items():
+        size, stored = int(np.prod(part.shape(leaf, shape))), checkpoint.dtype(name)
         quantised = mxfp4 and name.endswith((names.blocks_suffix, names.scales_suffix))
         if quantised and layout == "packed":
             total += size
@@ -118,8 +121,11 @@ def load_target(
     experts: ExpertsChoice = "auto",
     implementation: Implementation | None = None,
     progress: Callable[[int, int], None] | None = None,
+    place: Place = WHOLE,
 ) -> LoadedTarget:
     """Load the model in a directory: float parameters in `dtype`, on JAX's default device.
+
+    place: load this rank's part only (target.shard), and read no other bytes than its own.
 
     experts "packed" keeps MXFP4 experts as they are, "expanded" dequantises them once, at load. "auto" expands on CPU
     if that fits in free memory (dequantising inside the graph is many times slower there), and packs on accelerators.
@@ -139,17 +145,21 @@ def load_target(
     checkpoint, names, config, mxfp4 = _open(directory)
     stop_token_ids, _ = _stop_tokens(checkpoint)
     layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, implementation == "native", directory)
+    part = Part(config, place, mxfp4)
     if progress is not None:
-        checkpoint.watch(progress)
-    params = _Reader(checkpoint, names, config, np.dtype(dtype), mxfp4, implementation).params(layout)
+        leaves = _leaves(names, config, mxfp4).items()
+        sizes = (part.read_size(*each) * checkpoint.dtype(name).itemsize for name, each in leaves)
+        checkpoint.watch(progress, sum(sizes))
+    params = _Reader(checkpoint, names, part, np.dtype(dtype), mxfp4, implementation).params(layout)
     checkpoint.finish()
-    return LoadedTarget(params, config, stop_token_ids, layout, mxfp4)
+    return LoadedTarget(params, part.config, stop_token_ids, layout, mxfp4)
 
 
 def load_ends(directory: Path) -> tuple[jax.Array, jax.Array | PackedMatrix]:
     """Read a target's embedding [V, D] and head [D, V] alone, in float32. Raises InputError as load_target does."""
     checkpoint, names, config, mxfp4 = _open(Path(directory))
-    return _Reader(checkpoint, names, config, np.dtype(np.float32), mxfp4, None).ends()
+    part = Part(config, WHOLE, mxfp4)
+    return _Reader(checkpoint, names, part, np.dtype(np.float32), mxfp4, None).ends()
 
 
 def save_target(
@@ -215,6 +225,11 @@ def write_target(
 def tensor_shapes(config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...]]:
     """List every tensor of a Hugging Face checkpoint of this geometry with its shape, by layer."""
     return _shapes(_HUGGING_FACE, config, mxfp4)
+
+
+def tensor_leaves(config: TargetConfig, mxfp4: bool) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
+    """List the same tensors with their kind, which says how they are cut over ranks, and their shape."""
+    return _leaves(_HUGGING_FACE, config, mxfp4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,33 +334,42 @@ def _refuse_other_quantization(checkpoint: Checkpoint) -> None:
 
 
 def _shapes(names: _Names, config: TargetConfig, mxfp4: bool) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, (_, shape) in _leaves(names, config, mxfp4).items()}
+
+
+def _leaves(names: _Names, config: TargetConfig, mxfp4: bool) -> dict[str, tuple[Leaf, tuple[int, ...]]]:
+    """List every tensor with its kind and its shape."""
     c = config
     width, experts, hidden = c.num_heads * c.head_dim, c.num_experts, c.hidden_size
     kv_width = c.num_kv_heads * c.head_dim
-    qkv_widths = (width, kv_width, kv_width) if len(names.qkv) == 3 else (width + 2 * kv_width,)
-    shapes: dict[str, tuple[int, ...]] = {names.embedding: (c.vocab_size, hidden)}
+    qkv = [("queries", width), ("keys and values", kv_width), ("keys and values", kv_width)]
+    if len(names.qkv) == 1:
+        qkv = [("qkv", width + 2 * kv_width)]
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {names.embedding: ("embedding", (c.vocab_size, hidden))}
 
-    def expert_matrix(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+    def expert_matrix(leaf: str, name: str, outputs: int, inputs: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         if not mxfp4:
-            return {name: (experts, inputs, outputs)}
+            return {name: (leaf, (experts, inputs, outputs))}
         if inputs % BLOCK:
             raise InputError(f"MXFP4 needs widths that are multiples of {BLOCK}, got {inputs} inputs of {name}")
-        scales = (experts, outputs, inputs // BLOCK)
-        return {name + names.blocks_suffix: (*scales, BLOCK // 2), name + names.scales_suffix: scales}
+        leaf, scales = f"{leaf}, MXFP4", (experts, outputs, inputs // BLOCK)
+        return {name + names.blocks_suffix: (leaf, (*scales, BLOCK // 2)), name + names.scales_suffix: (leaf, scales)}
 
     for layer in range(c.num_layers):
-        own: dict[str, tuple[int, ...]] = {names.attention_norm: (hidden,)}
-        for module, outputs in zip(names.qkv, qkv_widths, strict=True):
-            own |= {f"{module}.weight": (outputs, hidden), f"{module}.bias": (outputs,)}
-        own |= {f"{names.out}.weight": (hidden, width), f"{names.out}.bias": (hidden,), names.sinks: (c.num_heads,)}
-        own |= {names.moe_norm: (hidden,)}
-        own |= {f"{names.router}.weight": (experts, hidden), f"{names.router}.bias": (experts,)}
-        own |= expert_matrix(names.gate_up, 2 * c.expert_width, hidden)
-        own |= {names.gate_up_bias: (experts, 2 * c.expert_width)}
-        own |= expert_matrix(names.down, hidden, c.expert_width)
-        own |= {names.down_bias: (experts, hidden)}
-        shapes |= {names.layer.format(layer) + name: shape for name, shape in own.items()}
-    return shapes | {names.norm: (hidden,), names.lm_head: (c.vocab_size, hidden)}
+        own: dict[str, tuple[str, tuple[int, ...]]] = {names.attention_norm: ("norms", (hidden,))}
+        for module, (leaf, outputs) in zip(names.qkv, qkv, strict=True):
+            own |= {f"{module}.weight": (leaf, (outputs, hidden)), f"{module}.bias": (leaf, (outputs,))}
+        own |= {f"{names.out}.weight": ("output projection", (hidden, width))}
+        own |= {f"{names.out}.bias": ("output bias", (hidden,)), names.sinks: ("sinks", (c.num_heads,))}
+        own |= {names.moe_norm: ("norms", (hidden,))}
+        own |= {f"{names.router}.weight": ("router", (experts, hidden)), f"{names.router}.bias": ("router", (experts,))}
+        own |= expert_matrix("gate and up", names.gate_up, 2 * c.expert_width, hidden)
+        own |= {names.gate_up_bias: ("gate and up bias", (experts, 2 * c.expert_width))}
+        own |= expert_matrix("down", names.down, hidden, c.expert_width)
+        own |= {names.down_bias: ("down bias", (experts, hidden))}
+        shapes |= {names.layer.format(layer) + name: each for name, each in own.items()}
+    shapes |= {names.norm: ("norms", (hidden,)), names.lm_head: ("head", (c.vocab_size, hidden))}
+    return {name: (LEAVES[leaf], shape) for name, (leaf, shape) in shapes.items()}
 
 
 def _stop_tokens(checkpoint: Checkpoint) -> tuple[tuple[int, ...], str | None]:
@@ -416,13 +440,14 @@ class _Reader:
         self,
         checkpoint: Checkpoint,
         names: _Names,
-        config: TargetConfig,
+        part: Part,
         dtype: np.dtype,
         mxfp4: bool,
         implementation: Implementation | None,
     ) -> None:
-        self._checkpoint, self._names, self._config, self._dtype = checkpoint, names, config, dtype
-        self._shapes = _shapes(names, config, mxfp4)
+        self._checkpoint, self._names, self._dtype = checkpoint, names, dtype
+        self._part, self._config = part, part.config
+        self._leaves = _leaves(names, part.whole, mxfp4)
         self._mxfp4, self._implementation = mxfp4, implementation
 
     def ends(self) -> tuple[jax.Array, jax.Array | PackedMatrix]:
@@ -469,7 +494,16 @@ class _Reader:
 
     def _floats(self, name: str) -> np.ndarray:
         self._expect_floats(name)
-        return self._checkpoint.take(name, self._shapes[name])
+        leaf, shape = self._leaves[name]
+        if not self._part.has(leaf):
+            self._checkpoint.ignore(name)
+            return np.zeros(self._part.shape(leaf, shape), self._checkpoint.dtype(name))
+        return self._checkpoint.take(name, shape, self._part.cuts(leaf))
+
+    def _each(self, name: str) -> Iterator[np.ndarray]:
+        """Read a tensor of one held expert after the other."""
+        leaf, shape = self._leaves[name]
+        return self._checkpoint.parts(name, shape, self._part.cuts(leaf))
 
     def _expect_floats(self, name: str) -> None:
         dtype = self._checkpoint.dtype(name)
@@ -491,7 +525,7 @@ class _Reader:
         for each in names:
             if (dtype := self._checkpoint.dtype(each)) != np.uint8:
                 raise InputError(f"{self._checkpoint.directory}: tensor {each} has dtype {dtype}; expected uint8")
-        for blocks, scales in zip(*(self._checkpoint.parts(each, self._shapes[each]) for each in names), strict=True):
+        for blocks, scales in zip(*map(self._each, names), strict=True):
             if np.any(scales == NAN_SCALE):
                 raise InputError(
                     f"{self._checkpoint.directory}: tensor {names[1]} has a scale of 255 (NaN): the file is corrupt"
@@ -505,7 +539,7 @@ class _Reader:
                 yield dequantize(blocks, scales).T
         else:
             self._expect_floats(name)
-            yield from self._checkpoint.parts(name, self._shapes[name])
+            yield from self._each(name)
 
     def _packed(self, prefix: str) -> PackedExperts:
         names = self._names
@@ -526,12 +560,12 @@ class _Reader:
         return blocks, scales
 
     def _expanded(self, prefix: str) -> ExpandedExperts:
-        c, names = self._config, self._names
-        gate_up = aligned((c.num_experts, c.hidden_size, 2 * c.expert_width), self._dtype)
+        c, names, count = self._config, self._names, self._part.num_experts
+        gate_up = aligned((count, c.hidden_size, 2 * c.expert_width), self._dtype)
         for expert, matrix in enumerate(self._expert_matrices(prefix + names.gate_up)):
             gate_up[expert, :, : c.expert_width] = matrix[:, 0::2]
             gate_up[expert, :, c.expert_width :] = matrix[:, 1::2]
-        down = aligned((c.num_experts, c.expert_width, c.hidden_size), self._dtype)
+        down = aligned((count, c.expert_width, c.hidden_size), self._dtype)
         for expert, matrix in enumerate(self._expert_matrices(prefix + names.down)):
             down[expert] = matrix
         gate, up = self._gate_and_up_bias(prefix)
@@ -543,12 +577,12 @@ class _Reader:
         )
 
     def _fused(self, prefix: str) -> FusedExperts:
-        c, names = self._config, self._names
-        gate_up = aligned((c.hidden_size, 2, c.num_experts, c.expert_width), self._dtype)
+        c, names, count = self._config, self._names, self._part.num_experts
+        gate_up = aligned((c.hidden_size, 2, count, c.expert_width), self._dtype)
         for expert, matrix in enumerate(self._expert_matrices(prefix + names.gate_up)):
             gate_up[:, 0, expert] = matrix[:, 0::2]
             gate_up[:, 1, expert] = matrix[:, 1::2]
-        down = aligned((c.num_experts, c.expert_width, c.hidden_size), self._dtype)
+        down = aligned((count, c.expert_width, c.hidden_size), self._dtype)
         for expert, matrix in enumerate(self._expert_matrices(prefix + names.down)):
             down[expert] = matrix
         gate, up = self._gate_and_up_bias(prefix)
@@ -593,7 +627,7 @@ class _Reader:
 
     def _on_device(self, experts: Iterable[tuple[np.ndarray, ...]]) -> tuple[jax.Array, ...]:
         """Stack the experts' arrays on the device; at most one expert is in memory twice."""
-        return tuple(map(to_device, stack(experts, self._config.num_experts)))
+        return tuple(map(to_device, stack(experts, self._part.num_experts)))
 
     def _gate_and_up_bias(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
         bias = self._floats(prefix + self._names.gate_up_bias).astype(self._dtype)

@@ -1,22 +1,25 @@
-"""GPT-OSS: one stack of layers, two passes over it.
+"""GPT-OSS: one stack of layers, three passes over it.
 
     forward   no cache: a whole batch of sequences at once (training, references)
     extend    T rows per sequence at their positions, written to the caches, then attended: a chunk of a prompt, the
               pending token and its drafts, or one token
+    prefill   a whole prompt, each layer in blocks of rows: the same results as `extend`, chunk by chunk
 
-Both run `_run_layers` with their own attention, `attend`.
+The first two run `_run_layers` with their own attention, `attend`.
 """
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from peagle.ops.attention import attention, decode_attention, split_heads
+from peagle.ops.collectives import Ranks
 from peagle.ops.expert_matmul import expert_block
 from peagle.ops.kv_cache import KVCache, init_window_cache
 from peagle.ops.linear import embed, linear
@@ -24,6 +27,7 @@ from peagle.ops.mask import causal_mask
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.norm import Norm
 from peagle.ops.rope import rope_tables
+from peagle.ops.row_blocks import RowBlocks
 from target.config import TargetConfig
 from target.params import AttentionParams, TargetParams
 
@@ -31,6 +35,10 @@ from target.params import AttentionParams, TargetParams
 Attend = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
 # (layer, its params, qkv [B, T, (N + 2G) H], cos, sin) -> attention output [B, T, N H]
 AttendProjected = Callable[[int, AttentionParams, jax.Array, jax.Array, jax.Array], jax.Array]
+T = TypeVar("T")
+
+# (a function of a model and arrays, the arrays) -> its result
+Run = Callable[[Callable[..., jax.Array], np.ndarray], jax.Array]
 
 
 def forward(
@@ -75,18 +83,104 @@ def extend(
     caches: tuple[KVCache, ...],
     aux_layer_ids: Sequence[int] = (),
     logit_rows: Int[Array, "B L"] | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Float[Array, "B L V"], Float[Array, "B T A"], tuple[KVCache, ...]]:
     """Run T rows at their positions: write them to the caches, then attend.
 
+    ranks: params, config and caches are this rank's part of the model (target.shard). Every rank gets the whole result.
     Returns (logits of the rows in logit_rows, of all by default; aux_hidden of every row; the caches). A row of
     negative position is inactive: it writes nothing, and its results are to be ignored. The caller's `length` decides
     how many of the written rows count: moving it back is the rollback. The positions of a sequence's active rows are
     consecutive.
     """
+    written = dict(enumerate(caches))
+    attend = _attend_cached(params, config, positions, written)
+    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids, ranks)
+    logits = _logits(params, config, x, positions, logit_rows)
+    return logits if ranks is None else ranks.gather(logits, config.vocab_size), aux_hidden, tuple(written.values())
+
+
+def prefill(
+    params: TargetParams,
+    config: TargetConfig,
+    token_ids: Int[Array, "1 T"],
+    positions: Int[Array, "1 T"],
+    caches: tuple[KVCache, ...],
+    aux_layer_ids: Sequence[int],
+    logit_rows: Int[Array, "1 L"],
+    blocks: RowBlocks,
+) -> tuple[Float[Array, "1 L V"], Float[Array, "1 T A"], tuple[KVCache, ...]]:
+    """Run a whole prompt layer by layer, and each layer's two halves in blocks of rows.
+
+    The same as `extend` in chunks of `blocks.query_rows`, for which the caches were made, but that experts see more
+    rows at once. Active rows come first; blocks without any take no time. A ring holds what the window of a block's
+    queries reaches, and a full layer's attention reads no key after the block's last row.
+    """
+    x = embed(params.embedding, token_ids, params.dtype)
+    cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
+    aux_hidden = jnp.zeros((*token_ids.shape, len(aux_layer_ids) * config.hidden_size), x.dtype)
     written = list(caches)
+    for index in range(config.num_layers):
+        x, written[index] = _attention_by_blocks(
+            params, config, index, x, positions, cos, sin, caches[index], blocks.query_rows
+        )
+        x = _experts_by_blocks(params, config, index, x, positions, blocks.expert_rows)
+        if index in aux_layer_ids:
+            place = aux_layer_ids.index(index) * config.hidden_size
+            aux_hidden = jax.lax.dynamic_update_slice_in_dim(aux_hidden, x, place, axis=2)
+    return _logits(params, config, x, positions, logit_rows), aux_hidden, tuple(written)
+
+
+def _attention_by_blocks(
+    params: TargetParams,
+    config: TargetConfig,
+    index: int,
+    x: jax.Array,
+    positions: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    cache: KVCache,
+    size: int,
+) -> tuple[jax.Array, KVCache]:
+    def one(block: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+        x, cache = carry
+        part, at, of_cos, of_sin = (_rows(each, block, size) for each in (x, positions, cos, sin))
+        held = {index: cache}
+        attend = _attend_cached(params, config, at, held)
+        part = _attention_half(params, config, index, part, at, of_cos, of_sin, attend)
+        return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1), held[index]
+
+    return _for_active_blocks(one, positions, size, (x, cache))
+
+
+def _experts_by_blocks(
+    params: TargetParams, config: TargetConfig, index: int, x: jax.Array, positions: jax.Array, size: int
+) -> jax.Array:
+    def one(block: jax.Array, x: jax.Array) -> jax.Array:
+        part = _expert_half(params, config, index, _rows(x, block, size), _rows(positions, block, size))
+        return jax.lax.dynamic_update_slice_in_dim(x, part, block * size, axis=1)
+
+    return _for_active_blocks(one, positions, size, x)
+
+
+def _for_active_blocks(one: Callable[[jax.Array, T], T], positions: jax.Array, size: int, carry: T) -> T:
+    """Run `one` over the blocks of rows that hold an active one."""
+    num_active = jnp.sum(positions >= 0, dtype=jnp.int32)
+    done: T = jax.lax.fori_loop(jnp.int32(0), (num_active + size - 1) // size, one, carry)
+    return done
+
+
+def _rows(of_all: jax.Array, block: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(of_all, block * size, size, axis=1)
+
+
+def _attend_cached(
+    params: TargetParams, config: TargetConfig, positions: jax.Array, caches: dict[int, KVCache]
+) -> AttendProjected:
+    """Make the attention over caches: write the rows to the layer's cache, replaced in `caches`, then attend."""
 
     def attend(layer: int, p: AttentionParams, qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        out, written[layer] = decode_attention(
+        out, caches[layer] = decode_attention(
             qkv,
             cos,
             sin,
@@ -99,11 +193,7 @@ def extend(
         )
         return out
 
-    x, aux_hidden = _run_layers(params, config, token_ids, positions, attend, aux_layer_ids)
-    if logit_rows is not None:
-        x = jnp.take_along_axis(x, logit_rows[:, :, None], axis=1)
-        positions = jnp.take_along_axis(positions, logit_rows, axis=1)
-    return _logits(params, config, x, positions), aux_hidden, tuple(written)
+    return attend
 
 
 def _attend_within(config: TargetConfig, positions: jax.Array, segment_ids: jax.Array | None) -> Attend:
@@ -138,51 +228,76 @@ def _run_layers(
     positions: jax.Array,
     attend: AttendProjected,
     aux_layer_ids: Sequence[int],
+    ranks: Ranks | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (residual stream after the last layer [B, T, D], aux_hidden [B, T, A])."""
     x = embed(params.embedding, token_ids, params.dtype)
     cos, sin = rope_tables(config.rope, positions, x.dtype, implementation=params.implementation)
     aux_hidden: dict[int, jax.Array] = {}
-    for index, layer in enumerate(params.layers):
-        p, moe = layer.attention, layer.moe
-        qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps), positions=positions)
-        x = linear(attend(index, p, qkv, cos, sin), p.out, p.out_bias, residual=x, positions=positions)
-        x = expert_block(
-            x,
-            Norm(moe.norm, config.rms_norm_eps),
-            moe.router,
-            moe.router_bias,
-            moe.experts,
-            config.top_k,
-            config.swiglu_limit,
-            positions,
-            implementation=params.implementation,
-        )
+    for index in range(config.num_layers):
+        x = _attention_half(params, config, index, x, positions, cos, sin, attend, ranks)
+        x = _expert_half(params, config, index, x, positions, ranks)
         if index in aux_layer_ids:
             aux_hidden[index] = x
     none = jnp.zeros((*token_ids.shape, 0), x.dtype)
     return x, jnp.concatenate([aux_hidden[i] for i in aux_layer_ids], axis=-1) if aux_layer_ids else none
 
 
-def _logits(params: TargetParams, config: TargetConfig, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+def _attention_half(
+    params: TargetParams,
+    config: TargetConfig,
+    index: int,
+    x: jax.Array,
+    positions: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: AttendProjected,
+    ranks: Ranks | None = None,
+) -> jax.Array:
+    p, reduce = params.layers[index].attention, None if ranks is None else ranks.reduce
+    qkv = linear(x, p.qkv, p.qkv_bias, norm=Norm(p.norm, config.rms_norm_eps), positions=positions)
+    out = attend(index, p, qkv, cos, sin)
+    return linear(out, p.out, p.out_bias, residual=x, positions=positions, reduce=reduce)
+
+
+def _expert_half(
+    params: TargetParams,
+    config: TargetConfig,
+    index: int,
+    x: jax.Array,
+    positions: jax.Array,
+    ranks: Ranks | None = None,
+) -> jax.Array:
+    moe = params.layers[index].moe
+    return expert_block(
+        x,
+        Norm(moe.norm, config.rms_norm_eps),
+        moe.router,
+        moe.router_bias,
+        moe.experts,
+        config.top_k,
+        config.swiglu_limit,
+        positions,
+        implementation=params.implementation,
+        ranks=ranks,
+    )
+
+
+def _logits(
+    params: TargetParams,
+    config: TargetConfig,
+    x: jax.Array,
+    positions: jax.Array | None = None,
+    rows: jax.Array | None = None,
+) -> jax.Array:
+    """Compute the logits of `rows` [B, L], of all by default."""
+    if rows is not None:
+        x = jnp.take_along_axis(x, rows[:, :, None], axis=1)
+        positions = None if positions is None else jnp.take_along_axis(positions, rows, axis=1)
     return linear(x, params.lm_head, norm=Norm(params.norm, config.rms_norm_eps), positions=positions)
 
 
-CHECKED_TOGETHER = 32  # tokens per pass of `first_not_finite`
-
-
-@jax.jit
-def _finite(
-    model: "GptOss", token_ids: jax.Array, positions: jax.Array, caches: tuple[KVCache, ...]
-) -> tuple[jax.Array, tuple[KVCache, ...]]:
-    """Run one sequence's next tokens; return (whether each output is finite [L + 2, T], caches).
-
-    The outputs are the embedding's, each layer's and the head's.
-    """
-    embedded = embed(model.params.embedding, token_ids, model.params.dtype)
-    output, caches = model.extend(token_ids, positions, caches)
-    layers = jnp.split(output.aux_hidden, len(model.aux_layer_ids), axis=-1)
-    return jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in (embedded, *layers, output.logits)]), caches
+CHECKED_TOGETHER = 32  # tokens per pass of `GptOss.finite`
 
 
 @flax.struct.dataclass
@@ -193,6 +308,7 @@ class GptOss:
     config: TargetConfig = flax.struct.field(pytree_node=False)
     aux_layer_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     retain_full_kv: bool = flax.struct.field(pytree_node=False, default=False)
+    ranks: Ranks | None = flax.struct.field(pytree_node=False, default=None)  # None: the whole model, on one device
 
     @property
     def vocab_size(self) -> int:
@@ -217,27 +333,62 @@ class GptOss:
     ) -> tuple[VerifyOutput, tuple[KVCache, ...]]:
         """See `extend`."""
         logits, aux, cache = extend(
-            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows
+            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows, self.ranks
         )
         return VerifyOutput(logits, aux), cache
 
-    def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
+    def prefill(
+        self,
+        token_ids: Int[Array, "1 T"],
+        positions: Int[Array, "1 T"],
+        cache: tuple[KVCache, ...],
+        logit_rows: Int[Array, "1 L"],
+        blocks: RowBlocks,
+    ) -> tuple[VerifyOutput, tuple[KVCache, ...]]:
+        """See `prefill`."""
+        logits, aux, cache = prefill(
+            self.params, self.config, token_ids, positions, cache, self.aux_layer_ids, logit_rows, blocks
+        )
+        return VerifyOutput(logits, aux), cache
+
+    def finite(self, token_ids: Int[Array, "one T"]) -> Bool[Array, "outputs T"]:
+        """Run a sequence, T a multiple of CHECKED_TOGETHER; return whether each output is finite at each position.
+
+        The outputs are the embedding's, each layer's and the head's.
+        """
+        layers = tuple(range(self.config.num_layers))
+        every: GptOss = self.replace(aux_layer_ids=layers)  # type: ignore[attr-defined]
+        length = token_ids.shape[1]
+
+        def one(caches: tuple[KVCache, ...], start: jax.Array) -> tuple[tuple[KVCache, ...], jax.Array]:
+            some = jax.lax.dynamic_slice_in_dim(token_ids, start, CHECKED_TOGETHER, axis=1)
+            positions = start + jnp.arange(CHECKED_TOGETHER, dtype=jnp.int32)[None]
+            output, caches = every.extend(some, positions, caches)
+            embedded = embed(self.params.embedding, some, self.params.dtype)
+            outputs = (embedded, *jnp.split(output.aux_hidden, len(layers), axis=-1), output.logits)
+            return caches, jnp.stack([jnp.isfinite(out[0]).all(axis=-1) for out in outputs])
+
+        starts = jnp.arange(0, length, CHECKED_TOGETHER, dtype=jnp.int32)
+        _, finite = jax.lax.scan(one, every.init_cache(1, length, CHECKED_TOGETHER), starts)
+        return jnp.moveaxis(finite, 0, 1).reshape(len(layers) + 2, length)
+
+    def first_not_finite(self, token_ids: Sequence[int], run: Run | None = None) -> str | None:
         """Run the tokens once more and name the first output that is not finite; None if all are.
 
-        Outputs are ordered by layer, then by position.
+        Outputs are ordered by pass of CHECKED_TOGETHER tokens, then by layer, then by position. run: calls the method
+        on the parts of a model that is cut.
         """
         last = self.config.num_layers - 1
         names = ["the embedding", *(f"layer {layer} of 0..{last}" for layer in range(last + 1)), "the head"]
-        every = self.replace(aux_layer_ids=tuple(range(last + 1)))  # type: ignore[attr-defined]
-        caches = every.init_cache(1, len(token_ids), CHECKED_TOGETHER)
+        padded = np.zeros((1, -(-len(token_ids) // CHECKED_TOGETHER) * CHECKED_TOGETHER), np.int32)
+        padded[0, : len(token_ids)] = token_ids
+        finite = np.asarray(_finite(self, padded) if run is None else run(GptOss.finite, padded))
         for start in range(0, len(token_ids), CHECKED_TOGETHER):
-            part = np.zeros((1, CHECKED_TOGETHER), np.int32)
-            given = token_ids[start : start + CHECKED_TOGETHER]
-            part[0, : len(given)] = given
-            positions = np.arange(start, start + CHECKED_TOGETHER, dtype=np.int32)[None]
-            finite, caches = _finite(every, part, positions, caches)
-            bad = np.argwhere(~np.asarray(finite)[:, : len(given)])
+            bad = np.argwhere(~finite[:, start : min(start + CHECKED_TOGETHER, len(token_ids))])
             if len(bad):
                 output, row = bad[0]
-                return f"{names[output]}, at position {start + row} (token {given[row]})"
+                return f"{names[output]}, at position {start + row} (token {token_ids[start + row]})"
         return None
+
+
+_finite = jax.jit(GptOss.finite)

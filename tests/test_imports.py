@@ -2,6 +2,7 @@
 
 ops <- target, drafter
 ops <- protocols <- engine, drafters, text <- result <- api <- loading <- measure <- workflows <- cli
+protocols <- parallel <- loading
 measure <- serve <- cli; serve loads no checkpoints
 """
 
@@ -29,10 +30,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.text": _BENEATH,
     "peagle.result": (*_BENEATH, "peagle.engine", "peagle.text"),
     "peagle.api": _API,
-    "peagle.loading": (*_API, *_MODELS),
+    "peagle.parallel": _BENEATH,
+    "peagle.loading": (*_API, "peagle.parallel", *_MODELS),
     "peagle.measure": (*_API, "peagle.loading"),
     "peagle.serve": (*_API, "peagle.measure"),
-    "peagle.workflows": (*_API, "peagle.loading", "peagle.measure", *_MODELS),
+    "peagle.workflows": (*_API, "peagle.parallel", "peagle.loading", "peagle.measure", *_MODELS),
 }
 # torch and transformers' models are oracles of the tests; pickle runs code
 ORACLE = "peagle.workflows.hf_reference"  # but for this file, which compares with them on demand
@@ -129,6 +131,8 @@ def test_every_file_keeps_the_order() -> None:
         ("peagle/api.py", "from target.model import GptOss"),
         ("peagle/measure/bench.py", "from target.model import GptOss"),
         ("peagle/measure/bench.py", "from peagle.workflows.run import run"),
+        ("peagle/parallel.py", "from target.shard import Part"),
+        ("peagle/engine/engine.py", "from peagle.parallel import Sharded"),
         ("peagle/loading.py", "from peagle.workflows.run import run"),
         ("peagle/loading.py", "from drafter.train.shards import read_shard"),
         ("peagle/__init__.py", "from target.model import GptOss"),

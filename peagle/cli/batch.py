@@ -17,7 +17,7 @@ AT_ONCE = 2  # lines under way for each slot, so that none is empty
 
 
 def batch_command(settings: BatchSettings) -> int:
-    """Return the exit code: 0 with a response for each line, 1 if the engine or the answer to a line failed.
+    """Return the exit code: 0 with a response for each line that is a request, 1 if the engine failed, also at a line.
 
     Raises InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
     """
@@ -38,10 +38,7 @@ def batch_command(settings: BatchSettings) -> int:
         say("error", f"{loop.failure}; {_progress(batch.counts)}")
         return FAILED
     display.note(_summary(batch.counts, time.perf_counter() - started))
-    if batch.counts.done < batch.counts.total:
-        say("error", f"{batch.counts.failed} lines failed by the server's fault; {_progress(batch.counts)}")
-        return FAILED
-    return 0
+    return FAILED if batch.counts.failed else 0
 
 
 def _progress(counts: Counts) -> str:
@@ -51,4 +48,5 @@ def _progress(counts: Counts) -> str:
 def _summary(counts: Counts, seconds: float) -> str:
     known = f", {counts.known} known before" if counts.known else ""
     speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} a second"
-    return f"{counts.answered} lines answered, {counts.refused} refused{known}{speed if counts.tokens else ''}"
+    failed = f", {counts.failed} failed: the same command asks them again" if counts.failed else ""
+    return f"{counts.answered} lines answered, {counts.refused} refused{failed}{known}{speed if counts.tokens else ''}"

@@ -17,14 +17,13 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots
 from peagle.cli.speculate import load_pair
-from peagle.loading import DEMO, check_fit, drafter_path, resolve
+from peagle.loading import DEMO, check_fit, drafter_path, local_model, resolve
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from target.load import inspect_target
-from target.model import GptOss
 
 COLUMNS = ("test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s")
 OVER_ONE_SLOT, COST = "over 1 slot", "c(K)"  # columns more, of several numbers of slots, and of drafts
@@ -60,7 +59,8 @@ def bench_command(settings: BenchSettings) -> int:
     options.check(inspect_target(resolve(name, "target")).config.max_positions)
 
     display = Display(text=False, quiet=False, total=1, streaming=False)
-    pair = load_pair(name, drafter, settings.loading, DraftOptions(drafter_window=settings.drafter_window), display)
+    drafting = DraftOptions(drafter_window=settings.drafter_window)
+    pair = load_pair(name, drafter, settings.loading, drafting, display, settings.devices)
     # not animated: a thread that redraws would be in the way of what is measured
     with display.stage("measuring", animated=False) as progress:
         measured = bench(pair, options, progress)
@@ -78,8 +78,7 @@ def bench_command(settings: BenchSettings) -> int:
 
 def weight_bytes(pair: Pair) -> WeightBytes:
     """Those of a loaded pair's target."""
-    target = pair.plain_target
-    assert isinstance(target, GptOss)
+    target = local_model(pair.plain_target)
     params, config = target.params, target.config
     experts = _bytes([layer.moe.experts for layer in params.layers])
     return WeightBytes(
@@ -110,6 +109,7 @@ def bench_report(
             "dtype": pair.dtype,
             "experts": pair.experts,
             "kernels": pair.kernels,
+            "mesh": pair.mesh,
             "drafter_window": pair.drafter_window,
             "steps_per_dispatch": pair.steps_per_dispatch,
             "interrupted": measured.interrupted,
@@ -139,6 +139,7 @@ def _options(settings: BenchSettings) -> BenchOptions:
         slots=_numbers("--slots", chosen_slots(settings.slots, settings.batch, "1")),
         drafts=_numbers("-k", settings.num_speculative_tokens) if settings.num_speculative_tokens is not None else (),
         repeats=settings.repeats,
+        blocked=settings.prefill.blocked(),
     )
 
 
@@ -172,6 +173,7 @@ def _test_block(measurement: Measurement, measured: Bench, weights: WeightBytes)
         "slots": case.slots,
         "active": case.active,
         "num_speculative_tokens": case.num_drafts,
+        "blocked": case.blocked,
         "num_passes": measurement.passes,
         "num_tokens": measurement.num_tokens,
         "seconds": list(measurement.seconds),
@@ -202,7 +204,7 @@ def _name(case: Case, options: BenchOptions) -> str:
     name = f"{case.kind} {case.size}" + ("" if case.kind == "pp" else f" @ {options.context}")
     if case.kind == "tg" and _several(options):
         name += f", 1 of {case.slots} slots" if case.idle else f", {case.slots} slot{'s' * (case.slots > 1)}"
-    return name + (f", K = {case.num_drafts}" if case.num_drafts else "")
+    return name + (f", K = {case.num_drafts}" if case.num_drafts else "") + ", at once" * case.blocked
 
 
 def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:

@@ -41,7 +41,9 @@ def chat_command(settings: ChatSettings) -> int:
         rendering=settings.template.rendering(),
     )
     display = Display(text=True, quiet=settings.quiet, total=1, streaming=True)
-    pair = load_pair(target, drafter, settings.model, settings.drafting, display)
+    pair = load_pair(
+        target, drafter, settings.model, settings.drafting, display, settings.devices, settings.retain_full_kv
+    )
     display.read_by(pair.tokenizer)
     _refuse_without_template(pair, config.rendering, target)
     k, adaptive = pair.num_drafts(asked)

@@ -120,11 +120,14 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "slots": config.slots,
         "context": config.context,
         "prefill_chunk": config.prefill_chunk,
+        "prefill": _prefill(run, config),
+        "retain_full_kv": pair.retain_full_kv,
         "prefix_cache_bytes": run.prefix_cache_bytes,
         "capacity": run.capacity,
         "dtype": pair.dtype,
         "experts": pair.experts,
         "kernels": pair.kernels,
+        "mesh": pair.mesh,
         "aux_layers": pair.aux_layers,
         "draft_vocab": pair.draft_vocab,
         "drafter_window": pair.drafter_window,
@@ -241,6 +244,11 @@ def _comparison(run: Run, summary: dict[str, Any], config: RunConfig) -> str:
     assert first is not None
     which = f"{len(differing)} of {len(compared)} outputs differ, the first" if len(compared) > 1 else "outputs differ"
     return text + f" | {which} at token {first.index}, where the two best logits are {first.margin:.2g} apart"
+
+
+def _prefill(run: Run, config: RunConfig) -> dict[str, int] | None:
+    """The rows of a block, of prompts that were read at once; None if they were read in chunks."""
+    return None if config.blocked is None else dataclasses.asdict(config.blocked.rows(run.capacity))
 
 
 def _prefix_cache(use: PrefixCacheUse) -> str:

@@ -15,6 +15,7 @@ from drafter.model import init_caches as init_drafter_caches
 from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.shared import parse_layers
+from peagle.engine.request import DEFAULT_CHUNK
 from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import SPECULATION_FILE, read_widths
 from peagle.loading import (
@@ -35,12 +36,16 @@ from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import KVCache, cache_bytes
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.native import available as native_available
+from peagle.ops.row_blocks import BlockedPrefill, RowBlocks
+from peagle.parallel import MeshShape, parse_mesh
 from peagle.text.tokenizer import TOKENIZER_FILE
+from peagle.workflows.plan import Device, device_named, pass_s, rank_bytes, rank_cache_bytes
 from target.config import FULL, SLIDING, TargetConfig, default_aux_layer_ids
 from target.load import TargetFiles, inspect_target, weight_bytes
 from target.model import init_caches as init_target_caches
 
 POSITIONS = 1000
+PROMPT = 8192  # tokens
 FLOAT32, BFLOAT16 = np.dtype(np.float32), jnp.dtype(jnp.bfloat16)
 
 Rows = list[tuple[str, str]]
@@ -52,6 +57,7 @@ def info_command(settings: InfoSettings) -> int:
     Raises InputError for more than two, for two of a kind, for what cannot be read, and for a pair that does not fit.
     """
     names, aux_layer_ids = settings.directories, parse_layers(settings.aux_layer_ids)
+    shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
     if len(names) > 2:
         raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
     paths = [(name, resolve(name, "target")) for name in names]
@@ -71,7 +77,12 @@ def info_command(settings: InfoSettings) -> int:
             _print(console, name, kind, drafter_rows(checkpoint, config, path, aux_layer_ids))
         else:
             targets.append((name, inspect_target(path)))
-            _print(console, name, "GPT-OSS target", target_rows(targets[-1][1], path))
+            rows = target_rows(targets[-1][1], path)
+            if shape is not None:
+                rows += mesh_rows(targets[-1][1], shape, device, settings.slots, settings.context)
+            _print(console, name, "GPT-OSS target", rows)
+    if shape is not None and not targets:
+        raise InputError("--mesh is given, but no target that it cuts; name one, or leave --mesh out")
     doubts = [doubtful_map(each, parse_drafter(each, aux_layer_ids)) for _, each in drafters]
     if len(paths) == 2:
         if len(targets) != 1:
@@ -119,10 +130,44 @@ def target_rows(files: TargetFiles, path: Path) -> Rows:
             "KV rings, once per row",
             f"{_both(sliding)} (sliding layers, K = {DEFAULT_NUM_SPECULATIVE_TOKENS})",
         ),
+        (
+            "with --retain-full-kv",
+            f"{_both(_target_kv(c, SLIDING, retain_full_kv=True))} per {POSITIONS:,} positions in place of the rings",
+        ),
+        (f"prefill of {PROMPT:,} tokens", f"beside the caches about {_prefill_memory(c)}"),
         ("default taps", taps),
         ("stop tokens", _stop_tokens(files)),
         ("tokenizer", "yes" if (path / TOKENIZER_FILE).is_file() else "no: token ids only"),
         ("kernels", kernels_in_words()),
+    ]
+
+
+def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, positions: int) -> Rows:
+    """What to say of a target that is cut over the devices of a mesh."""
+    c, k = files.config, DEFAULT_NUM_SPECULATIVE_TOKENS
+    of_ranks = rank_bytes(c, files.mxfp4, shape)
+    first, last = of_ranks[0], of_ranks[-1]
+    caches = rank_cache_bytes(c, shape, slots, positions, k + 1)
+    total = first.total + caches
+    shared = "the embedding, routers and norms" + (", shared kv heads" if shape.ranks > c.num_kv_heads else "")
+    fits = "fits" if total <= device.memory_bytes else "does not fit"
+    collectives = 2 * c.num_layers + 1 if shape.ranks > 1 else 0
+
+    def times(rows: int) -> str:
+        reading, summing = (1e3 * each for each in pass_s(c, files.mxfp4, shape, device, rows))
+        return f"{reading + summing:.2f} ms ({reading:.2f} reading weights, {summing:.2f} in collectives)"
+
+    kinds = ", ".join(f"{kind} {_bytes(size)}" for kind, size in first.kinds.items())
+    each = f"{collectives} collectives at an assumed {device.latency_s * 1e6:.0f} us each"
+    return [
+        (f"over {shape}", f"{shape.ranks} devices"),
+        ("  weights of each", f"{_bytes(first.total)}: {kinds}"),
+        ("  of it on every one", f"{_bytes(first.replicated)}: {shared}"),
+        ("  padding of the last", f"{_bytes(last.padding)} of zeros"),
+        ("  caches of each", f"{_bytes(caches)} bfloat16, with --slots {slots} --context {positions}"),
+        (f"  together on an {device.name}", f"{_bytes(total)}; {fits} into its {_bytes(int(device.memory_bytes))}"),
+        ("  a pass over 1 row", f"at least {times(1)}; {each}"),
+        (f"  over {k + 1} rows", f"at least {times(k + 1)}"),
     ]
 
 
@@ -191,12 +236,25 @@ def _loaded_here(path: Path) -> str:
     return f"{_bytes(needed)} for {dtype} arithmetic; {fits} into the {_bytes(available)} available now"
 
 
-def _target_kv(config: TargetConfig, kind: str) -> int:
+def _prefill_memory(config: TargetConfig) -> str:
+    """What a long prompt takes while it is prefilled, in chunks and at once: the widest tensors, in float32."""
+    of_query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + 2 * config.num_heads * config.head_dim
+    of_choice = config.expert_width + config.hidden_size
+
+    def taken(rows: int, blocks: RowBlocks) -> str:
+        numbers = rows * config.hidden_size + blocks.query_rows * (of_query + config.hidden_size)
+        return _bytes(FLOAT32.itemsize * (numbers + blocks.expert_rows * config.top_k * of_choice))
+
+    chunked = taken(DEFAULT_CHUNK, RowBlocks(DEFAULT_CHUNK, DEFAULT_CHUNK))
+    return f"{chunked} in chunks, {taken(PROMPT, BlockedPrefill().rows(PROMPT))} with --prefill blocked"
+
+
+def _target_kv(config: TargetConfig, kind: str, retain_full_kv: bool = False) -> int:
     """Numbers that the layers of a kind cache for one row: for POSITIONS positions, or in their ring."""
     widest = DEFAULT_NUM_SPECULATIVE_TOKENS + 1
 
     def caches() -> tuple[KVCache, ...]:
-        return init_target_caches(config, 1, POSITIONS, widest, jnp.dtype(jnp.int8))
+        return init_target_caches(config, 1, POSITIONS, widest, jnp.dtype(jnp.int8), retain_full_kv)
 
     shapes = jax.eval_shape(caches)
     return cache_bytes([cache for cache, own in zip(shapes, config.layer_types, strict=True) if own == kind])

@@ -81,7 +81,15 @@ class Chosen:
     def load(self, display: Display) -> tuple[Engine, Prompter, str]:
         """Load the pair and warm its engine up; return it, what makes its requests, and the model's name."""
         settings = self.settings
-        pair = load_pair(self.target, self.drafter, settings.model, settings.drafting, display)
+        pair = load_pair(
+            self.target,
+            self.drafter,
+            settings.model,
+            settings.drafting,
+            display,
+            settings.devices,
+            settings.retain_full_kv,
+        )
         k, adaptive = pair.num_drafts(self.k)
         context = chosen_context(pair, settings.context)
         engine = pair.engine(

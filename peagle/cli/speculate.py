@@ -13,6 +13,7 @@ from peagle.cli.settings.decode import DecodeSettings, GenerateSettings, Specula
 from peagle.cli.settings.shared import (
     DraftOptions,
     LoadOptions,
+    MeshOptions,
     ModelOptions,
     chosen_slots,
     parse_layers,
@@ -72,7 +73,9 @@ def decode_command(settings: Settings) -> int:
         display.note(f"left out: {left_out_line(left_out)}")
     if _is_example(settings):
         display.note(f"the built-in example:\n{EXAMPLE}\n")
-    pair = load_pair(target, drafter, settings.model, settings.drafting, display)
+    pair = load_pair(
+        target, drafter, settings.model, settings.drafting, display, settings.devices, settings.retain_full_kv
+    )
     display.read_by(pair.tokenizer)
     config = _config(settings, rendering, slots, pair)
     try:
@@ -111,8 +114,20 @@ def chosen_context(pair: Pair, typed: int | None) -> int:
     return min(DEFAULT_CONTEXT, pair.max_positions) if typed is None else pair.room(typed)
 
 
-def load_pair(target: str, drafter: str | None, loading: LoadOptions, drafting: DraftOptions, display: Display) -> Pair:
-    """Load the target and the drafter, with progress; note which of the target's layers the drafter reads."""
+def load_pair(
+    target: str,
+    drafter: str | None,
+    loading: LoadOptions,
+    drafting: DraftOptions,
+    display: Display,
+    devices: MeshOptions | None = None,
+    retain_full_kv: bool = False,
+) -> Pair:
+    """Load the target and the drafter, with progress; note which of the target's layers the drafter reads.
+
+    devices: those that the target is cut over, one by default. retain_full_kv: no rings.
+    """
+    devices = devices or MeshOptions()
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
         pair = load(
             target,
@@ -123,8 +138,13 @@ def load_pair(target: str, drafter: str | None, loading: LoadOptions, drafting: 
             draft_vocab=drafting.draft_vocab,
             drafter_window=drafting.drafter_window,
             aux_layer_ids=parse_layers(drafting.aux_layer_ids),
+            mesh=devices.mesh,
+            reduce=devices.reduce,
+            retain_full_kv=retain_full_kv,
             progress=progress,
         )
+    if pair.mesh is not None:
+        display.note(f"the target lies on {pair.mesh}")
     if pair.aux_layers is not None:
         display.note(f"the drafter reads the target's {pair.aux_layers}")
     return pair
@@ -152,6 +172,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         context=settings.context,
         prefill_chunk=settings.prefill_chunk,
         prefix_cache_bytes=parse_prefix_cache(settings.prefix_cache),
+        blocked=settings.prefill.blocked(),
         ignore_eos=settings.ignore_eos,
         stop=settings.stop,
         baseline=not settings.no_baseline,

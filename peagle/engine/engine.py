@@ -19,10 +19,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
+from peagle.engine.prefill import learns_from_tokens
 from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
 from peagle.engine.programs import Programs
 from peagle.engine.request import (
@@ -45,7 +47,8 @@ from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.likeliest import NO_TOKEN
-from peagle.protocols import Drafter, Explains, Target
+from peagle.ops.row_blocks import BlockedPrefill, padded_length
+from peagle.protocols import Drafter, Explains, PrefillsAtOnce, Target
 
 MEASURED_ROUNDS = 5
 
@@ -64,6 +67,7 @@ class EngineConfig:
     compile a program for each number of drafts in the table, for models whose passes also compute inactive rows.
     prefix_cache_bytes: memory for prompts and answers that later requests may begin with (peagle.engine.prefix_cache);
     0: none are kept. k_per_request: requests may set num_speculative_tokens; plain steps are then compiled, too.
+    blocked: prefill each prompt at once, not in chunks: nobody decodes meanwhile, and there is no prefix cache.
     """
 
     num_speculative_tokens: int = 0
@@ -76,6 +80,7 @@ class EngineConfig:
     programs_by_width: bool = False
     prefix_cache_bytes: int = 0
     k_per_request: bool = False
+    blocked: BlockedPrefill | None = None
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
 
@@ -95,7 +100,21 @@ class EngineConfig:
             raise InputError(f"the prefix cache is {self.prefix_cache_bytes} bytes; expected 0 or more")
         if self.chunk < 1:
             raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
+        if self.blocked is not None:
+            self.blocked.rows(self.capacity)  # check them
+            if self.prefix_cache_bytes:
+                raise InputError(
+                    "blocked prefill takes a whole prompt at once, so it cannot begin with a known one; leave out "
+                    "--prefill blocked or --prefix-cache"
+                )
         check_rates(self.synthetic_acceptance, k, self.draft_sampling)
+
+    @property
+    def lane_tokens(self) -> int:
+        """The most prompt tokens of one prefill pass."""
+        if self.blocked is not None:
+            return padded_length(self.capacity)
+        return aligned_chunk(self.chunk) if self.prefix_cache_bytes else self.chunk
 
     @property
     def table(self) -> WidthTable:
@@ -165,6 +184,8 @@ class Engine:
         """
         if config.num_speculative_tokens and drafter is None:
             raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
+        if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
+            raise InputError("this target does not prefill at once; leave out --prefill blocked")
         self.target, self.drafter, self.config = target, drafter if config.num_speculative_tokens else None, config
         self.stop_token_ids = tuple(stop_token_ids)
         self.compile_s = 0.0
@@ -176,14 +197,17 @@ class Engine:
             config.slots,
             config.capacity,
             config.num_speculative_tokens,
-            config.chunk,
+            config.chunk if config.blocked is None else config.lane_tokens,
             config.steps_per_dispatch,
+            None if config.blocked is None else config.blocked.rows(config.capacity),
         )
         self._prefix_cache: PrefixCache | None = None
+        self._begins_anywhere = False  # requests in entries of the prefix cache, since there are no rings
         if config.prefix_cache_bytes:
-            self._prefix_cache = PrefixCache(config.prefix_cache_bytes, *self._programs.part_bytes())
-        chunk = aligned_chunk(config.chunk) if config.prefix_cache_bytes else config.chunk
-        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, chunk, config.steps_per_dispatch)
+            block, snapshot = self._programs.part_bytes()
+            self._prefix_cache = PrefixCache(config.prefix_cache_bytes, block, snapshot)
+            self._begins_anywhere = snapshot is None
+        self._scheduler: Scheduler[Handle] = Scheduler(config.slots, config.lane_tokens, config.steps_per_dispatch)
         self._state: DecodeState | None = None
         self._lane: Prefix | None = None
         self._lane_logits: jax.Array | None = None
@@ -393,9 +417,10 @@ class Engine:
     def _warm_up_prefix_cache(self) -> None:
         assert self._state is not None
         assert self._lane is not None
-        lane = self._programs.extract(self._state, self._lane, 0)
-        block, snapshot = self._programs.cut_block(lane, 0), self._programs.cut_snapshot(lane, 1)
-        self._lane = self._programs.put(lane, [block], snapshot, 1)
+        self._lane = self._programs.extract(self._state, self._lane, 0)
+        block = self._programs.cut_block(self._lane, 0)
+        snapshot = None if self._begins_anywhere else self._programs.cut_snapshot(self._lane, 1)
+        self._load_lane([block], snapshot, (0,))
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
@@ -552,7 +577,9 @@ class Engine:
             token_ids = action.key.request.prompt_ids[action.begin : action.begin + action.count]
             # an entry of the prefix cache may be another request's beginning, so it has the drafter's rows
             lean = self.drafter is not None and action.key.paused and self._prefix_cache is None
-            self._lane, result = self._programs.extend(self._lane, action.begin, token_ids, lean)
+            # a beginning without a snapshot has no aux_hidden, but the drafter's row that would need it
+            again = self._begins_anywhere and 0 < action.begin == action.key.num_cached_tokens
+            self._lane, result = self._programs.extend(self._lane, action.begin, token_ids, lean, int(again))
             self._lane_logits = result
             end = action.begin + action.count
             if action.last or end % BLOCK == 0:
@@ -586,10 +613,18 @@ class Engine:
         found = self._prefix_cache.match(handle.request.prompt_ids)
         if found is None:
             return 0
-        assert self._lane is not None
-        self._lane = self._programs.put(self._lane, found.blocks, found.snapshot, found.length)
+        self._load_lane(found.blocks, found.snapshot, handle.request.prompt_ids[: found.length])
         handle.num_cached_tokens = found.length
         return found.length
+
+    def _load_lane(self, blocks: Sequence[Any], snapshot: Any, token_ids: tuple[int, ...]) -> None:
+        """Load the lane with these tokens, whose blocks, and snapshot, the prefix cache held."""
+        assert self._lane is not None
+        self._lane = self._programs.put_blocks(self._lane, blocks)
+        if not self._begins_anywhere:
+            self._lane = self._programs.put_snapshot(self._lane, snapshot, len(token_ids))
+        elif learns_from_tokens(self._lane):
+            self._lane = self._programs.relearn(self._lane, token_ids)
 
     def _remember(self, token_ids: tuple[int, ...], whole: int) -> None:
         """Keep the lane, which holds these tokens, unless the whole sequence will not fit."""

@@ -1,4 +1,4 @@
-"""Prefill a prompt chunk by chunk in its own lane: batch 1, chunks of one length.
+"""Prefill a prompt in its own lane of batch 1: chunk by chunk, in chunks of one length, or at once in blocks of rows.
 
 A chunk runs through the same cached attention as a step.
 
@@ -8,6 +8,9 @@ A chunk runs through the same cached attention as a step.
 The drafter's row p pairs token p + 1 with aux_hidden[p]. So the chunk of tokens b..e gives the drafter rows b-1..e-1;
 the aux_hidden of row b-1 was computed by the previous chunk and is kept in the Prefix. The caches do not depend on
 where the prompt is cut, on native kernels bit for bit.
+
+At once, the layers are the outer loop and the blocks of rows the inner one. So attention may see few rows at a time,
+and the experts many, which reads and dequantises each of them fewer times.
 """
 
 import dataclasses
@@ -20,49 +23,124 @@ from jaxtyping import Array, Float, Int
 
 from peagle.engine.state import Prefix
 from peagle.ops.kv_cache import KVCache, copy_positions, init_kv_cache
-from peagle.protocols import Drafter, PyTree, Target
+from peagle.ops.row_blocks import RowBlocks
+from peagle.protocols import Drafter, PrefillsAtOnce, PyTree, Target
 
 Snapshot: TypeAlias = tuple[list[Any], jax.Array]  # what is no full layer, the target's first; aux_hidden
 
 
-def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, chunk: int) -> Prefix:
+def empty_prefix(target: Target, drafter: Drafter | None, capacity: int, widest_write: int) -> Prefix:
     """Make a Prefix of no tokens, with room for `capacity` positions.
 
-    Sliding layers have room for a whole chunk besides, since a chunk is written before it attends.
+    widest_write: rows that are written before they attend, a chunk; sliding layers have room for these besides.
     """
-    cache = target.init_cache(1, capacity, chunk)
+    cache = target.init_cache(1, capacity, widest_write)
     one = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     aux = jax.eval_shape(target.extend, one, one, cache)[0].aux_hidden
-    drafter_state = None if drafter is None else drafter.init_state(1, capacity, chunk)
+    drafter_state = None if drafter is None else drafter.init_state(1, capacity, widest_write)
     return Prefix(cache, drafter_state, jnp.zeros((1, aux.shape[2]), aux.dtype), jnp.zeros((1,), jnp.int32))
 
 
 def extend(
-    target: Target, drafter: Drafter | None, prefix: Prefix, token_ids: Int[Array, "1 T"], count: Int[Array, ""]
+    target: Target,
+    drafter: Drafter | None,
+    prefix: Prefix,
+    token_ids: Int[Array, "1 T"],
+    count: Int[Array, ""],
+    num_absorbed: Int[Array, ""] | None = None,
 ) -> tuple[Prefix, Float[Array, "1 1 V"]]:
-    """Append the first `count` >= 1 tokens; return (the Prefix, the logits that follow the last)."""
-    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
-    positions = jnp.where(place < count, prefix.length[:, None] + place, -1)
-    last = (count - 1).reshape(1, 1)
+    """Append the first `count` >= 1 tokens; return (the Prefix, the logits that follow the last).
+
+    num_absorbed: how many of them the drafter holds already, 0 or 1: after 1, the Prefix needs no aux_hidden.
+    """
+    positions, last = _places(prefix, token_ids, count)
     output, cache = target.extend(token_ids, positions, prefix.target_cache, last)
-    drafter_state = prefix.drafter_state
+    state = prefix.drafter_state
     if drafter is not None:
-        shifted = jnp.concatenate([prefix.aux_hidden[:, None], output.aux_hidden[:, :-1]], axis=1)
-        drafter_state = drafter.absorb(drafter_state, token_ids, shifted, jnp.maximum(positions - 1, -1))
-    aux_hidden = jnp.take_along_axis(output.aux_hidden, last[:, :, None], axis=1)[:, 0]
-    after = dataclasses.replace(
+        if num_absorbed is not None:
+            place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+            positions = jnp.where(place < num_absorbed, -1, positions)
+        state = _absorb(drafter, state, token_ids, positions, output.aux_hidden, prefix.aux_hidden)
+    return _extended(prefix, cache, state, output.aux_hidden, last), output.logits
+
+
+def extend_at_once(
+    target: PrefillsAtOnce,
+    drafter: Drafter | None,
+    prefix: Prefix,
+    token_ids: Int[Array, "1 T"],
+    count: Int[Array, ""],
+    blocks: RowBlocks,
+) -> tuple[Prefix, Float[Array, "1 1 V"]]:
+    """Do what `extend` does, with a whole prompt in one pass, layer by layer (peagle.protocols.PrefillsAtOnce)."""
+    positions, last = _places(prefix, token_ids, count)
+    output, cache = target.prefill(token_ids, positions, prefix.target_cache, last, blocks)
+    state, rows = prefix.drafter_state, blocks.query_rows
+    if drafter is not None:
+
+        def absorb(block: jax.Array, carry: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+            state, before = carry
+            ids, at, aux = (
+                jax.lax.dynamic_slice_in_dim(each, block * rows, rows, axis=1)
+                for each in (token_ids, positions, output.aux_hidden)
+            )
+            return _absorb(drafter, state, ids, at, aux, before), aux[:, -1]
+
+        state, _ = jax.lax.fori_loop(jnp.int32(0), (count + rows - 1) // rows, absorb, (state, prefix.aux_hidden))
+    return _extended(prefix, cache, state, output.aux_hidden, last), output.logits
+
+
+def _places(prefix: Prefix, token_ids: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (the tokens' positions [1, T], -1 after the first `count`; the last one's row [1, 1])."""
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.where(place < count, prefix.length[:, None] + place, -1), (count - 1).reshape(1, 1)
+
+
+def _absorb(
+    drafter: Drafter,
+    state: PyTree,
+    token_ids: jax.Array,
+    positions: jax.Array,
+    aux_hidden: jax.Array,
+    before: jax.Array,
+) -> PyTree:
+    """Let the drafter absorb tokens with the aux_hidden of the positions before them; `before` [1, A]: the first's."""
+    shifted = jnp.concatenate([before[:, None], aux_hidden[:, :-1]], axis=1)
+    return drafter.absorb(state, token_ids, shifted, jnp.maximum(positions - 1, -1))
+
+
+def _extended(prefix: Prefix, cache: PyTree, state: PyTree, aux_hidden: jax.Array, last: jax.Array) -> Prefix:
+    return dataclasses.replace(
         prefix,
         target_cache=cache,
-        drafter_state=drafter_state,
-        aux_hidden=aux_hidden,
-        length=prefix.length + count,
+        drafter_state=state,
+        aux_hidden=jnp.take_along_axis(aux_hidden, last[:, :, None], axis=1)[:, 0],
+        length=prefix.length + last[0] + 1,
     )
-    return after, output.logits
 
 
 # What the prefix cache keeps of a Prefix (peagle.engine.prefix_cache). A block is the rows of its positions in all full
 # layers. The drafter's begin one row earlier: row p needs token p + 1, and a block must depend on its own tokens and
-# those before it alone. A snapshot is everything else: rings, aux_hidden, states that are no caches.
+# those before it alone. A snapshot is everything else: rings, aux_hidden, states that are no caches. Without rings none
+# is needed: aux_hidden is computed again, and so is the state of a drafter that reads tokens alone.
+
+
+def needs_snapshots(prefix: Prefix) -> bool:
+    """Check if blocks do not suffice to begin at any length."""
+    drafters = [] if learns_from_tokens(prefix) else _nodes(prefix.drafter_state)
+    return not all(map(_is_full, _nodes(prefix.target_cache) + drafters))
+
+
+def learns_from_tokens(prefix: Prefix) -> bool:
+    """Check if the drafter reads no aux_hidden."""
+    return prefix.drafter_state is not None and prefix.aux_hidden.shape[1] == 0
+
+
+def relearn(drafter: Drafter, prefix: Prefix, token_ids: Int[Array, "1 T"], positions: Int[Array, "1 T"]) -> Prefix:
+    """Let a drafter that reads no aux_hidden absorb tokens at these positions."""
+    nothing = jnp.zeros((*token_ids.shape, 0), prefix.aux_hidden.dtype)
+    state = _absorb(drafter, prefix.drafter_state, token_ids, positions, nothing, prefix.aux_hidden)
+    return dataclasses.replace(prefix, drafter_state=state)
 
 
 def cut_block(prefix: Prefix, start: Int[Array, ""], size: int) -> list[KVCache]:

@@ -7,7 +7,10 @@ the longest snapshot that is shorter than its prompt, since the last token's log
     root ── t0..t127 ── t128..t255 ■ ── t256..t299 ■        ■ snapshot; the last node of an entry may be shorter
                                   └──── t256'..t383' ■      differs in one token: another node
 
-The cache is bounded in bytes. It evicts the least recently used snapshot, with the blocks that no other snapshot needs.
+If no layer is a ring (`--retain-full-kv`), there are no snapshots: a request begins with the longest beginning that it
+shares with any entry, but for its last token. That one is computed again, for its aux_hidden and its logits.
+
+The cache is bounded in bytes. It evicts the least recently used entry, with the blocks that no other entry needs.
 """
 
 import collections
@@ -20,12 +23,15 @@ BLOCK = 128  # positions
 Key = tuple[int, ...]
 
 
+NO_SNAPSHOT = ()  # at the end of an entry that needs none
+
+
 @dataclass(eq=False)
 class _Node:
     parent: "_Node | None"
     key: Key
     block: Any = None
-    snapshot: Any = None
+    snapshot: Any = None  # None: no entry ends here
     children: dict[Key, "_Node"] = field(default_factory=dict)
 
 
@@ -56,8 +62,10 @@ class PrefixCacheUse:
 class PrefixCache:
     """Blocks and snapshots by the tokens that they hold. Both are opaque here, of a fixed size each."""
 
-    def __init__(self, max_bytes: int, block_bytes: int, snapshot_bytes: int) -> None:
-        self._max_bytes, self._block_bytes, self._snapshot_bytes = max_bytes, block_bytes, snapshot_bytes
+    def __init__(self, max_bytes: int, block_bytes: int, snapshot_bytes: int | None) -> None:
+        """snapshot_bytes None: none are needed, so a request begins anywhere in an entry."""
+        self._max_bytes, self._block_bytes = max_bytes, block_bytes
+        self._anywhere, self._snapshot_bytes = snapshot_bytes is None, snapshot_bytes or 0
         self._root = _Node(None, ())
         self._used: collections.OrderedDict[_Node, None] = collections.OrderedDict()  # nodes with a snapshot, by use
         self._num_blocks = 0
@@ -65,7 +73,7 @@ class PrefixCache:
 
     @property
     def num_entries(self) -> int:
-        """Snapshots: lengths at which some request may begin."""
+        """Sequences that are kept; with snapshots, the lengths at which some request may begin."""
         return len(self._used)
 
     @property
@@ -78,9 +86,18 @@ class PrefixCache:
         return PrefixCacheUse(*counts, self.num_entries, self.num_bytes)
 
     def match(self, token_ids: Sequence[int]) -> Match | None:
-        """Find the longest beginning with a snapshot, shorter than the prompt; it counts as used now."""
+        """Find the longest beginning that a request may begin with, shorter than the prompt; it counts as used now."""
         self._num_requests += 1
         self._num_tokens += len(token_ids)
+        best, length = self._shared(token_ids) if self._anywhere else self._with_snapshot(token_ids)
+        if best is None or length < 1:
+            return None
+        self._used.move_to_end(_entry_of(best))
+        self._num_hits += 1
+        self._num_hit_tokens += length
+        return Match(length, tuple(node.block for node in _path(best)), best.snapshot)
+
+    def _with_snapshot(self, token_ids: Sequence[int]) -> tuple[_Node | None, int]:
         best, length = None, 0
         for node, end in self._walk(token_ids):
             for key, child in node.children.items():
@@ -90,12 +107,16 @@ class PrefixCache:
                         best, length = child, end + len(key)
             if node.snapshot is not None and length < end < len(token_ids):
                 best, length = node, end
-        if best is None:
-            return None
-        self._used.move_to_end(best)
-        self._num_hits += 1
-        self._num_hit_tokens += length
-        return Match(length, tuple(node.block for node in _path(best)), best.snapshot)
+        return best, length
+
+    def _shared(self, token_ids: Sequence[int]) -> tuple[_Node | None, int]:
+        """Return (the node in which the longest shared beginning ends, its length but for the last token)."""
+        *_, (best, whole) = self._walk(token_ids)
+        length, children = whole, best.children
+        for key, child in children.items():
+            if (end := whole + _num_equal(key, token_ids[whole : whole + BLOCK])) > length:
+                best, length = child, end
+        return best, length - 1
 
     def insert(
         self,
@@ -115,12 +136,14 @@ class PrefixCache:
         node = self._root
         for start in range(0, len(token_ids), BLOCK):
             key = tuple(token_ids[start : start + BLOCK])
+            if self._anywhere:
+                key = self._merge(node, key)
             if key not in node.children:
                 node.children[key] = _Node(node, key, cut_block(start))
                 self._num_blocks += 1
             node = node.children[key]
         if node.snapshot is None:
-            node.snapshot = cut_snapshot()
+            node.snapshot = NO_SNAPSHOT if self._anywhere else cut_snapshot()
             self._used[node] = None
         self._used.move_to_end(node)
         while self.num_bytes > self._max_bytes:
@@ -144,6 +167,13 @@ class PrefixCache:
             node, end = child, end + BLOCK
             yield node, end
 
+    def _merge(self, node: _Node, key: Key) -> Key:
+        """Drop the children that are beginnings of the key; return the child's key that begins with it, or itself."""
+        for shorter in [each for each in node.children if len(each) < len(key) and key[: len(each)] == each]:
+            del self._used[node.children.pop(shorter)]
+            self._num_blocks -= 1
+        return next((each for each in node.children if each[: len(key)] == key), key)
+
     def _evict(self) -> None:
         node, _ = self._used.popitem(last=False)
         node.snapshot = None
@@ -166,6 +196,20 @@ def _path(node: _Node) -> list[_Node]:
         found.append(current)
         current = current.parent
     return found[::-1]
+
+
+def _entry_of(node: _Node) -> _Node:
+    """Return the node itself if an entry ends there, else one after it that an entry ends at."""
+    while node.snapshot is None:
+        node = next(iter(node.children.values()))
+    return node
+
+
+def _num_equal(key: Key, token_ids: Sequence[int]) -> int:
+    """Count the first tokens that are equal."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(key, token_ids, strict=False)) if a != b), min(len(key), len(token_ids))
+    )
 
 
 def _below(node: _Node) -> Iterator[_Node]:

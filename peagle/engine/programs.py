@@ -23,6 +23,7 @@ from peagle.engine.state import DecodeState, Prefix, SlotParams, extract, init_s
 from peagle.engine.step import StepKind, Verified, absorb, accept_and_commit, propose_and_verify, steps
 from peagle.ops import native
 from peagle.ops.kv_cache import KVCache
+from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, Target
 
 _traces: collections.Counter[str] = collections.Counter()
@@ -40,12 +41,23 @@ class Programs:
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int, chunk: int, most: int
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        slots: int,
+        capacity: int,
+        num_drafts: int,
+        chunk: int,
+        most: int,
+        blocks: RowBlocks | None = None,
     ) -> None:
-        """num_drafts: most drafts of a step. chunk: its tokens. most: most steps of a dispatch."""
+        """num_drafts: most drafts of a step. chunk: its tokens. most: most steps of a dispatch.
+
+        blocks: a chunk is a whole prompt, in these blocks of rows.
+        """
         self._target, self._drafter = target, drafter
         self._slots, self._capacity, self._num_drafts = slots, capacity, num_drafts
-        self.chunk_length, self.most_steps = chunk, most
+        self.chunk_length, self.most_steps, self._blocks = chunk, most, blocks
         self._models, self._tree = jax.tree.flatten((target, drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
 
@@ -61,27 +73,33 @@ class Programs:
 
     def _init(self) -> tuple[DecodeState, Prefix]:
         state = init_state(self._target, self._drafter, self._slots, self._capacity, self._num_drafts)
-        return state, prefill.empty_prefix(self._target, self._drafter, self._capacity, self.chunk_length)
+        widest = self.chunk_length if self._blocks is None else self._blocks.query_rows
+        return state, prefill.empty_prefix(self._target, self._drafter, self._capacity, widest)
 
     def extend(
-        self, lane: Prefix, begin: int, token_ids: Sequence[int], lean: bool = False
+        self, lane: Prefix, begin: int, token_ids: Sequence[int], lean: bool = False, num_absorbed: int = 0
     ) -> tuple[Prefix, jax.Array]:
         """Prefill a chunk at positions begin..; return (the lane, the logits that follow).
 
-        lean: without the drafter.
+        lean: without the drafter. num_absorbed: peagle.engine.prefill.extend.
         """
-        padded = np.zeros((1, self.chunk_length), np.int32)
-        padded[0, : len(token_ids)] = token_ids
+        padded = self._padded(token_ids)
         lane = dataclasses.replace(lane, length=np.asarray([begin], np.int32))  # type: ignore[arg-type]  # NumPy's, too
         models, model_tree, drafter_state = self._models, self._tree, lane.drafter_state
         if lean:
             models, model_tree = self._plain_models, self._plain_tree
             lane = dataclasses.replace(lane, drafter_state=None)
         leaves, tree = jax.tree.flatten(lane)
-        program = _extend(model_tree, tree)
-        after, logits = program(models, leaves, padded, np.int32(len(token_ids)))
+        program = _extend(model_tree, tree, self._blocks)
+        counts = np.asarray([len(token_ids), num_absorbed], np.int32)
+        after, logits = program(models, leaves, padded, counts)
         left: Prefix = jax.tree.unflatten(tree, after)
         return (dataclasses.replace(left, drafter_state=drafter_state) if lean else left), logits
+
+    def _padded(self, token_ids: Sequence[int]) -> np.ndarray:
+        padded = np.zeros((1, self.chunk_length), np.int32)
+        padded[0, : len(token_ids)] = token_ids
+        return padded
 
     def admit(
         self, state: DecodeState, lane: Prefix, logits: jax.Array, slot: int, params: SlotParams
@@ -166,12 +184,29 @@ class Programs:
         snapshot: prefill.Snapshot = _cut_snapshot(tree, self.chunk_length)(leaves)
         return snapshot
 
-    def put(self, lane: Prefix, blocks: Sequence[list[KVCache]], snapshot: prefill.Snapshot, length: int) -> Prefix:
-        """Load the lane with what was cut at this length."""
+    def put_blocks(self, lane: Prefix, blocks: Sequence[list[KVCache]]) -> Prefix:
+        """Load the lane with the blocks of its first positions."""
         leaves, tree = jax.tree.flatten(lane)
         for index, block in enumerate(blocks):
             leaves = _put_block(tree)(leaves, block, np.int32(index * BLOCK))
+        after: Prefix = jax.tree.unflatten(tree, leaves)
+        return after
+
+    def put_snapshot(self, lane: Prefix, snapshot: prefill.Snapshot, length: int) -> Prefix:
+        """Complete a lane whose blocks have been put by what else was cut at this length."""
+        leaves, tree = jax.tree.flatten(lane)
         after: Prefix = jax.tree.unflatten(tree, _put_snapshot(tree)(leaves, snapshot, np.int32(length)))
+        return after
+
+    def relearn(self, lane: Prefix, token_ids: Sequence[int]) -> Prefix:
+        """Let a drafter that reads no aux_hidden absorb the first tokens of a sequence."""
+        leaves, tree = jax.tree.flatten(lane)
+        for begin in range(0, len(token_ids), self.chunk_length):
+            part = self._padded(token_ids[begin : begin + self.chunk_length])
+            place = np.arange(begin, begin + self.chunk_length, dtype=np.int32)[None]
+            positions = np.where(place < len(token_ids), place, -1)
+            leaves = _relearn(self._tree, tree)(self._models, leaves, part, positions)
+        after: Prefix = jax.tree.unflatten(tree, leaves)
         return after
 
     def extract(self, state: DecodeState, lane: Prefix, slot: int) -> Prefix:
@@ -181,8 +216,8 @@ class Programs:
         after: Prefix = jax.tree.unflatten(lane_tree, _extract(tree, lane_tree)(leaves, lane_leaves, np.int32(slot)))
         return after
 
-    def part_bytes(self) -> tuple[int, int]:
-        """(bytes of a block, of a snapshot)."""
+    def part_bytes(self) -> tuple[int, int | None]:
+        """(bytes of a block, of a snapshot); None: no snapshots are needed."""
         _, lane = self.shapes()
         start = jax.ShapeDtypeStruct((), jnp.int32)
         parts = (
@@ -190,7 +225,7 @@ class Programs:
             jax.eval_shape(functools.partial(prefill.cut_snapshot, chunk=self.chunk_length), lane),
         )
         block, snapshot = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in parts)
-        return block, snapshot
+        return block, snapshot if prefill.needs_snapshots(lane) else None
 
     def absorb(self, state: DecodeState) -> DecodeState:
         """Let the drafter absorb all of its input but the last row of each slot."""
@@ -204,13 +239,17 @@ class Programs:
 
 
 @functools.cache
-def _extend(models: Any, lane: Any) -> Any:
+def _extend(models: Any, lane: Any, blocks: RowBlocks | None) -> Any:
     def _chunk(
-        model_leaves: list[jax.Array], lane_leaves: list[jax.Array], token_ids: jax.Array, count: jax.Array
+        model_leaves: list[jax.Array], lane_leaves: list[jax.Array], token_ids: jax.Array, counts: jax.Array
     ) -> tuple[list[jax.Array], jax.Array]:
         _traces["chunk"] += 1
         target, drafter = jax.tree.unflatten(models, model_leaves)
-        after, logits = prefill.extend(target, drafter, jax.tree.unflatten(lane, lane_leaves), token_ids, count)
+        operands = (drafter, jax.tree.unflatten(lane, lane_leaves), token_ids, counts[0])
+        if blocks is None:
+            after, logits = prefill.extend(target, *operands, counts[1])
+        else:
+            after, logits = prefill.extend_at_once(target, *operands, blocks)
         return jax.tree.leaves(after), _counted_as_long(logits, after.length[0])
 
     return jax.jit(_chunk, donate_argnums=1)
@@ -323,6 +362,19 @@ def _put_block(lane: Any) -> Any:
         return [_counted_as_long(first, start), *others]
 
     return jax.jit(_put, donate_argnums=0)
+
+
+@functools.cache
+def _relearn(models: Any, lane: Any) -> Any:
+    def _absorb_tokens(
+        model_leaves: list[jax.Array], leaves: list[jax.Array], token_ids: jax.Array, positions: jax.Array
+    ) -> list[jax.Array]:
+        _traces["relearn"] += 1
+        _, drafter = jax.tree.unflatten(models, model_leaves)
+        after = prefill.relearn(drafter, jax.tree.unflatten(lane, leaves), token_ids, positions)
+        return list(jax.tree.leaves(after))
+
+    return jax.jit(_absorb_tokens, donate_argnums=1)
 
 
 @functools.cache

@@ -13,6 +13,8 @@ The slot is the leading axis of EVERY leaf. Invariants, per active slot, between
 A slot that is done, or was never filled, is frozen: its rows have position -1, write nothing and emit nothing.
 """
 
+import math
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -95,10 +97,13 @@ class SlotParams:
         whole = np.asarray([[wanted.top_k], [wanted.seed], [request.index]], np.int32)
         row = RowSampling(reals[0], whole[0], reals[1], reals[2], whole[1], whole[2])  # type: ignore[arg-type]
         budget, full = np.asarray([request.max_new_tokens], np.int32), np.asarray([request.full])
-        asked = request.num_speculative_tokens is not None  # a K of its own: it never pauses
-        first = np.inf if asked else allowance(request.max_new_tokens)
-        credit = np.asarray([first if drafts else NO_CREDIT], np.float32)
+        credit = np.asarray([_first_credit(request) if drafts else NO_CREDIT], np.float32)
         return cls(budget, credit, stops, row, Adjustments.of(request, vocab_size), full)
+
+
+def _first_credit(request: Request) -> float:
+    """Return a row's credit at its start. A request that sets its own K asks for drafts, whether they pay or not."""
+    return math.inf if request.num_speculative_tokens is not None else allowance(request.max_new_tokens)
 
 
 def init_state(target: Target, drafter: Drafter | None, slots: int, capacity: int, num_drafts: int) -> DecodeState:

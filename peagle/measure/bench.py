@@ -1,6 +1,6 @@
 """Time a target: prefill, decoding, and verify passes, which bound the gain of speculation.
 
-    pp N        prefill: N tokens a row into empty caches, in the engine's chunks
+    pp N        prefill: N tokens a row into empty caches, in the engine's chunks; also at once, in blocks of rows
     tg N        decoding: N steps of the engine's own loop, as in `peagle generate`, after `context` tokens, with a
                 request in every slot; at several numbers of slots, and with one request in the most slots, since an
                 idle slot must cost nothing. With K > 0: steps that draft K tokens and accept none
@@ -35,7 +35,8 @@ from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.memory import refuse_too_large
-from peagle.protocols import PyTree, Target
+from peagle.ops.row_blocks import BlockedPrefill, RowBlocks, padded_length
+from peagle.protocols import PrefillsAtOnce, PyTree, Target
 
 SHORTEST_S = 0.05  # of a verify measurement, which repeats its pass accordingly
 NUM_TOKEN_SETS = 64  # of random tokens, through which verify passes cycle
@@ -56,6 +57,7 @@ class BenchOptions:
     drafts: tuple[int, ...] = ()  # K of the drafted decoding tests; plain ones always run
     repeats: int = 5
     seed: int = 0
+    blocked: BlockedPrefill | None = None  # prefill at once as well, cut so
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -74,6 +76,9 @@ class BenchOptions:
             raise InputError(f"{given} given, but no decoding test, to which it applies; give -n 1 or more")
         for k in self.drafts:
             EngineConfig(k)  # check K
+        if self.blocked is not None:
+            for size in self.prompt_lengths:
+                self.blocked.rows(size)  # check the numbers of blocks
 
     @property
     def batch(self) -> int:
@@ -85,7 +90,8 @@ class BenchOptions:
         """Every test once, in the order of the report."""
         widths = sorted({1, *self.widths}) if self.widths else ()
         slots = sorted({1, *self.slots}) if len(set(self.slots)) > 1 else self.slots[:1]
-        found = [Case("pp", size, self.batch) for size in self.prompt_lengths]
+        ways = (False,) if self.blocked is None else (False, True)
+        found = [Case("pp", size, self.batch, blocked=way) for size in self.prompt_lengths for way in ways]
         for size in self.new_tokens:
             found += [Case("tg", size, n, num_drafts=k) for n in slots for k in (0, *self.drafts)]
             if len(slots) > 1:
@@ -123,13 +129,14 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class Case:
-    """One test. `idle`: slots without a request. num_drafts 0: plain decoding."""
+    """One test. `idle`: slots without a request. num_drafts 0: plain decoding. blocked: prefill at once."""
 
     kind: Kind
     size: int  # tokens a row: prompt tokens, new tokens, or those of a pass
     slots: int = 1
     idle: int = 0
     num_drafts: int = 0
+    blocked: bool = False
 
     @property
     def active(self) -> int:
@@ -276,22 +283,32 @@ def _prepare(case: Case, pair: Pair, options: BenchOptions, rng: np.random.Gener
         return verify.prepare(case.size)
     if case.kind == "tg":
         return _prepare_decoding(case, pair, options, rng)
-    return _prepare_prefill(case.size, pair, options, rng)
+    return _prepare_prefill(case.size, pair, options, rng, options.blocked if case.blocked else None)
 
 
-def _prepare_prefill(size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> _Run:
-    """Prepare prefill in the engine's chunked lane, one sequence after the other."""
+def _prepare_prefill(
+    size: int, pair: Pair, options: BenchOptions, rng: np.random.Generator, blocked: BlockedPrefill | None
+) -> _Run:
+    """Prepare prefill in the engine's lane, one sequence after the other."""
     target = pair.plain_target
     token_ids = _random_ids(rng, target, options.batch, size)
-    chunk = min(DEFAULT_CHUNK, size)
+    widest = chunk = min(DEFAULT_CHUNK, size)
+    if blocked is not None:
+        widest = blocked.rows(size).query_rows
+
+    def once(row: np.ndarray) -> PyTree:
+        if blocked is None:
+            return _prefill(target, row, size, chunk, 1)
+        padded = np.pad(row, ((0, 0), (0, padded_length(size) - size)))
+        return _at_once(target, padded, np.int32(size), _empty(target, 1, size, widest), blocked.rows(size))
 
     def time_once() -> float:
         started = time.perf_counter()
         for row in token_ids:
-            jax.block_until_ready(_prefill(target, row[None], size, chunk, 1))
+            jax.block_until_ready(once(row[None]))
         return time.perf_counter() - started
 
-    _refuse_caches(target, 1, size, chunk)
+    _refuse_caches(target, 1, size, widest)
     time_once()
     return _Run(1, time_once)
 
@@ -407,6 +424,17 @@ def _extend(target: Target, token_ids: jax.Array, begin: jax.Array, count: jax.A
     positions = jnp.broadcast_to(jnp.where(place < count, begin + place, -1), token_ids.shape)
     last = jnp.broadcast_to(count - 1, (token_ids.shape[0], 1))
     output, caches = target.extend(token_ids, positions, caches, last)
+    return jax.lax.optimization_barrier((output.logits, caches))[1]
+
+
+@functools.partial(jax.jit, static_argnames="blocks", donate_argnames="caches")
+def _at_once(
+    target: PrefillsAtOnce, token_ids: jax.Array, count: jax.Array, caches: PyTree, blocks: RowBlocks
+) -> PyTree:
+    """Run the first `count` tokens of a row at positions 0.., with logits of the last."""
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(place < count, place, -1)
+    output, caches = target.prefill(token_ids, positions, caches, jnp.reshape(count - 1, (1, 1)), blocks)
     return jax.lax.optimization_barrier((output.logits, caches))[1]
 
 

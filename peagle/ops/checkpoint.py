@@ -4,6 +4,7 @@ Nothing in a directory is trusted: no pickle, no code, no shard outside of it. A
 missing one. Bad files raise InputError with one line.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,29 @@ _DTYPES: dict[str, np.dtype] = {
     "I64": np.dtype(np.int64),
     "BOOL": np.dtype(np.bool_),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A part of an axis: these stretches one after the other, then zeros up to `width`. By default all of the axis."""
+
+    stretches: tuple[slice, ...] = ()
+    width: int | None = None
+
+    def indices(self, size: int) -> np.ndarray:
+        """Return which of the axis's `size` elements it holds, in order."""
+        if self.width is None:
+            return np.arange(size)
+        return np.concatenate([np.arange(each.start, each.stop) for each in self.stretches])
+
+    def take(self, values: np.ndarray, axis: int) -> np.ndarray:
+        """Cut an array along an axis."""
+        if self.width is None:
+            return values
+        held = np.take(values, self.indices(values.shape[axis]), axis=axis)
+        missing = [(0, 0)] * values.ndim
+        missing[axis] = (0, self.width - held.shape[axis])
+        return np.pad(held, missing) if self.width > held.shape[axis] else held
 
 
 class Checkpoint:
@@ -100,10 +124,14 @@ class Checkpoint:
             )
         return _DTYPES[stored]
 
-    def watch(self, progress: Callable[[int, int], None]) -> None:
-        """Call progress(bytes taken from now on, bytes of all tensors) after each piece that is read."""
+    def watch(self, progress: Callable[[int, int], None], wanted_bytes: int | None = None) -> None:
+        """Call progress(bytes taken from now on, bytes wanted) after each piece that is read.
+
+        wanted_bytes: by default those of all tensors.
+        """
         self._progress = progress
-        self._all_bytes = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
+        everything = sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self.names)
+        self._all_bytes = everything if wanted_bytes is None else wanted_bytes
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the checkpoint holds exactly these tensors, without reading or consuming any.
@@ -119,26 +147,43 @@ class Checkpoint:
             self._check_shape(name, shape)
         self._refuse_surplus(self.names - shapes.keys())
 
-    def take(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    def take(self, name: str, shape: tuple[int, ...] | None = None, cuts: Sequence[Cut] = ()) -> np.ndarray:
         """Read a copy of the tensor, in its stored dtype, and consume it.
 
+        cuts: of its first axes; nothing else is read. Only the first may have several stretches.
         peagle.ops.memory.to_device takes the copy as it is. Raises InputError if the tensor is missing or does not have
         the given shape.
         """
         self._consume(name, shape)
-        tensor = aligned(self.shape(name), self.dtype(name))
-        rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        step = max(1, _PIECE_BYTES * len(rows) // max(1, tensor.nbytes))
-        for start in range(0, len(rows), step):
-            end = min(start + step, len(rows))
-            rows[start:end] = self._read(name, slice(start, end) if tensor.ndim else ...)
+        whole = self.shape(name)
+        first, rest = (cuts[0] if cuts else Cut()), _slices(cuts[1:], whole[1:])
+        tensor = aligned(_cut_shape(whole, cuts), self.dtype(name))
+        if not whole:
+            tensor[...] = self._read(name, ...)
+            return tensor
+        step = max(1, _PIECE_BYTES * len(tensor) // max(1, tensor.nbytes))
+        filled = 0
+        stretches = (slice(0, whole[0]),) if first.width is None else first.stretches
+        for stretch in stretches if all(each.start != each.stop for each in rest) else ():
+            for start in range(stretch.start, stretch.stop, step):
+                piece = self._read(name, (slice(start, min(start + step, stretch.stop)), *rest))
+                tensor[(slice(filled, filled + len(piece)), *map(slice, piece.shape[1:]))] = piece
+                filled += len(piece)
         return tensor
 
-    def parts(self, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    def parts(self, name: str, shape: tuple[int, ...], cuts: Sequence[Cut] = ()) -> Iterator[np.ndarray]:
         """Read tensor[0], tensor[1], ... lazily, one copy at a time; otherwise as `take`."""
         self._consume(name, shape)
-        for index in range(shape[0]):
-            yield self._read(name, index)
+        first, rest = (cuts[0] if cuts else Cut()), _slices(cuts[1:], shape[1:])
+        wanted = _cut_shape(shape, cuts)[1:]
+        empty = any(each.start == each.stop for each in rest)
+        for index in first.indices(shape[0]).tolist():
+            piece = np.zeros((), self.dtype(name)) if empty else self._read(name, (index, *rest) if rest else index)
+            if piece.shape != wanted:
+                padded = np.zeros(wanted, piece.dtype)
+                padded[tuple(map(slice, piece.shape))] = piece
+                piece = padded
+            yield piece
 
     def ignore(self, name: str) -> None:
         """Consume the tensor, if there is one, without reading it."""
@@ -185,6 +230,17 @@ class Checkpoint:
                 f"{self.directory}: tensor {name} is missing; the checkpoint is incomplete or not of this kind"
             )
         return self._shard_of[name].get_slice(self._stored_names.get(name, name))
+
+
+def _slices(cuts: Sequence[Cut], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the stretch of each cut, which must be one."""
+    each = zip(cuts, shape, strict=False)
+    return tuple(slice(0, size) if cut.width is None else cut.stretches[0] for cut, size in each)
+
+
+def _cut_shape(shape: tuple[int, ...], cuts: Sequence[Cut]) -> tuple[int, ...]:
+    cut = tuple(size if each.width is None else each.width for each, size in zip(cuts, shape, strict=False))
+    return cut + shape[len(cut) :]
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

@@ -10,7 +10,7 @@ from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogpro
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
 from peagle.serve.loop import EngineLoop
-from peagle.text.channels import ChannelParser, Delta
+from peagle.text.channels import CALL, ChannelParser, Delta
 from peagle.text.tokenizer import Detokenizer, Tokenizer
 
 
@@ -19,7 +19,8 @@ class Part:
     """One answer's tokens of a dispatch, with the text that is certain with them.
 
     `logprobs` has no entry for the stop token, which is no text. finish_reason: of the answer's last part. deltas: if
-    the answer's channels are parsed. at_stop_string: a stop string ended the answer. stop_token_id: the token that did.
+    the answer's channels are parsed. cut: a stop string or a stop token of the request's
+    own ended the answer, not the model.
     """
 
     place: int
@@ -29,8 +30,7 @@ class Part:
     finish_reason: FinishReason | None
     origins: tuple[str, ...]  # of each token (peagle.result.origins)
     deltas: tuple[Delta, ...] = ()
-    at_stop_string: bool = False
-    stop_token_id: int | None = None
+    cut: bool = False
 
 
 class Answers:
@@ -45,6 +45,8 @@ class Answers:
         for request in requests:
             refuse_stop_strings_without(tokenizer, request.stop)
         self.requests, self.started_s = tuple(requests), time.perf_counter()
+        special = {} if tokenizer is None else tokenizer.special_tokens
+        self._ends = {*loop.engine.stop_token_ids, *(token for token, spelled in special.items() if spelled == CALL)}
         k = loop.engine.config.num_speculative_tokens
         self._assemblers = []
         for request in requests:
@@ -78,10 +80,9 @@ class Answers:
         piece = assembler.add(chunk)
         if assembler.finish_reason != chunk.finish_reason:  # after a stop string
             self._call.abort(place)
-        count, stop = len(piece.token_ids), None
+        count = len(piece.token_ids)
         if chunk.finish_reason == "stop" and count and count == len(chunk.token_ids):
             count -= 1
-            stop = chunk.token_ids[-1]
         return Part(
             place,
             piece.token_ids[:count],
@@ -90,9 +91,15 @@ class Answers:
             assembler.finish_reason,
             origins(chunk)[:count],
             piece.deltas,
-            assembler.cut,
-            stop,
+            assembler.cut or self._at_own_stop(place, chunk),
         )
+
+    def _at_own_stop(self, place: int, chunk: TokenChunk) -> bool:
+        """Whether the answer ended at a stop token that only the request names; a call's end is the model's."""
+        if chunk.finish_reason != "stop" or not chunk.token_ids:
+            return False
+        last = chunk.token_ids[-1]
+        return last not in self._ends and last in (self.requests[place].stop_token_ids or ())
 
 
 class TokenTexts:

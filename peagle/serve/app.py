@@ -58,7 +58,7 @@ class Service:
         self.metrics = Metrics(self.loop, self.model)
 
     async def encode(self, function: Callable[..., Found], *arguments: Any) -> Found:
-        """Call a function that uses the tokenizer, outside of the event loop."""
+        """Call a function outside of the event loop: it uses the tokenizer, or takes long for a large body."""
         return await asyncio.get_running_loop().run_in_executor(self._encoding, function, *arguments)
 
     async def parse(self, kind: type[Kind], body: bytes) -> Kind:
@@ -220,7 +220,6 @@ async def ask_chat(service: Service, given: bytes) -> Asked:
     requests = await service.encode(service.prompter.chat, body)
     tokenizer = service.prompter.tokenizer
     form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
-    form.foreign_ends = frozenset(body.stop_token_ids) - service.prompter.own_ends
     form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
     return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
 

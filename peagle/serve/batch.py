@@ -84,7 +84,7 @@ class Counts:
 
     @property
     def done(self) -> int:
-        return self.known + self.answered + self.refused
+        return self.known + self.answered + self.refused + self.failed
 
 
 def count_lines(source: Path) -> int:

@@ -52,12 +52,6 @@ class Prompter:
         """Whether the chat template renders tools."""
         return takes_tools(self.tokenizer)
 
-    @functools.cached_property
-    def own_ends(self) -> frozenset[int]:
-        """The tokens by which the model ends an answer, those of calls too."""
-        special = self.tokenizer.special_tokens
-        return frozenset((*self.pair.stop_token_ids, *(each for each in special if special[each] == CALL)))
-
     def chat(self, body: ChatBody) -> list[Request]:
         """Make the requests of a chat: n answers to its messages."""
         if body.top_logprobs is not None and not body.logprobs:
@@ -70,8 +64,7 @@ class Prompter:
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
-        ends = sorted(self.own_ends) if tools else ()  # a call, too: its result must come next
-        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs, ends)
+        return self._requests(body, [prompt_ids], limits.pop() if limits else None, logprobs, self._call_ends(tools))
 
     def completion(self, body: CompletionBody) -> tuple[list[Request], list[str]]:
         """Make the requests of a completion, n for each prompt; return them with the prompts' texts for `echo`."""
@@ -156,6 +149,11 @@ class Prompter:
                 message = f"the model's chat template leaves out a message of the {each.role}; join it with the first"
                 raise ApiError(400, message, "messages")
             place += len(each.text.strip())
+
+    def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return the token that ends a call, if there are tools: their results must come next."""
+        special = self.tokenizer.special_tokens
+        return tuple(token_id for token_id, spelled in special.items() if spelled == CALL) if tools else ()
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for an id outside the target's vocabulary."""

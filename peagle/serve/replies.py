@@ -95,16 +95,12 @@ class Form:
 
 @dataclass
 class ChatForm(Form):
-    """Chat completions, of answers whose channels are parsed.
-
-    one_call: leave out all calls but the first. foreign_ends: tokens that end an answer though the model does not.
-    """
+    """Chat completions, of answers whose channels are parsed. one_call: leave out all calls but the first."""
 
     logprobs: bool = False
     token_origins: bool = False
     one_call: bool = False
-    foreign_ends: frozenset[int] = frozenset()
-    _cut: set[int] = field(default_factory=set)  # answers that a stop string or a foreign end ended
+    _cut: set[int] = field(default_factory=set)  # answers that the request ended, not the model
     _deltas: dict[int, list[Delta]] = field(default_factory=dict)
     _texts: dict[int, TokenTexts] = field(default_factory=dict)
 
@@ -116,7 +112,7 @@ class ChatForm(Form):
     def _middle(self, part: Part) -> list[dict[str, Any]]:
         assert self.tokenizer is not None
         deltas = [each for each in part.deltas if not (self.one_call and each.call is not None and each.call.index)]
-        if part.at_stop_string or part.stop_token_id in self.foreign_ends:
+        if part.cut:
             self._cut.add(part.place)
         self._deltas.setdefault(part.place, []).extend(deltas)
         choices = [self._choice(part.place, _delta(delta), None) for delta in deltas]

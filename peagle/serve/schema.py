@@ -14,6 +14,7 @@ from peagle.text.prompts import brief
 
 MOST_CHOICES = 16  # of each prompt
 MOST_PROMPTS = 64  # of each call
+TOKENS_OF_A_MESSAGE = 4  # at least, in harmony: its start, role, channel or text, and end
 LISTS = {"messages": ("tool_calls", "content"), "input": ("content", "output")}  # fields of chats: lists in their items
 # values of unsupported fields that ask for nothing; null always does
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -188,10 +189,10 @@ class DetokenizeBody(Body):
 Kind = TypeVar("Kind", bound=Body)
 
 
-def parse(kind: type[Kind], body: bytes, most: int | None = None) -> Kind:
+def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
     """Read the JSON of a request. Raises ApiError with the name of the field that is wrong.
 
-    most: of messages with their calls and parts; more are refused before they are looked at.
+    context: its positions. More messages, calls and parts than it can hold are refused before they are looked at.
     """
     try:
         given = pydantic_core.from_json(body)
@@ -199,13 +200,14 @@ def parse(kind: type[Kind], body: bytes, most: int | None = None) -> Kind:
         raise ApiError(400, f"the body is not valid JSON: {error}; expected an object in UTF-8") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body is {brief(given)}; expected a JSON object")
-    if most is not None:
-        _check_count(given, most)
+    if context is not None:
+        _check_count(given, context)
     return validated(kind, _without_neutral(given, kind))
 
 
-def _check_count(given: dict[str, Any], most: int) -> None:
-    """Raise ApiError for a chat of more messages, calls and parts than `most`."""
+def _check_count(given: dict[str, Any], context: int) -> None:
+    """Raise ApiError for a chat of more messages, calls and parts than so many positions can hold."""
+    most = max(1, context // TOKENS_OF_A_MESSAGE)
     for name, lists in LISTS.items():
         items = given.get(name)
         if not isinstance(items, list):
@@ -213,8 +215,8 @@ def _check_count(given: dict[str, Any], most: int) -> None:
         inner = (item[key] for item in items if isinstance(item, dict) for key in lists if key in item)
         count = len(items) + sum(len(each) for each in inner if isinstance(each, list))
         if count > most:
-            message = f"{name} holds {count} messages, calls and parts; expected at most {most}, as the context holds"
-            raise ApiError(400, f"{message} {most} positions: shorten it", name, "context_length_exceeded")
+            message = f"{count} messages, calls and parts are given; expected at most {most}, since the context holds"
+            raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
 def validated(kind: type[Kind], given: Any, where: str = "") -> Kind:

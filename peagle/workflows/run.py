@@ -20,6 +20,7 @@ from peagle.measure.metrics import first_difference
 from peagle.measure.profile import Breakdown, profile
 from peagle.ops.errors import InputError
 from peagle.ops.memory import available_memory_bytes
+from peagle.ops.row_blocks import BlockedPrefill
 from peagle.result import Assembler, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
@@ -47,6 +48,7 @@ class RunConfig:
     logprobs: int | None = None  # how many of the likeliest tokens to return with each emitted one
     prefill_chunk: int = DEFAULT_CHUNK
     prefix_cache_bytes: int | None = None  # None: a tenth of the free memory if there are several requests, else 0
+    blocked: BlockedPrefill | None = None  # prefill each prompt at once, without a prefix cache
     profile: Path | None = None  # the directory for a trace of some of the steps (peagle.measure.profile)
     rendering: Rendering = dataclasses.field(default_factory=Rendering)
 
@@ -55,6 +57,8 @@ class RunConfig:
             self.num_speculative_tokens,
             self.slots,
             chunk=self.prefill_chunk,
+            prefix_cache_bytes=self.prefix_cache_bytes or 0,
+            blocked=self.blocked and BlockedPrefill(),  # its numbers of blocks depend on the context
             draft_sampling=self.draft_sampling,
             synthetic_acceptance=self.synthetic_acceptance,
         )
@@ -177,7 +181,7 @@ class _Session:
         self.first_index = [sum(counts[:number]) for number in range(len(counts))]
         self.total = sum(counts)
         self.done = 0
-        several = default_prefix_cache_bytes() if self.total > 1 else 0
+        several = default_prefix_cache_bytes() if self.total > 1 and config.blocked is None else 0
         self.prefix_cache_bytes = several if config.prefix_cache_bytes is None else config.prefix_cache_bytes
         self.outcomes: dict[int, Outcome] = {}
         self.waiting: list[tuple[Request, int | None]] = []
@@ -307,6 +311,7 @@ class _Session:
             synthetic_acceptance=config.synthetic_acceptance if k else None,
             chunk=config.prefill_chunk,
             prefix_cache_bytes=self.prefix_cache_bytes,
+            blocked=config.blocked,
         )
         return self.pair.engine(shape)
 
@@ -314,7 +319,9 @@ class _Session:
         requests = [request for request, _ in together]
         if self.config.context is None:
             # in the next prompt an answer's text may be tokenised into more tokens than were emitted
-            self.capacity = max(self.capacity, self.pair.capacity(requests))
+            needed, step = self.pair.capacity(requests), 1 if self.config.blocked is None else self.config.blocked.step
+            if needed > self.capacity:
+                self.capacity = -(-needed // step) * step
         for engine in self._all_engines():
             self.observer.compiling()
             before = engine.compile_s

@@ -187,3 +187,17 @@ def test_keys_by_blocks_give_the_same(with_sinks: bool, window: int | None, bloc
     assert np.isfinite(found).all()
     real = np.asarray(asked) >= 0
     np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=2e-6)
+
+
+def test_keys_beyond_the_reach_are_not_read() -> None:
+    """Blocks after the last reached key may hold anything: even NaN that would be seen changes no bit."""
+    rng = np.random.default_rng(8)
+    query = rng.standard_normal((B, T, N, H), np.float32)
+    key, value = rng.standard_normal((2, B, 12, G, H), np.float32)
+    held = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (B, 12))
+    asked = jnp.asarray([[4, 5, 6], [2, 3, -1]], jnp.int32)
+    jitted = jax.jit(attention_by_keys, static_argnums=(5, 7))
+    expected = jitted(query, key, value, asked, held, None, None, 4)
+    key[:, 8:], value[:, 8:] = np.nan, np.nan
+    read = jnp.where(held < 8, held, 0)  # the mask lets these keys pass
+    np.testing.assert_array_equal(jitted(query, key, value, asked, read, None, None, 4, jnp.int32(7)), expected)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from peagle.ops.collectives import Held
 from peagle.ops.expert_matmul import ExpandedExperts, Experts, FusedExperts, PackedExperts, expert_mlp, reference
 from peagle.ops.expert_matmul.routing import route_dense, route_top_k
 from peagle.ops.mxfp4 import dequantize, quantize
@@ -113,6 +114,31 @@ def test_forms_are_the_definition(form: Callable[..., jax.Array], rows: int) -> 
     x, logits = rows_and_logits(rows)
     out = jax.jit(form, static_argnums=(3, 4))(x, logits, packed(weights), K, LIMIT)
     np.testing.assert_allclose(out, by_definition(weights, x, logits), atol=2e-5)
+
+
+FORMS: dict[str, Callable[..., jax.Array]] = {
+    "api": expert_mlp,
+    "all pairs": reference.all_pairs,
+    "each expert once": reference.each_expert_once,
+    "grouped": reference.grouped,
+}
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize(("layout", "form"), [*((each, "api") for each in LAYOUTS), *(("packed", f) for f in FORMS)])
+def test_parts_of_the_experts_sum_to_the_whole(layout: str, form: str, rows: int) -> None:
+    weights = random_weights(5)
+    x, logits = rows_and_logits(rows)
+    total = np.zeros_like(x)
+    for first, end in ((0, 1), (1, 4), (4, E)):
+        some = Weights(*(each[first:end] for each in dataclasses.astuple(weights)))
+
+        def part(x: jax.Array, logits: jax.Array, experts: Experts, first: jax.Array) -> jax.Array:
+            held = Held(first, experts.num_experts)
+            return FORMS[form](x, logits, experts, K, LIMIT, held=held, dtype=jnp.float32)
+
+        total += np.asarray(jax.jit(part)(x, logits, LAYOUTS[layout](some), jnp.int32(first)))
+    np.testing.assert_allclose(total, by_definition(weights, x, logits), atol=4e-5)
 
 
 def test_the_clamp_changes_results() -> None:

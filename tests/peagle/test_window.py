@@ -216,3 +216,18 @@ def test_windows_go_through_an_export(tmp_path: Path, dialect: str) -> None:
     assert main([*arguments, "--verifier", "some/target"]) == 0
     assert parse_config(read_checkpoint(tmp_path / dialect)).windows == (20, 20)
     assert "sees the last 20 positions" in (tmp_path / dialect / "README.md").read_text(encoding="utf-8")
+
+
+def test_positions_beyond_the_drafters_own_are_told_once(demo: Pair) -> None:
+    """Unless its windows bound the distances; plain decoding needs none."""
+    pair = with_drafter(demo, DEMO, DEMO, drafter_window="off")
+    assert isinstance(pair.drafter, PEagle)
+    config = dataclasses.replace(pair.drafter.config, max_positions=256)
+    short = dataclasses.replace(pair, drafter=dataclasses.replace(pair.drafter, config=config), _engines={})
+    for k, capacity in ((K, 256), (0, 512)):
+        short.engine(short.engine_config(k, capacity=capacity))
+    with pytest.warns(InputWarning, match=r"has 384 positions, but the drafter's config.json says 256: .*window N"):
+        short.engine(short.engine_config(K, capacity=384))
+    short.engine(short.engine_config(K, capacity=512))
+    windowed = dataclasses.replace(pair.drafter, config=config.with_window(64))
+    dataclasses.replace(pair, drafter=windowed, _engines={}).engine(pair.engine_config(K, capacity=384))

@@ -13,6 +13,8 @@ from peagle.cli.settings.shared import (
     DrafterWindow,
     Json,
     LoadOptions,
+    MeshOptions,
+    PrefillOptions,
 )
 
 
@@ -74,8 +76,10 @@ class BenchSettings:
         ),
     ] = None
     drafter_window: DrafterWindow = "auto"
+    prefill: PrefillOptions = PrefillOptions()
     repeats: Annotated[int, Option("--repeats", metavar="R", help="Measurements of each test.")] = 5
     loading: LoadOptions = LoadOptions()
+    devices: MeshOptions = MeshOptions()
     json: Json = None
     markdown: Annotated[
         str | None,

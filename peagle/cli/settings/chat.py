@@ -11,8 +11,10 @@ from peagle.cli.settings.shared import (
     SPECULATION,
     DraftOptions,
     MaxNewTokens,
+    MeshOptions,
     ModelOptions,
     PrefixCache,
+    RetainFullKV,
     SamplingOptions,
     TemplateOptions,
     TextOnly,
@@ -33,6 +35,7 @@ class ChatSettings:
 
     template: TemplateOptions = TemplateOptions()
     model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
     drafting: DraftOptions = DraftOptions()
     context: Annotated[
         int | None,
@@ -54,4 +57,5 @@ class ChatSettings:
         Option("--stop", metavar="TEXT", rich_help_panel=RUNNING, help="End an answer before this text; repeatable."),
     ] = ()
     prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     quiet: TextOnly = False

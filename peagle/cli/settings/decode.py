@@ -16,9 +16,12 @@ from peagle.cli.settings.shared import (
     DraftOptions,
     Json,
     MaxNewTokens,
+    MeshOptions,
     ModelOptions,
+    PrefillOptions,
     PrefixCache,
     RenderingOptions,
+    RetainFullKV,
     SamplingOptions,
     Slots,
     Strict,
@@ -56,6 +59,7 @@ class DecodeSettings:
     ] = None
     rendering: RenderingOptions = RenderingOptions()
     model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
     context: Annotated[
         int | None,
         Option(
@@ -78,7 +82,9 @@ class DecodeSettings:
             help="Tokens of a prompt in one pass. More: prompts are read sooner; fewer: other requests wait less.",
         ),
     ] = DEFAULT_CHUNK
+    prefill: PrefillOptions = PrefillOptions()
     prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     ignore_eos: Annotated[
         bool, Option("--ignore-eos", rich_help_panel=RUNNING, help="Do not end at stop tokens, but after -n tokens.")
     ] = False

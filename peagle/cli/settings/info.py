@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from typer import Argument
+from typer import Argument, Option
 
-from peagle.cli.settings.shared import (
-    AuxLayerIds,
-)
+from peagle.cli.settings.shared import MESH, AuxLayerIds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +18,28 @@ class InfoSettings:
 
       a target or a drafter        [cyan]peagle info DIR[/cyan]
       both, and whether they fit   [cyan]peagle info TARGET DRAFTER[/cyan]
+      a plan for eight devices     [cyan]peagle info --mesh tp=8 --slots 16 --context 8192 --device H100 DIR[/cyan]
     """
 
     directories: Annotated[
         tuple[str, ...], Argument(metavar="DIR", show_default=False, help="Target, drafter, or both.")
     ] = ()
     aux_layer_ids: AuxLayerIds = None
+    mesh: Annotated[
+        str | None,
+        Option(
+            "--mesh",
+            metavar="tp=N,ep=N",
+            rich_help_panel=MESH,
+            help="Say what each of these devices would hold of the target. None of them needs to be here.",
+        ),
+    ] = None
+    slots: Annotated[
+        int, Option("--slots", min=1, metavar="N", rich_help_panel=MESH, help="Requests decoded at once.")
+    ] = 1
+    context: Annotated[
+        int, Option("--context", min=2, metavar="N", rich_help_panel=MESH, help="Positions of each slot.")
+    ] = 4096
+    device: Annotated[
+        str, Option("--device", metavar="H100|H200|B200", rich_help_panel=MESH, help="Whose speeds to reckon with.")
+    ] = "H100"

@@ -12,8 +12,10 @@ from peagle.cli.settings.shared import (
     OUTPUT,
     RUNNING,
     DraftOptions,
+    MeshOptions,
     ModelOptions,
     PrefixCache,
+    RetainFullKV,
 )
 from peagle.text.tokenizer import DEFAULT_DATE
 
@@ -62,6 +64,7 @@ class ServeSettings:
     """
 
     model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
     drafting: DraftOptions = DraftOptions()
     context: Context = None
     served_model_name: ServedModelName = None
@@ -104,6 +107,7 @@ class ServeSettings:
         ),
     ] = ()
     prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     drain: Annotated[
         int,
         Option(

@@ -8,12 +8,13 @@ from typer import Option
 from peagle.cli.output import say
 from peagle.engine.request import SamplingParams
 from peagle.ops.errors import InputError
+from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.sizes import parse_size
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import DEFAULT_DATE
 
 PROMPT, MODEL, SPECULATION, SAMPLING = "Prompt", "Model", "Speculation", "Sampling"
-RUNNING, OUTPUT, DRAFTER, LEARNING, DATA = "Running", "Output", "Drafter", "Learning", "Data"
+RUNNING, OUTPUT, DRAFTER, LEARNING, DATA, MESH = "Running", "Output", "Drafter", "Learning", "Data", "Mesh"
 
 Target = Annotated[
     str | None,
@@ -96,6 +97,15 @@ PrefixCache = Annotated[
         "what is free if there are several requests.",
     ),
 ]
+RetainFullKV = Annotated[
+    bool,
+    Option(
+        "--retain-full-kv",
+        rich_help_panel=RUNNING,
+        help="Layers with a window keep all positions: more memory, and prompts reuse any beginning that they share "
+        "with the prefix cache, not only up to ends of chunks, prompts and turns.",
+    ),
+]
 DrafterWindow = Annotated[
     str,
     Option(
@@ -106,6 +116,50 @@ DrafterWindow = Annotated[
         "auto: as speculation.json beside it or its config.json says.",
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions:
+    """How a prompt is read: in chunks, or at once in blocks of rows."""
+
+    prefill: Annotated[
+        Literal["chunked", "blocked"],
+        Option(
+            "--prefill",
+            rich_help_panel=RUNNING,
+            help="chunked: in turns with the steps of others, and from known beginnings; blocked: a whole prompt in "
+            "one pass. The same tokens.",
+        ),
+    ] = "chunked"
+    query_blocks: Annotated[
+        int | None,
+        Option(
+            "--query-blocks",
+            metavar="N",
+            rich_help_panel=RUNNING,
+            help="Of --prefill blocked: attention takes the padded context in N blocks. More: less memory. Default: of "
+            "128 rows.",
+        ),
+    ] = None
+    ffn_blocks: Annotated[
+        int | None,
+        Option(
+            "--ffn-blocks",
+            metavar="M",
+            rich_help_panel=RUNNING,
+            help="Of --prefill blocked: experts take it in M blocks. More: less memory, and each expert is read more "
+            "often. Default: of at most 2048 rows.",
+        ),
+    ] = None
+
+    def blocked(self) -> BlockedPrefill | None:
+        """Return the blocks, None for chunks. Raises InputError for blocks of a prompt that is read in chunks."""
+        if self.prefill == "blocked":
+            return BlockedPrefill(self.query_blocks, self.ffn_blocks)
+        for name, number in (("--query-blocks", self.query_blocks), ("--ffn-blocks", self.ffn_blocks)):
+            if number is not None:
+                raise InputError(f"{name} is given, but prompts are read in chunks; give --prefill blocked, too")
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +186,30 @@ class LoadOptions:
             help="native runs the compiled CPU kernels or refuses, xla does without; auto: native where they run.",
         ),
     ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshOptions:
+    """The devices that the target is cut over."""
+
+    mesh: Annotated[
+        str | None,
+        Option(
+            "--mesh",
+            metavar="tp=N,ep=N",
+            rich_help_panel=MODEL,
+            help="Cut the target over tp x ep devices: heads, caches and vocabulary over all of them, each expert over "
+            "tp, the experts by number over ep. Default: one device.",
+        ),
+    ] = None
+    reduce: Annotated[
+        Literal["ordered", "psum"],
+        Option(
+            "--reduce",
+            rich_help_panel=MODEL,
+            help="How devices sum: ordered, by which verifying equals decoding bit for bit, or psum, an all-reduce.",
+        ),
+    ] = "ordered"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,10 +117,12 @@ def _on_xla(
     query, key, value = split_heads(qkv, num_heads, cache.key.shape[2], cos, sin)
     cache = write_kv(cache, key, value, positions)
     # the largest position, not the last row's: padding rows may follow
-    held = slot_positions(cache, jnp.max(positions, axis=1))
+    newest = jnp.max(positions, axis=1)
+    held = slot_positions(cache, newest)
     if query.shape[1] * cache.capacity > MOST_SCORES:
         block = max(MOST_SCORES // query.shape[1], 1)
-        out = attention_by_keys(query, cache.key, cache.value, positions, held, window, sinks, block)
+        reached = None if cache.ring else jnp.max(newest) + 1
+        out = attention_by_keys(query, cache.key, cache.value, positions, held, window, sinks, block, reached)
     else:
         out = attention(query, cache.key, cache.value, causal_mask(positions, held, window), sinks)
     return out.reshape(*qkv.shape[:2], -1), cache

@@ -51,8 +51,11 @@ def attention_by_keys(
     window: int | None,
     sinks: Float[Array, " N"] | None,
     block: int,
+    reached: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute `attention` under the positions' causal mask, with T x `block` scores in memory at a time.
+
+    reached: how many of the first keys some query attends to; blocks after them are not read. None: all are read.
 
     An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). The
     sink is one more score, and comes first.
@@ -88,6 +91,7 @@ def attention_by_keys(
         sink = sinks.astype(jnp.float32).reshape(1, groups, repeat, 1, 1)
         peak, total = jnp.broadcast_to(sink, (*shape, 1)), jnp.ones((*shape, 1), jnp.float32)
     start = (peak, total, jnp.zeros((*shape, head_dim), jnp.float32))
-    _, total, out = jax.lax.fori_loop(jnp.int32(0), num_blocks, one, start)
+    read = num_blocks if reached is None else jnp.minimum((reached + block - 1) // block, num_blocks)
+    _, total, out = jax.lax.fori_loop(jnp.int32(0), read, one, start)
     out = jnp.moveaxis(out / jnp.where(total > 0, total, 1.0), 3, 1)
     return out.astype(query.dtype).reshape(batch, width, heads, head_dim)

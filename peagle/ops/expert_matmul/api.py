@@ -3,8 +3,11 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from peagle.ops.collectives import Held, Ranks
 from peagle.ops.cuda import not_taken
 from peagle.ops.cuda.calls import MAX_ROWS
 from peagle.ops.errors import InputError
@@ -28,24 +31,35 @@ def expert_block(
     positions: Int[Array, "*rows"] | None = None,
     *,
     implementation: Implementation | None = None,
+    ranks: Ranks | None = None,
 ) -> Float[Array, "*rows D"]:
     """Compute the second half of a layer: x + expert_mlp of norm(x), routed by its router logits.
 
     Rows of negative position are inactive, as in `linear`. NativeExperts run in the native kernels, and nothing else
-    does. Raises InputError if the named implementation does not run here or does not take these operands.
+    does. ranks: the experts are this rank's part of them. It sums the ranks' outputs, in float32, before x is added.
+    Raises InputError if the named implementation does not run here or does not take these operands.
     """
     rows = x.reshape(-1, x.shape[-1])
+    held = None if ranks is None else ranks.held(experts.num_experts)
     if isinstance(experts, NativeExperts):
         if implementation not in (None, "native"):
             raise InputError(f"the weights are packed for the native kernels; load them for {implementation!r}")
         assert isinstance(router, PackedMatrix)
-        out = native.routed(rows, norm, router, router_bias, experts, top_k, swiglu_limit, positions)
-        return out.reshape(x.shape)
-    rows = rms_norm(rows, norm.weight, norm.epsilon)
-    logits = linear(rows, router, router_bias)
-    of_rows = None if positions is None else positions.reshape(-1)
-    out = expert_mlp(rows, logits, experts, top_k, swiglu_limit, of_rows, implementation=implementation)
-    return x + out.reshape(x.shape)
+        operands = (rows, norm, router, router_bias, experts, top_k, swiglu_limit, positions)
+        if ranks is None:
+            return native.routed(*operands).reshape(x.shape)
+        out = native.routed(*operands, held=held, residual=False, dtype=jnp.float32)
+    else:
+        rows = rms_norm(rows, norm.weight, norm.epsilon)
+        logits = linear(rows, router, router_bias)
+        of_rows = None if positions is None else positions.reshape(-1)
+        dtype = x.dtype if ranks is None else jnp.dtype(jnp.float32)
+        out = expert_mlp(
+            rows, logits, experts, top_k, swiglu_limit, of_rows, implementation=implementation, held=held, dtype=dtype
+        )
+    if ranks is None:
+        return x + out.reshape(x.shape)
+    return (x.astype(jnp.float32) + ranks.reduce(out.reshape(x.shape))).astype(x.dtype)
 
 
 def expert_mlp(
@@ -57,10 +71,13 @@ def expert_mlp(
     positions: Int[Array, " T"] | None = None,
     *,
     implementation: Implementation | None = None,
+    held: Held | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
     """Sum softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e) over the top_k selected experts e.
 
-    All layouts but NativeExperts, which only `expert_block` takes, give the same function, in x's dtype. Rows of
+    All layouts but NativeExperts, which only `expert_block` takes, give the same function, in `dtype`, by default x's.
+    held: sum over these experts only, the ones in `experts`. Rows of
     negative position are inactive, as in `linear`; XLA on CPU skips them if the rows are many. Raises InputError as
     `expert_block` does.
     """
@@ -71,47 +88,53 @@ def expert_mlp(
     if implementation == "cuda":
         if not isinstance(experts, PackedExperts) or not cuda.takes(x, experts):
             raise not_taken(f"MXFP4 experts, bfloat16 activations and up to {MAX_ROWS} rows")
-        return cuda.routed(x, router_logits, experts, top_k, swiglu_limit)
+        return cuda.routed(x, router_logits, experts, top_k, swiglu_limit, held=held, dtype=dtype)
     if isinstance(experts, FusedExperts):
-        return reference.fused(x, router_logits, experts, top_k, swiglu_limit)
-    return jax.lax.platform_dependent(
-        x,
-        router_logits,
-        experts,
-        cuda=functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit, implementation=implementation),
-        default=functools.partial(_elsewhere, top_k=top_k, limit=swiglu_limit, positions=positions),
-    )
+        return reference.fused(x, router_logits, experts, top_k, swiglu_limit, held=held, dtype=dtype)
+    first = None if held is None else held.first
+    on_gpu = functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit, dtype=dtype, implementation=implementation)
+    elsewhere = functools.partial(_elsewhere, top_k=top_k, limit=swiglu_limit, dtype=dtype, positions=positions)
+    out: jax.Array = jax.lax.platform_dependent(x, router_logits, experts, first, cuda=on_gpu, default=elsewhere)
+    return out
 
 
 def _on_gpu(
     x: Float[Array, "T D"],
     router_logits: Float[Array, "T E"],
     experts: PackedExperts | ExpandedExperts,
+    first: Int[Array, ""] | None,
+    *,
     top_k: int,
     limit: float,
-    implementation: Implementation | None = None,
+    dtype: DTypeLike | None,
+    implementation: Implementation | None,
 ) -> Float[Array, "T D"]:
+    held = None if first is None else Held(first, experts.num_experts)
     if isinstance(experts, PackedExperts):
         if implementation != "xla" and cuda.takes(x, experts):
-            return cuda.routed(x, router_logits, experts, top_k, limit)
+            return cuda.routed(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
         if x.shape[0] <= DECODE_ROWS:
-            return reference.all_pairs(x, router_logits, experts, top_k, limit)
+            return reference.all_pairs(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
     # Not `grouped`: a GPU waits for the host at each turn of a loop of dynamic length, and there would be hundreds.
     form = reference.selected if _few(x, experts, top_k) else reference.each_expert_once
-    return form(x, router_logits, experts, top_k, limit)
+    return form(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
 
 
 def _elsewhere(
     x: Float[Array, "T D"],
     router_logits: Float[Array, "T E"],
     experts: PackedExperts | ExpandedExperts,
+    first: Int[Array, ""] | None,
+    *,
     top_k: int,
     limit: float,
+    dtype: DTypeLike | None,
     positions: Int[Array, " T"] | None,
 ) -> Float[Array, "T D"]:
+    held = None if first is None else Held(first, experts.num_experts)
     if _few(x, experts, top_k):
-        return reference.selected(x, router_logits, experts, top_k, limit)
-    return reference.grouped(x, router_logits, experts, top_k, limit, positions)
+        return reference.selected(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
+    return reference.grouped(x, router_logits, experts, top_k, limit, positions, held=held, dtype=dtype)
 
 
 def _few(x: Float[Array, "T D"], experts: PackedExperts | ExpandedExperts, top_k: int) -> bool:

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from peagle.ops import native
+from peagle.ops.collectives import Held
 from peagle.ops.expert_matmul.weights import NativeExperts
 from peagle.ops.linear.packed import ROWS, PackedMatrix, num_panels
 from peagle.ops.norm import Norm
@@ -20,15 +22,19 @@ def routed(
     top_k: int,
     limit: float,
     positions: jax.Array | None = None,
+    *,
+    held: Held | None = None,
+    residual: bool = True,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
-    """See `expert_block`.
+    """See `expert_block`; without `residual` x is not added. held, dtype: as in `expert_mlp`.
 
     Each selected expert is read once for all rows that selected it. A row's experts are added in ascending order, so
     its bits do not depend on other rows.
     """
     out: jax.Array = native.call(
         "experts",
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        jax.ShapeDtypeStruct(x.shape, x.dtype if dtype is None else dtype),
         x,
         native.optional(norm.weight),
         router.data,
@@ -40,8 +46,10 @@ def routed(
         native.optional(experts.down.scales, jnp.uint8),
         experts.down_bias,
         native.optional(positions, jnp.int32),
-        num_experts=np.int64(experts.num_experts),
+        native.optional(None if held is None else held.first, jnp.int32),
+        num_experts=np.int64(router.outputs),
         top_k=np.int64(top_k),
+        residual=np.bool_(residual),
         hidden=np.int64(experts.hidden),
         limit=np.float32(limit),
         epsilon=np.float32(norm.epsilon),

@@ -1,4 +1,8 @@
-"""The mixture-of-experts op in plain XLA, one function per way of visiting the experts."""
+"""The mixture-of-experts op in plain XLA, one function per way of visiting the experts.
+
+`held`: the experts are those of this rank, and the result is their part of the sum. `dtype`: of the result, by default
+x's.
+"""
 
 from collections.abc import Callable
 
@@ -7,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from peagle.ops.collectives import Held
 from peagle.ops.expert_matmul.routing import route_dense, route_top_k
 from peagle.ops.expert_matmul.weights import ExpandedExperts, FusedExperts, PackedExperts
 from peagle.ops.mxfp4 import dequantize_on_device, products_on_device
@@ -23,17 +28,25 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 
 
 def fused(
-    x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: FusedExperts, top_k: int, limit: float
+    x: Float[Array, "T D"],
+    router_logits: Float[Array, "T E"],
+    experts: FusedExperts,
+    top_k: int,
+    limit: float,
+    *,
+    held: Held | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
     """Compute every expert for every row in two matmuls; zero an unselected expert's hidden values.
 
     The router weight is applied between the matmuls, so the second one also sums over the experts.
     """
     rows, num_experts = x.shape[0], experts.num_experts
-    weights = route_dense(router_logits, top_k).astype(x.dtype)
+    weights = route_dense(router_logits, top_k, held).astype(x.dtype)
     gate, up = jnp.split(x @ experts.gate_up + experts.gate_up_bias[None, :], 2, axis=-1)
     hidden = swiglu(gate, up, limit).reshape(rows, num_experts, -1) * weights[:, :, None]
-    return hidden.reshape(rows, -1) @ experts.down + weights @ experts.down_bias
+    out = hidden.reshape(rows, -1) @ experts.down + weights @ experts.down_bias
+    return out.astype(dtype or x.dtype)
 
 
 def selected(
@@ -42,9 +55,12 @@ def selected(
     experts: PackedExperts | ExpandedExperts,
     top_k: int,
     limit: float,
+    *,
+    held: Held | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
     """Compute one (row, selected expert) pair after the other; only selected experts are read."""
-    ids, weights = route_top_k(router_logits, top_k)
+    ids, weights = route_top_k(router_logits, top_k, held)
 
     def one(expert_id: jax.Array, row: jax.Array) -> jax.Array:
         expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, expert_id, keepdims=False), experts)
@@ -55,24 +71,32 @@ def selected(
 
     rows = jnp.repeat(jnp.arange(x.shape[0], dtype=jnp.int32), top_k)
     out = jax.lax.map(one_pair, (ids.reshape(-1), rows)).reshape(x.shape[0], top_k, -1)
-    return jnp.sum(out * weights[:, :, None].astype(out.dtype), axis=1).astype(x.dtype)
+    return jnp.sum(out * weights[:, :, None].astype(out.dtype), axis=1).astype(dtype or x.dtype)
 
 
 def all_pairs(
-    x: Float[Array, "T D"], router_logits: Float[Array, "T E"], experts: PackedExperts, top_k: int, limit: float
+    x: Float[Array, "T D"],
+    router_logits: Float[Array, "T E"],
+    experts: PackedExperts,
+    top_k: int,
+    limit: float,
+    *,
+    held: Held | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
     """Compute all (row, selected expert) pairs at once: two fused sums and no loop.
 
     For accelerators, where a loop would launch a kernel per pair. An expert that several rows selected is read for each
     of them.
     """
-    ids, weights = route_top_k(router_logits, top_k)
-    e = jax.tree.map(lambda leaf: leaf[ids.reshape(-1)], experts)
+    ids, weights = route_top_k(router_logits, top_k, held)
+    # another rank's expert has weight 0: any will do
+    e = jax.tree.map(lambda leaf: leaf[jnp.minimum(ids, experts.num_experts - 1).reshape(-1)], experts)
     rows = jnp.repeat(x, top_k, axis=0)
     hidden = products_on_device(e.gate_up_blocks, e.gate_up_scales, rows).astype(x.dtype) + e.gate_up_bias
     active = swiglu(hidden[:, 0::2], hidden[:, 1::2], limit)
     out = products_on_device(e.down_blocks, e.down_scales, active) + e.down_bias.astype(jnp.float32)
-    return jnp.sum(out.reshape(x.shape[0], top_k, -1) * weights[:, :, None], axis=1).astype(x.dtype)
+    return jnp.sum(out.reshape(x.shape[0], top_k, -1) * weights[:, :, None], axis=1).astype(dtype or x.dtype)
 
 
 def each_expert_once(
@@ -81,19 +105,22 @@ def each_expert_once(
     experts: PackedExperts | ExpandedExperts,
     top_k: int,
     limit: float,
+    *,
+    held: Held | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
     """Compute all rows through one expert after the other.
 
     Each expert is read and dequantised once, and one at a time is in memory.
     """
-    weights = route_dense(router_logits, top_k)
+    weights = route_dense(router_logits, top_k, held)
 
     def body(total: jax.Array, step: tuple) -> tuple[jax.Array, None]:
         expert, weight = step
         return total + _one_expert(x, expert, limit).astype(jnp.float32) * weight[:, None], None
 
     total, _ = jax.lax.scan(body, jnp.zeros(x.shape, jnp.float32), (experts, weights.T))
-    return total.astype(x.dtype)
+    return total.astype(dtype or x.dtype)
 
 
 def grouped(
@@ -103,6 +130,9 @@ def grouped(
     top_k: int,
     limit: float,
     positions: Int[Array, " T"] | None = None,
+    *,
+    held: Held | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
     """Compute each selected expert for the rows that selected it, in blocks of BLOCK_ROWS.
 
@@ -112,7 +142,7 @@ def grouped(
     it does. Not for reverse-mode differentiation: the loops have dynamic lengths.
     """
     rows = x.shape[0]
-    ids, weights = route_top_k(router_logits, top_k)
+    ids, weights = route_top_k(router_logits, top_k, held)
     active = jnp.ones((rows, 1), bool) if positions is None else positions[:, None] >= 0
     choices = jnp.where(active, ids, experts.num_experts).reshape(-1)  # those of inactive rows are sorted to the end
     order = jnp.argsort(choices).astype(jnp.int32)  # stable
@@ -142,7 +172,7 @@ def grouped(
     sorted_out, _ = jax.lax.scan(one, sorted_out, (experts, begins, ends))
     place = jnp.argsort(order).astype(jnp.int32).reshape(rows, top_k)
     total = jnp.sum(sorted_out[place].astype(jnp.float32) * weights[:, :, None], axis=1)
-    return jnp.where(active, total, 0.0).astype(x.dtype)
+    return jnp.where(active, total, 0.0).astype(dtype or x.dtype)
 
 
 def _prepared(

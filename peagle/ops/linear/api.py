@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle.ops import native
+from peagle.ops.collectives import Reduce
 from peagle.ops.linear.packed import PackedMatrix
 from peagle.ops.norm import Norm, rms_norm
 
@@ -21,21 +22,42 @@ def linear(
     norm: Norm | None = None,
     residual: Float[Array, "... outputs"] | None = None,
     positions: Int[Array, "..."] | None = None,
+    reduce: Reduce | None = None,
 ) -> Float[Array, "... outputs"]:
     """Multiply x, normalised first if there is a norm, by the weight; add the bias and the residual; in x's dtype.
 
     An array is [inputs, outputs]. If positions are given, a row of negative position is inactive: its output is finite
     and to be ignored. A PackedMatrix runs in the native kernels, which skip inactive rows, and every other row's bits
     are a function of that row and the weights alone: the number of rows does not matter.
+
+    reduce: the weight holds this rank's inputs of a larger one. It sums the ranks' products, in float32, before the
+    residual is added.
     """
+    if reduce is not None:
+        total = reduce(_product(x, weight, bias, norm, None, positions, jnp.float32))
+        return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
+    return _product(x, weight, bias, norm, residual, positions, x.dtype)
+
+
+def _product(
+    x: jax.Array,
+    weight: jax.Array | PackedMatrix,
+    bias: jax.Array | None,
+    norm: Norm | None,
+    residual: jax.Array | None,
+    positions: jax.Array | None,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """See `linear`; the result is in `dtype`."""
     if not isinstance(weight, PackedMatrix):
-        out = (x if norm is None else rms_norm(x, norm.weight, norm.epsilon)) @ weight
-        out = out if bias is None else out + jnp.expand_dims(bias, tuple(range(x.ndim - 1)))
+        normalised = x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
+        out = jnp.matmul(normalised, weight, preferred_element_type=dtype)
+        out = out if bias is None else out + jnp.expand_dims(bias.astype(dtype), tuple(range(x.ndim - 1)))
         return out if residual is None else residual + out
     rows = x.reshape(-1, x.shape[-1])
     out = native.call(
         "linear",
-        jax.ShapeDtypeStruct((rows.shape[0], weight.outputs), x.dtype),
+        jax.ShapeDtypeStruct((rows.shape[0], weight.outputs), dtype),
         rows,
         native.optional(None if norm is None else norm.weight),
         weight.data,
@@ -45,7 +67,8 @@ def linear(
         native.optional(positions, jnp.int32),
         epsilon=np.float32(0.0 if norm is None else norm.epsilon),
     )
-    return out.reshape(*x.shape[:-1], weight.outputs)
+    shaped: jax.Array = out.reshape(*x.shape[:-1], weight.outputs)
+    return shaped
 
 
 def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:

@@ -17,11 +17,11 @@ struct Choice {
   float weight;
 };
 
-// The experts that any row selected, in ascending order, each with its rows.
+// The held experts that any row selected, in ascending order, each with its rows; numbered from the first one held.
 struct Routing {
   int64_t *expert, *begin;  // expert i's choices are begin[i] .. begin[i + 1] - 1
   Choice* choices;
-  int64_t count = 0;
+  int64_t count = 0, total = 0;
 };
 
 // Selects the top_k experts by logit, the highest first; of equal logits the lower index.
@@ -37,9 +37,9 @@ void Select(const float* logits, int64_t num_experts, int64_t top_k, int64_t* ch
 
 Routing Route(const Experts& op, const ActiveRows& active, const float* all_logits, Scratch& scratch) {
   const int64_t total = active.count * op.top_k;
-  int64_t *ids = scratch.Take<int64_t>(total), *load = scratch.Take<int64_t>(op.num_experts + 1);
+  int64_t *ids = scratch.Take<int64_t>(total), *load = scratch.Take<int64_t>(op.held + 1);
   float* weights = scratch.Take<float>(total);
-  std::fill_n(load, op.num_experts + 1, 0);
+  std::fill_n(load, op.held + 1, 0);
   for (int64_t row = 0; row < active.count; ++row) {
     const float* logits = all_logits + active.row[row] * op.num_experts;
     int64_t* chosen = ids + row * op.top_k;
@@ -47,22 +47,27 @@ Routing Route(const Experts& op, const ActiveRows& active, const float* all_logi
     Select(logits, op.num_experts, op.top_k, chosen);
     float sum = 0;
     for (int64_t j = 0; j < op.top_k; ++j) {
-      ++load[chosen[j] + 1];
       sum += weight[j] = Exp(Broadcast(logits[chosen[j]] - logits[chosen[0]]))[0];
     }
-    for (int64_t j = 0; j < op.top_k; ++j) weight[j] /= sum;
+    for (int64_t j = 0; j < op.top_k; ++j) {
+      weight[j] /= sum;
+      const int64_t expert = chosen[j] - op.first;
+      chosen[j] = expert >= 0 && expert < op.held ? expert : -1;
+      if (chosen[j] >= 0) ++load[expert + 1];
+    }
   }
-  Routing routing{scratch.Take<int64_t>(op.num_experts), scratch.Take<int64_t>(op.num_experts + 1),
-                  scratch.Take<Choice>(total)};
-  for (int64_t e = 0; e < op.num_experts; ++e) {
+  Routing routing{scratch.Take<int64_t>(op.held), scratch.Take<int64_t>(op.held + 1), scratch.Take<Choice>(total)};
+  for (int64_t e = 0; e < op.held; ++e) {
     if (load[e + 1] > 0) {
       routing.begin[routing.count] = load[e];
       routing.expert[routing.count++] = e;
     }
     load[e + 1] += load[e];
   }
-  routing.begin[routing.count] = total;
-  for (int64_t i = 0; i < total; ++i) routing.choices[load[ids[i]]++] = {i / op.top_k, weights[i]};
+  routing.begin[routing.count] = routing.total = load[op.held];
+  for (int64_t i = 0; i < total; ++i) {
+    if (ids[i] >= 0) routing.choices[load[ids[i]]++] = {i / op.top_k, weights[i]};
+  }
   return routing;
 }
 
@@ -85,7 +90,7 @@ void RunExperts(const Experts& op, Parallel& parallel) {
   float* const logits = scratch.Take<float>(op.rows * op.num_experts);
   Multiply(op.router, active, op.router_bias, nullptr, logits, parallel);
   const Routing routing = Route(op, active, logits, scratch);
-  const int64_t total = active.count * op.top_k;
+  const int64_t total = routing.total;
   const Inputs inputs(op.gate_up, active.x, active.count, parallel, scratch);
   // each choice's hidden values
   float* const activations = scratch.Take<float>(total * padded);
@@ -143,7 +148,11 @@ void RunExperts(const Experts& op, Parallel& parallel) {
     const int64_t left = first * kPanelRows, right = std::min(width, (first + count) * kPanelRows);
     for (int64_t i = 0; i < active.count; ++i) {
       const int64_t at = active.row[i] * width;
-      std::copy(op.x + at + left, op.x + at + right, op.out + at + left);
+      if (op.residual) {
+        std::copy(op.x + at + left, op.x + at + right, op.out + at + left);
+      } else {
+        std::fill(op.out + at + left, op.out + at + right, 0.0f);
+      }
     }
     for (int64_t i = 0; i < routing.count; ++i) {
       const Matrix matrix = of_expert(op.down, columns, i);

@@ -2,6 +2,7 @@
 
 scripts/gpu_check covers what needs a GPU: tensor cores, the real driver, speed."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -225,13 +226,15 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int,
     )
     x, logits = random_rows(rows, 64, 4)
     x = x.astype(dtype)
-    chosen = jax.jit(api._on_gpu, static_argnums=(3, 4, 5))
-    assert ("peagle_cuda_experts" in chosen.lower(x, logits, experts, 2, 7.0).as_text()) == runs
-    assert "peagle_cuda_experts" not in chosen.lower(x, logits, experts, 2, 7.0, "xla").as_text()
+    on_gpu = functools.partial(api._on_gpu, first=None, top_k=2, limit=7.0, dtype=None)
+    chosen = jax.jit(functools.partial(on_gpu, implementation=None))
+    without = jax.jit(functools.partial(on_gpu, implementation="xla"))
+    assert ("peagle_cuda_experts" in chosen.lower(x, logits, experts).as_text()) == runs
+    assert "peagle_cuda_experts" not in without.lower(x, logits, experts).as_text()
     plain = jax.jit(reference.all_pairs, static_argnums=(3, 4))(x, logits, experts, 2, 7.0)
     close = np.abs(np.asarray(plain, np.float32)).max() * 2**-6
     np.testing.assert_allclose(
-        np.asarray(chosen(x, logits, experts, 2, 7.0), np.float32), np.asarray(plain, np.float32), atol=close
+        np.asarray(chosen(x, logits, experts), np.float32), np.asarray(plain, np.float32), atol=close
     )
 
 

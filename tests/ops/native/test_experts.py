@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 
 from peagle.ops import native
+from peagle.ops.collectives import Held
 from peagle.ops.expert_matmul import ExpandedExperts, Experts, NativeExperts, PackedExperts, alternate, expert_block
+from peagle.ops.expert_matmul.native import routed
 from peagle.ops.linear import PackedMatrix
 from peagle.ops.norm import Norm
 from tests.ops.native.cases import (
@@ -319,6 +322,30 @@ def test_inactive_rows_are_zero_and_change_no_others_bits(name: str) -> None:
         assert not np.any(np.asarray(out)[at < 0])
 
 
+@pytest.mark.parametrize("name", OF_FORMATS)
+@pytest.mark.parametrize("rows", [1, 19])
+def test_parts_of_the_experts_sum_to_the_whole(name: str, rows: int) -> None:
+    """Each part without the residual, and a part that no row selects is zero."""
+    block, x = random_block(SIZES[name], 16), random_rows(SIZES[name], rows)
+    cuts = (0, 1, 3, SIZES[name].experts)
+    total = x.astype(np.float64)
+    for first, end in itertools.pairwise(cuts):
+        experts = jax.tree.map(lambda leaf, part=slice(first, end): leaf[part], block.packed)
+        total += np.asarray(run_part(block, x, experts, Held(jnp.int32(first), end - first)))
+    np.testing.assert_allclose(total, block.by_definition(x), atol=4 * EXACT)
+    nobody = np.zeros(SIZES[name].experts)
+    nobody[0] = -1e4
+    avoided = random_block(SIZES[name], 16, bias=nobody)
+    experts = jax.tree.map(lambda leaf: leaf[:1], avoided.packed)
+    assert not np.any(run_part(avoided, x, experts, Held(jnp.int32(0), 1)))
+
+
+def run_part(block: Block, x: np.ndarray, experts: NativeExperts, held: Held) -> jax.Array:
+    norm, router = Norm(jnp.asarray(block.norm, jnp.float32), EPSILON), pack(block.router.astype(np.float32))
+    bias = jnp.asarray(block.router_bias, jnp.float32)
+    return routed(jnp.asarray(x), norm, router, bias, experts, block.sizes.top_k, LIMIT, held=held, residual=False)
+
+
 # What does not fit is refused
 
 
@@ -339,11 +366,13 @@ def good(name: str) -> tuple[dict[str, jax.Array], dict[str, np.generic]]:
         "down_scales": native.optional(block.packed.down.scales, jnp.uint8),
         "down_bias": block.packed.down_bias,
         "positions": jnp.arange(3, dtype=jnp.int32),
+        "held": jnp.zeros((1,), jnp.int32),
     }
     attributes = {
         "num_experts": np.int64(sizes.experts),
         "top_k": np.int64(sizes.top_k),
         "hidden": np.int64(sizes.hidden),
+        "residual": np.bool_(True),
         "limit": np.float32(LIMIT),
         "epsilon": np.float32(EPSILON),
     }
@@ -369,8 +398,12 @@ def test_every_operand_is_checked(name: str) -> None:
             with pytest.raises(jax.errors.JaxRuntimeError, match="experts"):
                 call(operands | {key: other}, attributes)
     for key in ("gate_up_bias", "down_bias"):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="a bias is missing"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"a bias is missing|0 of"):
             call(operands | {key: jnp.zeros(0)}, attributes)
+    for first in (-1, 1):
+        # JAX raises the one at a program's first run, the other later
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="those held do not lie"):
+            call(operands | {"held": jnp.full((1,), first, jnp.int32)}, attributes)
     with pytest.raises(jax.errors.JaxRuntimeError, match="experts: x"):
         call(operands, attributes, (4, SIZES[name].width))
 

@@ -672,6 +672,9 @@ def test_info_counts_memory_by_the_shapes(real: Run, directories: Directories) -
     cache = jax.eval_shape(lambda: pair.plain_target.init_cache(1, 1000 - 8, 8))
     assert f"{cache_bytes(cache[1]) / 1e3:.1f} kB float32" in lines["KV cache per 1,000 positions"]
     assert f"{cache_bytes((cache[0], cache[2])) / 1e3:.1f} kB float32" in lines["KV rings, once per row"]
+    retained = lines["with --retain-full-kv"]
+    assert f"{2 * cache_bytes(cache[1]) / 1e3:.1f} kB float32" in retained, "both sliding layers are full"
+    assert "in chunks" in lines["prefill of 8,192 tokens"]
 
 
 def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_path: Path) -> None:

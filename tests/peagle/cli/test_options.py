@@ -7,6 +7,9 @@ import pytest
 import typer
 
 from peagle.cli.options import command_of, given
+from peagle.cli.settings.shared import PrefillOptions
+from peagle.ops.errors import InputError
+from peagle.ops.row_blocks import BlockedPrefill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +65,10 @@ def test_the_docstring_is_the_help(painted, capsys) -> None:
 
 def test_what_differs_from_its_default_was_given() -> None:
     assert given(Paint(where="door", colour=Colour(red=1, names=("a",)))) == ["where", "names"]
+
+
+def test_blocks_are_those_of_blocked_prefill() -> None:
+    assert PrefillOptions(prefill="blocked", ffn_blocks=2).blocked() == BlockedPrefill(None, 2)
+    assert PrefillOptions().blocked() is None
+    with pytest.raises(InputError, match=r"--query-blocks is given, .* give --prefill blocked"):
+        PrefillOptions(query_blocks=2).blocked()

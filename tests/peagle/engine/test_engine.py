@@ -244,6 +244,18 @@ def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(target, plain, 
     assert trace_counts() == before
 
 
+def test_a_request_that_sets_its_k_drafts_whether_it_pays_or_not(target, plain) -> None:
+    """Beside one that leaves it to the table, whose cost no draft of this drafter pays."""
+    engine = Engine(target, NGram(), config(3, 2, adaptive=True, k_per_request=True))
+    engine.warm_up()
+    engine._table = WidthTable({1: 3}, costs={1: 3.9, 2: 3.9})  # as measured
+    asked = [Request(PROMPTS[0], NEW, num_speculative_tokens=limit) for limit in (1, None)]
+    tokens, (own, by_table) = decode(engine, asked)
+    assert tokens == [plain[0], plain[0]]
+    assert sum(not step.draft_token_ids for step in own) == 0
+    assert sum(not step.draft_token_ids for step in by_table) > 0
+
+
 def test_the_step_donates_its_state_and_keeps_no_hidden_copy(target) -> None:
     engine = Engine(target, NGram(), config(3, capacity=4096, steps_per_dispatch=4))
     engine.warm_up()
@@ -306,16 +318,6 @@ def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dis
     assert widths[:5] == [3] * 5  # each loses a plain step, and four are allowed
     assert set(widths[5:]) == {0}
     assert {len(record.draft_token_ids) for record in records[1]} == {3}
-
-
-def test_a_row_with_its_own_k_does_not_pause_at_the_tables_cost(target, plain) -> None:
-    """Right drafts at K = 1 emit 2 tokens a step, fewer than a step of the table's 3 drafts costs: it drafts on."""
-    table = WidthTable({1: 3}, {1: 2.5})
-    engine = Engine(target, drafter_of("oracle", plain, 0), config(3, widths=table, k_per_request=True))
-    for own, drafts in ((1, {1}), (3, {3})):
-        tokens, records = decode(engine, [Request(PROMPTS[0], 40, num_speculative_tokens=own)])
-        assert tokens == [plain[0][:40]]
-        assert {len(record.draft_token_ids) for record in records[0]} == drafts
 
 
 def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
@@ -583,9 +585,9 @@ def test_a_crowd_is_decoded_as_without_a_drafter(target, plain) -> None:
     engine.warm_up()
     before, lean, extend = trace_counts(), [], engine._programs.extend
 
-    def spy(lane, begin, token_ids, is_lean=False):
+    def spy(lane, begin, token_ids, is_lean=False, *others):
         lean.append(is_lean)
-        return extend(lane, begin, token_ids, is_lean)
+        return extend(lane, begin, token_ids, is_lean, *others)
 
     engine._programs.extend = spy
     tokens, records = decode(engine, [Request(PROMPTS[i % 3], 20) for i in range(7)])

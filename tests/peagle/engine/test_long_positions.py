@@ -14,12 +14,13 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request
 from peagle.ops.kernels import Implementation
+from peagle.ops.row_blocks import BlockedPrefill
 from target.load import load_target
 from target.model import GptOss
 from tests.peagle.toys import Scripted
 from tests.target.oracle import CONFIGS, EAGER
 
-INITIAL, PROMPT, NEW, K = 4096, 5000, 24, 3
+INITIAL, NEW, K = 4096, 24, 3
 
 
 def decoded(engine: Engine, prompt: np.ndarray) -> tuple[list[int], list[float], list[int]]:
@@ -33,9 +34,11 @@ def decoded(engine: Engine, prompt: np.ndarray) -> tuple[list[int], list[float],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["xla", "native"])
-def test_positions_beyond_the_initial_context_are_transformers(tmp_path: Path, implementation: Implementation) -> None:
-    """Prefilled in chunks, then decoded with drafts of which some are wrong."""
+@pytest.mark.parametrize(("implementation", "length"), [("xla", 5000), ("native", 9000)])
+def test_positions_beyond_the_initial_context_are_transformers(
+    tmp_path: Path, implementation: Implementation, length: int
+) -> None:
+    """Prefilled in chunks or at once, then decoded, also with drafts of which some are wrong."""
     rope = {**CONFIGS["fused"]["rope_parameters"], "original_max_position_embeddings": INITIAL}
     sizes = CONFIGS["fused"] | {"num_hidden_layers": 2, "rope_parameters": rope, "max_position_embeddings": 8 * INITIAL}
     torch.manual_seed(3)
@@ -47,12 +50,17 @@ def test_positions_beyond_the_initial_context_are_transformers(tmp_path: Path, i
 
     loaded = load_target(tmp_path, dtype=jnp.float32, implementation=implementation)
     target = GptOss(loaded.params, loaded.config)
-    prompt = np.random.default_rng(4).integers(0, loaded.config.vocab_size, PROMPT)
-    plain, _, _ = decoded(Engine(target, None, EngineConfig(capacity=PROMPT + NEW)), prompt)
+    prompt = np.random.default_rng(4).integers(0, loaded.config.vocab_size, length)
+    plain, in_chunks, _ = decoded(Engine(target, None, EngineConfig(capacity=length + NEW)), prompt)
+    at_once = EngineConfig(capacity=length + NEW, blocked=BlockedPrefill())
+    same, blocked, _ = decoded(Engine(target, None, at_once), prompt)
+    assert same == plain
+    if implementation == "native":
+        assert blocked == in_chunks
     script = np.concatenate([prompt, plain, np.zeros(K, int)])
-    script[PROMPT + 4 :: 5] = (script[PROMPT + 4 :: 5] + 1) % loaded.config.vocab_size
+    script[length + 4 :: 5] = (script[length + 4 :: 5] + 1) % loaded.config.vocab_size
     drafter = Scripted(jnp.asarray(script[None], jnp.int32))
-    engine = Engine(target, drafter, EngineConfig(K, capacity=PROMPT + NEW))
+    engine = Engine(target, drafter, EngineConfig(K, capacity=length + NEW))
     tokens, logprobs, accepted = decoded(engine, prompt)
     assert tokens == plain
     assert min(accepted) < K
@@ -60,7 +68,7 @@ def test_positions_beyond_the_initial_context_are_transformers(tmp_path: Path, i
 
     whole = torch.from_numpy(np.concatenate([prompt, tokens])[None])
     with torch.no_grad():
-        logits = model(whole, use_cache=False).logits[0, PROMPT - 1 : -1]
+        logits = model(whole, use_cache=False).logits[0, length - 1 : -1]
     assert logits.argmax(-1).tolist() == tokens
     expected = torch.log_softmax(logits, -1)[torch.arange(NEW), torch.tensor(tokens)].numpy()
     np.testing.assert_allclose(logprobs, expected, atol=1e-4 * float(logits.std()))

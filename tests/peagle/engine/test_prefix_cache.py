@@ -54,6 +54,36 @@ def test_the_longest_beginning_that_is_held_is_found(kept: list[list[int]], prom
     cache.check_integrity()
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(tokens, max_size=12), tokens, st.integers(0, 200))
+def test_without_snapshots_a_request_begins_anywhere(kept: list[list[int]], prompt: list[int], size: int) -> None:
+    """With all but the last token that it shares with any sequence that is held, and the blocks of these."""
+    prefix_cache.BLOCK = BLOCK
+    cache = PrefixCache(size, 10, None)
+    for each in kept:
+        put(cache, each)
+    held = [[t for part in prefix_cache._path(node) for t in part.key] for node in cache._used]
+    shared = max((next((i for i, (a, b) in enumerate(zip(each, prompt, strict=False)) if a != b),
+                       min(len(each), len(prompt))) for each in held), default=0)  # fmt: skip
+    found = cache.match(prompt)
+    assert (0 if found is None else found.length) == max(shared - 1, 0)
+    if found is not None:
+        for start, block in zip(range(0, shared, BLOCK), found.blocks, strict=True):
+            assert list(block[:shared]) == prompt[: min(start + BLOCK, shared)]
+    cache.check_integrity()
+
+
+def test_without_snapshots_a_beginning_takes_no_room_beside_what_continues_it() -> None:
+    cache = PrefixCache(1000, 10, None)
+    assert put(cache, [1, 2, 3, 4, 5]) == [0, 4]
+    assert put(cache, [1, 2, 3, 4, 5, 6]) == [4]
+    assert put(cache, [1, 2, 3, 4, 5]) == []
+    assert put(cache, [1, 2, 3]) == []
+    assert (cache.num_entries, cache.num_bytes) == (2, 20)
+    assert cache.match([1, 2, 9]) is not None, "counts as a use of what is after it"
+    assert cache.use == PrefixCacheUse(1, 1, 3, 1, num_entries=2, num_bytes=20)
+
+
 def test_a_shared_beginning_is_held_once_and_counted_as_it_is() -> None:
     cache = PrefixCache(1000, 10, 5)
     assert put(cache, [1, 2, 3, 4, 5, 6, 7, 8]) == [0, 4]

@@ -10,7 +10,7 @@ import pytest
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.prefix_cache import BLOCK
-from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.engine.request import Request, SamplingParams, StepRecord, TokenLogprobs
 from peagle.engine.widths import WidthTable
 from peagle.ops import native
 from peagle.ops.errors import InputError
@@ -20,7 +20,7 @@ from tests.peagle.toys import decode, tiny_target
 CAPACITY, K, NEW = 3 * BLOCK + 40, 3, 24
 HUGE = 1 << 30
 TOKENS = tuple(np.random.default_rng(8).integers(0, TARGET.vocab_size, CAPACITY).tolist())
-Answer = tuple[list[int], list[StepRecord]]
+Answer = tuple[list[int], list[StepRecord], list[TokenLogprobs]]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +34,12 @@ def engine(pair: Models, size: int, **options: object) -> Engine:
 
 
 def ask(engine: Engine, prompt: tuple[int, ...], **options: object) -> tuple[Answer, int]:
-    """Return ((tokens, steps), tokens of the prompt that were not computed)."""
+    """Return ((tokens, steps, log-probabilities), tokens of the prompt that were not computed)."""
     (chunks,) = [list(engine.follow(engine.add(Request(prompt, NEW, **options))))]
     tokens = [token for chunk in chunks for token in chunk.token_ids]
     steps = [step for chunk in chunks for step in chunk.steps]
-    return (tokens, steps), chunks[0].num_cached_tokens
+    logprobs = [each for chunk in chunks for each in chunk.logprobs]
+    return (tokens, steps, logprobs), chunks[0].num_cached_tokens
 
 
 def changed(prompt: tuple[int, ...], place: int) -> tuple[int, ...]:
@@ -111,8 +112,9 @@ def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
         assert sum(same) >= len(same) - 1
 
 
-def test_n_grams_and_rows_that_draft_no_more_reuse_prompts_too() -> None:
-    target = tiny_target()
+@pytest.mark.parametrize("retain_full_kv", [False, True])
+def test_n_grams_and_rows_that_draft_no_more_reuse_prompts_too(retain_full_kv: bool) -> None:
+    target = dataclasses.replace(tiny_target(), retain_full_kv=retain_full_kv)
     shape = EngineConfig(K, 2, CAPACITY, chunk=BLOCK, widths=WidthTable({1: K, 2: 0}, sampled=False))
     cold = Engine(target, NGram(), shape)
     warm = Engine(target, NGram(), dataclasses.replace(shape, prefix_cache_bytes=HUGE))
@@ -122,6 +124,36 @@ def test_n_grams_and_rows_that_draft_no_more_reuse_prompts_too() -> None:
             assert ask(warm, prompt, sampling=sampling)[0] == expected
     assert warm.prefix_cache_use is not None
     assert warm.prefix_cache_use.num_hit_tokens >= 4 * BLOCK
+
+
+@pytest.mark.skipif(not native.available(), reason=native.status()[1])
+@pytest.mark.parametrize("entries", [3, 100])
+@pytest.mark.parametrize("k", [0, K])
+def test_without_rings_a_request_begins_anywhere(pair: Models, k: int, entries: int) -> None:
+    """With all that it shares with any entry but a token: tokens, drafts, acceptance and log-probabilities are cold.
+
+    After whatever was evicted; cuts within blocks, at their ends, and by one token only.
+    """
+    retained = Models(*(dataclasses.replace(each, retain_full_kv=True) for each in (pair.target, pair.drafter)))
+    shape = {"num_speculative_tokens": k, "slots": 1}
+    block, snapshot = engine(retained, HUGE, **shape)._programs.part_bytes()
+    assert snapshot is None
+    cold, warm = engine(pair, 0, **shape), engine(retained, entries * 2 * block, **shape)
+    longest, seen, found = TOKENS[: 2 * BLOCK + 30], set(), []
+    cuts = (BLOCK, 1, 2, 77, BLOCK - 1, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7)
+    for index, prompt in enumerate([longest, *(changed(longest, cut) for cut in cuts), longest, TOKENS[:100]]):
+        sampling = SamplingParams(temperature=0.9, seed=index) if index % 3 == 2 else SamplingParams()
+        expected, _ = ask(cold, prompt, sampling=sampling, logprobs=3)
+        answer, cached = ask(warm, prompt, sampling=sampling, logprobs=3)
+        assert answer == expected, index
+        shared = max((int(np.argmin([*np.equal(prompt, other[: len(prompt)]), False])) for other in seen), default=0)
+        found.append((cached, max(0, shared - 1)))
+        seen.add(prompt if len(prompt) == len(longest) else longest)
+    assert warm._prefix_cache is not None
+    warm._prefix_cache.check_integrity()
+    if entries == 100:
+        assert [cached for cached, _ in found] == [shared for _, shared in found]
+    assert sum(cached > 0 for cached, _ in found) >= 5
 
 
 def test_an_entry_takes_the_bytes_of_its_positions(pair: Models) -> None:

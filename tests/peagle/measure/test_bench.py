@@ -292,11 +292,11 @@ ARGUMENTS = ("-p", "8", "-n", "3", "-t", "2,1,2", "--context", "6", "--repeats",
 TOP = {"schema", "provenance", "config", "weight_bytes", "tests", "peak_memory_bytes"}
 CONFIG = {
     "command", "target", "prompt_lengths", "new_tokens", "widths", "context", "slots", "drafts", "repeats", "seed",
-    "drafter", "drafter_window", "dtype", "experts", "kernels", "steps_per_dispatch", "interrupted",
+    "drafter", "drafter_window", "dtype", "experts", "kernels", "mesh", "steps_per_dispatch", "interrupted", "blocked",
 }  # fmt: skip
 TEST = {
-    "kind", "size", "context", "slots", "active", "num_speculative_tokens", "num_passes", "num_tokens", "seconds",
-    "tok_per_s", "ms_per_pass", "v", "v_floor", "weight_gb_per_s", "over_one_slot", "cost",
+    "kind", "size", "context", "slots", "active", "num_speculative_tokens", "blocked", "num_passes", "num_tokens",
+    "seconds", "tok_per_s", "ms_per_pass", "v", "v_floor", "weight_gb_per_s", "over_one_slot", "cost",
 }  # fmt: skip
 SPREAD = {"median", "lowest", "highest"}
 Run = Callable[..., tuple[int, str, str]]
@@ -315,14 +315,15 @@ def run(capsys: pytest.CaptureFixture[str], directories: Directories) -> Run:
 
 
 def test_json_has_every_key(run: Run) -> None:
-    code, out, err = run(*ARGUMENTS, "--json", "-")
+    code, out, err = run(*ARGUMENTS, "--prefill", "blocked", "--ffn-blocks", "4", "--json", "-")
     value = json.loads(out)
     assert code == 0
+    assert "pp 8, at once" in err
     assert "verify 2 @ 6" in err  # the table, since standard output is taken
     assert (value["schema"], set(value), set(value["config"])) == (1, TOP, CONFIG)
     assert (value["config"]["dtype"], value["config"]["widths"]) == ("float32", [2, 1, 2])
     assert [(test["kind"], test["size"], test["context"]) for test in value["tests"]] == [
-        ("pp", 8, 0), ("tg", 3, 6), ("verify", 1, 6), ("verify", 2, 6)
+        ("pp", 8, 0), ("pp", 8, 0), ("tg", 3, 6), ("verify", 1, 6), ("verify", 2, 6)
     ]  # fmt: skip
     for test in value["tests"]:
         assert set(test) == TEST
@@ -331,7 +332,8 @@ def test_json_has_every_key(run: Run) -> None:
         verify, decoding = test["kind"] == "verify", test["kind"] == "tg"
         assert (test["v"] is None, test["v_floor"] is None, test["tok_per_s"] is not None) == (not verify,) * 3
         assert (test["weight_gb_per_s"] is not None) == decoding
-    assert (value["tests"][2]["v"], value["tests"][2]["v_floor"]) == (1, 1)
+    assert [test["blocked"] for test in value["tests"]] == [False, True, False, False, False]
+    assert (value["tests"][3]["v"], value["tests"][3]["v_floor"]) == (1, 1)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
@@ -441,6 +443,8 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
         (["-k", "2", "--drafter", "absent"], ["absent does not exist"]),
         (["--drafter", "ngram"], ["--drafter is given without -k"]),
         (["--repeats", "0"], ["repeats is 0"]),
+        (["--ffn-blocks", "4"], ["--ffn-blocks is given", "--prefill blocked"]),
+        (["--prefill", "blocked", "--ffn-blocks", "5"], ["--ffn-blocks is 5", "divides 128", "1, 2, 4, 8"]),
         (["--context", "381"], ["tg 3", "takes 385 positions", f"at most {MAX_POSITIONS}, the target's"]),
         (["-p", "385"], ["pp 385", f"at most {MAX_POSITIONS}"]),
         (["-t", "379"], ["verify 379", "385"]),

@@ -157,12 +157,11 @@ def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, tmp_p
     run([line("0")])
     service.loop.engine._programs.extend = broken
     batch = run([line("0"), line("1"), line("2")], service=service)
-    assert batch.counts.done == 1
-    assert all(each["response"]["status_code"] >= 500 for name, each in read(out).items() if name != "0")
+    assert batch.counts.known == 1
+    assert batch.counts.failed >= 1
+    assert {name: each["response"]["status_code"] for name, each in read(out).items()}["0"] == 200
     with out.open("a") as file:
-        file.write(
-            '{"id": "x", "custom_id": "1", "response": null, "error": {"code": "invalid_line"}}\n{"custom_id": "'
-        )
+        file.write('{"id": "x", "custom_id": "1", "response": null, "error": {"code": "invalid_line"}}\n{"id": "batch')
     run([line("0"), line("1"), line("2")])
     assert {name: each["response"]["status_code"] for name, each in read(out).items()} == {"0": 200, "1": 200, "2": 200}
 
@@ -183,7 +182,7 @@ def test_a_line_that_the_server_fails_at_is_a_500_and_asked_again(
     with monkeypatch.context() as patch:
         patch.setitem(peagle.serve.batch.CALLS, COMPLETIONS, fails)
         counts = run([line(str(n)) for n in range(4)]).counts
-    assert (counts.answered, counts.failed, counts.done, counts.total) == (2, 2, 2, 4)
+    assert (counts.answered, counts.failed, counts.done, counts.total) == (2, 2, 4, 4)
     found = read(out)
     assert [found[str(n)]["response"]["status_code"] for n in range(4)] == [200, 500, 503, 200]
     assert "ZeroDivisionError" in found["1"]["response"]["body"]["error"]["message"]
@@ -239,6 +238,42 @@ def test_two_runs_do_not_write_one_output(run: Any, tmp_path: Path) -> None:
     assert run([line("0")]).counts.answered == 1
 
 
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_file_may_be_cut_anywhere(run: Any, tmp_path: Path, cut: int) -> None:
+    """Its first line too; the line break of its last one; and a look at it changes nothing."""
+    out = tmp_path / "out.jsonl"
+    run([line("0"), line("1")])
+    whole = out.read_bytes()
+    first = whole.index(b"\n") + 1
+    for size in (len(whole) - cut, first - cut):
+        out.write_bytes(whole[:size])
+        peagle.serve.batch.check_files(tmp_path / "in.jsonl", out)
+        assert out.read_bytes() == whole[:size]
+        run([line("0"), line("1")])
+        assert {name: each["response"]["status_code"] for name, each in read(out).items()} == {"0": 200, "1": 200}
+
+
+def test_a_line_that_nobody_expected_costs_no_other(
+    run: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = make()
+    completion = service.prompter.completion
+
+    def planted(body: Any) -> Any:
+        if body.prompt == [51]:
+            raise RecursionError("planted")
+        return completion(body)
+
+    monkeypatch.setattr(type(service.prompter), "completion", lambda _, body: planted(body))
+    batch = run([line("0"), line("1"), line("2")], service=service)
+    assert (batch.counts.answered, batch.counts.failed) == (2, 1)
+    assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 500
+    assert "planted" in caplog.text
+    monkeypatch.undo()
+    run([line("0"), line("1"), line("2")])
+    assert read(tmp_path / "out.jsonl")["1"]["response"]["status_code"] == 200
+
+
 def test_many_lines_are_under_way_at_once_but_not_all(make: Any, run: Any) -> None:
     service = make()
     gate, most = Gate(service), 0
@@ -289,7 +324,7 @@ def test_the_command_fails_if_a_line_did(
     with monkeypatch.context() as patch:
         patch.setitem(peagle.serve.batch.CALLS, COMPLETIONS, fails)
         assert command([line("0"), "{"]) == 1
-    assert "1 lines failed by the server's fault; 1 of 2 lines are done" in capfd.readouterr().err
+    assert "0 lines answered, 1 refused, 1 failed: the same command asks them again" in capfd.readouterr().err
     assert command([line("0"), "{"]) == 0
 
 
@@ -314,6 +349,7 @@ def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], 
         ([str(tmp_path / "none"), "out"], "cannot be read"),
         ([pipe, "out"], "is no regular file"),
         ([source, source], "is the file of the requests"),
+        (["/dev/null", "out"], "is no regular file"),
         ([source, str(tmp_path)], "cannot be written"),
         ([source, str(tmp_path / "no" / "out")], "cannot be written"),
         ([source, str(tmp_path / "other.jsonl")], "line 1 is no answer of a batch"),

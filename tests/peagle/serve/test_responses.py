@@ -173,6 +173,28 @@ def test_a_servers_own_output_comes_back_as_in_a_chat(saying: Making, answer: st
     assert found.count("I look.") == answer.count("I look.")
 
 
+def test_what_the_model_said_before_a_call_stays_with_the_call(saying: Making) -> None:
+    """Its own output, sent back, makes the prompt that the same turn makes in a chat."""
+    service = saying()
+    said = [
+        {"type": "reasoning", "id": "r1", "summary": [], "content": [{"type": "reasoning_text", "text": "I look. "}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+        {"type": "reasoning", "id": "r2", "summary": [], "content": [{"type": "reasoning_text", "text": "Now."}]},
+        {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "noon"},
+    ]
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "Let me see.", "reasoning": "I look. Now.", "tool_calls": [call]}
+    chat = [{"role": "user", "content": "hello"}, turn, {"role": "tool", "tool_call_id": "a", "content": "noon"}]
+    tokens = client_of(service).post("/tokenize", json={"messages": chat}).json()["tokens"]
+    found = prompt_of(service, input=[{"role": "user", "content": "hello"}, *said])
+    assert found == detokenize(service.prompter.tokenizer, tokens)
+    assert "I look. Now." in found
+    two = [*said[1:2], {"role": "assistant", "content": "And more."}]
+    assert "Let me see." in (text := prompt_of(service, input=[{"role": "user", "content": "hello"}, *two]))
+    assert text.index("Let me see.") < text.index("And more.")
+
+
 def test_an_answer_that_the_limit_cuts_is_incomplete(asking: Any) -> None:
     client = asking((CHAT, SAYS))
     options = {"model": MODEL, "input": "hello", "temperature": 0, "max_output_tokens": 12}

@@ -129,6 +129,28 @@ def test_a_call_that_the_limit_cuts_is_no_reason_to_call(saying: Making) -> None
     assert choice["finish_reason"] == "length"
 
 
+def test_calls_of_one_message_have_ids_of_their_own(saying: Making) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    history = [*USER, {"role": "assistant", "tool_calls": [call, call]}, {"role": "tool", "tool_call_id": "a"}]
+    history[-1]["content"] = "noon"
+    error = ask(saying(), {**BODY, "messages": history}, 400)["error"]
+    assert "messages.1.tool_calls.1.id is 'a', as that of a call before it" in error["message"]
+
+
+def test_more_messages_than_the_context_can_hold_are_refused_before_they_are_rendered(
+    saying: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However small they are: templates take time for each, some for each pair of calls."""
+    service = saying()
+    monkeypatch.setattr(service.prompter.tokenizer, "encode_chat", lambda *_, **__: pytest.fail("rendered"))
+    most = service.prompter.context // 4
+    error = ask(service, {"messages": [*USER] * (most + 1)}, 400)["error"]
+    assert f"{most + 1} messages, calls and parts are given; expected at most {most}" in error["message"]
+    calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(most)]
+    error = ask(service, {"messages": [*USER, {"role": "assistant", "tool_calls": calls}]}, 400)["error"]
+    assert "messages, calls and parts are given" in error["message"]
+
+
 def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
     history = [
         *USER,
@@ -225,7 +247,7 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
     ):
         for path in (PATH, "/tokenize"):
             error = client_of(service).post(path, json={"messages": messages}).json()["error"]
-            assert "messages, calls and parts; expected at most 768" in error["message"]
+            assert "messages, calls and parts are given; expected at most 192" in error["message"]
             assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
     error = client_of(service).post("/v1/responses", json={"input": [{"role": "user", "content": ""}] * long}).json()
     assert error["error"]["param"] == "input"

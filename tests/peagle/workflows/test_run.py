@@ -16,6 +16,7 @@ from peagle.engine.request import Request, SamplingParams
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.ops.row_blocks import BlockedPrefill
 from peagle.result import Result
 from peagle.text.prompts import Conversation, Rendering, from_ids, from_text
 from peagle.text.tokenizer import Tokenizer
@@ -288,9 +289,10 @@ def test_what_cannot_run_is_refused_before_anything_runs(
         {"logprobs": -1},
         {"logprobs": 21},
         {"prefill_chunk": 0},
+        {"blocked": BlockedPrefill(), "prefix_cache_bytes": 1 << 20},
     ],
 )
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError):
         RunConfig(**wrong)  # type: ignore[arg-type]
 

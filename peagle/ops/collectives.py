@@ -1,0 +1,58 @@
+"""The ranks of a model that is cut over several devices: sum their partial results, put their parts side by side.
+
+For code inside one `jax.shard_map` over the ranks (peagle.parallel). A model that is not cut has no Ranks.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Reduce: TypeAlias = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The experts that a rank holds: `count` of them, numbered from `first` on."""
+
+    first: jax.Array
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The devices along one axis of a mesh, each with its part of every layer.
+
+    experts: groups of ranks that share the experts out; 1: every rank has a part of every expert. in_order: sum in
+    rank order, so that a row's bits do not depend on the number of rows; the sum of an all-reduce may.
+    """
+
+    axis: str
+    count: int
+    experts: int = 1
+    in_order: bool = True
+
+    def reduce(self, part: jax.Array) -> jax.Array:
+        """Sum the ranks' parts; every rank gets the sum."""
+        if not self.in_order:
+            total: jax.Array = jax.lax.psum(part, self.axis)
+            return total
+        parts = jax.lax.all_gather(part, self.axis)
+        total = parts[0]
+        for rank in range(1, self.count):
+            total = total + parts[rank]
+        return total
+
+    def gather(self, part: jax.Array, width: int) -> jax.Array:
+        """Put the ranks' parts side by side along the last axis; every rank gets the first `width` columns."""
+        whole: jax.Array = jax.lax.all_gather(part, self.axis, axis=part.ndim - 1, tiled=True)
+        return whole[..., :width]
+
+    def held(self, count: int) -> Held | None:
+        """Return which `count` experts this rank holds; None if it has a part of all of them."""
+        if self.experts == 1:
+            return None
+        group = jax.lax.axis_index(self.axis).astype(jnp.int32) // (self.count // self.experts)
+        return Held(group * count, count)

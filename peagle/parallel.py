@@ -1,0 +1,198 @@
+"""A target cut over several devices: a mesh, and `Sharded`, which satisfies peagle.protocols.Target.
+
+Each rank holds a smaller model, its part (target.shard), and its own kv heads of every cache. One `shard_map` stands
+around the target's pass; everything else, the drafter included, runs on every rank alike.
+
+    tokens, positions     the same on every rank
+      embed ..              |  |  |  |
+      attention, its heads  |  |  |  |     each its own weights and caches
+      reduce               -+--+--+--+-    two sums a layer, in rank order
+      experts, their part   |  |  |  |
+      reduce               -+--+--+--+-
+      head, its tokens      |  |  |  |
+      gather               -+--+--+--+-    once
+    logits                the same on every rank
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from peagle.ops.collectives import Ranks
+from peagle.ops.errors import InputError
+from peagle.ops.kv_cache import KVCache
+from peagle.ops.messages import VerifyOutput
+from peagle.protocols import PyTree, Target
+
+AXIS = "rank"
+OF_PARTS = PartitionSpec(AXIS)  # rank r's part is [r]
+OF_CACHES = PartitionSpec(None, None, AXIS)  # [B, C, G, H]: by kv head
+SAME = PartitionSpec()
+Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """How many devices share what. Heads, vocabulary and caches are cut over all tp x ep ranks."""
+
+    tp: int = 1  # ranks that share the width of an expert
+    ep: int = 1  # groups of ranks that share the experts
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.ep
+
+    def __str__(self) -> str:
+        return f"tp={self.tp},ep={self.ep}"
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """Read a mesh such as "tp=2" or "tp=2,ep=4". Raises InputError for anything else."""
+    sizes: dict[str, int] = {}
+    for item in text.split(","):
+        name, _, size = item.strip().partition("=")
+        if name not in ("tp", "ep") or name in sizes or not size.isascii() or not size.isdigit() or int(size) < 1:
+            raise InputError(f"the mesh is {text!r}; expected tp=N or ep=N, or both as tp=N,ep=N, of 1 or more devices")
+        sizes[name] = int(size)
+    return MeshShape(**sizes)
+
+
+def make_mesh(shape: MeshShape) -> Mesh:
+    """Take the first devices for a mesh. Raises InputError if there are fewer."""
+    devices = jax.devices()
+    if shape.ranks > len(devices):
+        kind = devices[0].platform
+        more = f"; JAX_NUM_CPU_DEVICES={shape.ranks} in the environment makes more of one CPU" if kind == "cpu" else ""
+        raise InputError(f"the mesh {shape} needs {shape.ranks} devices, and there are {len(devices)} ({kind}){more}")
+    return Mesh(np.array(devices[: shape.ranks]), (AXIS,))
+
+
+@flax.struct.dataclass
+class Sharded:
+    """A target whose parts lie on the devices of a mesh. Every leaf of `parts` is [rank, *its local shape]."""
+
+    parts: Target
+    mesh: Mesh = flax.struct.field(pytree_node=False)
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.parts.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        return self.parts.max_positions
+
+    def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
+        """Make empty caches, the ranks' kv heads side by side: one that several ranks need is there several times."""
+
+        def wider(cache: KVCache) -> KVCache:
+            batch, capacity, kv_heads, head_dim = cache.key.shape
+            empty = jnp.zeros((batch, capacity, kv_heads * self.ranks, head_dim), cache.key.dtype)
+            key, value = (jax.lax.with_sharding_constraint(empty, self._placed(OF_CACHES)) for _ in range(2))
+            return KVCache(key, value, cache.ring)
+
+        local = jax.eval_shape(functools.partial(self.parts.init_cache, batch, capacity, widest_write))
+        made: PyTree = jax.tree.map(wider, local, is_leaf=lambda node: isinstance(node, KVCache))
+        return made
+
+    def extend(
+        self,
+        token_ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        cache: PyTree,
+        logit_rows: Int[Array, "B L"] | None = None,
+    ) -> tuple[VerifyOutput, PyTree]:
+        """See `Target.extend`. Every rank computes all rows."""
+
+        def of_rank(
+            parts: Target, token_ids: jax.Array, positions: jax.Array, cache: PyTree, logit_rows: jax.Array | None
+        ) -> tuple[VerifyOutput, PyTree]:
+            return _mine(parts).extend(token_ids, positions, cache, logit_rows)
+
+        # check_vma off: it cannot see that sums in rank order are the same everywhere
+        run = jax.shard_map(
+            of_rank,
+            mesh=self.mesh,
+            in_specs=(OF_PARTS, SAME, SAME, OF_CACHES, SAME),
+            out_specs=(SAME, OF_CACHES),
+            check_vma=False,
+        )
+        result: tuple[VerifyOutput, PyTree] = run(self.parts, token_ids, positions, cache, logit_rows)
+        return result
+
+    def first_not_finite(self, token_ids: Sequence[int]) -> str | None:
+        """See `peagle.protocols.Explains`; the parts must be of a model that has it."""
+
+        def run(of_model: Callable[..., jax.Array], values: np.ndarray) -> jax.Array:
+            def of_rank(parts: Target, values: jax.Array) -> jax.Array:
+                return of_model(_mine(parts), values)
+
+            on_ranks = jax.shard_map(
+                of_rank, mesh=self.mesh, in_specs=(OF_PARTS, SAME), out_specs=SAME, check_vma=False
+            )
+            found: jax.Array = jax.jit(on_ranks)(self.parts, values)
+            return found
+
+        named: str | None = self.parts.first_not_finite(token_ids, run)  # type: ignore[attr-defined]
+        return named
+
+    def _placed(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+
+def _mine(parts: Tree) -> Tree:
+    """Return this rank's part, inside the `shard_map`."""
+    part: Tree = jax.tree.map(lambda leaf: leaf[0], parts)
+    return part
+
+
+def shard(load: Callable[[int], Tree], mesh: Mesh) -> Tree:
+    """Load every rank's part onto its device, one after the other, and put them side by side (`Sharded.parts`).
+
+    load(rank) makes the part's arrays on JAX's default device. The parts' trees are equal but for the values. At any
+    time one array is in memory twice.
+    """
+    loaded = []
+    for rank, device in enumerate(mesh.devices.flat):
+        with jax.default_device(device):
+            leaves, tree = jax.tree.flatten(load(rank))
+            loaded.append(leaves)
+    placed = NamedSharding(mesh, OF_PARTS)
+    together = []
+    for index in range(len(loaded[0])):
+        rows = []
+        for device, leaves in zip(mesh.devices.flat, loaded, strict=True):
+            rows.append(jax.device_put(leaves[index], device)[None])
+            leaves[index] = None
+        together.append(jax.make_array_from_single_device_arrays((mesh.size, *rows[0].shape[1:]), placed, rows))
+    result: Tree = jax.tree.unflatten(tree, together)
+    return result
+
+
+def replicate(tree: Tree, mesh: Mesh) -> Tree:
+    """Copy every array to all devices of the mesh, for what runs on every rank alike."""
+    copied: Tree = jax.device_put(tree, NamedSharding(mesh, SAME))
+    return copied
+
+
+def on_first_rank(tree: Tree) -> Tree:
+    """Return the first rank's part, on its device."""
+    part: Tree = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data[0], tree)
+    return part
+
+
+def ranks_of(shape: MeshShape, in_order: bool = True) -> Ranks:
+    """Describe the ranks to the code that runs on each of them."""
+    return Ranks(AXIS, shape.ranks, shape.ep, in_order)

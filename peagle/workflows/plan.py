@@ -1,0 +1,117 @@
+"""What a target takes on each device of a mesh, on paper: bytes by kind, padding, caches, and a bound on its speed.
+
+Weights are counted as checkpoints store them: bfloat16, and experts in MXFP4 if they are.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from peagle.ops.errors import InputError
+from peagle.ops.kv_cache import cache_bytes
+from peagle.parallel import MeshShape
+from target.config import TargetConfig
+from target.load import tensor_leaves
+from target.model import init_caches
+from target.shard import Leaf, Part, Place
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+KINDS = {  # leaf -> the kind it is shown as
+    **dict.fromkeys(("gate and up", "gate and up, MXFP4", "gate and up bias"), "experts"),
+    **dict.fromkeys(("down", "down, MXFP4", "down bias"), "experts"),
+    **dict.fromkeys(("queries", "keys and values", "qkv", "output projection", "output bias", "sinks"), "attention"),
+    "head": "head",
+    "embedding": "embedding",
+    "router": "routers and norms",
+    "norms": "routers and norms",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device's figures, by its maker; latency_s: of a small collective among neighbours, assumed."""
+
+    name: str
+    memory_bytes: float
+    bytes_per_s: float  # of its memory
+    link_bytes_per_s: float  # to the other devices, one way
+    latency_s: float
+
+
+DEVICES = {
+    each.name: each
+    for each in (
+        Device("H100", 80e9, 3.35e12, 450e9, 8e-6),
+        Device("H200", 141e9, 4.8e12, 450e9, 8e-6),
+        Device("B200", 180e9, 8e12, 900e9, 8e-6),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RankBytes:
+    """The weights of one rank."""
+
+    kinds: dict[str, int]  # kind -> bytes, padding included
+    padding: int  # bytes of zeros: of parts that do not divide, and of biases that another rank adds
+    replicated: int  # bytes that every rank holds, kv heads that several need included
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def rank_bytes(config: TargetConfig, mxfp4: bool, shape: MeshShape) -> list[RankBytes]:
+    """Count each rank's weights. Raises InputError for a model that cannot be cut so."""
+    leaves = list(tensor_leaves(config, mxfp4).values())
+    return [_of_rank(Part(config, Place(rank, shape.tp, shape.ep), mxfp4), leaves) for rank in range(shape.ranks)]
+
+
+def _of_rank(part: Part, leaves: Iterable[tuple[Leaf, tuple[int, ...]]]) -> RankBytes:
+    kinds, padding, replicated = dict.fromkeys(KINDS.values(), 0), 0, 0
+    shared_heads = part.place.ranks > part.whole.num_kv_heads
+    for leaf, shape in leaves:
+        itemsize = 1 if leaf.name.endswith("MXFP4") else BFLOAT16.itemsize
+        size = int(np.prod(part.shape(leaf, shape))) * itemsize
+        kinds[KINDS[leaf.name]] += size
+        if leaf.replicated or (shared_heads and leaf.name == "keys and values"):
+            replicated += size
+        else:
+            padding += size - part.read_size(leaf, shape) * itemsize
+    return RankBytes(kinds, padding, replicated)
+
+
+def rank_cache_bytes(config: TargetConfig, shape: MeshShape, slots: int, positions: int, widest: int) -> int:
+    """Count the caches of a rank, in bfloat16: rings, and `positions` of the full layers, in every slot."""
+    part = Part(config, Place(0, shape.tp, shape.ep), False)
+    return cache_bytes(
+        jax.eval_shape(lambda: init_caches(part.config, slots, positions + widest, widest, jnp.dtype(jnp.bfloat16)))
+    )
+
+
+def pass_s(config: TargetConfig, mxfp4: bool, shape: MeshShape, device: Device, rows: int) -> tuple[float, float]:
+    """Bound the time of a pass over `rows` rows at a short context: (reading weights, collectives), in seconds.
+
+    Weights: the rank that reads most, its memory's speed being all that counts. Each row selects its experts evenly.
+    """
+    of_rank = max(rank_bytes(config, mxfp4, shape), key=lambda each: each.total).kinds
+    selected = 1 - (1 - config.top_k / config.num_experts) ** rows
+    read = of_rank["attention"] + of_rank["head"] + of_rank["routers and norms"] + selected * of_rank["experts"]
+    if shape.ranks == 1:
+        return read / device.bytes_per_s, 0.0
+    others = shape.ranks - 1
+    sums = 2 * config.num_layers * rows * config.hidden_size * 4 * others  # float32 partial sums, gathered
+    head = rows * config.vocab_size * BFLOAT16.itemsize * others / shape.ranks
+    count = 2 * config.num_layers + 1
+    return read / device.bytes_per_s, count * device.latency_s + (sums + head) / device.link_bytes_per_s
+
+
+def device_named(name: str) -> Device:
+    """Look a device up. Raises InputError for an unknown one."""
+    if name.upper() not in DEVICES:
+        raise InputError(f"the device is {name!r}; expected {', '.join(DEVICES)}")
+    return DEVICES[name.upper()]

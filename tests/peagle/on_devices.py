@@ -1,0 +1,384 @@
+"""Models over eight fake devices of one CPU. tests/peagle/test_parallel.py runs this file in a process of its own."""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from drafter.config import DrafterConfig
+from drafter.propose import PEagle
+from peagle import loading
+from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.engine.state import check_integrity
+from peagle.loading import load, load_over
+from peagle.ops import native
+from peagle.ops.checkpoint import Cut
+from peagle.ops.kv_cache import KVCache
+from peagle.ops.linear import PackedMatrix, as_matrix
+from peagle.ops.rope import RopeConfig
+from peagle.parallel import MeshShape, Sharded, replicate
+from peagle.protocols import Explains, Target
+from peagle.workflows.random_checkpoint import random_tensors
+from target import load as target_load
+from target.load import load_target, write_target
+from target.model import GptOss
+from target.shard import Hint, Part, Place
+from tests.compiling import AS_FOR_USERS
+from tests.drafter.cases import random_params
+from tests.peagle.toys import Scripted, decode
+from tests.target.test_shard import CONFIG
+
+AUX = (0, 1)
+TP2, TP4, TP8, EP2, EP4, BOTH = (
+    MeshShape(2),
+    MeshShape(4),
+    MeshShape(8),
+    MeshShape(1, 2),
+    MeshShape(1, 4),
+    MeshShape(2, 2),
+)
+Kernels: TypeAlias = Literal["native", "xla"]
+Fault: TypeAlias = Callable[[pytest.MonkeyPatch], None]
+ON: tuple[Kernels, ...] = ("xla", "native") if native.available() else ("xla",)
+STORED = {"packed": (True, "packed"), "expanded": (True, "expanded"), "float32": (False, "auto")}
+FAST = ON[-1]  # what XLA makes of a whole engine takes long to compile
+CASES = [
+    *itertools.product((TP2, TP4, TP8, EP2, EP4, BOTH), ["packed"], [FAST]),
+    *itertools.product((TP8, EP4, BOTH), ["packed"], ["xla"]),
+    *[(TP4, "expanded", FAST), (TP4, "float32", FAST), (BOTH, "expanded", "xla"), (TP4, "float32", "xla")],
+]
+DRAFTER = DrafterConfig(
+    hidden_size=20,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    mlp_width=26,
+    target_hidden_size=CONFIG.hidden_size,
+    vocab_size=CONFIG.vocab_size,
+    draft_vocab_size=CONFIG.vocab_size,
+    mask_token_id=3,
+    rope=RopeConfig(6, 10000.0),
+    num_taps=2,
+    aux_layer_ids=AUX,
+)
+
+
+def test_there_are_eight_devices() -> None:
+    assert jax.device_count() == 8
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at: Path = tmp_path_factory.mktemp("devices")
+    for mxfp4 in (True, False):
+        write_target(at / str(mxfp4), CONFIG, loud(random_tensors(CONFIG, mxfp4, 1)), mxfp4=mxfp4)
+    return at
+
+
+def loud(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """Make sinks large and different by head, and every bias large: what is cut wrongly then shows."""
+    for name, tensor in tensors:
+        if name.endswith("sinks"):
+            yield name, np.linspace(-3, 6, tensor.size).astype(tensor.dtype)
+        elif name.endswith("bias"):
+            yield name, (10 * tensor.astype(np.float32)).astype(tensor.dtype)
+        else:
+            yield name, tensor
+
+
+@functools.cache
+def whole(root: Path, stored: str, kernels: Kernels) -> GptOss:
+    mxfp4, experts = STORED[stored]
+    loaded = load_target(root / str(mxfp4), experts=experts, implementation=kernels)
+    return GptOss(loaded.params, loaded.config, AUX)
+
+
+def over(root: Path, shape: MeshShape, stored: str, kernels: Kernels, in_order: bool = True) -> Sharded:
+    mxfp4, experts = STORED[stored]
+    target, _ = load_over(
+        root / str(mxfp4), shape, in_order=in_order, experts=experts, implementation=kernels, aux_layer_ids=AUX
+    )
+    return target
+
+
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 40)).astype(np.int32)
+PASSES = ((0, 8), (8, 16), (16, 24), (24, 25), (25, 26), (26, 30), (28, 32))  # the last one after a rollback of two
+
+
+def walk(target: Target, passes: tuple[tuple[int, int], ...] = PASSES) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return (logits, aux_hidden) of each pass; the ring of 11 positions wraps."""
+    extend = jax.jit(type(target).extend)
+    cache = jax.jit(lambda: target.init_cache(2, 40, 8))()
+    assert any(each.ring for each in cache)
+    logits, aux_hidden = [], []
+    for start, end in passes:
+        positions = np.tile(np.arange(start, end, dtype=np.int32), (2, 1))
+        out, cache = extend(target, TOKENS[:, start:end], positions, cache)
+        logits.append(np.asarray(out.logits))
+        aux_hidden.append(np.asarray(out.aux_hidden))
+    return logits, aux_hidden
+
+
+@functools.cache
+def expected(root: Path, stored: str, kernels: Kernels) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    return walk(whole(root, stored, kernels))
+
+
+def check_parity(root: Path, target: Target, shape: MeshShape, stored: str, kernels: Kernels) -> None:
+    """Assert that a target over a mesh is cut, and computes the whole model's logits and aux_hidden."""
+    check_shapes(target, shape)
+    for mine, reference in zip(walk(target), expected(root, stored, kernels), strict=True):
+        for given, wanted in zip(mine, reference, strict=True):
+            assert np.abs(given - wanted).max() <= 1e-5 * wanted.std()
+
+
+def check_shapes(target: Target, shape: MeshShape) -> None:
+    """Assert that each device holds a rank's part, and no more, of weights and caches."""
+    assert isinstance(target, Sharded)
+    assert target.ranks == shape.ranks > 1
+    assert isinstance(target.parts, GptOss)
+    heads, kv_heads = 8 // shape.ranks, max(2 // shape.ranks, 1)
+    width = -(-5 // shape.tp) * 32 if target.parts.config.expert_width % 32 == 0 else -(-160 // shape.tp)
+    for leaf in jax.tree.leaves(target):
+        assert len(leaf.sharding.device_set) == shape.ranks
+        assert leaf.addressable_shards[0].data.shape == (1, *leaf.shape[1:])
+    layer = target.parts.params.layers[0]
+    assert layer.attention.sinks.shape == (shape.ranks, heads)
+    assert layer.attention.qkv_bias.shape == (shape.ranks, (heads + 2 * kv_heads) * 12)
+    out, lm_head, experts = layer.attention.out, target.parts.params.lm_head, layer.moe.experts
+    vocab = -(-101 // shape.ranks)
+    if isinstance(out, PackedMatrix):
+        assert (out.inputs, lm_head.outputs, experts.hidden) == (heads * 12, vocab, width)
+    else:
+        assert out.shape == (shape.ranks, heads * 12, 96)
+        assert lm_head.shape == (shape.ranks, 96, vocab)
+        if hasattr(experts, "down_blocks"):
+            assert experts.down_blocks.shape == (shape.ranks, 4 // shape.ep, 96, width // 32, 16)
+    cache = jax.jit(lambda: target.init_cache(2, 40, 8))()
+    for each in cache:
+        assert each.key.addressable_shards[0].data.shape[2:] == (kv_heads, 12)
+
+
+@pytest.mark.parametrize(("shape", "stored", "kernels"), CASES, ids=str)
+def test_logits_are_the_whole_models(root: Path, shape: MeshShape, stored: str, kernels: Kernels) -> None:
+    check_parity(root, over(root, shape, stored, kernels), shape, stored, kernels)
+
+
+def test_an_all_reduce_gives_the_same_to_rounding(root: Path) -> None:
+    target = over(root, TP4, "packed", FAST, in_order=False)
+    check_parity(root, target, TP4, "packed", FAST)
+    assert compiled_text(target).count(" all-reduce(") == 2 * CONFIG.num_layers
+
+
+@pytest.mark.skipif("native" not in ON, reason="no native kernels")
+@pytest.mark.parametrize("shape", [TP4, BOTH], ids=str)
+def test_verifying_equals_decoding_bit_for_bit(root: Path, shape: MeshShape) -> None:
+    target = over(root, shape, "packed", "native")
+    extend = jax.jit(Sharded.extend, compiler_options=AS_FOR_USERS)
+    rows: list[list[np.ndarray]] = []
+    for width in (4, 1):
+        cache, found = jax.jit(lambda: target.init_cache(2, 40, 8))(), []
+        for start in range(0, 32, width):
+            positions = np.tile(np.arange(start, start + width, dtype=np.int32), (2, 1))
+            out, cache = extend(target, TOKENS[:, start : start + width], positions, cache)
+            found.append(np.asarray(out.logits))
+        rows.append(found)
+    np.testing.assert_array_equal(*(np.concatenate(each, axis=1) for each in rows))
+
+
+def compiled_text(target: Target, width: int = 4) -> str:
+    cache = jax.jit(lambda: target.init_cache(2, 40, 8))()
+    positions = np.tile(np.arange(width, dtype=np.int32), (2, 1))
+    text: str = jax.jit(type(target).extend).lower(target, TOKENS[:, :width], positions, cache).compile().as_text()
+    return text
+
+
+@pytest.mark.parametrize("kernels", ON)
+def test_two_collectives_a_layer_and_one_at_the_head(root: Path, kernels: Kernels) -> None:
+    text = compiled_text(over(root, TP4, "packed", kernels))
+    found = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-a-z]*\(", text)
+    assert found == ["all-gather"] * (2 * CONFIG.num_layers + 1)
+    if kernels == "native":
+        calls = [line for line in text.splitlines() if "custom-call(" in line and "peagle_" in line]
+        assert len(calls) == 4 * CONFIG.num_layers + 2  # qkv, attention, out, experts; RoPE's tables, the head
+        attention = [line for line in calls if "peagle_decode_attention" in line]
+        assert all(re.search(r"f32\[2,\d+,1,12\]", line) for line in attention)  # one kv head each
+
+
+# The engine
+
+
+K, NEW = 3, 24
+PROMPTS = [
+    tuple(np.random.default_rng(s).integers(0, CONFIG.vocab_size, n).tolist()) for s, n in ((0, 5), (1, 19), (2, 9))
+]
+REQUESTS = [
+    *(Request(prompt, NEW) for prompt in PROMPTS),
+    Request(PROMPTS[0], NEW, SamplingParams(temperature=0.9, seed=7)),
+]
+
+
+def run(
+    target: Target, drafter: object, k: int = K, **options: object
+) -> tuple[list[list[int]], list[list[StepRecord]]]:
+    config = EngineConfig(num_speculative_tokens=k, slots=2, capacity=64, chunk=8, **options)
+    engine = Engine(target, drafter, config)
+    answers = decode(engine, REQUESTS)
+    assert engine._state is not None
+    check_integrity(engine._state, config.capacity)
+    caches: list[KVCache] = list(engine._state.target_cache)
+    if isinstance(target, Sharded):
+        assert all(len(each.key.sharding.device_set) == target.ranks for each in caches)
+        local = caches[0].key.addressable_shards[0].data.shape[2]
+        assert local * target.ranks == caches[0].key.shape[2]
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("shape", "stored", "kernels"), [(TP2, "float32", "xla"), (TP4, "packed", FAST), (BOTH, "packed", FAST)], ids=str
+)
+def test_the_engine_emits_the_same_with_the_same_acceptance(
+    root: Path, shape: MeshShape, stored: str, kernels: Kernels
+) -> None:
+    """With a real drafter, and requests that enter and leave slots; one is sampled."""
+    drafter = PEagle(random_params(DRAFTER), DRAFTER)
+    target = over(root, shape, stored, kernels)
+    expected = run(whole(root, stored, kernels), drafter)
+    assert run(target, replicate(drafter, target.mesh)) == expected
+    plain, _ = run(target, None, 0)
+    assert [tokens for tokens, request in zip(plain, REQUESTS, strict=True) if request.sampling.greedy] == [
+        tokens for tokens, request in zip(expected[0], REQUESTS, strict=True) if request.sampling.greedy
+    ]
+
+
+def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
+    """Drafts that are right now and then: what is rolled back in every rank's caches is overwritten."""
+    alone = whole(root, "packed", FAST)
+    outputs, _ = run(alone, None, 0)
+    script = np.zeros((2, 64), np.int32)
+    rng = np.random.default_rng(3)
+    for row in range(2):
+        right = np.array([*PROMPTS[row], *outputs[row]])
+        script[row, : len(right)] = np.where(rng.random(len(right)) < 0.7, right, 5)
+    drafter = Scripted(jnp.asarray(script))
+    expected = run(alone, drafter)
+    assert sum(record.num_accepted for record in expected[1][0]) > 5
+    target = over(root, TP8, "packed", FAST)
+    assert run(target, replicate(drafter, target.mesh)) == expected
+
+
+def test_a_prefix_is_found_again(root: Path) -> None:
+    target = over(root, TP4, "packed", FAST)
+    prompt = tuple(np.random.default_rng(9).integers(0, CONFIG.vocab_size, 140).tolist())
+    config = EngineConfig(slots=1, capacity=256, chunk=64, prefix_cache_bytes=1 << 28)
+    engine = Engine(target, None, config)
+    answers = []
+    for _ in range(2):
+        chunks = list(engine.follow(engine.add(Request(prompt, 6))))
+        answers.append([token for chunk in chunks for token in chunk.token_ids])
+    assert chunks[0].num_cached_tokens > 0
+    cold = Engine(whole(root, "packed", FAST), None, dataclasses.replace(config, prefix_cache_bytes=0))
+    chunks = list(cold.follow(cold.add(Request(prompt, 6))))
+    assert answers == [[token for chunk in chunks for token in chunk.token_ids]] * 2
+
+
+def test_what_is_not_finite_is_named(root: Path) -> None:
+    target = over(root, TP2, "float32", "xla")
+    assert isinstance(target, Explains)
+    assert target.first_not_finite([1, 2, 3]) is None
+    layers = target.parts.params.layers
+    spoilt = layers[1].replace(moe=layers[1].moe.replace(norm=layers[1].moe.norm * jnp.float32(jnp.inf)))
+    params = target.parts.params.replace(layers=(layers[0], spoilt))
+    broken = target.replace(parts=target.parts.replace(params=params))
+    assert broken.first_not_finite([1, 2, 3]) == "layer 1 of 0..1, at position 0 (token 1)"
+
+
+def test_a_pair_is_loaded_over_a_mesh() -> None:
+    """The demo, which has three heads; its drafter is on every device."""
+    prompt, seen = "def clamp(value, low, high):", []
+    pair = load(mesh="tp=3", progress=lambda *done: seen.append(done))
+    assert pair.mesh == "3 devices, tp=3,ep=1"
+    assert isinstance(pair.target, Sharded)
+    assert seen[-1][0] == seen[-1][1]
+    given = pair.generate(prompt, max_new_tokens=16, num_speculative_tokens=3)
+    expected = load().generate(prompt, max_new_tokens=16, num_speculative_tokens=3)
+    assert (given.output_ids, given.acceptance_length) == (expected.output_ids, expected.acceptance_length)
+
+
+@pytest.mark.parametrize("kernels", ON)
+def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter.load.shared_tensors", lambda _: ["embed_tokens.weight", "lm_head.weight"])
+    target, reference = over(root, TP4, "float32", kernels), whole(root, "float32", kernels).params
+    embedding, lm_head = loading._ends(target, jnp.dtype(jnp.float32), root)
+    np.testing.assert_array_equal(embedding, reference.embedding)
+    np.testing.assert_array_equal(as_matrix(lm_head), as_matrix(reference.lm_head))
+
+
+# Faults that other projects had: each must fail the test of the logits
+
+
+def sinks_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank takes the first heads' sinks."""
+    cut = Part._cut
+
+    def first(part: Part, hint: Hint) -> Cut:
+        return cut(Part(part.whole, Place(0, part.place.tp, part.place.ep), True) if hint is Hint.HEAD else part, hint)
+
+    monkeypatch.setattr(Part, "_cut", first)
+
+
+def on_every_rank(name: str) -> Fault:
+    """Every rank has a bias that is added once, so that the sum has it several times."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        has = Part.has
+        monkeypatch.setattr(Part, "has", lambda part, leaf: leaf.name == name or has(part, leaf))
+
+    return plant
+
+
+def bias_not_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up biases stand apart, while the rows are interleaved."""
+    floats = target_load._Reader._floats
+
+    def apart(reader: target_load._Reader, name: str) -> np.ndarray:
+        values = floats(reader, name)
+        return np.concatenate([values[:, 0::2], values[:, 1::2]], axis=1) if "gate_up_proj_bias" in name else values
+
+    monkeypatch.setattr(target_load._Reader, "_floats", apart)
+
+
+FAULTS: dict[str, Fault] = {
+    "sinks not cut": sinks_not_cut,
+    "output bias summed": on_every_rank("output bias"),
+    "down bias summed": on_every_rank("down bias"),
+    "bias not permuted": bias_not_permuted,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(root: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[fault](monkeypatch)
+    faulty = over(root, TP2, "packed", FAST)
+    check_shapes(faulty, TP2)
+    (given,), _ = walk(faulty, PASSES[:1])
+    wanted = expected(root, "packed", FAST)[0][0]
+    assert np.abs(given - wanted).max() > 1e-2 * wanted.std()
+
+
+def test_the_whole_model_in_place_of_its_parts_is_found(root: Path) -> None:
+    """So is a mesh of one device."""
+    with pytest.raises(AssertionError):
+        check_parity(root, whole(root, "packed", FAST), TP2, "packed", FAST)
+    with pytest.raises(AssertionError):
+        check_parity(root, over(root, MeshShape(1), "packed", FAST), TP2, "packed", FAST)

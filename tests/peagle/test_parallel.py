@@ -1,0 +1,66 @@
+"""Models over many devices: the tests of on_devices.py, in a process with fake devices; and bad meshes."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from peagle.cli import main
+from peagle.ops.errors import InputError
+from peagle.parallel import MeshShape, make_mesh, parse_mesh
+
+HERE = Path(__file__).parent
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # a busy machine is no failure
+
+
+def test_models_over_eight_devices() -> None:
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {PATIENT}"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", str(HERE / "on_devices.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None, done.stdout
+    assert int(passed[1]) >= 25, done.stdout
+
+
+def test_a_mesh_is_read() -> None:
+    assert parse_mesh("tp=2") == MeshShape(2)
+    assert parse_mesh("ep=4, tp=2") == MeshShape(2, 4)
+    assert MeshShape(2, 4).ranks == 8
+
+
+@pytest.mark.parametrize("text", ["", "2", "tp", "tp=0", "tp=x", "tp=2,tp=2", "dp=2", "tp=2,", "tp=-1", "tp=1.5"])
+def test_what_is_no_mesh_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=re.escape(f"the mesh is {text!r}; expected tp=N")):
+        parse_mesh(text)
+
+
+def test_more_devices_than_there_are_are_refused() -> None:
+    count = jax.device_count()
+    with pytest.raises(InputError, match=rf"needs {count + 1} devices, and there are {count} \(.*JAX_NUM_CPU_DEVICES"):
+        make_mesh(MeshShape(count + 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--mesh", "tp=2"), "tp is 2, but there are 3 heads and 1 kv heads; expected 1 or 3"),
+        (("--mesh", "ep=5"), "ep is 5, but there are 8 experts; expected 1, 2, 4 or 8"),
+        (("--mesh", "tp=3"), "needs 3 devices, and there "),
+        (("--mesh", "3"), "the mesh is '3'; expected tp=N"),
+        (("--reduce", "psum"), "reduce is psum, but there is no mesh"),
+    ],
+)
+@pytest.mark.parametrize("command", ["speculate", "generate", "bench"])
+def test_a_bad_mesh_is_one_line(
+    command: str, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = () if command == "bench" else ("hello",)
+    assert main([command, *options, *prompt]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]

@@ -1,0 +1,138 @@
+"""Cutting a model over ranks, on the host: the parts put together again are the whole, and loading reads the parts."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from peagle.ops.checkpoint import read_checkpoint
+from peagle.ops.errors import InputError
+from peagle.workflows.random_checkpoint import geometry, random_tensors
+from target.config import TargetConfig
+from target.load import load_target, tensor_leaves, weight_bytes, write_target
+from target.shard import LEAVES, Part, Place, check_ranks, split, unsplit
+
+# dimensions pairwise distinct; five blocks of expert width, which neither 2, 4 nor 8 ranks share evenly
+CONFIG = geometry(
+    hidden=96, layers=2, heads=(8, 2), head_dim=12, vocab=101, experts=(4, 3), expert_width=160, window=11
+)
+MESHES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (2, 2), (2, 4)]
+
+
+def parts_of(config: TargetConfig, tp: int, ep: int, mxfp4: bool = True) -> list[Part]:
+    return [Part(config, Place(rank, tp, ep), mxfp4) for rank in range(tp * ep)]
+
+
+@pytest.mark.parametrize(("tp", "ep"), MESHES)
+@pytest.mark.parametrize("mxfp4", [True, False])
+def test_the_parts_together_are_the_whole(mxfp4: bool, tp: int, ep: int) -> None:
+    parts = parts_of(CONFIG, tp, ep, mxfp4)
+    seen = set()
+    for name, tensor in random_tensors(CONFIG, mxfp4, 0):
+        leaf, shape = tensor_leaves(CONFIG, mxfp4)[name]
+        seen.add(leaf.name)
+        pieces = [split(leaf, tensor, part) for part in parts]
+        for piece, part in zip(pieces, parts, strict=True):
+            assert piece.shape == part.shape(leaf, shape)
+        assert unsplit(leaf, pieces, parts, shape).tobytes() == tensor.tobytes(), name
+    assert len(seen) > 10
+
+
+def test_qkv_side_by_side_is_cut_by_heads() -> None:
+    """As openai's own files have it: each rank's queries, then its keys, then its values."""
+    leaf, head_dim = LEAVES["qkv"], CONFIG.head_dim
+    heads = np.arange(8 + 2 + 2).repeat(head_dim)
+    for tp, expected in ((2, [0, 1, 2, 3, 8, 10]), (8, [0, 8, 10])):
+        parts = parts_of(CONFIG, tp, 1)
+        pieces = [split(leaf, heads, part) for part in parts]
+        assert pieces[0][::head_dim].tolist() == expected
+        np.testing.assert_array_equal(unsplit(leaf, pieces, parts, heads.shape), heads)
+
+
+def test_queries_stay_with_their_kv_head() -> None:
+    """Query head n reads kv head n // (N / G), in the parts as in the whole."""
+    config = dataclasses.replace(CONFIG, num_heads=24, num_kv_heads=4, head_dim=2)
+    of_query, of_key = np.arange(24).repeat(2), np.arange(4).repeat(2)
+    for tp in (1, 2, 4, 8):
+        for part in parts_of(config, tp, 1):
+            queries = split(LEAVES["queries"], of_query, part)[::2]
+            keys = split(LEAVES["keys and values"], of_key, part)[::2]
+            each = part.config.num_heads // part.config.num_kv_heads
+            np.testing.assert_array_equal(keys[np.arange(len(queries)) // each], queries // 6)
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_gates_stay_with_their_ups_and_biases(tp: int) -> None:
+    """The rows of a hidden value, its biases and its column of the down projection are on one rank; the rest is 0."""
+    width, blocks = 160, 5
+    hidden = np.arange(1, width + 1)
+    for rank, part in enumerate(parts_of(CONFIG, tp, 1)):
+        rows = split(LEAVES["gate and up, MXFP4"], np.tile(hidden.repeat(2), (4, 1)), part)[0]
+        bias = split(LEAVES["gate and up bias"], np.tile(hidden.repeat(2), (4, 1)), part)[0]
+        scales = split(LEAVES["down, MXFP4"], np.tile(np.arange(1, blocks + 1), (4, 96, 1)), part)[0, 0]
+        np.testing.assert_array_equal(rows, bias)
+        np.testing.assert_array_equal(rows[0::2], rows[1::2])
+        each = -(-blocks // tp)
+        mine = np.arange(1, blocks + 1)[rank * each : (rank + 1) * each]
+        np.testing.assert_array_equal(scales, np.pad(mine, (0, each - len(mine))))
+        np.testing.assert_array_equal(rows[0::2].reshape(-1, 32)[:, 0], np.where(scales, (scales - 1) * 32 + 1, 0))
+
+
+def test_the_20b_at_8_ranks() -> None:
+    config = dataclasses.replace(CONFIG, num_heads=64, num_kv_heads=8, expert_width=2880, vocab_size=201088)
+    parts = parts_of(config, 8, 1)
+    assert parts[7].config == dataclasses.replace(config, num_heads=8, num_kv_heads=1, expert_width=384)
+    held = [len(part.cuts(LEAVES["down, MXFP4"])[2].indices(90)) for part in parts]
+    assert held == [12] * 7 + [6]
+    assert parts[3].shape(LEAVES["head"], (201088, 96)) == (25136, 96)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    at: Path = tmp_path_factory.mktemp("shard")
+    for mxfp4 in (True, False):
+        write_target(at / str(mxfp4), CONFIG, random_tensors(CONFIG, mxfp4, 1), mxfp4=mxfp4)
+    return {mxfp4: at / str(mxfp4) for mxfp4 in (True, False)}
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (8, 1), (2, 2)])
+@pytest.mark.parametrize("mxfp4", [True, False])
+def test_a_rank_reads_its_own_bytes_alone(directories: dict[bool, Path], mxfp4: bool, tp: int, ep: int) -> None:
+    whole, leaves = read_checkpoint(directories[mxfp4]), tensor_leaves(CONFIG, mxfp4)
+    for part in parts_of(CONFIG, tp, ep, mxfp4):
+        checkpoint, read = read_checkpoint(directories[mxfp4]), [0]
+        checkpoint.watch(lambda done, _, read=read: read.__setitem__(0, done))
+        needed = 0
+        for name, (leaf, shape) in leaves.items():
+            expected = split(leaf, whole.take(name), part)
+            if not part.has(leaf):
+                continue
+            cuts = part.cuts(leaf)
+            np.testing.assert_array_equal(checkpoint.take(name, shape, cuts), expected, name)
+            if len(shape) > 2:
+                np.testing.assert_array_equal(np.stack(list(checkpoint.parts(name, shape, cuts))), expected, name)
+            needed += part.read_size(leaf, shape) * expected.itemsize * (2 if len(shape) > 2 else 1)
+        assert read[0] == needed
+
+
+def test_bytes_are_foretold(directories: dict[bool, Path]) -> None:
+    for place in (Place(0, 2, 1), Place(7, 8, 1), Place(1, 2, 2)):
+        loaded = load_target(directories[True], experts="packed", implementation="xla", place=place)
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
+        assert held == weight_bytes(directories[True], experts="packed", implementation="xla", place=place)
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "message"),
+    [
+        (3, 1, "tp is 3, but there are 8 heads and 2 kv heads; expected 1, 2, 4 or 8"),
+        (16, 1, "tp is 16, but there are 8 heads"),
+        (4, 4, "tp x ep is 16, but there are 8 heads"),
+        (1, 3, "ep is 3, but there are 4 experts; expected 1, 2 or 4"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused(tp: int, ep: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_ranks(CONFIG, tp, ep)
