@@ -9,7 +9,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from peagle.cli.options import Settings, command_of, expect_alone
+from peagle.cli.options import Settings, command_of, expect_alone, in_words
 from peagle.cli.output import say
 from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
@@ -241,8 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         if not hasattr(error, "format_message"):  # not the parser's: a bug of ours, whose traceback is wanted
             raise
-        message = error.format_message().replace("Value error, ", "").replace("Input should be", "expected")
-        return _complain(f"{message} (peagle --help shows the usage)")
+        return _complain(f"{in_words(error.format_message())} (peagle --help shows the usage)")
     return code if isinstance(code, int) else OK
 
 

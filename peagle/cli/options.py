@@ -65,6 +65,7 @@ def defaults_from(context: Any, file: Path | None) -> Path | None:
         if option.name in found:
             raise InputError(f"--config {file} names the option of {key} twice; leave one out")
         found[option.name] = _checked(file, key, value, option)
+        _check_converts(file, key, found[option.name], option, context)
     context.default_map = {**(context.default_map or {}), **found}
     return file
 
@@ -77,6 +78,21 @@ def _checked(file: Path, key: str, value: Any, option: Any) -> Any:
     if any(not isinstance(each, kinds) or isinstance(each, bool) != option.is_flag for each in values):
         raise InputError(f"--config {file} sets {key} to {value!r}; expected {expected}")
     return [str(each) for each in values] if option.multiple else value if option.is_flag else str(value)
+
+
+def _check_converts(file: Path, key: str, value: Any, option: Any, context: Any) -> None:
+    """Raise InputError for a value that the option's type does not take."""
+    try:
+        option.process_value(context, value)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not the parser's: a bug of ours, whose traceback is wanted
+            raise
+        raise InputError(f"--config {file} sets {key} to {value!r}: {in_words(str(error))}") from None
+
+
+def in_words(message: str) -> str:
+    """Return a message of the parser without the phrases of the type checker below it."""
+    return message.replace("Value error, ", "").replace("Input should be", "expected")
 
 
 def given(settings: Any) -> list[str]:

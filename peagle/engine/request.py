@@ -146,9 +146,10 @@ class Request:
     as the prompts of a file or several answers to one; requests in an engine may share one. `name` is the prompt's name
     in messages. `stop`: the answer's text ends before the first of these strings; peagle.result.Assembler applies
     them, since the engine works on tokens only. num_speculative_tokens: the most drafts of a step of this request;
-    None: the engine's. `grammar`: what the answer must be (peagle.engine.grammar); it masks the target's logits before
-    acceptance, as other adjustments change them. An answer that the budget, a stop string or a stop token of the
-    request's own cuts is only the beginning of such a text.
+    None: the engine's; a request with its own K is never paused for what drafting costs. `grammar`: what the answer
+    must be (peagle.engine.grammar); it masks the target's logits before acceptance, as other adjustments change them.
+    An answer that the budget, a stop string or a stop token of the request's own cuts is only the beginning of such a
+    text.
     """
 
     prompt_ids: tuple[int, ...]

@@ -5,6 +5,9 @@ has a credit, in plain steps: a drafted step takes its cost from it and adds the
 credit is below 0 drafts no more, so rejected drafts cannot cost it more than its first credit. The device keeps the
 credits (peagle.engine.step), as a dispatch of a small model holds dozens of steps.
 
+A row whose request sets its own K has endless credit: the measured cost is that of the table's drafts, and whoever sets
+a K gets it. It still drafts no more than the table's number.
+
 A row that drafts no more needs no drafter, so its drafter is not kept up. The same holds for a row that does not draft
 for so long that its drafter is INPUT_ROOM tokens behind (peagle.engine.state): keeping it up takes a sixth of a small
 target's speed.

@@ -30,7 +30,7 @@ from peagle.serve.openapi import document
 from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.prompts import Prompter
 from peagle.serve.replies import ChatForm, CompletionForm, Form
-from peagle.serve.responses import ResponsesBody, ResponsesForm, chat_body
+from peagle.serve.responses import ResponsesBody, ResponsesForm, requests_of
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
 from peagle.serve.structured import constrains
 
@@ -38,6 +38,7 @@ DEFAULT_MAX_BODY = 4_000_000
 POLL_S = 0.02
 GRAMMAR_PATIENCE_S = 10.0  # beyond it a grammar is refused
 Found = TypeVar("Found")
+Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 
 
 @dataclass
@@ -91,6 +92,12 @@ class Service:
 
     def _compiled(self, _: concurrent.futures.Future[Any]) -> None:
         self._num_compiling -= 1
+
+    async def parse(self, kind: type[Kind], body: bytes) -> Kind:
+        """Read a body outside of the event loop, and refuse another model (`peagle.serve.schema.parse`)."""
+        found = await self.encode(parse, kind, body, self.prompter.context)
+        self.check_model(found.model)
+        return found
 
     async def prompt_logprobs(self, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
         """Compute the log-probabilities of each request's prompt (`Prompter.prompt_logprobs`)."""
@@ -213,15 +220,13 @@ def create_app(service: Service) -> fastapi.FastAPI:
 
     @guarded.post("/tokenize")
     async def tokenize(request: fastapi.Request) -> dict[str, Any]:
-        body = await service.encode(parse, TokenizeBody, await read_body(request, service.max_body))
-        service.check_model(body.model)
+        body = await service.parse(TokenizeBody, await read_body(request, service.max_body))
         ids = await service.encode(service.prompter.tokenize, body)
         return {"count": len(ids), "max_model_len": service.prompter.context, "tokens": list(ids)}
 
     @guarded.post("/detokenize")
     async def detokenize(request: fastapi.Request) -> dict[str, Any]:
-        body = await service.encode(parse, DetokenizeBody, await read_body(request, service.max_body))
-        service.check_model(body.model)
+        body = await service.parse(DetokenizeBody, await read_body(request, service.max_body))
         return {"prompt": await service.encode(service.prompter.detokenize, body)}
 
     @guarded.get("/tokenizer_info")
@@ -257,8 +262,7 @@ class Asked:
 
 async def ask_chat(service: Service, given: bytes) -> Asked:
     """Send the requests of a body of /v1/chat/completions."""
-    body = await service.encode(parse, ChatBody, given)
-    service.check_model(body.model)
+    body = await service.parse(ChatBody, given)
     requests = await service.encode(service.prompter.chat, body, await service.grammar(body))
     tokenizer = service.prompter.tokenizer
     form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
@@ -268,10 +272,8 @@ async def ask_chat(service: Service, given: bytes) -> Asked:
 
 async def ask_responses(service: Service, given: bytes) -> Asked:
     """Send the request of a body of /v1/responses."""
-    body = await service.encode(parse, ResponsesBody, given)
-    service.check_model(body.model)
-    chat = await service.encode(chat_body, body)
-    requests = await service.encode(service.prompter.chat, chat, await service.grammar(chat))
+    body = await service.parse(ResponsesBody, given)
+    requests = await service.encode(requests_of, service.prompter, body)
     tokenizer = service.prompter.tokenizer
     form = ResponsesForm(service.model, tokenizer, asked=body)
     return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
@@ -279,8 +281,7 @@ async def ask_responses(service: Service, given: bytes) -> Asked:
 
 async def ask_completions(service: Service, given: bytes) -> Asked:
     """Send the requests of a body of /v1/completions."""
-    body = await service.encode(parse, CompletionBody, given)
-    service.check_model(body.model)
+    body = await service.parse(CompletionBody, given)
     requests, echoed = await service.encode(service.prompter.completion, body, await service.grammar(body))
     tokenizer = service.prompter.pair.tokenizer
     form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)

@@ -3,15 +3,18 @@
 A line of the input is {"custom_id": ..., "method": "POST", "url": one of CALLS, "body": ...}; a line of the output
 {"id": ..., "custom_id": ..., "response": {"status_code": ..., "request_id": ..., "body": ...}, "error": null}, in the
 order in which the answers end. A line that is none gets an error in place of a response, a body that is none an error
-object as its response's body. Lines with a response are answered; a second run begins with the others.
+object as its response's body. Lines with a response below 500 are answered; a second run begins with the others. The id
+of an answer is a hash of its request, so that an answer to another request of the same custom_id is noticed.
 """
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,8 +28,11 @@ from peagle.serve.app import CALLS, Service, whole
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief
 
-BEGINS = b'{"id": "batch_req_'  # a line of the output
 POLL_S = 0.1  # between looks at Ctrl-C
+BEGINNING = b'{"id": "batch_req_'  # of an answer's line
+
+
+LOG = logging.getLogger("peagle.batch")
 
 
 class LineError(Exception):
@@ -45,6 +51,25 @@ class Line:
     url: str
     body: bytes
 
+    @property
+    def id(self) -> str:
+        """The id of its answer."""
+        parts = (self.custom_id.encode("utf-8", "surrogatepass"), self.url.encode(), self.body)
+        return f"batch_req_{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:32]}"
+
+
+@dataclass
+class Answered:
+    """The lines of an output that stay: those with a response below 500. ids, models: of the answer to each custom_id.
+
+    changed: the file holds more than these lines.
+    """
+
+    lines: list[bytes] = field(default_factory=list)
+    ids: dict[str, str] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+    changed: bool = False
+
 
 @dataclass
 class Counts:
@@ -54,7 +79,7 @@ class Counts:
     known: int = 0
     answered: int = 0
     refused: int = 0  # by an error object, or as a line that is none
-    failed: int = 0  # by the server, not by the request; the next run asks again
+    failed: int = 0  # by the server's fault; asked again by the next run
     tokens: int = 0
 
     @property
@@ -63,50 +88,80 @@ class Counts:
 
 
 def count_lines(source: Path) -> int:
-    """Count the lines of a file that are not blank. Raises InputError if it cannot be read."""
+    """Count the lines of a file that are not blank. Raises InputError if it cannot be read, or read again."""
     try:
+        if source.exists() and not source.is_file():  # a pipe can be read only once
+            raise InputError(f"{source} is no regular file; expected a file of requests, one a line")
         with source.open("rb") as file:
             return sum(not line.isspace() for line in file)
     except OSError as error:
         raise InputError(f"{source} cannot be read: {error.strerror}; expected requests, one a line") from None
 
 
-@dataclass(frozen=True)
-class Known:
-    """What an earlier run answered. custom_ids: of lines with a response, which `lines` holds, whole."""
+def read_answers(out: Path) -> Answered:
+    """Read an earlier run's output.
 
-    custom_ids: frozenset[str] = frozenset()
-    lines: tuple[bytes, ...] = ()
-    as_it_is: bool = True  # the file holds these lines and nothing else
-
-
-def read_answers(out: Path) -> Known:
-    """Read an earlier run's output. Raises InputError for a file of something else.
-
-    Lines without a response are asked again: errors of lines and of the server, and a last line that was cut off.
+    Not kept are errors of lines, of the server, and a last line that was cut off. Raises InputError for a file of
+    something else.
     """
+    found = Answered()
     if not out.exists():
-        return Known()
-    kept: list[bytes] = []
-    ids: set[str] = set()
-    content = out.read_bytes()
-    lines = content.splitlines(keepends=True)
+        return found
+    *lines, cut = out.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
-            found = json.loads(line)
-            custom_id, response = found["custom_id"], found["response"]
+            given = json.loads(line)
+            custom_id, response, own_id = given["custom_id"], given["response"], given["id"]
             status = None if response is None else int(response["status_code"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            cut = number == len(lines) and not line.endswith(b"\n")
-            if cut and line[: len(BEGINS)] == BEGINS[: len(line)]:
-                continue
-            raise InputError(
-                f"{out} exists, and its line {number} is no answer of a batch; give another file, or remove it"
-            ) from None
+            model = None if response is None else response["body"].get("model")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise _no_answers(out, number) from None
         if isinstance(custom_id, str) and status is not None and status < 500:
-            ids.add(custom_id)
-            kept.append(line.rstrip(b"\n") + b"\n")
-    return Known(frozenset(ids), tuple(kept), b"".join(kept) == content)
+            found.lines.append(line + b"\n")
+            found.ids[custom_id] = str(own_id)
+            if isinstance(model, str):
+                found.models[custom_id] = model
+    if not lines and not (BEGINNING.startswith(cut) or cut.startswith(BEGINNING)):
+        raise _no_answers(out, len(lines) + 1)
+    found.changed = len(found.lines) < len(lines) or bool(cut)
+    return found
+
+
+def _no_answers(out: Path, number: int) -> InputError:
+    return InputError(f"{out} exists, and its line {number} is no answer of a batch; give another file, or remove it")
+
+
+def check_same(source: Path, out: Path, known: Answered) -> None:
+    """Raise InputError if a request has the custom_id of another one that is answered."""
+    seen: set[str] = set()
+    with source.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            with contextlib.suppress(LineError):
+                line = read_line(number, text, seen)
+                if known.ids.get(line.custom_id, line.id) != line.id:
+                    raise InputError(
+                        f"{out} has an answer to another request with the custom_id {brief(line.custom_id)} of line "
+                        f"{number}; give another file, or remove it"
+                    )
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Keep other runs from an output. Raises InputError if one is writing it."""
+    import fcntl
+
+    path = out.with_name(f"{out.name}.lock")
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # that of a run that has just ended
+                raise OSError
+        except OSError:
+            raise InputError(f"{out} is being written by another run; wait for its end, or give another file") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def read_line(number: int, text: bytes, seen: set[str]) -> Line:
@@ -147,13 +202,25 @@ class Batch:
     async def run(self, asked_to_stop: Callable[[], bool], progress: Callable[[Counts], object]) -> None:
         """Answer all lines that have no response yet.
 
-        Ends early, with what was answered until then, if `asked_to_stop` becomes true, or if the engine fails.
+        Ends early, with what was answered until then, if `asked_to_stop` becomes true, or if the engine fails. Raises
+        InputError if another run writes the output, or if it holds answers to other requests or of another model.
         """
         self.counts.total = count_lines(self.source)
-        answered = read_answers(self.out)
-        if not answered.as_it_is:
-            write_whole(self.out, lambda path: path.write_bytes(b"".join(answered.lines)))
-        known = answered.custom_ids
+        with alone(self.out):
+            known = read_answers(self.out)
+            check_same(self.source, self.out, known)
+            if others := {*known.models.values()} - {self.service.model}:
+                raise InputError(
+                    f"{self.out} has answers of the model {brief(others.pop())}, and {brief(self.service.model)} is "
+                    "loaded; give another file, or load that model"
+                )
+            if known.changed:
+                write_whole(self.out, lambda path: path.write_bytes(b"".join(known.lines)))
+            await self._run({*known.ids}, asked_to_stop, progress)
+
+    async def _run(
+        self, known: set[str], asked_to_stop: Callable[[], bool], progress: Callable[[Counts], object]
+    ) -> None:
         running: set[asyncio.Task[None]] = set()
         with self.out.open("ab") as file, self.source.open("rb") as source:
             try:
@@ -171,7 +238,7 @@ class Batch:
     def _ends(self, asked_to_stop: Callable[[], bool]) -> bool:
         return asked_to_stop() or self.service.loop.failure is not None
 
-    async def _wanted(self, source: Iterable[bytes], known: frozenset[str], file: BinaryIO) -> AsyncIterator[Line]:
+    async def _wanted(self, source: Iterable[bytes], known: set[str], file: BinaryIO) -> AsyncIterator[Line]:
         """Yield the lines without a response; write the errors of those that are none."""
         seen: set[str] = set()
         for number, text in enumerate(source, 1):
@@ -205,52 +272,52 @@ class Batch:
                 task.result()
 
     async def _answer(self, line: Line, file: BinaryIO) -> None:
-        """Answer a line and write its response; one of the server's failure is asked again by the next run."""
+        """Answer a line and write its response, an error object if it has no answer."""
+        name = f"req_{uuid.uuid4().hex}"
         try:
-            asked = await CALLS[line.url](self.service, line.body)
-            try:
-                if asked.stream:
-                    raise ApiError(400, "stream is set; a batch has no streams: leave it out", "stream")
-                body, status, name = await whole(asked), 200, asked.form.id
-            finally:
-                self.service.finish(asked.answers, line.url, asked.form.id)
+            body, name = await self._reply(line)
+            status = 200
+        except (ApiError, InputError) as error:
+            refused = error if isinstance(error, ApiError) else ApiError(400, str(error))
+            body, status = refused.body(), refused.status
         except Exception as error:
-            refused = _refusal(error)
-            body, status, name = refused.body(), refused.status, f"req_{uuid.uuid4().hex}"
-        if status >= 500:
-            self.counts.failed += 1
-        elif status == 200:
+            LOG.exception("the request %s failed", brief(line.custom_id))
+            failed = ApiError(500, f"the server failed at this request ({type(error).__name__}); its log has more")
+            body, status = failed.body(), failed.status
+        if status == 200:
             self.counts.answered += 1
-            self.counts.tokens += sum(len(result.output_ids) for result in asked.answers.results())
-        else:
+        elif status < 500:
             self.counts.refused += 1
-        _write(file, line.custom_id, {"status_code": status, "request_id": name, "body": body}, None)
+        else:
+            self.counts.failed += 1
+        _write(file, line.custom_id, {"status_code": status, "request_id": name, "body": body}, None, line.id)
+
+    async def _reply(self, line: Line) -> tuple[dict[str, Any], str]:
+        """Return (the reply to a line, its id)."""
+        asked = await CALLS[line.url](self.service, line.body)
+        try:
+            if asked.stream:
+                raise ApiError(400, "stream is set; a batch has no streams: leave it out", "stream")
+            body = await whole(asked)
+            self.counts.tokens += sum(len(result.output_ids) for result in asked.answers.results())
+            return body, asked.form.id
+        finally:
+            self.service.finish(asked.answers, line.url, asked.form.id)
 
 
-def _refusal(error: Exception) -> ApiError:
-    """Return the error object of whatever went wrong with a line. What nobody expected is logged."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, InputError):
-        return ApiError(400, str(error))
-    logging.getLogger("peagle.batch").error("a line failed", exc_info=error)
-    return ApiError(500, f"the server failed at this request ({type(error).__name__}); the log has more")
-
-
-def _write(file: BinaryIO, custom_id: str | None, response: Any, error: Any) -> None:
+def _write(file: BinaryIO, custom_id: str | None, response: Any, error: Any, own_id: str | None = None) -> None:
     """Append a line, whole: another run may follow at any time."""
-    value = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+    own_id = own_id or f"batch_req_{uuid.uuid4().hex}"
+    value = {"id": own_id, "custom_id": custom_id, "response": response, "error": error}
     file.write(dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
     file.flush()
 
 
 def check_files(source: Path, out: Path) -> None:
-    """Raise InputError, before anything slow, for files that cannot be read or written."""
+    """Raise InputError, before anything slow, for files that cannot be read or written. Writes nothing."""
     count_lines(source)
-    if not source.is_file():
-        raise InputError(f"{source} is no regular file; expected one, since its lines are counted first")
     if out.exists() and os.path.samefile(source, out):
         raise InputError(f"{out} is the file of the requests; expected another one for the answers")
     if out.is_dir() or not out.parent.is_dir():
         raise InputError(f"{out} cannot be written; expected a file in a folder that exists")
-    read_answers(out)
+    check_same(source, out, read_answers(out))

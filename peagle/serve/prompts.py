@@ -29,8 +29,6 @@ from peagle.text.channels import CALL
 from peagle.text.prompts import brief, check_encodable
 from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
 
-TOKENS_OF_A_MESSAGE = 4  # at least, in harmony: its start, role, channel or text, and end
-
 
 @dataclass(frozen=True)
 class Prompter:
@@ -140,24 +138,25 @@ class Prompter:
         """Encode a chat up to the next answer."""
         if not messages:
             raise ApiError(400, "messages is empty; expected at least one message", "messages")
-        parts = len(messages) + sum(len(each.tool_calls or ()) for each in messages)
-        if parts > (most := max(1, self.context // TOKENS_OF_A_MESSAGE)):
-            raise ApiError(
-                400,
-                f"{parts} messages and calls are given; expected at most {most}, since the context holds "
-                f"{self.context} tokens",
-                "messages",
-            )
         try:
             for place, each in enumerate(messages):
                 _check_message(f"messages.{place}", each)
             chat = chat_of(messages)
             ids = self.tokenizer.encode_chat(chat, reasoning_effort=effort, date=self.date, tools=tools)
         except TemplateError as error:
-            message = f"the model's chat template refuses these messages: {error.reason}"
-            raise ApiError(400, message, "messages") from None
+            blamed = "tools" if tools and not self._renders(tools) else "messages"
+            message = f"the model's chat template refuses these {blamed}: {error.reason}"
+            raise ApiError(400, message, blamed) from None
         self._check_kept(messages, ids)
         return tuple(ids)
+
+    def _renders(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Test whether the chat template renders these tools before a plain message."""
+        try:
+            self.tokenizer.encode_chat([{"role": "user", "content": "a"}], date=self.date, tools=tools)
+        except TemplateError:
+            return False
+        return True
 
     def _check_kept(self, messages: Sequence[ChatMessage], ids: Sequence[int]) -> None:
         """Raise ApiError if the template left out a system's or developer's message: some render only the first."""
@@ -165,9 +164,13 @@ class Prompter:
         if len(instructions) < 2:
             return
         text = detokenize(self.tokenizer, ids)
-        if lost := [each for each in instructions if each.text.strip() not in text]:
-            message = f"the model's chat template leaves out a message of the {lost[0].role}; join it with the first"
-            raise ApiError(400, message, "messages")
+        place = 0
+        for each in instructions:  # in their order, so that each part of the text is searched once
+            place = text.find(each.text.strip(), place)
+            if place < 0:
+                message = f"the model's chat template leaves out a message of the {each.role}; join it with the first"
+                raise ApiError(400, message, "messages")
+            place += len(each.text.strip())
 
     def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the token that ends a call, if there are tools: their results must come next."""

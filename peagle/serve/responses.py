@@ -1,5 +1,6 @@
 """/v1/responses, stateless: bodies become those of chats; replies and events are made from the answers."""
 
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,10 +8,12 @@ from typing import Any, Literal
 
 import pydantic
 
+from peagle.engine.request import Request
 from peagle.ops.strict_json import dumps
 from peagle.result import Result
 from peagle.serve.answers import Part, metrics, usage
 from peagle.serve.errors import ApiError
+from peagle.serve.prompts import Prompter
 from peagle.serve.replies import Form
 from peagle.serve.schema import (
     Body,
@@ -48,7 +51,7 @@ class FunctionChoice(Body):
 
 
 class ResponsesBody(Body):
-    """`input`: a text, or items, which `chat_body` reads. prompt_cache_key, safety_identifier, user: no effect."""
+    """`input`: a text, or items, which `requests_of` reads. prompt_cache_key, safety_identifier, user: no effect."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -128,15 +131,58 @@ ITEMS: dict[str, type[Item]] = {
 }
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
-    """Make the body of the same chat. Raises ApiError for items that are none, and for what needs a state."""
+@dataclass(frozen=True)
+class _Named:
+    """A message, and what the client calls it: the items of the message and of its calls."""
+
+    message: ChatMessage
+    name: str
+    calls: tuple[str, ...] = ()
+
+
+def requests_of(prompter: Prompter, body: ResponsesBody) -> list[Request]:
+    """Make the request of a body: that of the same chat. Raises ApiError with the body's own names of fields."""
+    messages = _messages(body)
+    try:
+        return prompter.chat(_chat_body(body, messages))
+    except ApiError as error:
+        raise _renamed(error, messages) from None
+
+
+NAMES = {  # of a chat's fields here
+    r"(?<![\w'])max_tokens(?![\w'])": "max_output_tokens",
+    r"(?<![\w'])(tools\.\d+)\.function\b": r"\1",
+    r"^messages\b": "input",
+}
+
+
+def _renamed(error: ApiError, messages: Sequence[_Named]) -> ApiError:
+    """Replace the names of a chat's fields by those of a response."""
+
+    def place(found: re.Match[str]) -> str:
+        named = messages[int(found[1])]
+        call = named.calls[int(found[2])] if found[2] else named.name
+        return call + (found[3] or "").replace("tool_call_id", "call_id").replace(".id", ".call_id")
+
+    def renamed(text: str) -> str:
+        text = re.sub(r"\bmessages\.(\d+)(?:\.tool_calls\.(\d+))?(\.\w+)?", place, text)
+        for chat, ours in NAMES.items():
+            text = re.sub(chat, ours, text)
+        return text
+
+    param = None if error.param is None else renamed(error.param)
+    return ApiError(error.status, renamed(error.message), param, error.code)
+
+
+def _chat_body(body: ResponsesBody, messages: Sequence[_Named]) -> ChatBody:
+    """Make the body of the same chat. Raises ApiError for what needs a state."""
     if body.store:
         raise ApiError(
             400, "store is not supported here: no response is kept; set it to false", "store", "unsupported_parameter"
         )
     choice = body.tool_choice
     return ChatBody(
-        messages=_messages(body),
+        messages=[each.message for each in messages],
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
@@ -159,19 +205,18 @@ def _tool(tool: FunctionTool) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _messages(body: ResponsesBody) -> list[ChatMessage]:
+def _messages(body: ResponsesBody) -> list[_Named]:
     """Make the messages of the input, instructions first: joined with a first message of the system or developer."""
     if isinstance(body.input, str):
-        messages = [ChatMessage(role="user", content=body.input)]
+        messages = [_Named(ChatMessage(role="user", content=body.input), "input")]
     else:
         messages = _messages_of([_item(place, each) for place, each in enumerate(body.input)])
     if not body.instructions:
         return messages
-    role: Literal["system", "developer"] = "developer"
     texts = [body.instructions]
-    if messages and messages[0].role in ("system", "developer"):
-        texts.append(messages.pop(0).text)
-    return [ChatMessage(role=role, content="\n\n".join(texts)), *messages]
+    if messages and messages[0].message.role in ("system", "developer"):
+        texts.append(messages.pop(0).message.text)
+    return [_Named(ChatMessage(role="developer", content="\n\n".join(texts)), "instructions"), *messages]
 
 
 def _item(place: int, given: dict[str, Any]) -> Item:
@@ -187,42 +232,50 @@ def _item(place: int, given: dict[str, Any]) -> Item:
     return validated(ITEMS[kind], known, f"input.{place}")
 
 
-def _messages_of(items: Sequence[Item]) -> list[ChatMessage]:
-    """Make messages. What the model put out before and between calls becomes one message, as in a chat."""
-    messages: list[ChatMessage] = []
+def _messages_of(items: Sequence[Item]) -> list[_Named]:
+    """Join what an answer that calls functions consists of to one message: its reasoning, texts and calls.
+
+    Of other answers, only the texts are kept, as chat templates do.
+    """
+    messages: list[_Named] = []
+    answer: list[tuple[str, Item]] = []  # the items of the assistant since the last of another
+
+    for place, item in enumerate(items):
+        name = f"input.{place}"
+        if isinstance(item, InputResult):
+            messages += _answer(answer)
+            answer.clear()
+            result = ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output))
+            messages.append(_Named(result, name))
+        elif isinstance(item, InputMessage) and item.role != "assistant":
+            messages += _answer(answer)
+            answer.clear()
+            messages.append(_Named(ChatMessage(role=item.role, content=_text(item.content)), name))
+        else:
+            answer.append((name, item))
+    return messages + _answer(answer)
+
+
+def _answer(items: Sequence[tuple[str, Item]]) -> list[_Named]:
+    """Make the messages of a past answer."""
     calls: list[PastCall] = []
-    said: str | None = None  # of the assistant, not in a message yet: calls may follow
+    names: list[str] = []
+    texts: list[tuple[str, str]] = []
     reasoning = ""
-
-    def end_turn() -> None:
-        nonlocal said, reasoning
-        if calls:
-            messages.append(ChatMessage(role="assistant", content=said or "", tool_calls=[*calls], reasoning=reasoning))
-        elif said is not None:
-            messages.append(ChatMessage(role="assistant", content=said))
-        calls.clear()
-        said, reasoning = None, ""
-
-    for item in items:
+    for name, item in items:
         if isinstance(item, InputCall):
             function = CalledFunction(name=item.name, arguments=item.arguments)
             calls.append(PastCall(id=item.call_id, function=function))
+            names.append(name)
         elif isinstance(item, InputReasoning):
-            if calls:
-                end_turn()
             reasoning += "".join(part.text for part in item.content or ())
-        elif isinstance(item, InputMessage) and item.role == "assistant" and said is None and not calls:
-            said = _text(item.content)
-        else:
-            end_turn()
-            if isinstance(item, InputResult):
-                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_text(item.output)))
-            elif isinstance(item, InputMessage) and item.role == "assistant":
-                said = _text(item.content)
-            elif isinstance(item, InputMessage):
-                messages.append(ChatMessage(role=item.role, content=_text(item.content)))
-    end_turn()
-    return messages
+        elif isinstance(item, InputMessage):
+            texts.append((name, _text(item.content)))
+    if not calls:
+        return [_Named(ChatMessage(role="assistant", content=text), name) for name, text in texts]
+    content = "".join(text for _, text in texts)
+    joined = ChatMessage(role="assistant", content=content, tool_calls=calls, reasoning=reasoning)
+    return [_Named(joined, items[0][0], tuple(names))]
 
 
 def _text(given: str | list[InputText]) -> str:

@@ -14,6 +14,8 @@ from peagle.text.prompts import brief
 
 MOST_CHOICES = 16  # of each prompt
 MOST_PROMPTS = 64  # of each call
+TOKENS_OF_A_MESSAGE = 4  # at least, in harmony: its start, role, channel or text, and end
+LISTS = {"messages": ("tool_calls", "content"), "input": ("content", "output")}  # fields of chats: lists in their items
 # values of unsupported fields that ask for nothing; null always does
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -27,7 +29,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),  # reasoning is returned as it is
-    "text": ({}, {"format": {"type": "text"}}, {"verbosity": "medium"}),
+    "text": (
+        {},
+        {"format": {"type": "text"}},
+        {"verbosity": "medium"},
+        {"format": {"type": "text"}, "verbosity": "medium"},
+    ),
     "stream_options": ({"include_obfuscation": False},),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
@@ -49,6 +56,7 @@ class Body(pydantic.BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class TextPart(Body):
@@ -149,7 +157,10 @@ class Structured(Body):
 
 
 class Sampled(Structured):
-    """Fields of both kinds of completion. None: the default of the interface."""
+    """Fields of both kinds of completion. None: the default of the interface.
+
+    prompt_cache_key, safety_identifier, user: no effect.
+    """
 
     model: str | None = None
     temperature: float = 1.0
@@ -170,6 +181,8 @@ class Sampled(Structured):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
     speculative: Speculative | None = None
 
 
@@ -208,15 +221,34 @@ class DetokenizeBody(Body):
 Kind = TypeVar("Kind", bound=Body)
 
 
-def parse(kind: type[Kind], body: bytes) -> Kind:
-    """Read the JSON of a request. Raises ApiError with the name of the field that is wrong."""
+def parse(kind: type[Kind], body: bytes, context: int | None = None) -> Kind:
+    """Read the JSON of a request. Raises ApiError with the name of the field that is wrong.
+
+    context: its positions. More messages, calls and parts than it can hold are refused before they are looked at.
+    """
     try:
         given = pydantic_core.from_json(body)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}; expected an object in UTF-8") from None
     if not isinstance(given, dict):
         raise ApiError(400, f"the body is {brief(given)}; expected a JSON object")
+    if context is not None:
+        _check_count(given, context)
     return validated(kind, _without_neutral(given, kind))
+
+
+def _check_count(given: dict[str, Any], context: int) -> None:
+    """Raise ApiError for a chat of more messages, calls and parts than so many positions can hold."""
+    most = max(1, context // TOKENS_OF_A_MESSAGE)
+    for name, lists in LISTS.items():
+        items = given.get(name)
+        if not isinstance(items, list):
+            continue
+        inner = (item[key] for item in items if isinstance(item, dict) for key in lists if key in item)
+        count = len(items) + sum(len(each) for each in inner if isinstance(each, list))
+        if count > most:
+            message = f"{count} messages, calls and parts are given; expected at most {most}, since the context holds"
+            raise ApiError(400, f"{message} {context} tokens", name, "context_length_exceeded")
 
 
 def validated(kind: type[Kind], given: Any, where: str = "") -> Kind:

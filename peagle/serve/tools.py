@@ -1,23 +1,25 @@
 """Tools of a chat: their definitions, calls and results in its messages, and choices of a tool.
 
 A message of several calls becomes one message for each call, directly followed by its result: chat templates of GPT-OSS
-render one call of a message, and name a result after the call before it.
+render one call of a message, and name a result after the call before it. The arguments of past calls are rendered
+letter by letter as they were given; the header before them is the template's, "commentary json" in GPT-OSS's, where
+the model itself writes "commentary <|constrain|>json".
 """
 
+import collections
 import re
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import pydantic_core
-
 from peagle.serve.errors import ApiError
-from peagle.serve.schema import ChatMessage, NamedTool, PastCall, Tool
+from peagle.serve.schema import ChatMessage, NamedTool, Tool
 from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, final_message
 from peagle.text.prompts import brief
-from peagle.text.tokenizer import Message, TemplateError, Tokenizer, detokenize, encode_characters
+from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
 
 MOST_TOOLS = 128  # the limit of OpenAI's API
+MOST_CALLS = 512  # of a chat: GPT-OSS's template takes a time in their square
+MOST_VALUES, DEEPEST = 5000, 32  # of the parameters of all tools together: JSON values, levels
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PROBE = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {}}}
 Choice = Literal["none", "auto", "required"] | NamedTool
@@ -61,7 +63,7 @@ def offered(tools: Sequence[Tool], choice: Choice, rendered: bool) -> tuple[list
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raise ApiError for tools that are too many, share a name, or have a name that is none."""
+    """Raise ApiError for tools that are too many or too large, share a name, or have a name that is none."""
     if len(tools) > MOST_TOOLS:
         raise ApiError(400, f"{len(tools)} tools are given; expected at most {MOST_TOOLS}", "tools")
     names: set[str] = set()
@@ -81,6 +83,25 @@ def check_tools(tools: Sequence[Tool]) -> None:
                 "unsupported_parameter",
             )
         names.add(name)
+    _check_parameters(tools)
+
+
+def _check_parameters(tools: Sequence[Tool]) -> None:
+    """Raise ApiError for parameters of too many values or levels. Looks at no more than those that are allowed."""
+    count = 0
+    for place, tool in enumerate(tools):
+        where = f"tools.{place}.function.parameters"
+        open_values: list[tuple[int, Any]] = [(1, tool.function.parameters)]
+        while open_values:
+            depth, value = open_values.pop()
+            if depth > DEEPEST:
+                raise ApiError(400, f"{where} has more than {DEEPEST} levels; expected a schema of fewer", where)
+            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+            count += len(inner)
+            if count > MOST_VALUES:
+                message = f"the parameters of the tools hold more than {MOST_VALUES} values; expected shorter schemas"
+                raise ApiError(400, message, where)
+            open_values += [(depth + 1, each) for each in inner]
 
 
 def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tuple[int, ...]:
@@ -109,10 +130,14 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
 def chat_of(messages: Sequence[ChatMessage]) -> list[Message]:
     """Make the messages that templates take; of past answers, only their final texts and calls.
 
-    Raises ApiError for calls without results, and results without calls.
+    Raises ApiError for calls without results, results without calls, and more calls than MOST_CALLS.
     """
+    count = sum(len(message.tool_calls) for message in messages)
+    if count > MOST_CALLS:
+        too_many = f"messages holds {count} calls; expected at most {MOST_CALLS}: leave out old ones"
+        raise ApiError(400, too_many, "messages")
     chat: list[Message] = []
-    rest = deque(enumerate(messages))
+    rest = collections.deque(enumerate(messages))
     while rest:
         place, message = rest.popleft()
         if message.role == "tool":
@@ -123,7 +148,8 @@ def chat_of(messages: Sequence[ChatMessage]) -> list[Message]:
             text = final_message(message.text) if message.role == ROLE else message.text
             chat.append({"role": message.role, "content": text})
             continue
-        names, results = _names(place, message.tool_calls), dict[str, str]()
+        names = _names(place, message)
+        results: dict[str, str] = {}
         while rest and rest[0][1].role == "tool":
             number, result = rest.popleft()
             _check_result(number, result, names, results)
@@ -132,10 +158,10 @@ def chat_of(messages: Sequence[ChatMessage]) -> list[Message]:
     return chat
 
 
-def _names(place: int, calls: Sequence[PastCall]) -> dict[str, str]:
-    """Return the functions' names by the calls' ids. Raises ApiError for an id that two calls share."""
+def _names(place: int, message: ChatMessage) -> dict[str, str]:
+    """Map the ids of a message's calls to the names of their functions. Raises ApiError for an id of two calls."""
     names: dict[str, str] = {}
-    for number, call in enumerate(calls):
+    for number, call in enumerate(message.tool_calls):
         if call.id in names:
             where = f"messages.{place}.tool_calls.{number}.id"
             raise ApiError(400, f"{where} is {brief(call.id)}, as that of a call before it; expected its own", where)
@@ -144,7 +170,8 @@ def _names(place: int, calls: Sequence[PastCall]) -> dict[str, str]:
 
 
 def _check_result(place: int, result: ChatMessage, names: Mapping[str, str], known: Mapping[str, str]) -> None:
-    called = None if result.tool_call_id is None else names.get(result.tool_call_id)
+    """Raise ApiError for a result of no call, of one that has a result, or under another name. names: by ids."""
+    called = names.get(result.tool_call_id or "")
     if called is None or result.tool_call_id in known:
         raise ApiError(
             400,
@@ -171,20 +198,11 @@ def _calls(place: int, message: ChatMessage, results: dict[str, str]) -> Iterato
                 f"tool_call_id {brief(call.id)}",
                 "messages",
             )
-        function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+        function = {"name": call.function.name, "arguments": Verbatim(call.function.arguments)}
         calls = [{"id": call.id, "type": "function", "function": function}]
         thinking = {} if number or not before else {"thinking": "\n\n".join(before)}
         yield {"role": ROLE, "content": "", "tool_calls": calls, **thinking}
         yield {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": results[call.id]}
-
-
-def _arguments(text: str) -> dict[str, Any] | str:
-    """Read arguments, which templates write as JSON; a model's malformed ones stay text."""
-    try:
-        found = pydantic_core.from_json(text, allow_inf_nan=False)
-    except ValueError:
-        return text
-    return found if isinstance(found, dict) else text
 
 
 def _definition(tool: Tool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Uses transformers; its import is heavy and therefore inside the functions. No co
 import codecs
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,10 @@ TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.json"  # of older releases of transformers: {"chat_template": TEXT}
 
 Message = Mapping[str, Any]  # of a chat, in the form that templates take: role, content, further keys of the role
+
+
+class Verbatim(str):
+    """A text of a message that a template would quote, rendered as it is: the JSON that a model wrote."""
 
 
 @runtime_checkable
@@ -195,7 +200,8 @@ class ByteLevelTokenizer:
     ) -> tuple[int, ...]:
         """Encode a chat up to the next answer. Text in a message or a tool never becomes a control token.
 
-        Raises InputError if there is no template, or it refuses the chat.
+        `Verbatim` texts of messages are rendered without quotes and escapes. Raises InputError if there is no template,
+        or it refuses the chat.
         """
         options: dict[str, Any] = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
         try:
@@ -205,10 +211,16 @@ class ByteLevelTokenizer:
                 f"{self._directory} has no chat template; add chat_template.jinja, or give --raw-prompt"
             ) from None
         template, dates = fix_date(template, date)
-        masks = self._masks([*texts_in([messages, tools]), template, *options.values()])
+        texts = [*texts_in([messages, tools]), template, *options.values()]
+        masks, free = self._masks(texts)
+        verbatim = [text for text in texts if isinstance(text, Verbatim)]
+        marks = [next(free) for _ in verbatim]
+        left = iter(marks)
         try:
             text = self._inner.apply_chat_template(
-                _with_texts([*messages], lambda text: text.translate(masks)),
+                _with_texts(
+                    [*messages], lambda text: next(left) if isinstance(text, Verbatim) else text.translate(masks)
+                ),
                 tools=_with_texts([*tools], lambda text: text.translate(masks)) or None,
                 chat_template=template,
                 tokenize=False,
@@ -218,17 +230,24 @@ class ByteLevelTokenizer:
             )
         except Exception as error:  # templates may raise anything
             raise TemplateError(self._directory, _one_line(error)) from None
+        written = {mark: text.translate(masks) for mark, text in zip(marks, verbatim, strict=True)}
+        if marks:
+            mark = f"[{''.join(marks)}]"
+            text = re.sub(f'"{mark}"|{mark}', lambda found: written[found[0].strip('"')], text)
         return self._encode_rendered(text, {ord(mask): chr(char) for char, mask in masks.items()})
 
-    def _masks(self, texts: Sequence[str]) -> dict[int, str]:
-        """Map first and last characters of special tokens to characters that the texts do not hold.
+    def _masks(self, texts: Sequence[str]) -> tuple[dict[int, str], Iterator[str]]:
+        """Map first and last characters of special tokens to characters that the texts do not hold; return the map and
+        further such characters.
 
         With these characters in the messages' texts, a special token in the rendered chat comes from the template only.
         """
         used = set().union(*texts)
-        free = (char for code in range(0xF0000, 0x10FFFE) if (char := chr(code)) not in used)  # private use
+        # of private use; others for texts that hold all of these
+        codes = itertools.chain(range(0xF0000, 0x10FFFE), range(0x10000, 0xF0000))
+        free = (char for code in codes if (char := chr(code)) not in used)
         ends = sorted({spelled[end] for spelled in self._special.values() for end in (0, -1)})
-        return {ord(char): next(free) for char in ends}
+        return {ord(char): next(free) for char in ends}, free
 
     def _encode_rendered(self, text: str, unmask: Mapping[int, str]) -> tuple[int, ...]:
         """Encode a chat with masked texts: special tokens are the template's, the rest is characters."""

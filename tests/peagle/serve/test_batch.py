@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import peagle.cli.serve
 import peagle.serve.batch
 from peagle.cli import main
+from peagle.ops.errors import InputError
 from peagle.serve.app import Service
-from peagle.serve.batch import Batch
+from peagle.serve.batch import Batch, alone, check_files
+from peagle.serve.errors import ApiError
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import press_ctrl_c_at, toy_pair
 from tests.peagle.serve.conftest import client_of
@@ -163,6 +166,78 @@ def test_answers_that_the_server_owes_are_asked_again(run: Any, make: Any, tmp_p
     assert {name: each["response"]["status_code"] for name, each in read(out).items()} == {"0": 200, "1": 200, "2": 200}
 
 
+def test_a_line_that_the_server_fails_at_is_a_500_and_asked_again(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out.jsonl"
+    ask = peagle.serve.batch.CALLS[COMPLETIONS]
+
+    async def fails(service: Service, body: bytes) -> Any:
+        if b"[51]" in body:
+            raise ZeroDivisionError("a fault")
+        if b"[52]" in body:
+            raise ApiError(503, "the queue is full")
+        return await ask(service, body)
+
+    with monkeypatch.context() as patch:
+        patch.setitem(peagle.serve.batch.CALLS, COMPLETIONS, fails)
+        counts = run([line(str(n)) for n in range(4)]).counts
+    assert (counts.answered, counts.failed, counts.done, counts.total) == (2, 2, 4, 4)
+    found = read(out)
+    assert [found[str(n)]["response"]["status_code"] for n in range(4)] == [200, 500, 503, 200]
+    assert "ZeroDivisionError" in found["1"]["response"]["body"]["error"]["message"]
+    assert "a fault" in caplog.text
+    counts = run([line(str(n)) for n in range(4)]).counts
+    assert (counts.answered, counts.known, counts.failed) == (2, 2, 0)
+    assert [read(out)[str(n)]["response"]["status_code"] for n in range(4)] == [200] * 4
+    assert len(out.read_text().splitlines()) == 4
+
+
+def test_an_output_that_was_cut_off_anywhere_goes_on(run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    lines = [line("0"), line("1")]
+    run(lines)
+    whole = out.read_bytes()
+    first = whole.index(b"\n")
+    for cut in (len(whole) - 1, len(whole) - 2, first + 1, first + 9, first, first - 1, 30, 5, 1, 0):
+        out.write_bytes(whole[:cut])
+        counts = run(lines).counts
+        assert counts.done == 2
+        assert counts.known == whole[:cut].count(b"\n")
+        assert read(out).keys() == {"0", "1"}
+
+
+def test_a_check_writes_nothing(run: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    run([line("0"), "{"])
+    with out.open("ab") as file:
+        file.write(b'{"id": "batch_re')
+    before = out.read_bytes()
+    check_files(tmp_path / "in.jsonl", out)
+    assert out.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_an_answer_to_another_request_is_not_taken_for_this_ones(run: Any, make: Any, tmp_path: Path) -> None:
+    run([line("0"), line("1")])
+    before = (tmp_path / "out.jsonl").read_bytes()
+    changed = json.dumps({**json.loads(line("1")), "body": {"prompt": [60], "max_tokens": 3}})
+    with pytest.raises(InputError, match="another request with the custom_id '1' of line 2"):
+        run([line("0"), changed])
+    service = make()
+    service.model = "other"
+    with pytest.raises(InputError, match="answers of the model 'toy', and 'other' is loaded"):
+        run([line("0"), line("1")], service=service)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_two_runs_do_not_write_one_output(run: Any, tmp_path: Path) -> None:
+    with alone(tmp_path / "out.jsonl"), pytest.raises(InputError, match="is being written by another run"):
+        run([line("0")])
+    assert not (tmp_path / "out.jsonl").exists()
+    assert run([line("0")]).counts.answered == 1
+
+
 @pytest.mark.parametrize("cut", [1, 20, 200])
 def test_a_file_may_be_cut_anywhere(run: Any, tmp_path: Path, cut: int) -> None:
     """Its first line too; the line break of its last one; and a look at it changes nothing."""
@@ -240,6 +315,19 @@ def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.Captu
     assert capfd.readouterr().err == ""
 
 
+def test_the_command_fails_if_a_line_did(
+    command: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> Any:
+        raise ApiError(500, "a fault")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(peagle.serve.batch.CALLS, COMPLETIONS, fails)
+        assert command([line("0"), "{"]) == 1
+    assert "0 lines answered, 1 refused, 1 failed: the same command asks them again" in capfd.readouterr().err
+    assert command([line("0"), "{"]) == 0
+
+
 def test_ctrl_c_ends_the_command_and_says_how_to_go_on(
     command: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -255,9 +343,11 @@ def test_ctrl_c_ends_the_command_and_says_how_to_go_on(
 def test_what_cannot_be_is_refused_in_a_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(line("0"))
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n{"b": 2}\n')
-    source = str(tmp_path / "in.jsonl")
+    source, pipe = str(tmp_path / "in.jsonl"), str(tmp_path / "pipe")
+    os.mkfifo(pipe)
     for arguments, message in (
         ([str(tmp_path / "none"), "out"], "cannot be read"),
+        ([pipe, "out"], "is no regular file"),
         ([source, source], "is the file of the requests"),
         (["/dev/null", "out"], "is no regular file"),
         ([source, str(tmp_path)], "cannot be written"),

@@ -116,12 +116,19 @@ def test_options_from_a_file_give_way_to_typed_ones(
         ("slots = [1, 2]", "sets slots to [1, 2]; expected a text or a number"),
         ("slots = true", "sets slots to True; expected"),
         ("quiet = 1", "sets quiet to 1; expected true or false"),
-        ("slots = 'x'", "'--slots'"),
-        ("dtype = 'float16'", "'float16' is not one of"),
+        ("slots = 'x'", "serve.toml sets slots to 'x': "),
+        ("slots = 1.5", "serve.toml sets slots to '1.5': "),
+        ("dtype = 'float16'", "serve.toml sets dtype to 'float16': 'float16' is not one of"),
         ("k = 1\nnum-speculative-tokens = 2", "twice"),
         ("slots = 0", "--slots is 0"),
         ("allow-origin = 'example.org'", "--allow-origin is 'example.org'; expected a site"),
         ("allow-origin = ['https://example.org/path']", "expected a site"),
+        ("allow-origin = 'https://*.example.org'", "expected a site"),
+        ("allow-origin = 'https://Example.org'", "expected a site"),
+        ("allow-origin = 'https://example.org:443'", "expected a site"),
+        ("allow-origin = 'http://example.org:80'", "expected a site"),
+        ("allow-origin = 'http://me@example.org'", "expected a site"),
+        ("allow-origin = 'http://example.org:080'", "expected a site"),
     ],
 )
 def test_a_file_of_options_that_is_none_is_refused_in_a_line(
@@ -133,6 +140,14 @@ def test_a_file_of_options_that_is_none_is_refused_in_a_line(
     assert message in said
     assert said.count("\n") == 1
     assert "Value error" not in said
+
+
+@pytest.mark.parametrize(
+    "origin",
+    ["*", "https://example.org", "http://127.0.0.1:3000", "http://[::1]:8080", "http://a-b.example:443", "app://x_y"],
+)
+def test_sites_that_a_browser_may_send_are_taken(origin: str) -> None:
+    peagle.cli.serve.check_allowed_origin(origin)
 
 
 def test_after_the_engine_failed_the_command_ends_with_code_1(

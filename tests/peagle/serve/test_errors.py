@@ -29,7 +29,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is not supported"),
     (CHAT, {"unheard_of": 1}, "unheard_of is not supported"),
     (CHAT, {"prompt": "hi"}, "prompt is not supported"),
-    (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is not"),
+    (CHAT, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is True; expected"),
     (CHAT, {"stream_options": {"include_usage": True}}, "without stream"),
     (CHAT, {"messages": []}, "messages is empty"),
     (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0 is a tool's result"),
@@ -146,6 +146,17 @@ def test_hostile_text_is_only_text(client: TestClient, text: str) -> None:
 def test_nulls_and_neutral_values_ask_for_nothing(client: TestClient, path: str) -> None:
     neutral = {"tools": None, "response_format": {"type": "text"}, "seed": None, "stop": None, "user": "someone"}
     assert client.post(path, json={**GOOD[path], **neutral}).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_what_clients_send_together_is_accepted_together(client: TestClient, path: str) -> None:
+    fields: dict[str, Any] = {"prompt_cache_key": "a", "safety_identifier": "b", "user": "c"}
+    if path == RESPONSES:
+        fields["text"] = {"format": {"type": "text"}, "verbosity": "medium"}
+    else:
+        fields |= {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    reply = client.post(path, json={**GOOD[path], **fields})
+    assert reply.status_code == 200, reply.text
 
 
 def test_another_model_is_not_found(client: TestClient) -> None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from peagle.serve.app import Service
-from peagle.serve.responses import ResponsesBody, chat_body
+from peagle.serve.responses import ResponsesBody, requests_of
 from peagle.serve.schema import parse
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.peagle.serve.conftest import MODEL, client_of
@@ -62,8 +62,8 @@ def asking(saying: Making) -> Iterator[Callable[..., openai.OpenAI]]:
 
 
 def prompt_of(service: Service, **fields: Any) -> str:
-    body = chat_body(parse(ResponsesBody, json.dumps({"input": "hello", **fields}).encode()))
-    (request,) = service.prompter.chat(body)
+    body = parse(ResponsesBody, json.dumps({"input": "hello", **fields}).encode())
+    (request,) = requests_of(service.prompter, body)
     return detokenize(service.prompter.tokenizer, request.prompt_ids)
 
 
@@ -149,6 +149,28 @@ def test_a_call_and_its_result_make_a_turn(asking: Any, stream: bool) -> None:
     items += [item.model_dump() for item in response.output]
     items.append({"type": "function_call_output", "call_id": called.call_id, "output": "rain"})
     assert ask(items).output_text == "The 東京 answer."
+
+
+PREAMBLE = THINKS + "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+TWICE = THINKS + CALLS  # two messages of reasoning
+
+
+@pytest.mark.parametrize("answer", [PREAMBLE + CALLS.removeprefix(THINKS), TWICE, PREAMBLE + CALLS])
+def test_a_servers_own_output_comes_back_as_in_a_chat(saying: Making, answer: str) -> None:
+    first = {**CHAT, "tools": [CHAT_TOOL], "temperature": 0}
+    service = saying((first, answer))
+    client = client_of(service)
+    given = client.post("/v1/chat/completions", json=first).json()["choices"][0]["message"]
+    (call,) = given["tool_calls"]
+    message = {key: given[key] for key in ("role", "content", "reasoning", "tool_calls") if given[key] is not None}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
+    chat = {"messages": [*CHAT["messages"], message, result], "tools": [CHAT_TOOL]}
+    output = client.post(PATH, json={"input": "hello", "tools": [TOOL], "temperature": 0}).json()["output"]
+    result = {"type": "function_call_output", "call_id": output[-1]["call_id"], "output": "rain"}
+    found = prompt_of(service, input=[*CHAT["messages"], *output, result], tools=[TOOL])
+    assert found == detokenize(service.prompter.tokenizer, client.post("/tokenize", json=chat).json()["tokens"])
+    assert found.count("Größer?") == answer.count("Größer?")
+    assert found.count("I look.") == answer.count("I look.")
 
 
 def test_what_the_model_said_before_a_call_stays_with_the_call(saying: Making) -> None:
@@ -259,14 +281,36 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
         ({"tools": [{**TOOL, "strict": True}]}, "strict is not supported"),
         ({"tool_choice": "required"}, "tool_choice is given without tools"),
         ({"input": 5}, "input is 5; expected a text or a list of items"),
-        ({"input": []}, "messages is empty"),
+        ({"input": []}, "input is empty"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type is 'item_reference'; expected one of"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role is 'robot'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content"),
         ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input.0.arguments is missing"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]}, "no call precedes it"),
-        ({"max_output_tokens": 0}, "max_tokens is 0"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
+            "input.0 is a tool's result, but no call precedes it",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens is 0"),
+        ({"max_output_tokens": 10**6}, "expected max_output_tokens of at most"),
         ({"n": 2}, "n is not supported"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools.0.name is 'a b'"),
+        (
+            {
+                "instructions": "Be brief.",
+                "input": [
+                    {"role": "system", "content": "And kind."},
+                    {"role": "user", "content": "hello"},
+                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]},
+                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
+                    {"type": "function_call", "call_id": "a", "name": "f", "arguments": ""},
+                ],
+            },
+            "input.4.call_id is 'a', as that of a call before it",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": ""}]},
+            "input.0 has no result",
+        ),
         ({"temperature": -1}, "temperature is -1"),
     ],
 )

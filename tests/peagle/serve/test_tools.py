@@ -1,15 +1,19 @@
 """Tools: rendered by the chat template, called by answers, and their results in the history."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from peagle.serve import responses, schema
 from peagle.serve.app import Service
+from peagle.serve.errors import ApiError
 from peagle.serve.prompts import Prompter
-from peagle.text.channels import ChannelParser
+from peagle.serve.schema import ChatMessage
+from peagle.serve.tools import MOST_CALLS, chat_of
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.peagle.serve.conftest import MODEL, client_of
 from tests.peagle.serve.harmony import USER, says
@@ -113,18 +117,6 @@ def test_several_calls_of_an_answer_and_only_the_first_without_parallel_calls(sa
         assert '"finish_reason": "tool_calls"' in reply
 
 
-@pytest.mark.parametrize("answer", [THINKS + CALLS, FIRST + CALLS, "<|channel|>commentary to=functions.f"])
-def test_calls_are_those_of_the_parser_alone(saying: Making, answer: str, harmony: ByteLevelTokenizer) -> None:
-    service = saying((BODY, answer))
-    found = ask(service, BODY)["choices"][0]["message"]["tool_calls"] if "<|call|>" in answer else []
-    parser = ChannelParser(harmony, harmony.encode("<|start|>assistant", special_tokens=True))
-    calls: dict[int, list[str]] = {}
-    for delta in parser.add(harmony.encode(answer, special_tokens=True)):
-        if delta.call is not None:
-            calls.setdefault(delta.call.index, [delta.call.name, ""])[1] += delta.text
-    assert [[each["function"]["name"], each["function"]["arguments"]] for each in found] == list(calls.values())
-
-
 def test_malformed_arguments_are_handed_on(saying: Making) -> None:
     answer = '<|channel|>commentary to=functions.clock<|message|>{"a": [1, <|call|>'
     choice = ask(saying((BODY, answer)), BODY)["choices"][0]
@@ -135,23 +127,6 @@ def test_malformed_arguments_are_handed_on(saying: Making) -> None:
 def test_a_call_that_the_limit_cuts_is_no_reason_to_call(saying: Making) -> None:
     choice = ask(saying((BODY, THINKS + CALLS)), {**BODY, "max_tokens": 25})["choices"][0]
     assert choice["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_the_requests_own_stop_token_cuts_is_no_reason_to_call(
-    saying: Making, harmony: ByteLevelTokenizer, stream: bool
-) -> None:
-    (comma,) = harmony.encode(",")
-    body = {**BODY, "stop_token_ids": [comma]}
-    service = saying((BODY, CALLS))
-    if not stream:
-        (choice,) = ask(service, body)["choices"]
-        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "東京"'
-        assert choice["finish_reason"] == "stop"
-        return
-    text = client_of(service).post(PATH, json={**body, "stream": True}).text
-    events = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: {")]
-    assert [each["finish_reason"] for event in events for each in event["choices"] if each["finish_reason"]] == ["stop"]
 
 
 def test_calls_of_one_message_have_ids_of_their_own(saying: Making) -> None:
@@ -170,10 +145,10 @@ def test_more_messages_than_the_context_can_hold_are_refused_before_they_are_ren
     monkeypatch.setattr(service.prompter.tokenizer, "encode_chat", lambda *_, **__: pytest.fail("rendered"))
     most = service.prompter.context // 4
     error = ask(service, {"messages": [*USER] * (most + 1)}, 400)["error"]
-    assert f"{most + 1} messages and calls are given; expected at most {most}" in error["message"]
+    assert f"{most + 1} messages, calls and parts are given; expected at most {most}" in error["message"]
     calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(most)]
     error = ask(service, {"messages": [*USER, {"role": "assistant", "tool_calls": calls}]}, 400)["error"]
-    assert "messages and calls are given" in error["message"]
+    assert "messages, calls and parts are given" in error["message"]
 
 
 def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
@@ -205,11 +180,154 @@ def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
     )
 
 
-@pytest.mark.parametrize("arguments", ['{"a": [1, ', '"x"', '{"a": NaN}', '{"a": "\\ud800"}', "[" * 5000])
-def test_a_models_malformed_arguments_can_be_sent_back(saying: Making, arguments: str) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments[:90]}}
-    history = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "a", "content": ""}]
-    assert json.dumps(arguments[:90]).replace("\\\\", "\\") in prompt(saying(), messages=history).replace("\\\\", "\\")
+def past(*calls: tuple[str, str]) -> list[Any]:
+    """Make a history of calls (id, arguments) in one message, and their results."""
+    made = [{"id": name, "type": "function", "function": {"name": "f", "arguments": text}} for name, text in calls]
+    results = [{"role": "tool", "tool_call_id": name, "content": "x"} for name, _ in calls]
+    return [*USER, {"role": "assistant", "tool_calls": made}, *results]
+
+
+AS_WRITTEN = [
+    *('{"a":1}', '{"a": 1.10, "a": 2}', "1e400", '{"a": NaN}', '{"a": [1, ', '"x"', "", '"', '{"a": "\\ud800"}'),
+    *("[" * 300, "<|call|><|end|>", "\U000f0000\U000f0001", "東京\\n\n"),
+]
+
+
+@pytest.mark.parametrize("arguments", AS_WRITTEN)
+def test_arguments_in_the_history_are_what_the_model_wrote(saying: Making, arguments: str) -> None:
+    service = saying()
+    text = prompt(service, messages=past(("a", arguments), ("b", "{}")))
+    header = "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>"
+    assert text.count(header) == 2
+    assert header + arguments + "<|call|><|start|>functions.f to=assistant" in text
+    special = service.prompter.tokenizer.special_tokens
+    plain, given = (
+        client_of(service).post("/tokenize", json={"messages": past(("a", each))}).json()["tokens"]
+        for each in ("{}", arguments)
+    )
+    assert [token for token in given if token in special] == [token for token in plain if token in special]
+
+
+class Counting(list[Any]):
+    """A list that counts how often it is gone through."""
+
+    count = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.count += 1
+        return super().__iter__()
+
+
+def test_calls_are_gone_through_no_more_often_for_more_results() -> None:
+    count = 200
+    message = ChatMessage.model_validate(past(*((str(n), "{}") for n in range(count)))[1])
+    calls = Counting(message.tool_calls)
+    object.__setattr__(message, "tool_calls", calls)
+    results = [ChatMessage(role="tool", tool_call_id=str(n), content="x") for n in range(count)]
+    assert len(chat_of([message, *results])) == 2 * count
+    assert calls.count <= 3
+
+
+def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at(
+    saying: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = saying()
+
+    def rendered(*_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing is rendered")
+
+    monkeypatch.setattr(ByteLevelTokenizer, "encode_chat", rendered)
+    monkeypatch.setattr(schema, "validated", rendered)
+    long = service.prompter.context + 1
+    part = {"type": "text", "text": ""}
+    for messages in (
+        [{"role": "user", "content": ""}] * long,
+        [{"role": "user", "content": [part] * long}],
+        past(*((str(n), "") for n in range(long // 2))),
+    ):
+        for path in (PATH, "/tokenize"):
+            error = client_of(service).post(path, json={"messages": messages}).json()["error"]
+            assert "messages, calls and parts are given; expected at most 192" in error["message"]
+            assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    error = client_of(service).post("/v1/responses", json={"input": [{"role": "user", "content": ""}] * long}).json()
+    assert error["error"]["param"] == "input"
+
+
+def test_more_calls_than_a_template_renders_soon_are_refused() -> None:
+    messages = [ChatMessage.model_validate(each) for each in past(*((str(n), "{}") for n in range(MOST_CALLS + 1)))]
+    with pytest.raises(ApiError, match="messages holds 513 calls; expected at most 512"):
+        chat_of(messages)
+
+
+def test_bodies_are_read_outside_of_the_event_loop(saying: Making, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    read, items = schema._without_neutral, responses._messages
+
+    def recorded(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(schema, "_without_neutral", recorded(read))
+    monkeypatch.setattr(responses, "_messages", recorded(items))
+    client = client_of(saying())
+    for path, body in (
+        (PATH, {"messages": USER, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+    ):
+        assert client.post(path, json=body).status_code == 200
+    assert len(threads) >= 6
+    assert {name.rpartition("_")[0] for name in threads} == {"tokenizer"}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(levels):
+        found = {"properties": found}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parameters", "part"),
+    [
+        (nested(40), "tools.0.function.parameters has more than 32 levels"),
+        (nested(190), "tools.0.function.parameters has more than 32 levels"),
+        ({"enum": list(range(6000))}, "the parameters of the tools hold more than 5000 values"),
+        ({"a": [[]] * 6000}, "the parameters of the tools hold more than 5000 values"),
+    ],
+)
+def test_schemas_of_too_much_are_refused(saying: Making, parameters: Any, part: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for path in (PATH, "/tokenize"):
+        error = client_of(saying()).post(path, json={"messages": USER, "tools": [tool]}).json()["error"]
+        assert part in error["message"]
+        assert error["param"] == "tools.0.function.parameters"
+
+
+def test_a_template_that_fails_on_tools_blames_them(saying: Making) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}
+    error = ask(saying(), {**BODY, "tools": [bad]}, 400)["error"]
+    assert error["message"].startswith("the model's chat template refuses these tools: ")
+    assert error["param"] == "tools"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_clients_own_stop_token_cuts_is_no_reason_to_call(
+    saying: Making, harmony: ByteLevelTokenizer, stream: bool
+) -> None:
+    (comma,) = harmony.encode(",")
+    (call,) = harmony.encode("<|call|>", special_tokens=True)
+    service = saying((BODY, THINKS + CALLS))
+    for own, reason in ((comma, "stop"), (call, "tool_calls")):
+        body = {**BODY, "stop_token_ids": [own], "stream": stream}
+        text = client_of(service).post(PATH, json=body).text
+        assert "get_weather" in text
+        assert f'"finish_reason": "{reason}"' in text
 
 
 def test_no_tool_is_offered_with_the_choice_none(saying: Making) -> None:
@@ -268,6 +386,18 @@ def test_a_function_that_must_be_called_is_called(saying: Making, choice: Any) -
             "messages.1.tool_call_id is 'b'",
         ),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]}, "messages.0.tool_call_id is not"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}] * 2,
+                    },
+                    {"role": "tool", "tool_call_id": "a", "content": "x"},
+                ]
+            },
+            "messages.0.tool_calls.1.id is 'a', as that of a call before it",
+        ),
         (
             {"messages": [*USER, {"role": "system", "content": "one"}, {"role": "developer", "content": "two"}]},
             "leaves out a message of the system",
