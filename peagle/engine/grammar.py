@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
 
 LONGEST_GRAMMAR = 100_000  # characters
 DEEPEST_SCHEMA = 64
@@ -79,7 +80,7 @@ class Grammar:
             raise GrammarError(f"the JSON schema is {type(found).__name__}; expected an object")
         _check_schema(found)
         try:
-            text = json.dumps(found, allow_nan=False)
+            text = dumps(found)
         except (TypeError, ValueError) as error:
             raise GrammarError(f"the JSON schema cannot be written as JSON: {error}") from None
         return cls("json_schema", text)
@@ -101,7 +102,7 @@ class Grammar:
             raise GrammarError(f"{len(texts)} choices are given; expected 1..{MOST_CHOICES_OF_TEXT}")
         if not all(texts):
             raise GrammarError("a choice is empty; expected a character or more")
-        return cls("choice", json.dumps(list(texts), ensure_ascii=False))
+        return cls("choice", dumps(list(texts), ensure_ascii=False))
 
     @classmethod
     def lark(cls, text: str) -> "Grammar":
@@ -117,6 +118,8 @@ def _check_schema(*schemas: Any) -> None:
         if depth > DEEPEST_SCHEMA:
             raise GrammarError(f"the JSON schema is nested deeper than {DEEPEST_SCHEMA} levels; make it flatter")
         for node in level:
+            if isinstance(node, float) and not math.isfinite(node):
+                raise GrammarError("the JSON schema holds a number that is not finite; leave it out")
             if isinstance(node, Mapping) and len(node) > MOST_KEYS:
                 raise GrammarError(f"an object of the JSON schema has {len(node)} keys; expected at most {MOST_KEYS}")
             if isinstance(node, Mapping) and "multipleOf" in node:
@@ -172,7 +175,7 @@ class Vocabulary:
         rules = around or f"start: @{ANSWER}"
         # without forcing, masks allow any tokens that spell the text, not one tokenizer's alone
         top = {"name": "top", "lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}
-        text = json.dumps({"grammars": [top, {"name": ANSWER, **self._translated(grammar)}]})
+        text = dumps({"grammars": [top, {"name": ANSWER, **self._translated(grammar)}]})
         matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -193,7 +196,7 @@ class Vocabulary:
             given = schema if isinstance(schema, dict) else {"allOf": [schema]}
             return {"json_schema": {**given, "x-guidance": {"whitespace_pattern": WHITESPACE}}}
         if grammar.kind == "choice":
-            return {"lark_grammar": "start: " + " | ".join(map(json.dumps, json.loads(text)))}
+            return {"lark_grammar": "start: " + " | ".join(map(dumps, json.loads(text)))}
         if grammar.kind == "regex":
             (found,) = json.loads(library.LLMatcher.grammar_from_regex(text))["grammars"]
             return {"lark_grammar": found["lark_grammar"]}
