@@ -22,7 +22,7 @@ from peagle.engine.engine import EngineConfig
 from peagle.engine.request import Request, TokenChunk
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
-from peagle.serve.loop import RETRY_AFTER_S, Found, Status
+from peagle.serve.loop import RETRY_AFTER_S, Chunks, Found, Status, read_chunks
 
 PREFILL_TRIES = 3
 LOST = "the process that decoded this answer was lost; send the request again"
@@ -68,28 +68,19 @@ class Shape:
 class FleetCall:
     """Requests of one HTTP request (peagle.serve.loop.Submitted)."""
 
-    fleet: "Fleet"
     requests: Sequence[Request]
-    queue: "asyncio.Queue[tuple[int, TokenChunk | ApiError]]" = field(default_factory=asyncio.Queue)
+    queue: Chunks = field(default_factory=asyncio.Queue)
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
-    async def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """Yield (number of the request, chunk) as chunks arrive, until each request has ended or was aborted.
 
         Raises ApiError if an engine fails or is lost.
         """
-        left = set(range(len(self.requests)))
-        while left := {place for place in left if not self.tasks[place].cancelled() and not self._cancelling(place)}:
-            place, found = await self.queue.get()
-            if isinstance(found, ApiError):
-                raise found
-            if place in left:
-                if found.finish_reason is not None:
-                    left.discard(place)
-                yield place, found
+        return read_chunks(self.queue, len(self.requests), self._aborted)
 
-    def _cancelling(self, place: int) -> bool:
-        return self.tasks[place].cancelling() > 0
+    def _aborted(self, place: int) -> bool:
+        return self.tasks[place].cancelled() or self.tasks[place].cancelling() > 0
 
     def abort(self, place: int) -> None:
         """End a request. Does nothing if it has ended. Never waits."""
@@ -129,7 +120,7 @@ class Fleet:
         if self._open + len(requests) > self.most_open:
             message = f"{self._open} requests are running, and at most {self.most_open} may; try again later"
             raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
-        call = FleetCall(self, requests)
+        call = FleetCall(requests)
         self._open += len(requests)
         for place, request in enumerate(requests):
             task = asyncio.get_running_loop().create_task(self._run(call, place, request))

@@ -38,6 +38,27 @@ class _Job:
     aborted: bool = False
 
 
+Chunks = asyncio.Queue[tuple[int, TokenChunk | ApiError]]  # with the numbers of their requests
+
+
+async def read_chunks(
+    queue: Chunks, count: int, aborted: Callable[[int], bool]
+) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    """Yield the chunks of requests 0..count - 1 as they arrive, until each has ended or was aborted.
+
+    Raises an ApiError that arrives.
+    """
+    left = set(range(count))
+    while left := {place for place in left if not aborted(place)}:
+        place, found = await queue.get()
+        if isinstance(found, ApiError):
+            raise found
+        if place in left:
+            if found.finish_reason is not None:
+                left.discard(place)
+            yield place, found
+
+
 @dataclass(eq=False)
 class Call:
     """Requests of one HTTP request, with the chunks that have arrived. Iterate in the event loop that made it."""
@@ -45,22 +66,14 @@ class Call:
     engine: Engine
     loop: asyncio.AbstractEventLoop
     jobs: list[_Job] = field(default_factory=list)
-    queue: "asyncio.Queue[tuple[int, TokenChunk | ApiError]]" = field(default_factory=asyncio.Queue)
+    queue: Chunks = field(default_factory=asyncio.Queue)
 
-    async def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    def chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
         """Yield (number of the request, chunk) as chunks arrive, until each request has ended or was aborted.
 
         Raises ApiError if the engine fails, or a model's outputs are not finite.
         """
-        left = set(range(len(self.jobs)))
-        while left := {place for place in left if not self.jobs[place].aborted}:
-            place, found = await self.queue.get()
-            if isinstance(found, ApiError):
-                raise found
-            if place in left:
-                if found.finish_reason is not None:
-                    left.discard(place)
-                yield place, found
+        return read_chunks(self.queue, len(self.jobs), lambda place: self.jobs[place].aborted)
 
     def abort(self, place: int) -> None:
         """End a request before the next dispatch. Does nothing if it has ended. Never waits."""
