@@ -9,7 +9,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from peagle.cli.options import Settings, command_of, expect_alone, in_words
+from peagle.cli.options import Settings, command_of, expect_alone, in_words, needing
 from peagle.cli.output import say
 from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
@@ -105,19 +105,15 @@ def chat(settings: ChatSettings) -> int:
 
 @command
 def serve(settings: ServeSettings) -> int:
-    try:
+    with needing("serving needs", "serve"):
         from peagle.cli.serve import serve_command
-    except ModuleNotFoundError as error:
-        raise InputError(f"serving needs {error.name}, which is not installed; pip install 'peagle[serve]'") from None
     return serve_command(settings)
 
 
 @command
 def batch(settings: BatchSettings) -> int:
-    try:
+    with needing("batches need", "serve"):
         from peagle.cli.batch import batch_command
-    except ModuleNotFoundError as error:
-        raise InputError(f"batches need {error.name}, which is not installed; pip install 'peagle[serve]'") from None
     return batch_command(settings)
 
 
@@ -157,10 +153,8 @@ def data(settings: DataSettings) -> int:
 
 @command
 def train(settings: TrainSettings) -> int:
-    try:
+    with needing("training needs", "train"):
         from peagle.cli.train import RESUMABLE, train_command
-    except ModuleNotFoundError as error:
-        raise InputError(f"training needs {error.name}, which is not installed; pip install 'peagle[train]'") from None
     if settings.resume:
         expect_alone(settings, "--resume", ("out", "resume", *RESUMABLE), f"the recipe in {settings.out}")
     return train_command(settings)

@@ -8,13 +8,13 @@ from typing import Any
 
 from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS
 from peagle.cli.display import Display
+from peagle.cli.options import needing
 from peagle.cli.output import say
 from peagle.cli.serve import DEMO_NAME, LOOPBACK, read_keys
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.speculate import DEFAULT_CONTEXT
 from peagle.engine.widths import read_widths
 from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, check_fit, drafter_path, resolve, without_weights
-from peagle.ops.errors import InputError
 
 # Ray's own switch for machines on which it should stay on loopback; it must be set before Ray is imported
 LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -28,11 +28,8 @@ def up_command(settings: ClusterUpSettings) -> int:
     arguments = fleet_arguments(settings)
     if settings.address is None:
         os.environ.setdefault(LOOPBACK_ALONE, "0")
-    try:
+    with needing("a cluster needs", "cluster"):
         from peagle.cluster.start import run
-    except ModuleNotFoundError as error:
-        missing = f"a cluster needs {error.name}, which is not installed"
-        raise InputError(f"{missing}; pip install 'peagle[cluster]'") from None
     if settings.host not in LOOPBACK and settings.api_key_file is None:
         say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
     stopped = threading.Event()

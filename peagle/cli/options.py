@@ -3,7 +3,8 @@
 import dataclasses
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -105,6 +106,18 @@ def given(settings: Any) -> list[str]:
         elif value != field.default:
             names.append(field.name)
     return names
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Raise InputError if an import within finds a module missing; name the extra that brings it.
+
+    what: the beginning of the message, as "training needs".
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise InputError(f"{what} {error.name}, which is not installed; pip install 'peagle[{extra}]'") from None
 
 
 def expect_alone(settings: Any, option: str, free: Sequence[str], whole: str) -> None:

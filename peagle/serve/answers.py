@@ -45,8 +45,7 @@ class Answers:
         for request in requests:
             refuse_stop_strings_without(tokenizer, request.stop)
         self.requests, self.started_s = tuple(requests), time.perf_counter()
-        special = {} if tokenizer is None else tokenizer.special_tokens
-        self._ends = {*loop.engine.stop_token_ids, *(token for token, spelled in special.items() if spelled == CALL)}
+        self._tokenizer, self._ends = tokenizer, loop.engine.stop_token_ids
         k = loop.engine.config.num_speculative_tokens
         self._assemblers = []
         for request in requests:
@@ -99,7 +98,9 @@ class Answers:
         if chunk.finish_reason != "stop" or not chunk.token_ids:
             return False
         last = chunk.token_ids[-1]
-        return last not in self._ends and last in (self.requests[place].stop_token_ids or ())
+        if last in self._ends or last not in (self.requests[place].stop_token_ids or ()):
+            return False
+        return self._tokenizer is None or self._tokenizer.special_tokens.get(last) != CALL
 
 
 class TokenTexts:

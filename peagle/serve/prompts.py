@@ -25,7 +25,7 @@ from peagle.serve.schema import (
 )
 from peagle.serve.structured import grammar_of
 from peagle.serve.tools import begin_call, chat_of, offered, takes_tools
-from peagle.text.channels import CALL
+from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
 from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
 
@@ -174,8 +174,8 @@ class Prompter:
 
     def _call_ends(self, tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the token that ends a call, if there are tools: their results must come next."""
-        special = self.tokenizer.special_tokens
-        return tuple(token_id for token_id, spelled in special.items() if spelled == CALL) if tools else ()
+        ids = control_ids(self.tokenizer)
+        return (ids[CALL],) if tools and CALL in ids else ()
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for an id outside the target's vocabulary."""

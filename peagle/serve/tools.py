@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from peagle.serve.errors import ApiError
 from peagle.serve.schema import ChatMessage, NamedTool, Tool
-from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, final_message
+from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, control_ids, final_message
 from peagle.text.prompts import brief
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
 
@@ -109,7 +109,7 @@ def begin_call(tokenizer: Tokenizer, prompt_ids: Sequence[int], name: str) -> tu
 
     Raises ApiError if the prompt ends elsewhere.
     """
-    control = {spelled: token_id for token_id, spelled in tokenizer.special_tokens.items()}
+    control = control_ids(tokenizer)
     starts = [place for place, token_id in enumerate(prompt_ids) if token_id == control.get(START)]
     if (
         not starts

@@ -100,7 +100,7 @@ class ChannelParser:
         stop: strings before the first of which, in any message's text, the answer ends.
         """
         self._tokenizer = tokenizer
-        names = _control_ids(tokenizer)
+        names = control_ids(tokenizer)
         starts = [place for place, token_id in enumerate(prompt_ids) if token_id == names.get(START)]
         begun = bool(starts) and all(name in names for name in REQUIRED)
         self._control = {token_id: name for name, token_id in names.items()} if begun else {}
@@ -373,7 +373,7 @@ def _equal(word: str, to: Sequence[str]) -> bool:
 
 def has_channels(tokenizer: Tokenizer) -> bool:
     """Test whether a vocabulary has the control tokens of channels."""
-    return all(name in _control_ids(tokenizer) for name in REQUIRED)
+    return all(name in control_ids(tokenizer) for name in REQUIRED)
 
 
 def answer_begun(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[int, ...]:
@@ -381,7 +381,7 @@ def answer_begun(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[int, 
 
     Where there are some, the answer's grammar is that of `answer_rules`.
     """
-    names = _control_ids(tokenizer)
+    names = control_ids(tokenizer)
     if not has_channels(tokenizer) or names[START] not in prompt_ids:
         return ()
     last = len(prompt_ids) - 1 - [*reversed(prompt_ids)].index(names[START])
@@ -394,7 +394,7 @@ def answer_rules(tokenizer: Tokenizer, may_call: bool = False) -> str:
     They begin with <|start|>, which the prompt holds. Analysis is free text. may_call: the answer may end with the call
     of a function instead, whose arguments are free text.
     """
-    ids = {name: f"<[{token_id}]>" for name, token_id in _control_ids(tokenizer).items()}
+    ids = {name: f"<[{token_id}]>" for name, token_id in control_ids(tokenizer).items()}
     kind = f'(" "? {ids[CONSTRAIN]} /[a-zA-Z]+/)?' if CONSTRAIN in ids else ""
     rules = [
         f'start: begin ({ids[CHANNEL]} "{ANALYSIS}" {ids[MESSAGE]} TEXT {ids["<|end|>"]} begin)* '
@@ -412,7 +412,8 @@ def answer_rules(tokenizer: Tokenizer, may_call: bool = False) -> str:
     return "\n".join(rules)
 
 
-def _control_ids(tokenizer: Tokenizer) -> dict[str, int]:
+def control_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of CONTROL's tokens that a vocabulary has, by their spellings."""
     return {name: token_id for token_id, name in tokenizer.special_tokens.items() if name in CONTROL}
 
 
