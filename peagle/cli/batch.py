@@ -21,7 +21,7 @@ def batch_command(settings: BatchSettings) -> int:
 
     Raises InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
     """
-    chosen = Chosen.by(settings)
+    chosen = Chosen.by(settings.served, settings.slots)
     check_files(settings.requests, settings.answers)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
     engine, prompter, name = chosen.load(display)

@@ -10,7 +10,7 @@ from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS
 from peagle.cli.display import Display
 from peagle.cli.options import needing
 from peagle.cli.output import say
-from peagle.cli.serve import DEMO_NAME, LOOPBACK, read_keys
+from peagle.cli.serve import LOOPBACK, default_name, read_keys
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.speculate import DEFAULT_CONTEXT
 from peagle.engine.widths import read_widths
@@ -54,12 +54,11 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         known = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
         k = ((None if beside is None else read_widths(beside)) or known).most
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
-    named = DEMO_NAME if target == DEMO else directory.resolve().name
     # replicas run in directories of their own
     return {
         "target": target if target == DEMO else str(Path(target).resolve()),
         "drafter": drafter if drafter in (None, DEMO, DEMO_EAGLE3, NGRAM) else str(Path(drafter).resolve()),
-        "name": settings.served_model_name or named,
+        "name": settings.served_model_name or default_name(target),
         "prefill": settings.prefill,
         "decode": settings.decode,
         "num_speculative_tokens": k,

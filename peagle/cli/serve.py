@@ -11,8 +11,7 @@ from typing import Literal
 from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.output import say
-from peagle.cli.settings.batch import BatchSettings
-from peagle.cli.settings.serve import ServeSettings
+from peagle.cli.settings.serve import ServedOptions, ServeSettings
 from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import chosen_context, chosen_models, load_pair
 from peagle.engine.engine import Engine
@@ -39,7 +38,7 @@ def serve_command(settings: ServeSettings) -> int:
 
     Raises InputError, before anything slow, for options that cannot be used.
     """
-    chosen = Chosen.by(settings)
+    chosen = Chosen.by(settings.served, settings.slots)
     for option, value, least in (
         ("--max-queue", settings.max_queue, 0),
         ("--max-body", settings.max_body, 1),
@@ -64,39 +63,40 @@ def serve_command(settings: ServeSettings) -> int:
 class Chosen:
     """The models and the engine that `serve` and `batch` are given."""
 
-    settings: ServeSettings | BatchSettings
+    options: ServedOptions
+    slots: int
     target: str
     drafter: str | None
     k: int | Literal["auto"] | None
     cache_bytes: int | None
 
     @classmethod
-    def by(cls, settings: ServeSettings | BatchSettings) -> "Chosen":
+    def by(cls, options: ServedOptions, slots: int) -> "Chosen":
         """Read the options. Raises InputError, before anything slow, for those that cannot be used."""
-        target, drafter, k = chosen_models(settings.model, settings.drafting)
-        parse_date(settings.date)
-        if settings.slots < 1:
-            raise InputError(f"--slots is {settings.slots}; expected 1 or more")
-        return cls(settings, target, drafter, k, parse_prefix_cache(settings.prefix_cache))
+        target, drafter, k = chosen_models(options.model, options.drafting)
+        parse_date(options.date)
+        if slots < 1:
+            raise InputError(f"--slots is {slots}; expected 1 or more")
+        return cls(options, slots, target, drafter, k, parse_prefix_cache(options.prefix_cache))
 
     def load(self, display: Display) -> tuple[Engine, Prompter, str]:
         """Load the pair and warm its engine up; return it, what makes its requests, and the model's name."""
-        settings = self.settings
+        options = self.options
         pair = load_pair(
             self.target,
             self.drafter,
-            settings.model,
-            settings.drafting,
+            options.model,
+            options.drafting,
             display,
-            settings.devices,
-            settings.retain_full_kv,
+            options.devices,
+            options.retain_full_kv,
         )
         k, adaptive = pair.num_drafts(self.k)
-        context = chosen_context(pair, settings.context)
+        context = chosen_context(pair, options.context)
         engine = pair.engine(
             pair.engine_config(
                 k,
-                slots=settings.slots,
+                slots=self.slots,
                 capacity=context,
                 adaptive=adaptive,
                 prefix_cache_bytes=default_prefix_cache_bytes() if self.cache_bytes is None else self.cache_bytes,
@@ -104,11 +104,15 @@ class Chosen:
             )
         )
         _warm_up(pair, engine, display)
-        named = DEMO_NAME if self.target == DEMO else Path(self.target).resolve().name
-        name = settings.served_model_name or named
+        name = options.served_model_name or default_name(self.target)
         for line in _described(pair, engine, name, adaptive):
             display.note(line)
-        return engine, Prompter(pair, context, settings.date, k), name
+        return engine, Prompter(pair, context, options.date, k), name
+
+
+def default_name(target: str) -> str:
+    """Return what clients call a target: the name of its directory, or of its repository."""
+    return DEMO_NAME if target == DEMO else Path(target).resolve().name
 
 
 def _serve(

@@ -6,17 +6,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from peagle.cli.settings.serve import Context, Date, ServedModelName
-from peagle.cli.settings.shared import (
-    OUTPUT,
-    RUNNING,
-    DraftOptions,
-    MeshOptions,
-    ModelOptions,
-    PrefixCache,
-    RetainFullKV,
-)
-from peagle.text.tokenizer import DEFAULT_DATE
+from peagle.cli.settings.serve import ServedOptions
+from peagle.cli.settings.shared import OUTPUT, RUNNING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +25,6 @@ class BatchSettings:
 
     requests: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests, one a line.")]
     answers: Annotated[Path, Argument(metavar="OUT.jsonl", help="Answers, one a line, as they end; appended to.")]
-    model: ModelOptions = ModelOptions()
-    devices: MeshOptions = MeshOptions()
-    drafting: DraftOptions = DraftOptions()
-    context: Context = None
-    served_model_name: ServedModelName = None
-    date: Date = DEFAULT_DATE
+    served: ServedOptions = ServedOptions()
     slots: Annotated[int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Requests decoded at once.")] = 8
-    prefix_cache: PrefixCache = "auto"
-    retain_full_kv: RetainFullKV = False
     quiet: Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No notes, no progress.")] = False

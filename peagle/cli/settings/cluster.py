@@ -1,12 +1,11 @@
 """The options of `cluster up`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from typer import Option
 
-from peagle.cli.settings.serve import Context, ServedModelName
+from peagle.cli.settings.serve import ApiKeyFile, Context, Host, MaxQueue, ServedModelName
 from peagle.cli.settings.shared import MODEL, RUNNING, Target
 
 
@@ -54,23 +53,10 @@ class ClusterUpSettings:
         int,
         Option("--slots", min=1, metavar="N", rich_help_panel=RUNNING, help="Requests at once in a replica."),
     ] = 4
-    max_queue: Annotated[
-        int,
-        Option("--max-queue", metavar="N", rich_help_panel=RUNNING, help="Requests that may wait; more get 429."),
-    ] = 64
-    host: Annotated[
-        str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
-    ] = "127.0.0.1"
+    max_queue: MaxQueue = 64
+    host: Host = "127.0.0.1"
     port: Annotated[int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")] = 8000
-    api_key_file: Annotated[
-        Path | None,
-        Option(
-            "--api-key-file",
-            metavar="FILE",
-            rich_help_panel=RUNNING,
-            help="Keys, one a line; a client sends one.",
-        ),
-    ] = None
+    api_key_file: ApiKeyFile = None
     address: Annotated[
         str | None,
         Option(

@@ -37,15 +37,49 @@ ServedModelName = Annotated[
         help="The model's name for clients. Default: that of the target's directory.",
     ),
 ]
-Date = Annotated[
-    str,
+Host = Annotated[
+    str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
+]
+MaxQueue = Annotated[
+    int,
     Option(
-        "--date",
-        metavar="YYYY-MM-DD",
-        rich_help_panel=MODEL,
-        help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
+        "--max-queue",
+        metavar="N",
+        rich_help_panel=RUNNING,
+        help="Requests that may wait for a slot; more are refused with status 429.",
     ),
 ]
+ApiKeyFile = Annotated[
+    Path | None,
+    Option(
+        "--api-key-file",
+        metavar="FILE",
+        rich_help_panel=RUNNING,
+        help="Keys, one a line, of which a client must send one. Default: none is needed.",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions:
+    """Which pair answers requests in OpenAI's form, and how it is run, over HTTP or from a file."""
+
+    model: ModelOptions = ModelOptions()
+    devices: MeshOptions = MeshOptions()
+    drafting: DraftOptions = DraftOptions()
+    context: Context = None
+    served_model_name: ServedModelName = None
+    date: Annotated[
+        str,
+        Option(
+            "--date",
+            metavar="YYYY-MM-DD",
+            rich_help_panel=MODEL,
+            help="Today's date for templates that show it. Fixed by default, so that results do not drift.",
+        ),
+    ] = DEFAULT_DATE
+    prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,40 +97,17 @@ class ServeSettings:
       and call it            [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
     """
 
-    model: ModelOptions = ModelOptions()
-    devices: MeshOptions = MeshOptions()
-    drafting: DraftOptions = DraftOptions()
-    context: Context = None
-    served_model_name: ServedModelName = None
-    date: Date = DEFAULT_DATE
-    host: Annotated[
-        str, Option("--host", metavar="ADDRESS", rich_help_panel=RUNNING, help="Address to listen on: this machine's.")
-    ] = "127.0.0.1"
+    served: ServedOptions = ServedOptions()
+    host: Host = "127.0.0.1"
     port: Annotated[
         int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on; 0: a free one.")
     ] = 8000
     slots: Annotated[int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Requests decoded at once.")] = 4
-    max_queue: Annotated[
-        int,
-        Option(
-            "--max-queue",
-            metavar="N",
-            rich_help_panel=RUNNING,
-            help="Requests that may wait for a slot; more are refused with status 429.",
-        ),
-    ] = 64
+    max_queue: MaxQueue = 64
     max_body: Annotated[
         int, Option("--max-body", metavar="BYTES", rich_help_panel=RUNNING, help="Most bytes of a request.")
     ] = 4_000_000
-    api_key_file: Annotated[
-        Path | None,
-        Option(
-            "--api-key-file",
-            metavar="FILE",
-            rich_help_panel=RUNNING,
-            help="Keys, one a line, of which a client must send one. Default: none is needed.",
-        ),
-    ] = None
+    api_key_file: ApiKeyFile = None
     allow_origin: Annotated[
         tuple[str, ...],
         Option(
@@ -106,8 +117,6 @@ class ServeSettings:
             help="A site whose pages may use this server from a browser, as https://example.org; *: any. Repeatable.",
         ),
     ] = ()
-    prefix_cache: PrefixCache = "auto"
-    retain_full_kv: RetainFullKV = False
     drain: Annotated[
         int,
         Option(
