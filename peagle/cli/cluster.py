@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS
@@ -56,8 +55,8 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
     # replicas run in directories of their own
     return {
-        "target": target if target == DEMO else str(Path(target).resolve()),
-        "drafter": drafter if drafter in (None, DEMO, DEMO_EAGLE3, NGRAM) else str(Path(drafter).resolve()),
+        "target": target if target == DEMO else str(directory.resolve()),
+        "drafter": drafter if beside is None or drafter in (DEMO, DEMO_EAGLE3) else str(beside.resolve()),
         "name": settings.served_model_name or default_name(target),
         "prefill": settings.prefill,
         "decode": settings.decode,

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -170,6 +171,17 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Directories:
     write_tokenizer(root / "target")
     write_drafter(root / "drafter")
     return Directories(root / "target", root / "drafter", root)
+
+
+@pytest.fixture
+def cached_target(directories: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the target into a local cache, as the Hugging Face hub lays it out, by the name openai/gpt-oss-20b."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository, revision = tmp_path / "hub" / "models--openai--gpt-oss-20b", "0" * 40
+    shutil.copytree(directories.target, repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    return repository / "snapshots" / revision
 
 
 @pytest.fixture(scope="session")

@@ -237,15 +237,10 @@ def test_names_stand_for_the_demo_and_for_directories(directories: Directories) 
 
 
 def test_a_repository_in_the_local_cache_is_found_by_its_name(
-    directories: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cached_target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cache as the Hugging Face hub lays it out. Nothing is fetched for another name."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    repository, revision = tmp_path / "models--openai--gpt-oss-20b", "0" * 40
-    shutil.copytree(directories.target, repository / "snapshots" / revision)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(revision)
-    assert resolve("openai/gpt-oss-20b", "target") == repository / "snapshots" / revision
+    """Nothing is fetched for another name."""
+    assert resolve("openai/gpt-oss-20b", "target") == cached_target
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("it asks the network"))
     for name in ("openai/gpt-oss-120b", "run/drafter"):
         with pytest.raises(InputError, match=rf"{name} is neither a directory nor in the local .* hf download {name}"):

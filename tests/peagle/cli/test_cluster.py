@@ -23,6 +23,11 @@ def test_replicas_are_told_absolute_paths_and_a_number_of_drafts(
     assert (demo["target"], demo["drafter"], demo["num_speculative_tokens"]) == ("demo", None, 0)
 
 
+def test_replicas_are_told_where_a_repository_lies_and_clients_its_name(cached_target: Path) -> None:
+    found = fleet_arguments(ClusterUpSettings(target="openai/gpt-oss-20b", drafter="ngram"))
+    assert (found["target"], found["drafter"], found["name"]) == (str(cached_target), "ngram", "gpt-oss-20b")
+
+
 def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Directories, tmp_path: Path) -> None:
     for settings, match in (
         (ClusterUpSettings(target=str(tmp_path / "none"), drafter="ngram"), "does not exist"),
