@@ -190,7 +190,6 @@ def create_app(service: Service) -> fastapi.FastAPI:
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
-    guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorised)])
 
     @app.get("/health")
     async def health() -> JsonReply:
@@ -201,50 +200,66 @@ def create_app(service: Service) -> fastapi.FastAPI:
     async def page() -> HTMLResponse:
         return HTMLResponse(PAGE, headers=HEADERS)
 
-    @guarded.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model_card()]}
+    guarded = fastapi.APIRouter(dependencies=[fastapi.Depends(authorised)])
+    _add_answers(guarded, service)
+    _add_tokens(guarded, service)
+    _add_descriptions(guarded, service)
+    app.include_router(guarded)
+    _handle_errors(app)
+    return app
 
-    @guarded.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return service.model_card()
 
-    @guarded.post("/v1/chat/completions")
-    @guarded.post("/v1/responses")
-    @guarded.post("/v1/completions")
+def _add_answers(router: fastapi.APIRouter, service: Service) -> None:
+    """Add the routes whose replies the model writes."""
+
+    @router.post("/v1/chat/completions")
+    @router.post("/v1/responses")
+    @router.post("/v1/completions")
     async def answer(request: fastapi.Request) -> fastapi.Response:
         body = await read_body(request, service.max_body)
         asked = await until_disconnect(request.receive, CALLS[request.url.path](service, body))
         return await _reply(service, request, asked)
 
-    @guarded.post("/tokenize")
+
+def _add_tokens(router: fastapi.APIRouter, service: Service) -> None:
+    """Add the routes of the tokenizer."""
+
+    @router.post("/tokenize")
     async def tokenize(request: fastapi.Request) -> dict[str, Any]:
         body = await service.parse(TokenizeBody, await read_body(request, service.max_body))
         ids = await service.encode(service.prompter.tokenize, body)
         return {"count": len(ids), "max_model_len": service.prompter.context, "tokens": list(ids)}
 
-    @guarded.post("/detokenize")
+    @router.post("/detokenize")
     async def detokenize(request: fastapi.Request) -> dict[str, Any]:
         body = await service.parse(DetokenizeBody, await read_body(request, service.max_body))
         return {"prompt": await service.encode(service.prompter.detokenize, body)}
 
-    @guarded.get("/tokenizer_info")
+    @router.get("/tokenizer_info")
     async def tokenizer_info() -> JsonReply:
         info = {**service.prompter.tokenizer.info, "tokenizer_class": "PreTrainedTokenizerFast"}
         return JsonReply({**info, "model_max_length": service.prompter.context})
 
-    @guarded.get("/openapi.json")
+
+def _add_descriptions(router: fastapi.APIRouter, service: Service) -> None:
+    """Add the routes that describe the server: its models, its interface, its figures."""
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.model_card()]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return service.model_card()
+
+    @router.get("/openapi.json")
     async def openapi() -> dict[str, Any]:
         return document(needs_key=bool(service.keys))
 
-    @guarded.get("/metrics")
+    @router.get("/metrics")
     async def metrics() -> fastapi.Response:
         return fastapi.Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    app.include_router(guarded)
-    _handle_errors(app)
-    return app
 
 
 def _include_usage(body: Sampled) -> bool:
