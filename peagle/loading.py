@@ -94,11 +94,7 @@ def load(
     from target.load import load_target
     from target.model import GptOss
 
-    shape = None if mesh is None else parse_mesh(mesh)
-    if reduce not in ("ordered", "psum"):
-        raise InputError(f"reduce is {reduce!r}; expected ordered or psum")
-    if shape is None and reduce != "ordered":
-        raise InputError(f"reduce is {reduce}, but there is no mesh of devices that sum; give --mesh, or leave it out")
+    shape = _mesh_shape(mesh, reduce)
     target_directory = resolve(target, "target")
     drafter_directory = drafter_path(target, drafter)
     _aux_layers(target_directory, drafter_directory, aux_layer_ids)  # check them before weights are read
@@ -139,6 +135,18 @@ def load(
     return with_drafter(
         pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
     )
+
+
+def _mesh_shape(mesh: str | None, reduce: str) -> MeshShape | None:
+    """Read the shape of a mesh; None: one device.
+
+    Raises InputError for a way to sum that is none, or one without a mesh.
+    """
+    if reduce not in ("ordered", "psum"):
+        raise InputError(f"reduce is {reduce!r}; expected ordered or psum")
+    if mesh is None and reduce != "ordered":
+        raise InputError(f"reduce is {reduce}, but there is no mesh of devices that sum; give --mesh, or leave it out")
+    return None if mesh is None else parse_mesh(mesh)
 
 
 def load_over(

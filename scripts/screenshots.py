@@ -15,23 +15,28 @@ from pathlib import Path
 WIDTHS, SCHEMES = (1400, 500), ("light", "dark")
 
 
+def chromium() -> str | None:
+    """Find Chromium; None if it is not installed."""
+    return shutil.which("chromium") or shutil.which("google-chrome")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the pictures; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("page", metavar="PAGE")
     parser.add_argument("out", type=Path, metavar="OUT")
     options = parser.parse_args(arguments)
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    executable = chromium()
     try:
         from playwright.sync_api import sync_playwright
     except ModuleNotFoundError:
         parser.error("playwright is not installed; pip install playwright")
-    if chromium is None:
+    if executable is None:
         parser.error("no Chromium is installed; apt-get install chromium")
     address = options.page if "://" in options.page else Path(options.page).resolve(strict=True).as_uri()
     options.out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
         for scheme in SCHEMES:
             for width in WIDTHS:
                 page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)

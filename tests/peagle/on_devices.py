@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafter.config import DrafterConfig
 from drafter.propose import PEagle
 from peagle import loading
 from peagle.engine.engine import Engine, EngineConfig
@@ -24,7 +23,6 @@ from peagle.ops import native
 from peagle.ops.checkpoint import Cut
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.linear import PackedMatrix, as_matrix
-from peagle.ops.rope import RopeConfig
 from peagle.parallel import MeshShape, Sharded, replicate
 from peagle.protocols import Explains, Target
 from peagle.workflows.random_checkpoint import random_tensors
@@ -34,7 +32,7 @@ from target.model import GptOss
 from target.shard import Hint, Part, Place
 from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import random_params
-from tests.peagle.toys import Scripted, decode
+from tests.peagle.toys import Scripted, decode, drafter_config
 from tests.target.test_shard import CONFIG
 
 AUX = (0, 1)
@@ -56,21 +54,7 @@ CASES = [
     *itertools.product((TP8, EP4, BOTH), ["packed"], ["xla"]),
     *[(TP4, "expanded", FAST), (TP4, "float32", FAST), (BOTH, "expanded", "xla"), (TP4, "float32", "xla")],
 ]
-DRAFTER = DrafterConfig(
-    hidden_size=20,
-    num_layers=1,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    mlp_width=26,
-    target_hidden_size=CONFIG.hidden_size,
-    vocab_size=CONFIG.vocab_size,
-    draft_vocab_size=CONFIG.vocab_size,
-    mask_token_id=3,
-    rope=RopeConfig(6, 10000.0),
-    num_taps=2,
-    aux_layer_ids=AUX,
-)
+DRAFTER = drafter_config(CONFIG, aux_layer_ids=AUX)
 
 
 def test_there_are_eight_devices() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 import peagle.loading
 from drafter import model
-from drafter.config import DrafterConfig
 from drafter.load import parse_config, save_drafter
 from drafter.propose import Eagle3, PEagle
 from peagle.api import Pair
@@ -26,11 +25,10 @@ from peagle.ops import native
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kv_cache import KVCache
-from peagle.ops.rope import RopeConfig
 from peagle.result import Result
 from tests.drafter.cases import random_params
 from tests.peagle.conftest import DRAFTER, MAX_POSITIONS, Directories
-from tests.peagle.toys import CONFIG, decode, tiny_target
+from tests.peagle.toys import CONFIG, decode, drafter_config, tiny_target
 
 K, WINDOW = 4, 48
 
@@ -84,22 +82,7 @@ def test_rings_accept_what_full_caches_accept_and_emit_plain_decodings_tokens(
 @pytest.mark.parametrize("mask_token_id", [3, None], ids=["P-EAGLE", "EAGLE-3"])
 def test_rings_draft_what_full_caches_draft_on_xla(mask_token_id: int | None) -> None:
     """Step by step, also behind plain steps whose rows the drafter takes in late, and beside another row."""
-    config = DrafterConfig(
-        hidden_size=20,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=6,
-        mlp_width=26,
-        target_hidden_size=CONFIG.hidden_size,
-        vocab_size=CONFIG.vocab_size,
-        draft_vocab_size=CONFIG.vocab_size,
-        mask_token_id=mask_token_id,
-        rope=RopeConfig(6, 10000.0),
-        num_taps=2,
-        aux_layer_ids=(0, 1),
-        windows=(7,),
-    )
+    config = drafter_config(mask_token_id=mask_token_id, windows=(7,))
     params, target = random_params(config), tiny_target(aux_layer_ids=(0, 1))
     rng = np.random.default_rng(5)
     asked = [Request(tuple(rng.integers(0, CONFIG.vocab_size, n).tolist()), new) for n, new in ((90, 110), (7, 40))]

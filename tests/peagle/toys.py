@@ -1,12 +1,15 @@
 """Tiny targets and scripted drafters for the engine's tests."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from drafter.config import DrafterConfig
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, StepRecord
 from peagle.ops.messages import DrafterInput, DraftOutput, VerifyOutput
@@ -41,6 +44,26 @@ def tiny_target(seed: int = 0, aux_layer_ids: tuple[int, ...] = ()) -> GptOss:
     rng = np.random.default_rng(seed)
     leaves = [leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype) for leaf in leaves]
     return GptOss(jax.tree.unflatten(tree, leaves), CONFIG, aux_layer_ids)
+
+
+def drafter_config(target: TargetConfig = CONFIG, **changes: Any) -> DrafterConfig:
+    """Make the config of a small P-EAGLE drafter that reads two layers of a target."""
+    config = DrafterConfig(
+        hidden_size=20,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=6,
+        mlp_width=26,
+        target_hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        mask_token_id=3,
+        rope=RopeConfig(6, 10000.0),
+        num_taps=2,
+        aux_layer_ids=(0, 1),
+    )
+    return dataclasses.replace(config, **changes)
 
 
 @flax.struct.dataclass

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from drafter.config import DrafterConfig
 from drafter.load import load_drafter, save_drafter
 from drafter.propose import PEagle
 from peagle.drafters.ngram import NGram
@@ -23,14 +22,13 @@ from peagle.ops import native
 from peagle.ops.attention import cached
 from peagle.ops.kv_cache import KVCache, copy_positions, slot_positions
 from peagle.ops.likeliest import NO_TOKEN
-from peagle.ops.rope import RopeConfig
 from peagle.protocols import Drafter, Target
 from target.load import load_target, save_target
 from target.model import GptOss
 from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import random_params as random_drafter
 from tests.peagle.toys import CONFIG as TARGET
-from tests.peagle.toys import WINDOW, tiny_target
+from tests.peagle.toys import WINDOW, drafter_config, tiny_target
 
 G, H, ROWS, ROW = 2, 3, 3, 1
 
@@ -120,22 +118,7 @@ def test_the_copy_takes_the_dtype_of_its_place() -> None:
 
 # a Prefix, however the prompt is cut
 
-DRAFTER = DrafterConfig(
-    hidden_size=20,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    mlp_width=26,
-    target_hidden_size=TARGET.hidden_size,
-    vocab_size=TARGET.vocab_size,
-    draft_vocab_size=TARGET.vocab_size,
-    mask_token_id=3,
-    rope=RopeConfig(6, 10000.0),
-    num_taps=2,
-    aux_layer_ids=(0, 1),
-    windows=(WINDOW, None),  # as the target's layers
-)
+DRAFTER = drafter_config(num_layers=2, windows=(WINDOW, None))  # as the target's layers
 PROMPT = tuple(np.random.default_rng(4).integers(0, TARGET.vocab_size, 45).tolist())
 CAPACITY = 64
 assert len(PROMPT) > 5 * WINDOW  # the rings wrap several times

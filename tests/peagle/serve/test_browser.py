@@ -1,28 +1,28 @@
 """The page at / in a real browser, by keyboard alone: Chromium, driven by playwright, if both are installed."""
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from peagle.text.tokenizer import ByteLevelTokenizer
+from scripts.screenshots import chromium
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import service_of
 from tests.peagle.serve.running import PATIENCE_S, Running, eventually, running
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+CHROMIUM = chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
 
 
 @pytest.fixture(scope="module")

@@ -137,20 +137,6 @@ def test_calls_of_one_message_have_ids_of_their_own(saying: Making) -> None:
     assert "messages.1.tool_calls.1.id is 'a', as that of a call before it" in error["message"]
 
 
-def test_more_messages_than_the_context_can_hold_are_refused_before_they_are_rendered(
-    saying: Making, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However small they are: templates take time for each, some for each pair of calls."""
-    service = saying()
-    monkeypatch.setattr(service.prompter.tokenizer, "encode_chat", lambda *_, **__: pytest.fail("rendered"))
-    most = service.prompter.context // 4
-    error = ask(service, {"messages": [*USER] * (most + 1)}, 400)["error"]
-    assert f"{most + 1} messages, calls and parts are given; expected at most {most}" in error["message"]
-    calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(most)]
-    error = ask(service, {"messages": [*USER, {"role": "assistant", "tool_calls": calls}]}, 400)["error"]
-    assert "messages, calls and parts are given" in error["message"]
-
-
 def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
     history = [
         *USER,
@@ -238,9 +224,13 @@ def test_a_chat_of_more_than_the_context_holds_is_refused_before_it_is_looked_at
 
     monkeypatch.setattr(ByteLevelTokenizer, "encode_chat", rendered)
     monkeypatch.setattr(schema, "validated", rendered)
-    long = service.prompter.context + 1
+    long, most = service.prompter.context + 1, service.prompter.context // 4
     part = {"type": "text", "text": ""}
+    calls = [{"id": str(n), "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in range(most)]
+    error = ask(service, {"messages": [*USER] * (most + 1)}, 400)["error"]
+    assert f"{most + 1} messages, calls and parts are given; expected at most {most}" in error["message"]
     for messages in (
+        [*USER, {"role": "assistant", "tool_calls": calls}],
         [{"role": "user", "content": ""}] * long,
         [{"role": "user", "content": [part] * long}],
         past(*((str(n), "") for n in range(long // 2))),
