@@ -128,8 +128,19 @@ class EngineConfig:
 
     @property
     def lane_chunk(self) -> int:
-        """The most tokens that are written to the lane before they attend."""
+        """The tokens of the program that prefills."""
+        if self.blocked is not None:
+            return padded_length(self.capacity)
         return 1 if self.role == "decode" else self.chunk
+
+    @property
+    def lane_tokens(self) -> int:
+        """The most prompt tokens of one prefill pass."""
+        return aligned_chunk(self.chunk) if self.prefix_cache_bytes else self.lane_chunk
+
+    @property
+    def table(self) -> WidthTable:
+        return self.widths or WidthTable.constant(self.num_speculative_tokens)
 
     def check(self, request: Request, vocab_size: int) -> None:
         """Raise InputError for a request that an engine of this shape cannot run."""
@@ -146,17 +157,6 @@ class EngineConfig:
             raise InputError("K is set for one request; expected an engine with k_per_request")
         if self.draft_sampling and request.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
-
-    @property
-    def lane_tokens(self) -> int:
-        """The most prompt tokens of one prefill pass."""
-        if self.blocked is not None:
-            return padded_length(self.capacity)
-        return aligned_chunk(self.chunk) if self.prefix_cache_bytes else self.chunk
-
-    @property
-    def table(self) -> WidthTable:
-        return self.widths or WidthTable.constant(self.num_speculative_tokens)
 
 
 @dataclass(eq=False)
@@ -239,7 +239,7 @@ class Engine:
             config.slots,
             config.capacity,
             config.num_speculative_tokens,
-            config.lane_chunk if config.blocked is None else config.lane_tokens,
+            config.lane_chunk,
             config.steps_per_dispatch,
             None if config.blocked is None else config.blocked.rows(config.capacity),
         )
