@@ -163,7 +163,6 @@ def figures(replies: Sequence[Reply]) -> Json:
     ttft = [reply.times_s[0] - reply.started_s for reply in replies]
     steps = sum(reply.num_steps for reply in replies)
     return {
-        "requests": len(replies),
         "seconds": seconds,
         "tok_per_s": sum(reply.num_tokens for reply in replies) / seconds,
         "ttft_p50_s": float(np.median(ttft)),
