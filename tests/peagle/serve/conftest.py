@@ -1,7 +1,7 @@
 """A server over the toy pair, in the test's process."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fastapi.testclient import TestClient
@@ -61,11 +61,15 @@ type {{ tool.function.name }} = ({{ typed(tool.function.parameters) if tool.func
 """
 
 
-def service_of(pair: Pair, max_queue: int = 64, k: int = K, context: int = CONTEXT, **options: Any) -> Service:
+def service_of(
+    pair: Pair, max_queue: int = 64, k: int | Literal["auto"] = K, context: int = CONTEXT, **options: Any
+) -> Service:
     # several tests have engines of one shape, and each engine has one driver
     pair._engines.clear()
-    config = pair.engine_config(k, capacity=context, slots=SLOTS, prefix_cache_bytes=1_000_000, k_per_request=True)
-    return Service(EngineLoop(pair.engine(config), max_queue), Prompter(pair, context, DATE, k), MODEL, **options)
+    most, adaptive = pair.num_drafts(k)
+    shape: dict[str, Any] = {"capacity": context, "slots": SLOTS, "adaptive": adaptive, "k_per_request": True}
+    engine = pair.engine(pair.engine_config(most, prefix_cache_bytes=1_000_000, **shape))
+    return Service(EngineLoop(engine, max_queue), Prompter(pair, context, DATE, most), MODEL, **options)
 
 
 def client_of(service: Service) -> TestClient:
