@@ -49,4 +49,6 @@ def _summary(counts: Counts, seconds: float) -> str:
     known = f", {counts.known} known before" if counts.known else ""
     speed = f"; {counts.tokens} tokens in {seconds:.1f} s, {counts.tokens / seconds:.0f} a second"
     failed = f", {counts.failed} failed: the same command asks them again" if counts.failed else ""
-    return f"{counts.answered} lines answered, {counts.refused} refused{failed}{known}{speed if counts.tokens else ''}"
+    why = "; the output says why of each that was refused" if counts.refused else ""
+    done = f"{counts.answered} lines answered, {counts.refused} refused{failed}{known}"
+    return f"{done}{speed if counts.tokens else ''}{why}"

@@ -2,6 +2,7 @@
 before it, so what holds for `peagle speculate` holds for each of them."""
 
 import dataclasses
+import re
 import sys
 
 from peagle.api import Pair
@@ -21,6 +22,7 @@ from peagle.workflows.run import Run, RunConfig, default_prefix_cache_bytes, run
 
 PROMPT = "> "
 RESET, EXIT = "/reset", "/exit"
+_COMMAND = re.compile(r"/[a-z]+")
 WELCOME = f"{RESET} forgets the conversation, {EXIT} ends it, Ctrl-C stops an answer"
 
 
@@ -77,6 +79,8 @@ class Chat:
                 if message.strip() == RESET:
                     self._turns, self._answers = [], []
                     self._display.note("the conversation is forgotten")
+                elif _COMMAND.fullmatch(message.strip()):
+                    raise InputError(f"{message.strip()} is no command; expected {RESET} or {EXIT}")
                 elif message.strip():
                     self._answer(message)
             except InputError as error:

@@ -28,6 +28,7 @@ from peagle.engine.request import SamplingParams
 from peagle.loading import DEMO, resolve
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
+from peagle.ops.files import alone
 from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import left_out_line, read_prompts
 from peagle.text.prompts import Conversation, Rendering
@@ -63,6 +64,11 @@ def data_command(settings: DataSettings) -> int:
 
     Raises InputError before any weights are read for whatever can be known then, and if a shard cannot be written.
     """
+    with alone(Path(settings.out)):
+        return _data(settings)
+
+
+def _data(settings: DataSettings) -> int:
     checked = _checked(settings)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)
     if checked.left_out:

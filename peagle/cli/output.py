@@ -1,5 +1,6 @@
 """Files that a run leaves behind: whole or not at all."""
 
+import errno
 import os
 import stat
 import sys
@@ -68,7 +69,7 @@ class OutputFile:
         return self._path.exists() and not stat.S_ISREG(self._path.stat().st_mode)
 
     def _refusal(self, why: str) -> InputError:
-        return InputError(
-            f"{self._flag} {self._name} cannot be written: {why}; expected a file in a directory that exists and that "
-            "can be written to"
-        )
+        expected = "a file in a directory that exists and that can be written to"
+        if why == os.strerror(errno.ENOSPC):
+            expected = "room for it: free some, or name a file elsewhere"
+        return InputError(f"{self._flag} {self._name} cannot be written: {why}; expected {expected}")

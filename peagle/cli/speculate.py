@@ -20,7 +20,7 @@ from peagle.cli.settings.shared import (
     parse_prefix_cache,
 )
 from peagle.engine.grammar import Grammar
-from peagle.loading import DEMO, NGRAM, drafter_path, load, resolve
+from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, drafter_path, load, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -128,7 +128,7 @@ def load_pair(
     devices: MeshOptions | None = None,
     retain_full_kv: bool = False,
 ) -> Pair:
-    """Load the target and the drafter, with progress; note which of the target's layers the drafter reads.
+    """Load the target and the drafter, with progress; note which of the target's layers a drafter of others reads.
 
     devices: those that the target is cut over, one by default. retain_full_kv: no rings.
     """
@@ -150,7 +150,7 @@ def load_pair(
         )
     if pair.mesh is not None:
         display.note(f"the target lies on {pair.mesh}")
-    if pair.aux_layers is not None:
+    if pair.aux_layers is not None and drafter not in (DEMO, DEMO_EAGLE3):
         display.note(f"the drafter reads the target's {pair.aux_layers}")
     return pair
 

@@ -26,7 +26,7 @@ from peagle.measure.sweep.plan import AUTO, FULL, PLAIN, Plan, Source, numbers, 
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new
+from peagle.ops.files import alone, expect_new
 from peagle.text.prompt_files import PromptSet, left_out_line, read_prompt_file, read_prompts, without_suffix
 from peagle.text.prompts import Rendering
 from peagle.text.tokenizer import template_fingerprint
@@ -41,6 +41,11 @@ def sweep_command(settings: SweepSettings) -> int:
     Return the exit code: 0, 1 if some arms failed and the others went on, 130 after Ctrl-C (then --resume goes on).
     Raises InputError, before anything is written, for whatever can be known then.
     """
+    with alone(Path(settings.out)):
+        return _sweep(settings)
+
+
+def _sweep(settings: SweepSettings) -> int:
     out, display = Path(settings.out), Display(text=False, quiet=settings.quiet, total=1, streaming=False)
     folder = open_run(out) if settings.resume else None
     if folder is None:

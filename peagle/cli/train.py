@@ -32,6 +32,7 @@ from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
+from peagle.ops.files import alone
 from peagle.text.prompt_files import PromptSet, left_out_line, read_prompts
 from peagle.text.prompts import Rendering
 from peagle.workflows.export import with_positions, write_with_card
@@ -93,6 +94,11 @@ def train_command(settings: TrainSettings) -> int:
     InputError before anything is written for whatever can be known then, and for a training that cannot go on;
     KeyboardInterrupt after Ctrl-C, when the newest checkpoint holds the last step.
     """
+    with alone(Path(settings.out)):
+        return _train(settings)
+
+
+def _train(settings: TrainSettings) -> int:
     settings = _resumed(settings) if settings.resume else settings
     checked = _checked(settings)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=False)

@@ -5,7 +5,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from peagle.ops.errors import InputError
@@ -92,6 +92,35 @@ def umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Keep other runs from an output, a file or a folder, by a lock file beside it.
+
+    Its parent folders are made. Raises InputError if another run writes it, or if nothing can be written there.
+    """
+    import fcntl
+
+    path = out.with_name(f"{out.name}.lock")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror}; expected a place that can") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # that of a run that has just ended
+                raise OSError
+        except OSError:
+            raise InputError(
+                f"{out} is being written by another run; wait for its end, or name another place"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def expect_new(out: Path) -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import pydantic_core
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import write_whole
+from peagle.ops.files import alone, write_whole
 from peagle.ops.strict_json import dumps
 from peagle.serve.app import CALLS, Service, whole
 from peagle.serve.errors import ApiError
@@ -143,25 +143,6 @@ def check_same(source: Path, out: Path, known: Answered) -> None:
                         f"{out} has an answer to another request with the custom_id {brief(line.custom_id)} of line "
                         f"{number}; give another file, or remove it"
                     )
-
-
-@contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Keep other runs from an output. Raises InputError if one is writing it."""
-    import fcntl
-
-    path = out.with_name(f"{out.name}.lock")
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # that of a run that has just ended
-                raise OSError
-        except OSError:
-            raise InputError(f"{out} is being written by another run; wait for its end, or give another file") from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
 
 
 def read_line(number: int, text: bytes, seen: set[str]) -> Line:

@@ -21,6 +21,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ BESIDE = ("name", "thinking", "tool_call_id")  # further texts of a message that
 
 _CSV = """python -c 'import csv, json; rows = csv.DictReader(open("FILE"), dialect="{}"); \
 open("NEW.jsonl", "w").writelines(json.dumps(row) + "\\n" for row in rows)'"""
+_HEADER = re.compile(rb'"?\w[\w ]*"?([,;\t]"?\w[\w ]*"?)+\r?\n')  # names of columns
 CONVERT = {
     "CSV": _CSV.format("excel"),
     "TSV": _CSV.format("excel-tab"),
@@ -98,10 +100,11 @@ def read_prompt_file(path: Path, *, strict: bool = False) -> PromptSet:
             layout = found
             conversations.append(conversation)
     if not conversations:
-        if left_out and not _is_text(path) and data.lstrip()[:1] not in (b"{", b"[", b'"'):
+        if left_out and not _is_text(path) and _HEADER.match(data):
             raise _not_read(path, "CSV")
         why = f": {left_out[0]}" if left_out else ""
-        raise InputError(f'{path} holds no prompts{why}; expected JSON lines such as {{"prompt": "..."}}')
+        expected = "a prompt a line" if _is_text(path) else 'JSON lines such as {"prompt": "..."}'
+        raise InputError(f"{path} holds no prompts{why}; expected {expected}")
     return PromptSet(
         printable(without_suffix(path).name),
         layout or TEXT,

@@ -60,7 +60,7 @@ def layer_by_layer(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, d
     transformers returns the last layer's output only after the final norm, so that layer is left out.
     """
     if importlib.util.find_spec("torch") is None:
-        return Layers(None, "transformers' model needs torch, which is not installed")
+        return Layers(None, "transformers' model needs torch, which is not installed; pip install torch")
     needed = 4 * inspect_target(directory).num_parameters
     if needed > available_memory_bytes():
         return Layers(None, f"transformers' model takes {needed / 1e9:.1f} GB in float32, more than is available")

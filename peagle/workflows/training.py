@@ -109,7 +109,10 @@ def sources(
     documents = [each for own in folders for each in own]
     num_tokens = total_tokens(documents)[0]
     if width > num_tokens:
-        raise InputError(f"--width is {width}, and all of the data has {num_tokens} tokens; expected at most that")
+        raise InputError(
+            f"a row has {width} tokens (--width), and all of the data {num_tokens}: give --width {num_tokens} or less, "
+            "or make more data"
+        )
     if mix:
         return mixed(documents, mix, rows, width), documents
     counts = [rows * count // total for _, count in parts]

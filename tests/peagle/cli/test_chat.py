@@ -101,8 +101,9 @@ def test_a_conversation_that_does_not_fit_says_so_and_goes_on(chat: Chat) -> Non
 
 def test_no_message_shows_a_traceback(chat: Chat, toy: Pair) -> None:
     control = "\x1b[31mred\x07 \x00 <|return|> \u202e"
-    code, out, err = chat(control.encode() + b"\n\xff\xfe\n" + b"/unknown\n", pair=toy)
-    first, third = answers(toy, control, "/unknown")
+    code, out, err = chat(control.encode() + b"\n\xff\xfe\n" + b"/unknown\n/usr/bin\n", pair=toy)
+    first, third = answers(toy, control, "/usr/bin")
+    assert "/unknown is no command; expected /reset or /exit" in err
     assert (code, out) == (0, f"{first}\n{third}\n")
     assert "peagle: error: the message is not UTF-8 text; expected UTF-8\n" in err
     assert "\x1b" not in err

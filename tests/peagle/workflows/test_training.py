@@ -362,7 +362,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--mix", "1:1,32:1"), "no document of 1 to 1 tokens is there to train on: the longest has 26"),
         (("--mix", "64:1"), "--mix names documents of 64 tokens; expected at most --width, 32"),
         (("--mix", "8:1"), "--mix ends at 8 tokens, and the longest document has 26"),
-        (("--width", 512), "--width is 512, and all of the data has"),
+        (("--width", 512), "a row has 512 tokens (--width), and all of the data"),
         (("--drafter-window", 8, "--parts", 3), "--parts is 3, and does not divide the 32 tokens of --width"),
         (("--learning-rate", -1), "expected numbers above 0"),
         (("--heads", 5), "5 query heads do not divide"),
