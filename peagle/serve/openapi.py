@@ -25,6 +25,12 @@ READ: dict[str, type[shapes.Shape] | None] = {  # None: text
     "/metrics": None,
 }
 STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+EVENT = {  # of a stream
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "additionalProperties": False,
+}
 REFUSALS = {  # of every path, then of those that take a body, then of those that run requests
     401: "No key, or a wrong one.",
     403: "A page of another site.",
@@ -45,7 +51,7 @@ def document(needs_key: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, (body, reply) in POSTED.items():
         content = {"application/json": {"schema": names[reply, "serialization"]}}
-        content |= {"text/event-stream": {"schema": {"type": "string"}}} if path in STREAMS else {}
+        content |= {"text/event-stream": {"schema": EVENT}} if path in STREAMS else {}
         asked = {"required": True, "content": {"application/json": {"schema": names[body, "validation"]}}}
         statuses = [400, 413, *([429, 503] if path in STREAMS else [])]
         paths[path] = {"post": {**_operation(path, content, statuses), "requestBody": asked}}
