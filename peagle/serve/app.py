@@ -23,7 +23,15 @@ from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.serve.answers import Answers, pooled, usage
 from peagle.serve.errors import ApiError
-from peagle.serve.http import EventStream, JsonReply, check_key, check_origin, read_body, until_disconnect
+from peagle.serve.http import (
+    CancelledQuietly,
+    EventStream,
+    JsonReply,
+    check_key,
+    check_origin,
+    read_body,
+    until_disconnect,
+)
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.openapi import document
@@ -191,6 +199,8 @@ def create_app(service: Service) -> fastapi.FastAPI:
             expose_headers=["Retry-After"],
         )
 
+    app.add_middleware(CancelledQuietly)
+
     @app.get("/health")
     async def health() -> JsonReply:
         found = service.health()
@@ -324,8 +334,6 @@ async def _reply(service: Service, request: fastapi.Request, asked: Asked) -> fa
         return EventStream(_events(asked.form, asked.answers), finish)
     try:
         return JsonReply(await until_disconnect(request.receive, whole(asked)))
-    except asyncio.CancelledError:  # the server ends before its client
-        raise ClientDisconnect from None
     finally:
         finish()
 

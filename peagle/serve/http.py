@@ -1,24 +1,39 @@
 """Bodies, keys and disconnects: the parts of HTTP that every route shares."""
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief
 
 ANY_ORIGIN = "*"
+BODY_PATIENCE_S = 60.0
+STOPPED = "the server was stopped before this request was answered"
 Found = TypeVar("Found")
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a body of at most `most` bytes. Raises ApiError for a larger one, before it is read."""
+    """Read a body of at most `most` bytes.
+
+    Raises ApiError for a larger one, before it is read, and for one that is not complete after BODY_PATIENCE_S.
+    """
+    try:
+        async with asyncio.timeout(BODY_PATIENCE_S):
+            return await _read_body(request, most)
+    except TimeoutError:
+        message = f"the body was not complete within {BODY_PATIENCE_S:g} seconds; send it at once"
+        raise ApiError(408, message) from None
+
+
+async def _read_body(request: Request, most: int) -> bytes:
     error = ApiError(413, f"the body has more than {most} bytes, the most that this server reads; send less")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
@@ -73,6 +88,21 @@ async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class CancelledQuietly:
+    """Answer a request that is cancelled, since the server ends before its client, and leave no traceback."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            error = ApiError(503, STOPPED)
+            with contextlib.suppress(RuntimeError):  # the reply had begun
+                await JsonReply(error.body(), error.status)(scope, receive, send)
 
 
 class JsonReply(Response):
