@@ -27,6 +27,7 @@ from peagle.serve.http import (
     CancelledQuietly,
     EventStream,
     JsonReply,
+    check_host,
     check_key,
     check_origin,
     read_body,
@@ -51,7 +52,10 @@ Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, De
 
 @dataclass
 class Service:
-    """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them."""
+    """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them.
+
+    hosts: names of the server that requests may have, beside those of loopback; None: any.
+    """
 
     loop: Loop
     prompter: Prompter
@@ -59,6 +63,7 @@ class Service:
     keys: Sequence[str] = ()
     max_body: int = DEFAULT_MAX_BODY
     origins: Sequence[str] = ()
+    hosts: Sequence[str] | None = None
     log: logging.Logger | None = None  # of a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(init=False)
@@ -187,6 +192,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="peagle", docs_url=None, redoc_url=None, openapi_url=None)
 
     def authorised(request: fastapi.Request) -> None:
+        check_host(request, service.hosts)
         check_origin(request, service.origins)
         check_key(request, service.keys)
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import hmac
+import ipaddress
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -66,6 +68,30 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
         return
     if origin.partition("://")[2] != host and not own:
         raise ApiError(403, f"pages of {brief(origin)} may not use this server; open the page that it serves at /")
+
+
+def check_host(request: Request, hosts: Sequence[str] | None) -> None:
+    """Raise ApiError for a request to another host than these, and than this machine by a loopback name; None: any.
+
+    A site whose name leads to a visitor's own machine ("DNS rebinding") has pages of the server's own origin.
+    """
+    if hosts is None:
+        return
+    given = request.headers.get("host", "")
+    with contextlib.suppress(ValueError):  # no address
+        given = urllib.parse.urlsplit(f"//{given}").hostname or ""
+    host = given.rstrip(".")
+    if host in ("localhost", *hosts) or _is_loopback(host):
+        return
+    message = f"the host is {brief(host)}; expected localhost: a server without keys answers to no other name"
+    raise ApiError(403, f"{message} unless --allow-origin names it")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
