@@ -7,7 +7,6 @@ twice, with K = 3 and plainly; every client must give the same answers by both, 
 """
 
 import argparse
-import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -15,8 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from peagle.measure.pages import Block, Table, heading
@@ -24,34 +22,11 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.strict_json import dumps
 from scripts.runs import Json, Progress, in_one_line, new_parser, origin, where, write_run
+from scripts.serving.servers import ours
 
 MODEL, TEXT, RAW = "peagle-demo", "def mean(values):", "def clamp(value, low, high):"
-READY = re.compile(r"ready: (http://\S+)/v1")
-PATIENCE_S = 300
 NUM_QUESTIONS = 20
 TOOL = {"type": "function", "function": {"name": "f", "description": "Does it.", "parameters": {}}}
-
-
-@contextlib.contextmanager
-def served(k: int) -> Iterator[str]:
-    """Serve the demo pair in a process of its own; yield its URL. Raises InputError if it does not come up."""
-    command = [sys.executable, "-m", "peagle", "serve", "--port", "0", "-k", str(k), "--context", "1024"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    timer = threading.Timer(PATIENCE_S, process.kill)
-    timer.start()
-    try:
-        lines = iter(process.stderr.readline, "")
-        url = next((found[1] for line in lines if (found := READY.search(line))), None)
-        timer.cancel()
-        if url is None:
-            raise InputError("peagle serve ended before it was ready; try it by hand")
-        threading.Thread(target=process.stderr.read, daemon=True).start()
-        yield url
-    finally:
-        timer.cancel()
-        process.terminate()
-        process.wait()
 
 
 def by_openai(url: str) -> Json:
@@ -148,7 +123,7 @@ def by_schemathesis(url: str) -> Json:
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{url}/openapi.json", "--seed", "0"]
     checks = "not_a_server_error,response_schema_conformance,status_code_conformance,content_type_conformance"
     run = subprocess.run([*command, "--checks", checks, "--max-examples", "60"], capture_output=True, text=True)
-    found = re.search(r"(\d+) generated, (\d+) passed", run.stdout)
+    found = re.search(r"(\d+) generated, \1 passed", run.stdout)
     if run.returncode or found is None:
         raise AssertionError(run.stdout[-2000:] + run.stderr[-500:])
     return {"failures of the server or of its own schema": "none"}
@@ -189,10 +164,10 @@ def compare(arguments: argparse.Namespace) -> int:
     versions = {name: _version(name) for name in CLIENTS}
     say, found = Progress(total=2 * len(CLIENTS)), {}
     for k in (3, 0):
-        with served(k) as url:
+        with ours("-k", str(k), "--context", "1024") as server:
             for name, call in CLIENTS.items():
                 say.part(f"{name}, K = {k}")
-                found[name, k] = call(url)
+                found[name, k] = call(server.url)
     say.end()
     rows = []
     for name in CLIENTS:

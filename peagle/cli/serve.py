@@ -4,6 +4,7 @@ import logging
 import re
 import socket
 import sys
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -128,7 +129,9 @@ def _serve(
 ) -> int:
     loop = EngineLoop(engine, settings.max_queue)
     log = None if settings.quiet else _log()
-    service = Service(loop, prompter, name, keys, settings.max_body, settings.allow_origin, log)
+    own = settings.host in LOOPBACK and not keys and ANY_ORIGIN not in settings.allow_origin
+    hosts = [urllib.parse.urlsplit(origin).hostname or "" for origin in settings.allow_origin] if own else None
+    service = Service(loop, prompter, name, keys, settings.max_body, settings.allow_origin, hosts, log)
     try:
         serve(
             create_app(service),

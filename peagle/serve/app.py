@@ -23,7 +23,16 @@ from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.serve.answers import Answers, pooled, usage
 from peagle.serve.errors import ApiError
-from peagle.serve.http import EventStream, JsonReply, check_key, check_origin, read_body, until_disconnect
+from peagle.serve.http import (
+    CancelledQuietly,
+    EventStream,
+    JsonReply,
+    check_host,
+    check_key,
+    check_origin,
+    read_body,
+    until_disconnect,
+)
 from peagle.serve.loop import Loop
 from peagle.serve.metrics import Metrics
 from peagle.serve.openapi import document
@@ -43,7 +52,10 @@ Kind = TypeVar("Kind", ChatBody, CompletionBody, ResponsesBody, TokenizeBody, De
 
 @dataclass
 class Service:
-    """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them."""
+    """All that the routes use. keys: empty means that none is required. origins: sites whose pages may use them.
+
+    hosts: names of the server that requests may have, beside those of loopback; None: any.
+    """
 
     loop: Loop
     prompter: Prompter
@@ -51,6 +63,7 @@ class Service:
     keys: Sequence[str] = ()
     max_body: int = DEFAULT_MAX_BODY
     origins: Sequence[str] = ()
+    hosts: Sequence[str] | None = None
     log: logging.Logger | None = None  # of a JSON line for each request
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(init=False)
@@ -179,6 +192,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="peagle", docs_url=None, redoc_url=None, openapi_url=None)
 
     def authorised(request: fastapi.Request) -> None:
+        check_host(request, service.hosts)
         check_origin(request, service.origins)
         check_key(request, service.keys)
 
@@ -190,6 +204,8 @@ def create_app(service: Service) -> fastapi.FastAPI:
             allow_headers=["*"],
             expose_headers=["Retry-After"],
         )
+
+    app.add_middleware(CancelledQuietly)
 
     @app.get("/health")
     async def health() -> JsonReply:
@@ -324,8 +340,6 @@ async def _reply(service: Service, request: fastapi.Request, asked: Asked) -> fa
         return EventStream(_events(asked.form, asked.answers), finish)
     try:
         return JsonReply(await until_disconnect(request.receive, whole(asked)))
-    except asyncio.CancelledError:  # the server ends before its client
-        raise ClientDisconnect from None
     finally:
         finish()
 

@@ -1,24 +1,41 @@
 """Bodies, keys and disconnects: the parts of HTTP that every route shares."""
 
 import asyncio
+import contextlib
 import hmac
+import ipaddress
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from peagle.ops.strict_json import dumps
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief
 
 ANY_ORIGIN = "*"
+BODY_PATIENCE_S = 60.0
+STOPPED = "the server was stopped before this request was answered"
 Found = TypeVar("Found")
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a body of at most `most` bytes. Raises ApiError for a larger one, before it is read."""
+    """Read a body of at most `most` bytes.
+
+    Raises ApiError for a larger one, before it is read, and for one that is not complete after BODY_PATIENCE_S.
+    """
+    try:
+        async with asyncio.timeout(BODY_PATIENCE_S):
+            return await _read_body(request, most)
+    except TimeoutError:
+        message = f"the body was not complete within {BODY_PATIENCE_S:g} seconds; send it at once"
+        raise ApiError(408, message) from None
+
+
+async def _read_body(request: Request, most: int) -> bytes:
     error = ApiError(413, f"the body has more than {most} bytes, the most that this server reads; send less")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
@@ -53,6 +70,30 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
         raise ApiError(403, f"pages of {brief(origin)} may not use this server; open the page that it serves at /")
 
 
+def check_host(request: Request, hosts: Sequence[str] | None) -> None:
+    """Raise ApiError for a request to another host than these, and than this machine by a loopback name; None: any.
+
+    A site whose name leads to a visitor's own machine ("DNS rebinding") has pages of the server's own origin.
+    """
+    if hosts is None:
+        return
+    given = request.headers.get("host", "")
+    with contextlib.suppress(ValueError):  # no address
+        given = urllib.parse.urlsplit(f"//{given}").hostname or ""
+    host = given.rstrip(".")
+    if host in ("localhost", *hosts) or _is_loopback(host):
+        return
+    message = f"the host is {brief(host)}; expected localhost: a server without keys answers to no other name"
+    raise ApiError(403, f"{message} unless --allow-origin names it")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
     """Await the work; cancel it as soon as the client leaves.
 
@@ -73,6 +114,21 @@ async def until_disconnect(receive: Receive, work: Awaitable[Found]) -> Found:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class CancelledQuietly:
+    """Answer a request that is cancelled, since the server ends before its client, and leave no traceback."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            error = ApiError(503, STOPPED)
+            with contextlib.suppress(RuntimeError):  # the reply had begun
+                await JsonReply(error.body(), error.status)(scope, receive, send)
 
 
 class JsonReply(Response):

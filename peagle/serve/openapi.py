@@ -25,11 +25,18 @@ READ: dict[str, type[shapes.Shape] | None] = {  # None: text
     "/metrics": None,
 }
 STREAMS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+EVENT = {  # of a stream
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "additionalProperties": False,
+}
 REFUSALS = {  # of every path, then of those that take a body, then of those that run requests
     401: "No key, or a wrong one.",
     403: "A page of another site.",
     404: "Another model.",
     400: "The request cannot be run.",
+    408: "The body was not complete in time.",
     413: "The body is too large.",
     429: "The queue is full; try again later.",
     503: "The server shuts down, or its engine has failed.",
@@ -45,9 +52,9 @@ def document(needs_key: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, (body, reply) in POSTED.items():
         content = {"application/json": {"schema": names[reply, "serialization"]}}
-        content |= {"text/event-stream": {"schema": {"type": "string"}}} if path in STREAMS else {}
+        content |= {"text/event-stream": {"schema": EVENT}} if path in STREAMS else {}
         asked = {"required": True, "content": {"application/json": {"schema": names[body, "validation"]}}}
-        statuses = [400, 413, *([429, 503] if path in STREAMS else [])]
+        statuses = [400, 408, 413, *([429, 503] if path in STREAMS else [])]
         paths[path] = {"post": {**_operation(path, content, statuses), "requestBody": asked}}
     for path, shape in READ.items():
         schema = {"type": "string"} if shape is None else names[shape, "serialization"]

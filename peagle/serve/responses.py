@@ -15,6 +15,10 @@ from peagle.serve.answers import Part, metrics, usage
 from peagle.serve.errors import ApiError
 from peagle.serve.replies import Form
 from peagle.serve.schema import (
+    LIMIT,
+    SEED,
+    TEMPERATURE,
+    TOP_P,
     Body,
     CalledFunction,
     ChatBody,
@@ -72,10 +76,10 @@ class ResponsesBody(Body):
     input: str | list[dict[str, Any]]
     model: str | None = None
     instructions: str | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_output_tokens: int | None = None
+    temperature: TEMPERATURE = 1.0
+    top_p: TOP_P = 1.0
+    seed: SEED = None
+    max_output_tokens: LIMIT = None
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: list[FunctionTool] = pydantic.Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"

@@ -4,11 +4,12 @@ Ranges are checked where the values are used (`peagle.engine.request`).
 """
 
 import re
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 import pydantic_core
 
+from peagle.engine.request import HOTTEST, LARGEST_PENALTY, LARGEST_SEED, MOST_LOGPROBS, MOST_STOP_STRINGS
 from peagle.serve.errors import ApiError
 from peagle.text.prompts import brief
 
@@ -42,6 +43,20 @@ EXPECTED = {  # of fields of several types
     "input": "expected a text or a list of items",
     "tool_choice": "expected 'none', 'auto', 'required', or a function by its name",
 }
+
+
+def published(**limits: Any) -> Any:
+    """Name the limits of a field in the published document. They are checked where the value is used."""
+    return pydantic.Field(json_schema_extra=limits)
+
+
+TEMPERATURE = Annotated[float, published(minimum=0, maximum=HOTTEST)]
+TOP_P = Annotated[float, published(exclusiveMinimum=0, maximum=1)]
+PENALTY = Annotated[float, published(minimum=-LARGEST_PENALTY, maximum=LARGEST_PENALTY)]
+SEED = Annotated[int | None, published(minimum=0, maximum=LARGEST_SEED)]
+LIMIT = Annotated[int | None, published(minimum=1)]
+LOGPROBS = Annotated[int | None, published(minimum=0, maximum=MOST_LOGPROBS)]
+TOKEN_ID = Annotated[int, published(minimum=0)]
 
 
 class Body(pydantic.BaseModel):
@@ -114,7 +129,7 @@ class ChatMessage(Body):
 class Speculative(Body):
     """The most drafts of a step of this request; None: the server's."""
 
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: Annotated[int | None, published(minimum=0)] = None
 
 
 class JsonSchema(Body):
@@ -157,21 +172,21 @@ class Sampled(Structured):
     """
 
     model: str | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    temperature: TEMPERATURE = 1.0
+    top_p: TOP_P = 1.0
+    top_k: Annotated[int, published(minimum=-1, exclusiveMaximum=2**31)] = 0
+    min_p: Annotated[float, published(minimum=0, maximum=1)] = 0.0
+    seed: SEED = None
+    max_tokens: LIMIT = None
+    min_tokens: Annotated[int, published(minimum=0)] = 0
+    stop: Annotated[str | list[str], published(minLength=1, maxItems=MOST_STOP_STRINGS)] = []
+    stop_token_ids: list[TOKEN_ID] = []
     ignore_eos: bool = False
-    n: int = 1
-    logit_bias: dict[str, float] = {}
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: Annotated[int, published(minimum=1, maximum=MOST_CHOICES)] = 1
+    logit_bias: Annotated[dict[str, float], published(propertyNames={"pattern": "^[0-9]+$"})] = {}
+    presence_penalty: PENALTY = 0.0
+    frequency_penalty: PENALTY = 0.0
+    repetition_penalty: Annotated[float, published(exclusiveMinimum=0)] = 1.0
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -181,10 +196,10 @@ class Sampled(Structured):
 
 
 class ChatBody(Sampled):
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[ChatMessage], published(minItems=1)]
+    max_completion_tokens: LIMIT = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: LOGPROBS = None
     reasoning_effort: Literal["low", "medium", "high"] | None = None
     tools: list[Tool] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
@@ -195,7 +210,7 @@ class ChatBody(Sampled):
 class CompletionBody(Sampled):
     prompt: str | list[str] | list[int] | list[list[int]]
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: LOGPROBS = None
 
 
 class TokenizeBody(Body):
@@ -209,7 +224,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TOKEN_ID]
 
 
 Kind = TypeVar("Kind", bound=Body)

@@ -125,7 +125,7 @@ def soak_blocks(found: Json) -> list[Block]:
         ("growth of memory", "-" if grown is None else f"{100 * grown:.1f} %"),
     ]
     text = (
-        f"{found['clients']} clients for {found['seconds'] / 60:g} minutes on {found['slots']} slots, {found['arm']}: "
+        f"{found['clients']} clients for {found['seconds'] / 60:g} min on {found['slots']} slots, {found['arm']}: "
         "greedy, seeded, with penalties, log-probabilities, stop strings and K of their own, streamed and whole; 3 of "
         "10 leave at a random moment. Every answer is compared with the one that its request got alone; one that was "
         "left, up to there. Memory: the last tenth of the time over its second tenth."

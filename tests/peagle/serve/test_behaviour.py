@@ -24,15 +24,15 @@ BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 30, "temperature":
 Make = Callable[..., Service]
 
 
-def send(server: Running, **fields: Any) -> socket.socket:
-    """Send a request, and leave its answer unread."""
+def send(server: Running, cut: int | None = None, **fields: Any) -> socket.socket:
+    """Send a request, or so many bytes of its body, and leave its answer unread."""
     body = json.dumps({**BODY, **fields}).encode()
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
     connection.sendall(
         f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n".encode()
-        + body
+        + body[:cut]
     )
     return connection
 
@@ -229,19 +229,35 @@ def test_a_second_signal_cuts_answers_off_and_says_so(make: Make, caplog: pytest
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_end_by_force_shows_no_traceback(make: Make, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    """One client waits for its answer, and one has sent half a body."""
     service = make()
     gate = Gate(service)
     with running(service) as server:
         gate.close()
         connection = send(server, stream=stream)
-        eventually(lambda: service.loop.num_open)
+        half = send(server, cut=5)
+        eventually(lambda: service.loop.num_open and len(server.server.server_state.tasks) == 2)
         server.end()
         server.server.force_exit = True
         server.join()
+        if not stream:
+            assert b"503 Service Unavailable" in _all(connection)
+        assert b"stopped before this request was answered" in _all(half)
         connection.close()
         gate.open()
     assert "Traceback" not in caplog.text
     eventually(lambda: is_idle(service))
+
+
+def test_a_body_that_never_ends_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peagle.serve.http.BODY_PATIENCE_S", 0.05)
+    service = make()
+    with running(service) as server:
+        connection = send(server, cut=5)
+        received = connection.recv(65536)
+        connection.close()
+    assert b"408 Request Timeout" in received
+    assert b"was not complete within 0.05 seconds" in received
 
 
 def test_a_reader_of_many_answers_never_waits_for_the_engine(make: Make) -> None:

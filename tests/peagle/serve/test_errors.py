@@ -214,6 +214,24 @@ def test_the_published_schema_names_each_field(client: TestClient) -> None:
     assert names <= schemas.keys()
 
 
+def test_a_name_that_leads_to_this_machine_is_not_its_own(make: Any) -> None:
+    """A page of evil.example whose address has become 127.0.0.1 has the origin and the host of evil.example."""
+    client = client_of(make(hosts=("chat.example",)))
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "[",
+        "a b",
+        "",
+    ):
+        headers = {"Host": host, "Origin": f"http://{host}"}
+        refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers=headers), 403, "expected localhost")
+    for host in ("localhost:8000", "LOCALHOST", "127.0.0.1", "127.0.0.1:80", "[::1]:8000", "chat.example:8000"):
+        assert client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
 def test_pages_of_other_sites_are_refused(client: TestClient) -> None:
     for origin in ("http://evil.example", "null", "http://testserver:81"):
         refused(client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={"Origin": origin}), 403, "may not use")
