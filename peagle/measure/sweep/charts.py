@@ -132,6 +132,33 @@ def concurrency(series: Mapping[str, Sequence[Row]]) -> str | None:
     return _svg(draw, len(timed))
 
 
+def over_context(series: Mapping[str, Sequence[Row]], key: str, name: str, level: float | None = None) -> str | None:
+    """Draw a figure over the length of prompts, one line per series: of buckets, each at its median.
+
+    None if no series has two buckets with that figure.
+    """
+    found = {title: [part for part in parts if part[key] is not None] for title, parts in series.items()}
+    found = {title: parts for title, parts in found.items() if len(parts) > 1}
+    if not found:
+        return None
+
+    def draw(axis: Any) -> None:
+        for (title, parts), (color, marker) in zip(found.items(), _looks(), strict=False):
+            places = [part["prompt_tokens"] for part in parts]
+            _bars(axis, places, [part[key] for part in parts], label=title, color=color, fmt=f"{marker}-")
+        if level is not None:
+            axis.axhline(level, color="grey", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        places = sorted({part["prompt_tokens"] for parts in found.values() for part in parts})
+        axis.set_xticks(places, [f"{place:,.0f}" for place in places])
+        axis.minorticks_off()
+        axis.set(xlabel="tokens of the prompt", ylabel=name)
+        _from_zero(axis)
+        _legend(axis, len(found))
+
+    return _svg(draw, len(found))
+
+
 def _over_k(
     series: Mapping[str, Sequence[Row]],
     key: str,

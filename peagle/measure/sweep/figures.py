@@ -22,6 +22,8 @@ repeats stay together); fewer than FEWEST conversations have no interval. With n
                              (peagle.measure.profile); host_s is the rest: accepting, committing, the runtime
                              between operations, the host
     verify_cost, v(T)        verify_s, a pass over T = K + 1 rows / plain decoding's, a pass over one
+    bounds                   at a temperature: acceptance length and rate of the first draft that the law of acceptance
+                             allows this drafter, and any (peagle.measure.bound)
 
 A request loops if the loop share of any of the arm's repeats is above 0.3; `without_loops` has the same figures of the
 other requests. `by_category` and `by_bucket` have them of parts of the requests. Only PROFILED conversations run under
@@ -45,6 +47,7 @@ from peagle.result import LOOPING_ABOVE, Counters
 RESAMPLES = 2000
 FEWEST = 8  # conversations for a bootstrap interval
 SHARES = {"draft": "draft_ms", "verify": "verify_ms", "host": "other_ms"}  # part of a step -> key in run.json
+BOUNDS = ("one_hot", "sampled", "best")  # of peagle.measure.bound
 SLOWER = 0.97  # a request is slower with speculation if its interval lies wholly below
 
 Row = Mapping[str, Any]  # the figures of one arm in one setting, as JSON
@@ -241,6 +244,7 @@ def _counts(some: Sequence[Pairing]) -> dict[str, Any]:
     equal = [f.output_sha256 == p.output_sha256 for each in some for f, p in zip(each.fast, each.plain, strict=True)]
     return {
         "num_requests": len(some),
+        "prompt_tokens": float(np.median([len(each.asked.prompt_ids) for each in some])),
         "looping_frac": sum(each.loops for each in some) / len(some),
         "finished_frac": sum(output.finish_reason == "stop" for output in outputs) / len(some),
         "output_tokens": sum(sample.output_tokens for each in some for sample in each.fast),
@@ -254,7 +258,7 @@ def _counts(some: Sequence[Pairing]) -> dict[str, Any]:
     }
 
 
-def _figures(some: Sequence[Pairing]) -> dict[str, Estimate | list[Estimate | None] | None]:
+def _figures(some: Sequence[Pairing]) -> dict[str, Any]:
     drafted = [(each, counters) for each in some if (counters := each.counters).num_steps]
     timed = [each for each in some if each.timed]
     drafted_rows, timed_rows = [each.asked.row for each, _ in drafted], [each.asked.row for each in timed]
@@ -293,7 +297,36 @@ def _figures(some: Sequence[Pairing]) -> dict[str, Estimate | list[Estimate | No
         "ttft_s": of_all(lambda each: _median(s.ttft_s for s in each.fast)),
         "tpot_s": estimate_median([_seconds_per_token(each.timed)[0] for each in timed], timed_rows),
         "itl_s": [of_all(functools.partial(_wait, i)) for i in range(len(ITL_QUANTILES))],
+        "bounds": _bounds(some),
     }
+
+
+def _bounds(some: Sequence[Pairing]) -> dict[str, dict[str, Estimate | None]] | None:
+    """Compute of each bound the acceptance length and the rate of the first draft; None for greedy requests."""
+    found = [(each.asked.row, each.fast[0].bound) for each in some if each.fast[0].bound]
+    if not found:
+        return None
+    rows = [row for row, _ in found]
+
+    def of(name: str) -> dict[str, Estimate | None]:
+        if any(each[name] is None for _, each in found):
+            return {"length": None, "first": None}
+        table = _table([*each["tried"], *each[name]] for _, each in found)
+        k = table.shape[1] // 2
+        return {"length": estimate(table, length_by_rates, rows), "first": estimate(table[:, [k, 0]], ratio, rows)}
+
+    return {name: of(name) for name in BOUNDS}
+
+
+def length_by_rates(sums: np.ndarray) -> np.ndarray:
+    """Compute the acceptance length from sums [R, 2K]: places of each draft, then of its rates there.
+
+    It is 1 + v_1 + v_1 v_2 + ..., v_i the mean rate of draft i where all before it were accepted.
+    """
+    tried, total = np.split(sums, 2, axis=1)
+    rates = np.divide(total, tried, out=np.zeros_like(total), where=tried > 0)
+    length: np.ndarray = 1 + np.cumprod(rates, axis=1).sum(axis=1)
+    return length
 
 
 def _accepted(position: int, counters: Counters, *, tried: bool) -> tuple[float, float]:

@@ -99,6 +99,7 @@ class Sample:
     output_ids: tuple[int, ...] | None = None  # of plain decoding's first repeat
     concurrency: int | None = None
     drafter_window: str | None = None
+    bound: Json | None = None  # of the first repeat at a temperature: the fields of peagle.measure.bound.Bound
 
     @property
     def setting(self) -> Setting:
@@ -292,7 +293,7 @@ def open_run(path: Path) -> Folder:
     return Folder(path, record)
 
 
-def sample_of(setting: Setting, arm: Arm, repeat: int, result: Result) -> Sample:
+def sample_of(setting: Setting, arm: Arm, repeat: int, result: Result, bound: Json | None = None) -> Sample:
     """Make the line of a result."""
     counters = result.counters
     itl = np.quantile(result.itl_s, ITL_QUANTILES) if len(result.itl_s) >= FEWEST_WAITS else None
@@ -314,6 +315,7 @@ def sample_of(setting: Setting, arm: Arm, repeat: int, result: Result) -> Sample
         num_plain_steps=counters.num_plain_steps,
         output_sha256=hashlib.sha256(dumps(result.output_ids).encode()).hexdigest()[:16],
         output_ids=result.output_ids if repeat == 0 and arm == PLAIN else None,
+        bound=bound,
     )
 
 

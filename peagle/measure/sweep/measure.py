@@ -22,6 +22,7 @@ from pathlib import Path
 from peagle.api import Pair
 from peagle.engine.engine import Engine
 from peagle.engine.request import Request, SamplingParams
+from peagle.measure.bound import bound
 from peagle.measure.profile import operations_of, profile
 from peagle.measure.sweep.folder import (
     ASKING,
@@ -38,7 +39,7 @@ from peagle.measure.sweep.folder import (
 from peagle.measure.sweep.plan import PLAIN, PROFILED, PROFILED_TOKENS, Arm, Plan, Setting, Source
 from peagle.ops.errors import InputError
 from peagle.ops.memory import share_of_mappings
-from peagle.result import decode
+from peagle.result import Result, decode
 from peagle.text.prompt_files import PromptSet
 from peagle.text.prompts import Conversation, Rendering
 
@@ -213,7 +214,19 @@ class SweepRun:
             seed = self.plan.seed + (repeat if setting.temperature else 0)
             requests = [self._request(each, SamplingParams(setting.temperature, seed=seed)) for each in asked]
             results = decode(self._engine(arm), requests, self.pair.tokenizer)
-            out.samples([sample_of(setting, arm, repeat, result) for result in results])
+            bounded = setting.temperature > 0 and repeat == 0 and arm.speculates and arm.concurrency is None
+            bounds = [self._bound(arm, result) if bounded else None for result in results]
+            out.samples(
+                [sample_of(setting, arm, repeat, *each) for each in zip(results, bounds, strict=True)],
+            )
+
+    def _bound(self, arm: Arm, result: Result) -> Json | None:
+        """Measure what the law of acceptance allows along an output, after its time was taken."""
+        pair = self.pairs[loaded(arm)]
+        assert isinstance(pair, Pair)
+        assert pair.drafter is not None
+        found = bound(pair.target, pair.drafter, result)
+        return None if found is None else dataclasses.asdict(found)
 
     @contextlib.contextmanager
     def _failing(self, out: Appender, setting: Setting, arm: Arm) -> Iterator[None]:

@@ -60,6 +60,17 @@ FORMULAS = (
 )
 
 
+BOUNDS = (
+    "**What the temperature allows.** However good a drafter is, its guess survives only as often as the target itself "
+    "says that token. p is the target's distribution at a place, q the drafter's. Best token: the mean of p(the "
+    "drafter's most likely token), which is how often that is accepted. Sampled drafts: the mean of sum min(p, q), the "
+    "most that any rule allows drafts drawn from q. Best guess: the mean of max p; no drafter's single guess survives "
+    "more often, and only what lies between the best token and this can be trained away. Means over the places whose "
+    "draft was verified after all before it were accepted; lengths: 1 + v1 + v1 v2 + ..., v the mean of each draft; "
+    "first draft: v1."
+)
+
+
 LOADS = (
     "Many requests at once: all requests of a repetition are added together and wait for a slot; one that ends is "
     "replaced at the next dispatch; at the end fewer requests are left than slots. Total tok/s: tokens after each "
@@ -132,7 +143,8 @@ def comparison_blocks(runs: Mapping[Folder, Sequence[Row]], found: Sequence[Sequ
                 drafter = title or (short_names(folder.plan.drafters)[0] if unlike else "")
                 series[f"{names[folder]}{drafter and f', {drafter}'}"] = rows
         if any(series.values()):
-            blocks += [heading(setting.label), *_curves(series, _slug(setting.label))]
+            slug = _slug(setting.label)
+            blocks += [heading(setting.label), *_curves(series, slug), *_by_context(series, slug)]
     for folder, differences in zip(folders[1:], found, strict=True):
         blocks += [
             heading(f"{names[folder]} against {first}"),
@@ -295,6 +307,7 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
                 for row in drafted
             ),
         )
+    yield from _bounds(drafted)
     yield from _curves(_series(plan, rows), slug)
     pictures = [
         ("cycle", "The time of a pass by parts; dots: its tokens.", charts.cycle(fast)),
@@ -310,6 +323,32 @@ def _setting(plan: Plan, setting: Setting, rows: Sequence[Row]) -> Iterator[Bloc
     for name, caption, svg in pictures:
         yield from _picture(f"{slug}_{name}", svg, caption)
     yield from _parts(fast)
+    yield from _by_context(_series(plan, rows), slug)
+
+
+def _bounds(rows: Sequence[Row]) -> Iterator[Block]:
+    """Show beside each acceptance what the law allows at a temperature."""
+    bounded = [row for row in rows if row["bounds"] is not None]
+    if not bounded:
+        return
+    yield BOUNDS
+    header = ("K", "acceptance length", "best token", "sampled drafts", "best guess", "share of the best guess")
+    first = ("first draft: best token", "sampled", "best guess")
+
+    def text(row: Row, key: str) -> list[str]:
+        return [estimate_text(row["bounds"][name][key]) for name in ("one_hot", "sampled", "best")]
+
+    def share(row: Row) -> str:
+        length, most = row["acceptance_length"], row["bounds"]["best"]["length"]
+        return f"{length['value'] / most['value']:.2f}" if length and most else "-"
+
+    yield Table(
+        (*header, *first),
+        tuple(
+            (row["label"], acceptance_text(row), *text(row, "length"), share(row), *text(row, "first"))
+            for row in bounded
+        ),
+    )
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[Block]:
@@ -400,6 +439,21 @@ def _curves(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
     if series:
         yield from _picture(f"{slug}_speedup", charts.speedup(series), "Speed-up over K.")
         yield from _picture(f"{slug}_acceptance", charts.acceptance_length(series), ACCEPTANCE)
+
+
+def _by_context(series: Mapping[str, Sequence[Row]], slug: str) -> Iterator[Block]:
+    """Draw acceptance, c(K) and speed-up over the length of the prompt, of each series' largest K and its `auto`."""
+    shown: dict[str, Sequence[Row]] = {}
+    for title, rows in series.items():
+        chosen = [_widest(rows), *(row for row in rows if row["k"] == AUTO)] if rows else []
+        shown |= {f"{title and f'{title}, '}K = {row['k']}": row["by_bucket"] for row in chosen}
+    for key, name, level, caption in (
+        ("acceptance_length", "acceptance length", None, "Acceptance length"),
+        ("cycle_cost", "c(K)", 1.0, "c(K), the time of a pass in passes of plain decoding,"),
+        ("speedup", "speed-up over plain decoding", 1.0, "Speed-up"),
+    ):
+        svg = charts.over_context(shown, key, name, level)
+        yield from _picture(f"{slug}_{key}_by_context", svg, f"{caption} over the length of the prompt.")
 
 
 def _picture(name: str, svg: str | None, caption: str) -> Iterator[Picture]:

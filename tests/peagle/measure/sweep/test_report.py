@@ -104,6 +104,18 @@ def test_an_interval_is_in_the_legend_only_if_it_is_drawn() -> None:
     assert ("LineCollection" in bare, "LineCollection" in with_interval) == (False, True)
 
 
+def test_figures_are_drawn_over_the_length_of_the_prompt_where_there_are_several() -> None:
+    def part(tokens: float, value: float | None) -> dict[str, Any]:
+        figure = None if value is None else {"value": value, "low": value - 0.1, "high": value + 0.2}
+        return {"prompt_tokens": tokens, "speedup": figure}
+
+    parts = {"K = 3": [part(94, 2.0), part(2500, 1.5), part(9900, None)], "K = 7": [part(94, 3.0)], "auto": []}
+    drawn = charts.over_context(parts, "speedup", "speed-up") or ""
+    assert all(f">{each}<" in drawn for each in ("94", "2,500", "tokens of the prompt", "speed-up"))
+    assert "9,900" not in drawn
+    assert charts.over_context({"K = 7": parts["K = 7"]}, "speedup", "speed-up") is None
+
+
 def test_a_run_in_short_has_the_figures_of_the_whole(
     runs: tuple[Folder, Folder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

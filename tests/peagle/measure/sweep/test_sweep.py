@@ -239,6 +239,16 @@ def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
     for sample in folder.samples():
         outputs[sample.temperature, sample.k].add(sample.output_sha256)
     assert [len(found) for found in outputs.values()] == [1, 1, 2, 2]
+    # what the temperature allows is measured once, and of drafts alone
+    measured = [(each.temperature, each.k, each.repeat) for each in folder.samples() if each.bound is not None]
+    assert measured == [(1.5, 1, 0)]
+    greedy, _, hot = (row["bounds"] for row in folder.record["rows"] if (row["temperature"], row["k"]) != (0.0, 0))
+    assert greedy is None
+    assert hot["sampled"]["length"] is None  # n-grams have no distribution
+    assert 1 <= hot["one_hot"]["length"]["value"] <= hot["best"]["length"]["value"] <= 2
+    text = (folder.path / "README.md").read_text()
+    assert text.count("What the temperature allows") == 1
+    assert f"{hot['best']['length']['value']:.2f}" in text
 
 
 def test_later_turns_are_the_same_for_every_arm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

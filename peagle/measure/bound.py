@@ -1,0 +1,190 @@
+"""What the law of acceptance allows a drafter at a temperature, measured along an output.
+
+p is the distribution that the target draws a token from, q the drafter's for the same place. Whatever the rule of
+acceptance, as long as the output stays the target's own,
+
+    a draft that is the drafter's best token d is accepted with probability p(d)              one-hot drafts
+    a draft that is drawn from q is accepted with probability sum min(p, q) at most           sampled drafts
+    no one-hot draft is accepted with a higher probability than max p                         the best guess
+
+(arXiv 2211.17192: the rule of `peagle.engine.accept` reaches the first two.) So 1 - max p is the target's own
+uncertainty, and only what lies between a drafter's one-hot figure and max p can be trained away. The figures are
+recomputed by teacher forcing, at the places whose draft a step verified after it had accepted all before: where
+acceptance is counted.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from peagle.engine.request import SamplingParams
+from peagle.engine.sampling import RowSampling, probabilities
+from peagle.ops.messages import DrafterInput
+from peagle.protocols import Drafter, PyTree, Target
+from peagle.result import Result
+
+CHUNK = 32  # tokens of one pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Sums over the places of one output, by draft [K]."""
+
+    tried: tuple[int, ...]  # places
+    one_hot: tuple[float, ...]  # p(d)
+    best: tuple[float, ...]  # max p
+    sampled: tuple[float, ...] | None  # sum min(p, q); None: the drafter has no distribution
+
+
+def bound(target: Target, drafter: Drafter, result: Result) -> Bound | None:
+    """Measure the bounds along the output of a speculative result.
+
+    None if no step drafted, or if the request's logits were adjusted (penalties, biases, a grammar).
+    """
+    request, k = result.request, result.num_speculative_tokens
+    steps = [step for step in result.steps if step.draft_token_ids]
+    if not steps or request.sampling.adjusts or request.grammar is not None:
+        return None
+    text = [*request.prompt_ids, *result.output_ids]
+    probs, aux_hidden = _read(target, text, len(request.prompt_ids), request.sampling)
+    walk = _Walk(_with_logits(drafter), text, aux_hidden, k, request.sampling)
+    tried = np.zeros(k, np.int64)
+    sums = np.zeros((3, k))
+    sampled = True
+    for step in steps:
+        # row j stands at place length + j, which the text reaches
+        rows = min(step.num_accepted + 1, len(step.draft_token_ids), len(text) - step.length)
+        first = step.length - len(request.prompt_ids)
+        given = jnp.pad(probs[first : first + rows], ((0, k - rows), (0, 0)))
+        found = walk.at(step.length, len(step.draft_token_ids), given)
+        sampled = sampled and found[2] is not None
+        tried[:rows] += 1
+        for total, each in zip(sums, found, strict=True):
+            total[:rows] += 0.0 if each is None else np.asarray(each)[:rows]
+    one_hot, best, both = (tuple(each.tolist()) for each in sums)
+    return Bound(tuple(tried.tolist()), one_hot, best, both if sampled else None)
+
+
+def _row(sampling: SamplingParams) -> RowSampling:
+    reals = (np.array([each], np.float32) for each in (sampling.temperature, sampling.top_p, sampling.min_p))
+    temperature, top_p, min_p = reals
+    top_k, seed, index = (np.array([each], np.int32) for each in (sampling.top_k, sampling.seed, 0))
+    return RowSampling(temperature, top_k, top_p, min_p, seed, index)  # type: ignore[arg-type]  # NumPy's, too
+
+
+def _with_logits(drafter: Drafter) -> Drafter:
+    if not hasattr(drafter, "deterministic"):
+        return drafter
+    changed: Drafter = drafter.replace(deterministic=False)  # type: ignore[attr-defined]
+    return changed
+
+
+def _read(target: Target, text: Sequence[int], first: int, sampling: SamplingParams) -> tuple[jax.Array, np.ndarray]:
+    """Run the target over a text; return (distributions after the tokens from `first` on, aux_hidden of all)."""
+    cache = target.init_cache(1, -(-len(text) // CHUNK) * CHUNK, CHUNK)
+    probs, aux = [], []
+    for start in range(0, len(text), CHUNK):
+        ids = np.zeros((1, CHUNK), np.int32)
+        count = min(CHUNK, len(text) - start)
+        ids[0, :count] = text[start : start + count]
+        wanted = start + count > first
+        found, hidden, cache = _read_chunk(
+            target, ids, np.int32(start), np.int32(count), cache, _row(sampling), wanted=wanted
+        )
+        aux.append(np.asarray(hidden)[0, :count])
+        if found is not None:
+            probs.append(found[0, max(first - start, 0) : count])
+    return jnp.concatenate(probs), np.concatenate(aux)
+
+
+@functools.partial(jax.jit, static_argnames="wanted", donate_argnames="cache")
+def _read_chunk(
+    target: Target,
+    token_ids: jax.Array,
+    begin: jax.Array,
+    count: jax.Array,
+    cache: PyTree,
+    sampling: RowSampling,
+    *,
+    wanted: bool,
+) -> tuple[jax.Array | None, jax.Array, PyTree]:
+    place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
+    positions = jnp.where(place < count, begin + place, -1)
+    rows = None if wanted else jnp.zeros((1, 1), jnp.int32)
+    output, cache = target.extend(token_ids, positions, cache, rows)
+    return probabilities(output.logits, sampling) if wanted else None, output.aux_hidden, cache
+
+
+class _Walk:
+    """A drafter that follows a text from step to step, as it did when the text was decoded."""
+
+    def __init__(
+        self, drafter: Drafter, text: Sequence[int], aux_hidden: np.ndarray, k: int, sampling: SamplingParams
+    ) -> None:
+        self._drafter, self._aux, self._k = drafter, aux_hidden, k
+        self._following = np.array([*text[1:], 0], np.int32)  # row p holds the token after it
+        widest = max(CHUNK, 2 * k)
+        self._state = drafter.init_state(1, len(text) + k + 1, widest)
+        self._absorbed = 0
+        # drafts are drawn at the request's temperature, not truncated (peagle.engine.step)
+        self._sampling = _row(SamplingParams(sampling.temperature, seed=sampling.seed))
+
+    def at(self, length: int, width: int, probs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Draft at a step that began with so many tokens; probs [K, V]: the target's.
+
+        Returns (p of the best token, max p, sum min(p, q) or None), each [K].
+        """
+        while length - self._absorbed > self._k + 1:
+            count = min(CHUNK, length - self._absorbed - self._k - 1)
+            ids, aux = self._rows(count, CHUNK)
+            place = np.arange(CHUNK, dtype=np.int32)
+            positions = np.where(place < count, self._absorbed + place, -1)[None]
+            self._state = _absorb(self._drafter, self._state, ids, aux, positions)
+            self._absorbed += count
+        num = length - self._absorbed
+        ids, aux = self._rows(num, self._k + 1)
+        ends = np.array([num], np.int32), np.array([self._absorbed], np.int32)
+        given = DrafterInput(ids, aux, *ends)  # type: ignore[arg-type]  # NumPy's, too
+        self._absorbed = length
+        widths = np.array([width], np.int32)
+        found, self._state = _compare(
+            self._drafter, self._state, given, widths, probs, self._sampling, num_drafts=self._k
+        )
+        return found
+
+    def _rows(self, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the next rows, padded to a width: (tokens [1, W], aux_hidden [1, W, A])."""
+        rows = slice(self._absorbed, self._absorbed + count)
+        ids, aux = self._following[rows], self._aux[rows]
+        return np.pad(ids, (0, width - count))[None], np.pad(aux, ((0, width - count), (0, 0)))[None]
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def _absorb(drafter: Drafter, state: PyTree, ids: jax.Array, aux: jax.Array, positions: jax.Array) -> PyTree:
+    return drafter.absorb(state, ids, aux, positions)
+
+
+@functools.partial(jax.jit, static_argnames="num_drafts", donate_argnames="state")
+def _compare(
+    drafter: Drafter,
+    state: PyTree,
+    given: DrafterInput,
+    widths: jax.Array,
+    probs: jax.Array,
+    sampling: RowSampling,
+    *,
+    num_drafts: int,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array | None], Any]:
+    draft, state = drafter.propose(state, given, widths, num_drafts)
+    token = draft.token_ids[0]
+    picked = jnp.take_along_axis(probs, jnp.maximum(token, 0)[:, None], axis=1)[:, 0]
+    one_hot = jnp.where(token < 0, 0.0, picked)
+    both = None
+    if draft.logits is not None:
+        both = jnp.sum(jnp.minimum(probs, probabilities(draft.logits, sampling)[0]), axis=-1)
+    return (one_hot, jnp.max(probs, axis=-1), both), state
