@@ -278,6 +278,16 @@ class Pair:
         channels: the grammar is that of the final message, in a vocabulary that has channels (peagle.text.channels).
         may_call: the answer may call a function instead.
         """
+        vocabulary, tokenizer = self.vocabulary(), self.tokenizer
+        assert tokenizer is not None
+        around = answer_rules(tokenizer, may_call) if channels and has_channels(tokenizer) else ""
+        return vocabulary.compile(grammar, around)
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the target's tokens as grammars need them. Any thread may; they are read once, which takes a while.
+
+        Raises InputError without a tokenizer.
+        """
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise InputError(
@@ -290,8 +300,7 @@ class Pair:
                 tokens = [tokenizer.token_bytes(token) for token in range(self.target.vocab_size)]
                 control = [token for token in special if token < len(tokens)]
                 self._vocabulary.append(Vocabulary(tokens, control))
-        around = answer_rules(tokenizer, may_call) if channels and has_channels(tokenizer) else ""
-        return self._vocabulary[0].compile(grammar, around)
+        return self._vocabulary[0]
 
     def begin_grammar(self, compiled: CompiledGrammar, prompt_ids: Sequence[int]) -> CompiledGrammar:
         """Begin a grammar that was compiled with channels at the end of a prompt.

@@ -11,12 +11,16 @@ from peagle.cli.options import needing
 from peagle.cli.output import say
 from peagle.cli.serve import LOOPBACK, default_name, read_keys
 from peagle.cli.settings.cluster import ClusterUpSettings
+from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import DEFAULT_CONTEXT
 from peagle.engine.widths import read_widths
-from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, check_fit, drafter_path, resolve, without_weights
+from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, asked_window, check_fit, drafter_path, resolve, without_weights
+from peagle.parallel import parse_mesh
+from peagle.workflows.run import default_prefix_cache_bytes
 
 # Ray's own switch for machines on which it should stay on loopback; it must be set before Ray is imported
 LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+REPORTS = "RAY_USAGE_STATS_ENABLED"  # to Ray's makers, by the network
 
 
 def up_command(settings: ClusterUpSettings) -> int:
@@ -26,7 +30,8 @@ def up_command(settings: ClusterUpSettings) -> int:
     """
     arguments = fleet_arguments(settings)
     if settings.address is None:
-        os.environ.setdefault(LOOPBACK_ALONE, "0")
+        for name in (LOOPBACK_ALONE, REPORTS):
+            os.environ.setdefault(name, "0")
     with needing("a cluster needs", "cluster"):
         from peagle.cluster.start import run
     if settings.host not in LOOPBACK and settings.api_key_file is None:
@@ -47,6 +52,9 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
     drafter = None if k == 0 else settings.drafter or DEMO
     directory, beside = resolve(target, "target"), drafter_path(target, drafter)
     pair = without_weights(target)
+    asked_window(beside, settings.drafter_window)
+    if settings.devices.mesh is not None:
+        parse_mesh(settings.devices.mesh)
     if beside is not None:
         check_fit(directory, beside)
     if k is None:
@@ -64,7 +72,22 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         "slots": settings.slots,
         "context": context,
         "max_queue": settings.max_queue,
+        "drain_s": settings.drain,
+        "prefix_cache_bytes": _prefix_cache_bytes(settings),
+        "dtype": settings.loading.dtype,
+        "experts": settings.loading.experts,
+        "kernels": settings.loading.kernels,
+        "drafter_window": settings.drafter_window,
+        "mesh": settings.devices.mesh,
+        "reduce": settings.devices.reduce,
+        "retain_full_kv": settings.retain_full_kv,
         "keys": () if settings.api_key_file is None else read_keys(settings.api_key_file),
         "num_cpus": settings.num_cpus,
         "num_gpus": settings.num_gpus,
     }
+
+
+def _prefix_cache_bytes(settings: ClusterUpSettings) -> int:
+    """Return the memory for known prompts of each replica that computes prompts; auto: a part of this machine's."""
+    typed = parse_prefix_cache(settings.prefix_cache)
+    return default_prefix_cache_bytes() // max(1, settings.prefill or settings.decode) if typed is None else typed

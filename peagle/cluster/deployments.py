@@ -10,22 +10,24 @@
 Ray serialises the arguments of calls by pickle. Whoever reaches its ports runs code: they belong on a trusted network.
 """
 
+import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import ray.exceptions
 from ray import serve
 
-from peagle.api import Pair
-from peagle.cluster.fleet import Fleet, ReplicaLost, Shape
+from peagle.api import AUTO, Pair
+from peagle.cluster.fleet import PATIENCE_S, Fleet, ReplicaLost, Shape
 from peagle.engine.engine import EngineConfig, Role
+from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
-from peagle.loading import load, without_weights
+from peagle.loading import DtypeName, ExpertsChoice, KernelsChoice, load, without_weights
 from peagle.ops.errors import InputError
 from peagle.serve.app import Service, create_app
 from peagle.serve.errors import ApiError
@@ -35,12 +37,23 @@ from peagle.text.tokenizer import DEFAULT_DATE
 
 MANY = 1_000_000  # ongoing calls of a replica: engines have their own queues
 NO_REQUEST = Request((0,), 1)  # of chunks on their way: the reader has the request
-LOSSES = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OwnerDiedError)
+LOADING = ("dtype", "experts", "kernels", "drafter_window", "mesh", "reduce", "retain_full_kv")
+LOSSES = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.ObjectLostError,  # a hand-off, with its machine
+    ray.exceptions.TaskCancelledError,  # a replica that was told to stop
+)
 
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """What a fleet runs. prefill: replicas that only prefill; 0: each replica does both. decode: the other replicas."""
+    """What a fleet runs.
+
+    prefill: replicas that only prefill; 0: each replica does both. decode: the other replicas. patience_s:
+    peagle.cluster.fleet.Fleet. drain_s: a replica that shall stop may take so long to end its answers. num_cpus,
+    num_gpus: of each replica, for Ray's scheduling. LOADING's fields: peagle.loading.load.
+    """
 
     target: str
     drafter: str | None
@@ -53,14 +66,32 @@ class FleetConfig:
     max_queue: int = 64
     prefix_cache_bytes: int = 0
     date: str = DEFAULT_DATE
-    keys: tuple[str, ...] = ()
-    num_cpus: float = 1.0  # of each engine, for Ray's scheduling
+    keys: Sequence[str] = field(default=(), repr=False)
+    dtype: DtypeName | None = None
+    experts: ExpertsChoice = "auto"
+    kernels: KernelsChoice = "auto"
+    drafter_window: int | str = AUTO
+    mesh: str | None = None
+    reduce: Literal["ordered", "psum"] = "ordered"
+    retain_full_kv: bool = False
+    patience_s: float = PATIENCE_S
+    drain_s: float = 30.0
+    num_cpus: float = 1.0
     num_gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        for field, least in (("prefill", 0), ("decode", 1), ("max_queue", 0)):
-            if getattr(self, field) < least:
-                raise InputError(f"{field} is {getattr(self, field)}; expected {least} or more")
+        for name, least in (("prefill", 0), ("decode", 1), ("slots", 1), ("max_queue", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise InputError(f"{name} is {value!r}; expected an integer of {least} or more")
+        # a text would be a key for each of its letters
+        if isinstance(self.keys, str) or not all(isinstance(key, str) and key for key in self.keys):
+            raise InputError("keys are no list of texts; expected [KEY, ...]")
+
+    @property
+    def most_open(self) -> int:
+        """Requests at once."""
+        return self.decode * self.slots + self.max_queue
 
     def engine_config(self, pair: Pair, role: Role) -> EngineConfig:
         return pair.engine_config(
@@ -77,20 +108,29 @@ class Worker:
     """A replica of an engine."""
 
     def __init__(self, config: FleetConfig, role: Role) -> None:
-        pair = load(config.target, config.drafter)
-        engine = pair.engine(config.engine_config(pair, role))
+        self._pair = load(config.target, config.drafter, **{name: getattr(config, name) for name in LOADING})
+        engine = self._pair.engine(config.engine_config(self._pair, role))
         for sampled, full in ((False, False), (True, False), (True, True)):
-            engine.warm_up(sampled=sampled, full=full)
-        self._loop = EngineLoop(engine, config.max_queue)
+            engine.warm_up(sampled=sampled, full=full, constrained=full)
+        if self._pair.tokenizer is not None:  # a large vocabulary takes seconds
+            self._pair.vocabulary()
+        self._loop = EngineLoop(engine, config.most_open)  # the fleet's own bound is the queue's
 
     def check_health(self) -> None:
-        """Raise if the engine has failed, so that Serve replaces the replica."""
-        if self._loop.failure is not None:
-            raise RuntimeError(self._loop.failure)
+        """Raise if the engine has failed or stands still, so that Serve replaces the replica."""
+        if self._loop.status in ("failed", "stalled"):
+            raise RuntimeError(self._loop.failure or "the engine stands still")
 
-    async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
+    async def _whole(self, request: Request, grammar: PortableGrammar | None) -> Request:
+        """Put the request's grammar in its place."""
+        if grammar is None:
+            return request
+        compiled = await asyncio.to_thread(self._pair.vocabulary().restore, grammar)
+        return dataclasses.replace(request, grammar=compiled)
+
+    async def prefill(self, request: Request, grammar: PortableGrammar | None) -> tuple[TokenChunk, np.ndarray | None]:
         """See peagle.cluster.fleet.Replicas."""
-        call = self._loop.submit([request])
+        call = self._loop.submit([await self._whole(request, grammar)])
         try:
             async with contextlib.aclosing(call.chunks()) as chunks:
                 async for _, chunk in chunks:
@@ -102,9 +142,13 @@ class Worker:
             call.close()
         raise ApiError(503, "the prefill was stopped")
 
-    async def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
+    async def decode(
+        self, request: Request, grammar: PortableGrammar | None, hand_off: np.ndarray | None
+    ) -> AsyncGenerator[TokenChunk, None]:
         """See peagle.cluster.fleet.Replicas."""
+        request = await self._whole(request, grammar)
         call = self._loop.submit([request], [None if hand_off is None else parse(hand_off)])
+        del hand_off  # the engine drops it as soon as the request has a slot
         try:
             async with contextlib.aclosing(call.chunks()) as chunks:
                 async for _, chunk in chunks:
@@ -122,17 +166,30 @@ class RayReplicas:
 
     async def prefill(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
         with _known_errors():
-            found: tuple[TokenChunk, np.ndarray | None] = await self._prefill.prefill.remote(request)
+            response = self._prefill.prefill.remote(*_parted(request))
+            try:
+                found: tuple[TokenChunk, np.ndarray | None] = await response
+            except asyncio.CancelledError:
+                response.cancel()  # Serve goes on with what nobody awaits
+                raise
             return found
 
     async def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
         with _known_errors():
-            response = self._decode.decode.remote(request, hand_off)
+            response = self._decode.decode.remote(*_parted(request), hand_off)
+            del hand_off
             try:
                 async for chunk in response:
                     yield chunk
             finally:
                 response.cancel()
+
+
+def _parted(request: Request) -> tuple[Request, PortableGrammar | None]:
+    """Part a request from its grammar, which is compiled anew in each process."""
+    if request.grammar is None:
+        return request, None
+    return dataclasses.replace(request, grammar=None), request.grammar.portable
 
 
 @contextlib.contextmanager
@@ -155,9 +212,8 @@ class Application:
     def __init__(self, config: FleetConfig, prefill: Any, decode: Any) -> None:
         pair = without_weights(config.target)
         shape = Shape(config.engine_config(pair, "both"), pair.target.vocab_size, pair.stop_token_ids)
-        most = config.decode * config.slots + config.max_queue
         prompter = Prompter(pair, config.context, config.date, config.num_speculative_tokens)
-        fleet = Fleet(RayReplicas(prefill, decode), shape, most)
+        fleet = Fleet(RayReplicas(prefill, decode), shape, config.most_open, config.patience_s)
         self._service = Service(fleet, prompter, config.name, config.keys)
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -170,15 +226,17 @@ def build(config: FleetConfig | dict[str, Any]) -> serve.Application:
         try:
             config = FleetConfig(**config)
         except TypeError as error:
-            names = ", ".join(field.name for field in dataclasses.fields(FleetConfig))
+            names = ", ".join(each.name for each in dataclasses.fields(FleetConfig))
             raise InputError(f"the fleet's arguments are not understood ({error}); expected {names}") from None
-    options = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
+    actor = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
+    options: Any = {"health_check_period_s": 5, "graceful_shutdown_timeout_s": config.drain_s}
 
     def workers(name: str, role: Role, count: int) -> Any:
-        made = serve.deployment(Worker, name=name, num_replicas=count, max_ongoing_requests=MANY)
-        return made.options(ray_actor_options=options, health_check_period_s=5).bind(config, role)
+        made: Any = serve.deployment(Worker, name=name, num_replicas=count, max_ongoing_requests=MANY)
+        return made.options(ray_actor_options=actor, **options).bind(config, role)
 
     prefill = workers("Prefill", "prefill", config.prefill) if config.prefill else None
     decode = workers("Decode", "decode", config.decode) if config.prefill else workers("Both", "both", config.decode)
-    app = serve.deployment(Application, name="Application", max_ongoing_requests=MANY)
-    return app.options(ray_actor_options={"num_cpus": 0}).bind(config, prefill, decode)
+    app: Any = serve.deployment(Application, name="Application", max_ongoing_requests=MANY)
+    made: serve.Application = app.options(ray_actor_options={"num_cpus": 0}, **options).bind(config, prefill, decode)
+    return made

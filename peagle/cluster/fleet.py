@@ -14,18 +14,20 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from peagle.engine.engine import EngineConfig
+from peagle.engine.engine import EngineConfig, check_grammar
 from peagle.engine.request import Request, TokenChunk
 from peagle.ops.errors import InputError
 from peagle.serve.errors import ApiError
 from peagle.serve.loop import RETRY_AFTER_S, Chunks, Found, Status, read_chunks
 
 PREFILL_TRIES = 3
+PATIENCE_S = 600.0  # longer than any queue of answers
 LOST = "the process that decoded this answer was lost; send the request again"
+LOST_PROMPT = "the processes that computed this prompt were lost; send the request again"
 
 
 class ReplicaLost(Exception):
@@ -57,11 +59,9 @@ class Shape:
 
     def check(self, request: Request) -> None:
         """Raise InputError for a request that cannot be run."""
-        if request.grammar is not None:
-            raise InputError(
-                "a fleet does not bind answers by a schema or a grammar yet; send the request to one server"
-            )
         self.config.check(request, self.vocab_size)
+        stops = self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        check_grammar(request, stops, self.vocab_size)
 
 
 @dataclass(eq=False)
@@ -93,10 +93,14 @@ class FleetCall:
 
 
 class Fleet:
-    """Engines of other processes, in the place of peagle.serve.loop.EngineLoop. most_open: requests at once."""
+    """Engines of other processes, in the place of peagle.serve.loop.EngineLoop.
 
-    def __init__(self, replicas: Replicas, shape: Shape, most_open: int) -> None:
-        self.engine, self.most_open = shape, most_open
+    most_open: requests at once. patience_s: an answer ends with an error after so long without news of it, since no
+    replica may be left.
+    """
+
+    def __init__(self, replicas: Replicas, shape: Shape, most_open: int, patience_s: float = PATIENCE_S) -> None:
+        self.engine, self.most_open, self.patience_s = shape, most_open, patience_s
         self.failure: str | None = None
         self._replicas, self._open = replicas, 0
 
@@ -117,6 +121,9 @@ class Fleet:
         """Send all requests off, or none. Raises as EngineLoop.submit does."""
         for request in requests:
             self.engine.check(request)
+        if len(requests) > self.most_open:
+            message = f"{len(requests)} answers are asked for at once; expected at most {self.most_open}: ask for fewer"
+            raise ApiError(400, message)
         if self._open + len(requests) > self.most_open:
             message = f"{self._open} requests are running, and at most {self.most_open} may; try again later"
             raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
@@ -139,33 +146,56 @@ class Fleet:
 
     async def _run(self, call: FleetCall, place: int, request: Request) -> None:
         """Run one request, and put its chunks, or why there are none, into the call's queue."""
+
+        def end(status: int, message: str) -> None:
+            call.queue.put_nowait((place, ApiError(status, message)))
+
+        ended = False
         try:
             async for chunk in self._chunks(request):
+                ended = chunk.finish_reason is not None
                 call.queue.put_nowait((place, dataclasses.replace(chunk, request=request, time_s=time.perf_counter())))
+            if not ended:  # nobody may wait for a request that is gone
+                end(503, LOST)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            end(503, LOST)  # the process elsewhere was told to stop
         except ApiError as error:
             call.queue.put_nowait((place, error))
         except InputError as error:
-            call.queue.put_nowait((place, ApiError(400, str(error))))
+            end(400, str(error))
         except ReplicaLost:
-            call.queue.put_nowait((place, ApiError(503, LOST)))
-        except Exception as error:  # nobody may wait for a request that is gone
-            message = " ".join(str(error).split())
-            call.queue.put_nowait((place, ApiError(500, f"the fleet failed at this request: {message[:500]}")))
+            end(503, LOST)
+        except TimeoutError:
+            end(503, f"no process of the fleet has answered for {self.patience_s:g} seconds; send the request again")
+        except Exception as error:
+            end(500, f"the fleet failed at this request: {' '.join(str(error).split())[:500]}")
 
     async def _chunks(self, request: Request) -> AsyncGenerator[TokenChunk, None]:
-        hand_off: Any = None
+        hand_off: np.ndarray | None = None
         if self._replicas.disaggregated:
             chunk, hand_off = await self._prefilled(request)
             if hand_off is None:
                 yield chunk
                 return
             yield dataclasses.replace(chunk, finish_reason=None)
-        async with contextlib.aclosing(self._replicas.decode(request, hand_off)) as chunks:
-            async for chunk in chunks:
+        chunks = self._replicas.decode(request, hand_off)
+        del hand_off  # it may be large, and lives as long as anybody holds it
+        async with contextlib.aclosing(chunks):
+            while True:
+                try:
+                    async with asyncio.timeout(self.patience_s):
+                        chunk = await anext(chunks)
+                except StopAsyncIteration:
+                    return
                 yield chunk
 
     async def _prefilled(self, request: Request) -> tuple[TokenChunk, np.ndarray | None]:
-        for _ in range(PREFILL_TRIES - 1):
-            with contextlib.suppress(ReplicaLost):
-                return await self._replicas.prefill(request)
-        return await self._replicas.prefill(request)
+        """Prefill, and again if the replica is lost: nothing was sent to the client yet."""
+        async with asyncio.timeout(self.patience_s):
+            for _ in range(PREFILL_TRIES):
+                with contextlib.suppress(ReplicaLost):
+                    return await self._replicas.prefill(request)
+        raise ApiError(503, LOST_PROMPT)

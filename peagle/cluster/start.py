@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from peagle.cluster.deployments import FleetConfig, build
+from peagle.ops.errors import InputError
 
 NAME = "peagle"
 
@@ -23,13 +24,20 @@ def run(
 ) -> None:
     """Run a fleet until `stopped` is set. address: of a Ray cluster; None: one is started on this machine.
 
-    Raises InputError for arguments that cannot be used.
+    A cluster that was running keeps Serve and what others serve there. Raises InputError for arguments that cannot be
+    used, and for an address at which there is no cluster.
     """
     config = FleetConfig(**arguments)
     replicas = (config.prefill + config.decode) * config.num_cpus
     # Ray reckons with CPUs, and starts nothing beyond them: its own machine is said to have enough
-    local = {"num_cpus": max(1, round(replicas + 1)), "include_dashboard": False} if address is None else {}
-    ray.init(address=address, **local)
+    local: Any = {"num_cpus": max(1, round(replicas + 1)), "include_dashboard": False} if address is None else {}
+    try:
+        ray.init(address=address, **local)
+    except (ConnectionError, ValueError) as error:
+        raise InputError(
+            f"--address {address}: {' '.join(str(error).split())[:300]}; expected a Ray cluster that is running, or "
+            "leave it out"
+        ) from None
     try:
         serve.start(http_options=HTTPOptions(host=host, port=port))
         serve.run(build(config), name=NAME)
@@ -37,5 +45,8 @@ def run(
         while not stopped.wait(1.0):
             pass
     finally:
-        serve.shutdown()
+        if address is None:
+            serve.shutdown()
+        else:
+            serve.delete(NAME)
         ray.shutdown()

@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 from peagle.engine import handoff
-from peagle.engine.grammar import CompiledGrammar, GrammarError, Matcher, Vocabulary
+from peagle.engine.grammar import GrammarError, Matcher, Vocabulary
 from peagle.engine.handoff import Fingerprints, HandOff
 from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.prefill import learns_from_tokens
@@ -171,6 +171,20 @@ class EngineConfig:
             raise InputError(DRAFTS_ARE_GREEDY)
 
 
+def check_grammar(request: Request, stop_token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InputError for a request whose grammar nothing can end, or is another vocabulary's."""
+    if request.grammar is None:
+        return
+    if not any(0 <= token < vocab_size for token in stop_token_ids):
+        raise InputError(
+            f"{request.name} has a grammar, but no stop token, so nothing can end its answer; leave out ignore_eos, or "
+            "name stop tokens"
+        )
+    size = request.grammar.vocabulary.size
+    if size != vocab_size:
+        raise InputError(f"the grammar is compiled for {size} tokens; expected {vocab_size}, the target's vocabulary")
+
+
 @dataclass(eq=False)
 class Handle:
     """A request in an engine. Made by `add`; only the engine changes it."""
@@ -296,23 +310,25 @@ class Engine:
             raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
         self.config.check(request, self.target.vocab_size)
         if request.grammar is not None:
-            self._check_grammar(request, request.grammar)
+            check_grammar(request, self._stops_of(request), self.target.vocab_size)
+            if self.config.synthetic_acceptance is not None:
+                raise InputError("synthetic acceptance ignores grammars; leave one of them out")
+            if hand_off is not None:
+                self._matcher(request, hand_off)
 
-    def _check_grammar(self, request: Request, grammar: CompiledGrammar) -> None:
-        if not any(0 <= token < self.target.vocab_size for token in self._stops_of(request)):
-            raise InputError(
-                f"{request.name} has a grammar, but no stop token, so nothing can end its answer; leave out "
-                "ignore_eos, or name stop tokens"
-            )
-        if grammar.vocabulary.size != self.target.vocab_size:
-            raise InputError(
-                f"the grammar is compiled for {grammar.vocabulary.size} tokens; expected {self.target.vocab_size}, the "
-                "target's vocabulary"
-            )
-        if self.config.role != "both":
-            raise InputError("a request with a grammar is not handed to another engine; send it to one that does both")
-        if self.config.synthetic_acceptance is not None:
-            raise InputError("synthetic acceptance ignores grammars; leave one of them out")
+    def _matcher(self, request: Request, hand_off: HandOff | None) -> Matcher | None:
+        """Make the matcher of a request's grammar, which has read what was emitted elsewhere.
+
+        Raises GrammarError if the grammar does not allow that.
+        """
+        if request.grammar is None:
+            return None
+        matcher = request.grammar.begin(self._stops_of(request))
+        if hand_off is not None:
+            matcher.read(hand_off.token_ids[len(request.prompt_ids) :])
+            if failure := matcher.failure:
+                raise GrammarError(f"the hand-off of {request.name} does not follow its grammar: {failure}")
+        return matcher
 
     def _stops_of(self, request: Request) -> tuple[int, ...]:
         return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
@@ -325,9 +341,8 @@ class Engine:
         has failed.
         """
         self.check(request, hand_off)
-        stops, grammar = self._stops_of(request), request.grammar
+        stops, matcher = self._stops_of(request), self._matcher(request, hand_off)
         deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
-        matcher = None if grammar is None else grammar.begin(stops)
         handle = Handle(request, stops, deadline_s, length=len(request.prompt_ids), matcher=matcher)
         if hand_off is not None:
             handle.hand_off, handle.length = hand_off, hand_off.length
@@ -484,7 +499,7 @@ class Engine:
                 if self._alive:
                     return
             self._warm_up(sampled, full, measuring)
-            if constrained:
+            if constrained and self.config.role != "prefill":
                 self._warm_up_cut_steps()
 
     def _warm_up_cut_steps(self) -> None:
@@ -883,7 +898,7 @@ class Engine:
         assert self._lane is not None
         vocab_size, drafts = self.target.vocab_size, not handle.paused
         masks = None
-        if handle.matcher is not None:
+        if handle.matcher is not None and handle.hand_off is None:
             masks = next_mask(handle.matcher)
             if handle.matcher.limited:
                 self._renew(handle, handle.matcher, handle.output_ids)

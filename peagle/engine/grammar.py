@@ -142,6 +142,15 @@ def _without_point(number: Any) -> int:
     return max(1, int("".join(map(str, decimal.Decimal(repr(number)).normalize().as_tuple().digits))))
 
 
+@dataclass(frozen=True)
+class PortableGrammar:
+    """What makes a compiled grammar again in another process of the same target: `Vocabulary.restore`."""
+
+    grammar: Grammar
+    around: str
+    begun_by: tuple[int, ...]
+
+
 class Vocabulary:
     """The bytes of a target's tokens, for which grammars are compiled. Make one of each target: it takes a while."""
 
@@ -191,6 +200,11 @@ class Vocabulary:
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return compiled
+
+    def restore(self, portable: PortableGrammar) -> "CompiledGrammar":
+        """Compile what was compiled in another process. Raises as `compile` does."""
+        compiled = self.compile(portable.grammar, portable.around)
+        return compiled.after(portable.begun_by) if portable.begun_by else compiled
 
     def forget(self, compiled: "CompiledGrammar") -> None:
         """Compile this grammar anew at the next request for it: its automaton is full."""
@@ -291,6 +305,11 @@ class CompiledGrammar:
                 "or its final message begins"
             )
         return replace(self, _matcher=matcher, begun_by=tuple(token_ids))
+
+    @property
+    def portable(self) -> PortableGrammar:
+        """What another process needs of it."""
+        return PortableGrammar(self.grammar, self.around, self.begun_by)
 
     def begin(self, stop_token_ids: Sequence[int]) -> "Matcher":
         """Make the matcher of a request, which these tokens end."""

@@ -16,6 +16,7 @@ without authentication is as trustworthy as the network that brought it.
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -39,6 +40,7 @@ NO_DRAFTER = "none"  # in place of its fingerprint
 MOST_HEADER_BYTES = 1 << 20
 ALIGNED = 64  # bytes; the tensors begin at a multiple
 TOKEN_IDS, AUX_HIDDEN = "token_ids", "aux_hidden"
+METADATA = ("target", "drafter", "drafts")  # beside the format
 DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -207,12 +209,14 @@ def parse(data: bytes | bytearray | memoryview | np.ndarray) -> HandOff:
     if seen != FORMAT:
         raise InputError(f"the hand-off has the format {str(seen)[:40]!r}{ANOTHER}")
     tensors = {name: _tensor(name, entry, body) for name, entry in header.items()}
-    ids = tensors.get(TOKEN_IDS)
-    known = metadata["target"], metadata["drafter"], metadata["drafts"]
-    if ids is None or ids.ndim != 1 or len(ids) < 2 or ids.dtype != np.int32 or not all(type(x) is str for x in known):
-        raise InputError(f"the hand-off has no tokens, or no fingerprints{ANOTHER}")
-    fingerprints = Fingerprints(known[0], known[1])
-    return HandOff(whole, tuple(ids.tolist()), fingerprints, known[2] == "True", tensors)
+    if (named := sum(each.nbytes for each in tensors.values())) != len(body):
+        raise InputError(f"the hand-off has {len(body)} bytes of tensors; its header names {named}{ANOTHER}")
+    ids, (target, drafter, drafts) = tensors.get(TOKEN_IDS), (metadata.get(name) for name in METADATA)
+    if ids is None or ids.ndim != 1 or len(ids) < 2 or ids.dtype != np.int32 or drafts not in ("True", "False"):
+        raise InputError(f"the hand-off has no tokens, or does not say whether they may draft{ANOTHER}")
+    if not isinstance(target, str) or not isinstance(drafter, str):
+        raise InputError(f"the hand-off has no fingerprints{ANOTHER}")
+    return HandOff(whole, tuple(ids.tolist()), Fingerprints(target, drafter), drafts == "True", tensors)
 
 
 def _header(data: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
@@ -242,11 +246,15 @@ def _tensor(name: str, entry: Any, body: np.ndarray) -> np.ndarray:
         whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (TypeError, KeyError, ValueError):
         whole = False
-    if not whole or end - begin != int(np.prod([*map(int, shape)], dtype=object)) * dtype.itemsize:
-        raise InputError(f"the hand-off's entry of {name[:40]!r} contradicts itself{ANOTHER}")
+    wrong = InputError(f"the hand-off's entry of {name[:40]!r} contradicts itself{ANOTHER}")
+    if not whole or end - begin != math.prod(shape) * dtype.itemsize:
+        raise wrong
     if end > len(body):
         raise _truncated(len(body), end)
-    return _view(body[begin:end], shape, dtype)
+    try:
+        return _view(body[begin:end], shape, dtype)
+    except (ValueError, OverflowError):  # more axes than an array has, or an axis beyond all memory beside an empty one
+        raise wrong from None
 
 
 def check(programs: Programs, hand_off: HandOff, capacity: int, fingerprints: Fingerprints) -> None:
@@ -267,23 +275,28 @@ def check(programs: Programs, hand_off: HandOff, capacity: int, fingerprints: Fi
                 f"the hand-off is of another {model} ({theirs[:12] or 'of no files'}; this engine has "
                 f"{ours[:12] or 'one of no files'}); expected equal checkpoints, dtype, aux layers and windows"
             )
+    kept = iter(programs.kept_shapes)
     for part in _parts(lane, hand_off.length):
+        seen_by = next(kept) if not is_full(part.node) else None
+        # a full layer may take what was a ring: only its sender's window would tell how many rows that needs
+        least = min(part.valid, seen_by.capacity if isinstance(seen_by, KVCache) else 1)
         if hand_off.drafts or part.name.startswith("target."):
             for name, leaf in part.fields.items():
-                _check_tensor(hand_off, name, leaf, part.valid if isinstance(part.node, KVCache) else None)
+                rows = (least, part.valid) if isinstance(part.node, KVCache) else None
+                _check_tensor(hand_off, name, leaf, rows)
     if drafts:
-        _check_tensor(hand_off, AUX_HIDDEN, lane.aux_hidden, lane.aux_hidden.shape[1])
+        _check_tensor(hand_off, AUX_HIDDEN, lane.aux_hidden, (lane.aux_hidden.shape[1],) * 2)
 
 
-def _check_tensor(hand_off: HandOff, name: str, leaf: Any, most: int | None) -> None:
-    """Raise InputError unless a tensor is like a leaf of the lane. most: the rows it may have; None: any number."""
+def _check_tensor(hand_off: HandOff, name: str, leaf: Any, rows: tuple[int, int] | None) -> None:
+    """Raise InputError unless a tensor is like a leaf of the lane. rows: the least and most it may have; None: any."""
     given, row = hand_off.tensors.get(name), leaf.shape[2:]
     if given is None:
         seen = "is missing"
     elif given.dtype != leaf.dtype or given.ndim != leaf.ndim - 1 or given.shape[1:] != row:
         seen = f"has rows of {given.dtype} {list(given.shape[1:])}"
-    elif most is not None and not min(most, 1) <= len(given) <= most:
-        seen = f"has {len(given)} rows of {most}"
+    elif rows is not None and not rows[0] <= len(given) <= rows[1]:
+        seen = f"has {len(given)} rows of {rows[1]}"
     else:
         return
     raise InputError(

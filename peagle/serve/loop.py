@@ -244,12 +244,16 @@ class EngineLoop:
             while self._wait():
                 self._add_new()
                 self._run_task()
-                for handle, chunk in self.engine.step():
-                    handle.inbox.append(chunk)
+                self._step()
                 self._hand_over()
                 self._last_step_s = time.monotonic()
         except BaseException as error:  # no request may wait for a thread that is gone
             self._fail(" ".join(str(error).split()) or type(error).__name__)
+
+    def _step(self) -> None:
+        """Run a step. A method of its own, so that an idle thread holds no request: it may be large (a hand-off)."""
+        for handle, chunk in self.engine.step():
+            handle.inbox.append(chunk)
 
     def _wait(self) -> bool:
         """Wait for a request; return False if the thread shall end."""

@@ -6,7 +6,16 @@ from typing import Annotated
 from typer import Option
 
 from peagle.cli.settings.serve import ApiKeyFile, Context, Host, MaxQueue, ServedModelName
-from peagle.cli.settings.shared import MODEL, RUNNING, Target
+from peagle.cli.settings.shared import (
+    MODEL,
+    RUNNING,
+    DrafterWindow,
+    LoadOptions,
+    MeshOptions,
+    PrefixCache,
+    RetainFullKV,
+    Target,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +49,13 @@ class ClusterUpSettings:
             help="Tokens drafted in a step; 0: none. Default: the most that the drafter's speculation.json names.",
         ),
     ] = None
+    loading: LoadOptions = LoadOptions()
+    devices: MeshOptions = MeshOptions()
+    drafter_window: DrafterWindow = "auto"
     context: Context = None
     served_model_name: ServedModelName = None
+    prefix_cache: PrefixCache = "auto"
+    retain_full_kv: RetainFullKV = False
     prefill: Annotated[
         int, Option("--prefill", metavar="N", rich_help_panel=RUNNING, help="Replicas that only compute prompts.")
     ] = 0
@@ -54,6 +68,16 @@ class ClusterUpSettings:
         Option("--slots", min=1, metavar="N", rich_help_panel=RUNNING, help="Requests at once in a replica."),
     ] = 4
     max_queue: MaxQueue = 64
+    drain: Annotated[
+        int,
+        Option(
+            "--drain",
+            min=0,
+            metavar="SECONDS",
+            rich_help_panel=RUNNING,
+            help="A replica that shall stop may take so long to end its answers.",
+        ),
+    ] = 30
     host: Host = "127.0.0.1"
     port: Annotated[int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")] = 8000
     api_key_file: ApiKeyFile = None

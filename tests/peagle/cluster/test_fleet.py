@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import re
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 import httpx
@@ -11,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from peagle.api import Pair
-from peagle.cluster.fleet import LOST, Fleet, ReplicaLost, Shape
+from peagle.cluster.fleet import LOST, LOST_PROMPT, Fleet, ReplicaLost, Shape
 from peagle.engine.engine import Role
 from peagle.engine.handoff import parse
 from peagle.engine.request import Request, TokenChunk
@@ -56,6 +59,7 @@ class Loops:
     async def decode(self, request: Request, hand_off: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
         self._lose("decode")
         call = self.decodes.submit([request], [None if hand_off is None else parse(hand_off)])
+        del hand_off
         try:
             async for _, chunk in call.chunks():
                 yield chunk
@@ -83,12 +87,13 @@ Make = Callable[..., tuple[Loops, Service]]
 def make(tokenizer: ByteLevelTokenizer) -> Iterator[Make]:
     made: list[Loops] = []
 
-    def making(disaggregated: bool = True, most_open: int = 64) -> tuple[Loops, Service]:
+    def making(disaggregated: bool = True, most_open: int = 64, patience_s: float = 60.0) -> tuple[Loops, Service]:
         pair = toy_pair(tokenizer)
         loops = Loops(pair, disaggregated)
         made.append(loops)
         shape = Shape(pair.engine_config(K, capacity=CONTEXT, slots=SLOTS), pair.target.vocab_size)
-        return loops, Service(Fleet(loops, shape, most_open), Prompter(pair, CONTEXT, DATE, K), MODEL)
+        fleet = Fleet(loops, shape, most_open, patience_s)
+        return loops, Service(fleet, Prompter(pair, CONTEXT, DATE, K), MODEL)
 
     yield making
     for loops in made:
@@ -120,7 +125,7 @@ def test_a_lost_prefill_is_repeated(make: Make, client: TestClient) -> None:
     assert answer(client_of(service)).json()["choices"] == answer(client).json()["choices"]
     loops.loses += ["prefill"] * 3
     reply = answer(client_of(service))
-    assert (reply.status_code, reply.json()["error"]["message"]) == (503, LOST)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (503, LOST_PROMPT)
 
 
 @pytest.mark.parametrize("where", ["decode", "decode in its midst"])
@@ -140,7 +145,11 @@ def test_a_lost_decode_ends_its_answer_with_an_error_and_no_other(make: Make, wh
 def test_too_many_requests_and_what_no_fleet_computes_are_refused(make: Make) -> None:
     _, service = make(most_open=2)
     fleet = client_of(service)
-    assert answer(fleet, n=3, temperature=1).status_code == 429
+    never = answer(fleet, n=3, temperature=1)
+    assert (never.status_code, "at most 2" in never.text) == (400, True)
+    service.loop._open += 1  # type: ignore[attr-defined]
+    assert answer(fleet, n=2, temperature=1).status_code == 429
+    service.loop._open -= 1  # type: ignore[attr-defined]
     refused = answer(fleet, echo=True)
     assert (refused.status_code, "by a fleet" in refused.text) == (400, True)
     assert answer(fleet, max_tokens=10_000).status_code == 400
@@ -179,3 +188,81 @@ def test_a_request_that_fails_in_its_engine_ends_with_the_engines_error(make: Ma
     reply = answer(client_of(service))
     assert (reply.status_code, reply.json()["error"]["message"]) == (400, "the prompt is refused")
     assert dataclasses.is_dataclass(service)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_stops_without_an_end_is_an_error_and_no_hang(make: Make, stream: bool) -> None:
+    """A process that was told to stop ends its streams, or cancels them; nobody waits for what never comes."""
+    loops, service = make()
+
+    async def ends(request: Request, _: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk(request, (8,), 0.0)
+
+    async def cancelled(request: Request, _: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
+        yield TokenChunk(request, (8,), 0.0)
+        raise asyncio.CancelledError
+
+    for decode in (ends, cancelled):
+        loops.decode = decode  # type: ignore[method-assign]
+        reply = answer(client_of(service), stream=stream, logprobs=None)
+        assert LOST in reply.text
+        assert reply.status_code == (200 if stream else 503)
+    assert service.loop.num_running == 0
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_if_no_replica_answers_an_error_comes_in_time(make: Make, where: str) -> None:
+    loops, service = make(patience_s=0.2)
+
+    async def never_prefilled(_: Request) -> tuple[TokenChunk, np.ndarray | None]:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def never_decoded(request: Request, _: np.ndarray | None) -> AsyncGenerator[TokenChunk, None]:
+        await asyncio.sleep(3600)
+        yield TokenChunk(request, (8,), 0.0)
+
+    if where == "prefill":
+        loops.prefill = never_prefilled  # type: ignore[method-assign]
+    else:
+        loops.decode = never_decoded  # type: ignore[method-assign]
+    reply = answer(client_of(service))
+    assert (reply.status_code, "no process of the fleet has answered for 0.2 seconds" in reply.text) == (503, True)
+    assert service.loop.num_running == 0
+
+
+def test_a_hand_off_is_dropped_once_its_request_decodes(make: Make) -> None:
+    """It is as large as the prompt's caches, and its answer may take minutes."""
+    loops, service = make()
+    messages: list[weakref.ref[np.ndarray]] = []
+    prefill = loops.prefill
+
+    async def watched(request: Request) -> tuple[TokenChunk, np.ndarray | None]:
+        chunk, message = await prefill(request)
+        assert message is not None
+        messages.append(weakref.ref(message))
+        return chunk, message
+
+    loops.prefill = watched  # type: ignore[method-assign]
+
+    async def begin() -> None:
+        call = service.loop.submit([Request((5, 9), 200, stop_token_ids=())])
+        async with contextlib.aclosing(call.chunks()) as chunks:
+            await anext(chunks)
+            await anext(chunks)
+            gc.collect()
+            assert messages[0]() is None
+        call.close()
+
+    asyncio.run(asyncio.wait_for(begin(), 60))
+
+
+def test_answers_are_bound_by_grammars_as_one_servers_are(make: Make, client: TestClient) -> None:
+    _, service = make()
+    asked = {"guided_regex": "[a-c]{3,20}", "max_tokens": 40, "logprobs": None}
+    ours, theirs = (answer(each, **asked).json()["choices"] for each in (client_of(service), client))
+    assert ours == theirs
+    assert re.fullmatch("[a-c]{3,20}", ours[0]["text"])
+    unbound = [answer(each, **asked, ignore_eos=True) for each in (client_of(service), client)]
+    assert [each.status_code for each in unbound] == [400, 400]
+    assert unbound[0].json() == unbound[1].json()

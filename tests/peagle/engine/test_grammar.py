@@ -1,5 +1,6 @@
 """Grammars: every answer is a text of the grammar, and the one that constrained plain decoding gives."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -559,3 +560,42 @@ def test_a_request_that_no_grammar_can_bind_is_refused(target: MarkovTarget, voc
         engine_of(target, 0).add(Request((2,), 5, grammar=other))
     with pytest.raises(InputError, match="synthetic acceptance ignores grammars"):
         engine_of(target, 1, synthetic_acceptance=(0.5,)).add(Request((2,), 5, grammar=compiled))
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_an_answer_goes_on_in_another_engine(target: MarkovTarget, vocabulary: Vocabulary, k: int) -> None:
+    """From its first token, and from its midst; with its grammar compiled anew there."""
+    for kind in ("json_schema", "regex"):
+        request = Request((2, 9, 5), NEW, SamplingParams(), grammar=vocabulary.compile(GRAMMARS[kind]))
+        restored = dataclasses.replace(request, grammar=vocabulary.restore(request.grammar.portable))
+        (expected,), _ = run(engine_of(target, k), [request])
+        sender, receiver = engine_of(target, k, role="prefill"), engine_of(target, k, role="decode")
+        handle = sender.add(request)
+        for _ in sender.follow(handle):
+            pass
+        received = receiver.add(restored, hand_off=handle.hand_off)
+        while len(received.output_ids) < 3:
+            receiver.step()
+        again = receiver.hand_over(received)
+        tokens = [*received.output_ids]
+        last = receiver.add(restored, hand_off=again)
+        tokens += [token for chunk in receiver.follow(last) for token in chunk.token_ids]
+        assert tokens == expected, kind
+
+
+def test_a_hand_off_that_its_grammar_does_not_allow_is_refused(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    sender = engine_of(target, 0, role="prefill")
+    free = Request((2, 9, 5), NEW, SamplingParams(logit_bias=((3, 90.0),)))
+    handle = sender.add(free)
+    for _ in sender.follow(handle):
+        pass
+    bound = dataclasses.replace(free, grammar=vocabulary.compile(GRAMMARS["json_schema"]))
+    with pytest.raises(GrammarError, match="does not follow its grammar"):
+        engine_of(target, 0, role="decode").add(bound, hand_off=handle.hand_off)
+
+
+def test_a_grammar_is_restored_with_what_the_prompt_holds_of_its_text(vocabulary: Vocabulary) -> None:
+    compiled = vocabulary.compile(GRAMMARS["regex"]).after([TOKENS.index(b"ab")])
+    again = vocabulary.restore(compiled.portable)
+    assert again == compiled
+    assert (next_mask(again.begin((STOP,))) == next_mask(compiled.begin((STOP,)))).all()

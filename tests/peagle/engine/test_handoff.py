@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -171,13 +172,18 @@ def test_a_message_is_a_safetensors_file_of_the_valid_rows_alone(pair: Models, s
     assert [len(read[f"drafter.{layer}.key"]) for layer in range(2)] == [WINDOW, 44]
 
 
-def changed(message: HandOff, **metadata: str) -> HandOff:
-    """Write other metadata into a header."""
+def rewritten(message: HandOff, change: Callable[[dict], object]) -> bytes:
+    """Change the header of a message."""
     size = int.from_bytes(message.data[:8].tobytes(), "little")
     header = json.loads(message.data[8 : 8 + size].tobytes())
-    header["__metadata__"] |= metadata
+    change(header)
     text = json.dumps(header).encode()
-    return parse(len(text).to_bytes(8, "little") + text + message.data[8 + size :].tobytes())
+    return len(text).to_bytes(8, "little") + text + message.data[8 + size :].tobytes()
+
+
+def changed(message: HandOff, **metadata: str) -> HandOff:
+    """Write other metadata into a header."""
+    return parse(rewritten(message, lambda header: header["__metadata__"].update(metadata)))
 
 
 def test_what_does_not_fit_is_refused_by_name(pair: Models, sent: HandOff) -> None:
@@ -204,6 +210,8 @@ def test_what_does_not_fit_is_refused_by_name(pair: Models, sent: HandOff) -> No
     refused(r"target.1.key has rows of float16", dataclasses.replace(sent, tensors=in_bfloat16))
     longer = {**sent.tensors, "drafter.1.value": np.concatenate([sent.tensors["drafter.1.value"]] * 2)}
     refused("drafter.1.value has 88 rows of 44", dataclasses.replace(sent, tensors=longer))
+    shorter = {**sent.tensors, "target.0.key": sent.tensors["target.0.key"][1:]}
+    refused(f"target.0.key has {WINDOW - 1} rows of 45", dataclasses.replace(sent, tensors=shorter))
     missing = {name: rows for name, rows in sent.tensors.items() if name != "drafter.0.key"}
     refused("drafter.0.key is missing", dataclasses.replace(sent, tensors=missing))
     assert engine_of(pair, 0).add(request, hand_off=sent), "a drafter that is not run needs no rows"
@@ -233,6 +241,54 @@ def test_a_message_that_is_cut_or_of_another_version_is_refused(sent: HandOff) -
         changed(sent, format="peagle hand-off 0")
     with pytest.raises(InputError, match="contradicts itself"):
         parse(whole.replace(b'"shape": [46]', b'"shape": [47]'))
+    with pytest.raises(InputError, match="its header names"):
+        parse(whole + b"0123")
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets"),
+    [
+        ([1] * 100, [0, 4]),  # more axes than an array has
+        ([0, 10**30], [0, 0]),
+        ([0, 2**62, 2**62], [0, 0]),
+        ([True], [0, 4]),
+        ([-1, -1], [0, 4]),
+        ([1.0], [0, 4]),
+        ("1", [0, 4]),
+        (1, [0, 4]),
+        ([1], [4, 0]),
+        ([1], [0, 4, 8]),
+    ],
+)
+def test_an_entry_that_no_array_has_is_refused(sent: HandOff, shape: object, offsets: list[int]) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+    with pytest.raises(InputError, match="entry of 'more' contradicts itself"):
+        parse(rewritten(sent, lambda header: header.update(more=entry)))
+
+
+@pytest.mark.parametrize("name", ["target", "drafter", "drafts"])
+@pytest.mark.parametrize("value", [None, 3])
+def test_metadata_that_is_missing_is_refused(sent: HandOff, name: str, value: object) -> None:
+    with pytest.raises(InputError, match=r"no fingerprints|does not say"):
+        parse(rewritten(sent, lambda header: header["__metadata__"].update({name: value})))
+    with pytest.raises(InputError, match=r"no fingerprints|does not say"):
+        parse(rewritten(sent, lambda header: header["__metadata__"].pop(name)))
+
+
+def test_a_message_of_numbers_that_are_not_finite_ends_its_own_request_alone(pair: Models, sent: HandOff) -> None:
+    """Neither its neighbour nor who has its slot next sees them."""
+    engine, alone = engine_of(pair, role="decode"), engine_of(pair)
+    expected = facts(list(alone.follow(alone.add(asked(45)))))
+    tensors = {name: rows if name == "token_ids" else np.full_like(rows, np.nan) for name, rows in sent.tensors.items()}
+    poisoned = dataclasses.replace(sent, tensors=tensors)
+    for _ in range(2):  # both slots, and the lane
+        bad = [engine.add(asked(45), hand_off=poisoned) for _ in range(2)]
+        for handle in bad:
+            with pytest.raises(InputError, match="not finite"):
+                list(engine.follow(handle))
+        good = [engine.add(asked(45), hand_off=sent) for _ in range(2)]
+        for handle in good:
+            assert facts(list(engine.follow(handle)))[1] == expected[1]
 
 
 def test_a_prefill_engine_has_no_slots_and_a_decode_engine_no_room_for_chunks(pair: Models) -> None:

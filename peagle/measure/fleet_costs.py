@@ -1,0 +1,222 @@
+"""Measure on this machine what `peagle.measure.fleet` simulates with."""
+
+import contextlib
+import dataclasses
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from peagle.api import Pair
+from peagle.engine.engine import Engine, Handle, Role
+from peagle.engine.handoff import HandOff, parse
+from peagle.engine.request import Request, StepRecord
+from peagle.measure.fleet import Costs, Curve
+from peagle.ops.errors import InputError
+
+ROUNDS = 5
+LEAST_S = 1e-6  # of what is measured as a difference
+LOOPBACK_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The engines that are measured: the most drafts of a step, slots, positions."""
+
+    k: int
+    slots: int
+    capacity: int
+
+
+def measure_costs(pair: Pair, texts: Sequence[int], shape: Shape, say: Callable[[str], object]) -> Costs:
+    """Measure a pair. texts: tokens of which prompts are cut; say: is called with what is measured next.
+
+    Raises InputError for too few tokens or positions.
+    """
+    if len(texts) < 64 or shape.capacity < 256:
+        raise InputError(
+            f"{len(texts)} tokens of text and {shape.capacity} positions are given; expected 64 and 256 or more"
+        )
+    measure = _Measure(pair, tuple(texts), shape)
+    say("prompts")
+    prompts = measure.prompts()
+    steps: dict[int, Curve] = {}
+    acceptance: dict[int, tuple[float, ...]] = {}
+    for k in sorted({0, shape.k}):
+        say(f"steps of K = {k}")
+        steps[k], rates = measure.steps(k)
+        if k:
+            acceptance[k] = rates
+    say("steps behind long prompts")
+    position_s = measure.position_s(steps[0].at(1))
+    say("hand-offs")
+    message_bytes, pack, load = measure.hand_offs(steps[shape.k].at(1))
+    say("the network of this machine")
+    speed, latency_s = loopback()
+    config = pair.engine_config(0, capacity=shape.capacity)
+    return Costs(
+        prompts,
+        steps,
+        message_bytes,
+        pack,
+        load,
+        speed,
+        latency_s,
+        position_s,
+        acceptance,
+        config.chunk,
+        config.steps_per_dispatch,
+    )
+
+
+@dataclass(frozen=True)
+class _Measure:
+    pair: Pair
+    texts: tuple[int, ...]
+    shape: Shape
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of prompts: powers of two from a small one to what the slots hold."""
+        most = self.shape.capacity - 16
+        return sorted({most, *(length for length in (32, 128, 512, 2048, 8192, 32768) if length < most)})
+
+    def engine(self, k: int, role: Role = "both") -> Engine:
+        shape = self.shape
+        engine = self.pair.engine(self.pair.engine_config(k, slots=shape.slots, capacity=shape.capacity, role=role))
+        engine.warm_up()
+        return engine
+
+    def request(self, length: int, budget: int, number: int = 0) -> Request:
+        """Cut a prompt from the texts, another one for each number."""
+        begin = 97 * number % len(self.texts)
+        return Request(tuple(np.resize(np.roll(self.texts, -begin), length).tolist()), budget, stop_token_ids=())
+
+    def prompts(self) -> Curve:
+        engine = self.engine(self.shape.k)
+
+        def once(length: int, number: int) -> float:
+            return _seconds(lambda: list(engine.follow(engine.add(self.request(length, 1, number)))))
+
+        return Curve(tuple((length, _median(once, length)) for length in self.lengths))
+
+    def steps(self, k: int) -> tuple[Curve, tuple[float, ...]]:
+        """Return (seconds of a step by active rows, the shares of steps that accept 1, 2, .. k drafts or more)."""
+        engine, points, records = self.engine(k), [], list[StepRecord]()
+        budget = min(256, self.shape.capacity - 64 - k)
+        rows = sorted({1 << power for power in range(8) if 1 << power < self.shape.slots} | {self.shape.slots})
+        for active in rows:
+            found = []
+            for number in range(ROUNDS):
+                requests = [self.request(48, budget, number * active + row) for row in range(active)]
+                seconds, seen = steady(engine, requests)
+                found.append(seconds)
+                records += seen
+            points.append((active, statistics.median(found)))
+        accepted = np.asarray([record.num_accepted for record in records if len(record.draft_token_ids) == k])
+        return Curve(tuple(points)), tuple(float(np.mean(accepted > place)) for place in range(k))
+
+    def position_s(self, step_s: float) -> float:
+        """Return what each position in a row's cache adds to a plain step, of which a short row takes step_s."""
+        engine, budget = self.engine(0), 96
+        length = self.shape.capacity - budget
+        found = [steady(engine, [self.request(length, budget, number)])[0] for number in range(3)]
+        return max(0.0, statistics.median(found) - step_s) / length
+
+    def hand_offs(self, step_s: float) -> tuple[Curve, float, float]:
+        """Return (bytes by tokens, bytes packed in a second, bytes loaded in a second)."""
+        sender, receiver = self.engine(self.shape.k, "prefill"), self.engine(self.shape.k, "decode")
+        sizes, (short, long) = [], (self.lengths[0], self.lengths[-1])
+        for length in (short, long):
+            sizes.append((length, float(_handed(sender, self.request(length, 2)).data.nbytes)))
+
+        def sending(budget: int, number: int) -> float:
+            return _seconds(lambda: list(sender.follow(sender.add(self.request(long, budget, number)))))
+
+        def receiving(length: int, number: int) -> float:
+            request = self.request(length, 2, number)
+            message = _handed(sender, request)
+            return _seconds(lambda: list(receiver.follow(receiver.add(request, hand_off=message))))
+
+        packing = statistics.median(sending(2, number) - sending(1, number) for number in range(ROUNDS))
+        loading = _median(receiving, long) - step_s
+        return Curve(tuple(sizes)), sizes[-1][1] / max(LEAST_S, packing), sizes[-1][1] / max(LEAST_S, loading)
+
+
+def _handed(sender: Engine, request: Request) -> HandOff:
+    handle = sender.add(request)
+    for _ in sender.follow(handle):
+        pass
+    assert handle.hand_off is not None
+    return parse(handle.hand_off.data)
+
+
+def steady(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[StepRecord]]:
+    """Decode requests together; return (seconds of a step while all of them go on, all of their steps)."""
+    handles = engine.add_all(requests)
+    begun, seen = set[Handle](), list[StepRecord]()
+    marks: list[tuple[float, int]] = []  # (time, steps of the first request so far) while all go on
+    steps, ended = 0, False
+    with contextlib.closing(engine.run(handles)) as chunks:
+        for handle, chunk in chunks:
+            seen += chunk.steps
+            steps += len(chunk.steps) if handle is handles[0] else 0
+            ended |= chunk.finish_reason is not None
+            begun |= {handle} if chunk.steps else set()
+            if len(begun) == len(handles) and not ended and handle is handles[0] and chunk.steps:
+                marks.append((chunk.time_s, steps))
+    engine.settle()
+    if len(marks) < 2:
+        raise InputError("the answers end before all of them go on together; expected more positions, or fewer slots")
+    (first_s, first), (last_s, last) = marks[0], marks[-1]
+    return (last_s - first_s) / (last - first), seen
+
+
+def loopback() -> tuple[float, float]:
+    """Return (bytes a second, seconds of one way) between two sockets of this machine."""
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        thread = threading.Thread(target=_echo, args=(receiver,))
+        thread.start()
+
+        def once(size: int) -> float:
+            message = bytes(size)
+            started = time.perf_counter()
+            sender.sendall(len(message).to_bytes(8, "little") + message)
+            sender.recv(1)
+            return time.perf_counter() - started
+
+        whole, small = _median(lambda size, _: once(size), LOOPBACK_BYTES), _median(lambda size, _: once(size), 100)
+        sender.shutdown(socket.SHUT_WR)
+        thread.join()
+    return LOOPBACK_BYTES / max(LEAST_S, whole - small), small / 2
+
+
+def _echo(connection: socket.socket) -> None:
+    """Answer each message, which begins with its size, with a byte."""
+    while header := connection.recv(8, socket.MSG_WAITALL):
+        left = int.from_bytes(header, "little")
+        while left:
+            left -= len(connection.recv(min(left, 1 << 20)))
+        connection.sendall(b"x")
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _median(once: Callable[[int, int], float], size: int) -> float:
+    """Take the median over rounds, after one that is not counted."""
+    once(size, 0)
+    return statistics.median(once(size, number) for number in range(1, ROUNDS + 1))
+
+
+def on_network(costs: Costs, bytes_per_s: float, seconds: float) -> Costs:
+    """Put another network between the replicas."""
+    return dataclasses.replace(costs, network_bytes_per_s=bytes_per_s, network_s=seconds)

@@ -1,0 +1,248 @@
+"""Measure a fleet of two processes, each on a core of its own, and compare it with what the simulator says of it.
+
+    python -m scripts.bench_fleet --out RUN [-k 3]
+
+First this machine's costs are measured on one core. Then traces are played to two replicas that do both, and to one
+that prefills and one that decodes, in turns, through the fleet's own router (peagle.cluster.fleet) and sockets
+(scripts.fleet_processes); and simulated. The first trace is a Poisson process of mixed requests. In the second, long
+prompts arrive among short ones. Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from peagle.cluster.fleet import Fleet, Shape
+from peagle.engine.engine import Role
+from peagle.engine.request import Request
+from peagle.loading import load
+from peagle.measure.fleet import Arrangement, Arrival, Costs, Lengths, Served, poisson, read_costs, simulate
+from peagle.measure.pages import Block, Table, heading
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
+from scripts.fleet_processes import SocketReplicas, started
+from scripts.runs import (
+    Json,
+    Progress,
+    RawLines,
+    add_drafter_option,
+    add_prompt_options,
+    in_one_line,
+    new_parser,
+    origin,
+    prompt_config,
+    prompted,
+    where,
+    write_run,
+)
+
+BOTH, APART = Arrangement(0, 2), Arrangement(1, 1)
+ROLES: dict[Arrangement, tuple[tuple[Role, int], ...]] = {
+    BOTH: (("both", 0), ("both", 1)),
+    APART: (("prefill", 0), ("decode", 1)),
+}
+MIXED = Lengths((64, 1024), (32, 160))
+SHORT = Lengths((64, 64), (128, 256))  # the answers that run while long prompts arrive
+SHORT_LOAD, LONG_PROMPT, LONG_OUTPUT = 0.3, 4096, 2
+FIGURES = ("ttft p50", "ttft p90", "itl p50", "itl p90", "itl p99")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command."""
+    parser = new_parser(__doc__)
+    add_prompt_options(parser)
+    add_drafter_option(parser)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--costs", type=Path, help="costs that were measured before, on one core")
+    parser.add_argument("-k", type=int, default=3, help="drafts of a step (default %(default)s)")
+    parser.add_argument("--slots", type=int, default=4, help="of each replica (default %(default)s)")
+    parser.add_argument("--context", type=int, default=4352, help="positions of a slot (default %(default)s)")
+    parser.add_argument("--load", type=float, default=0.5, help="share of the fleet's capacity (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=150, help="of the mixed trace (default %(default)s)")
+    parser.add_argument(
+        "--long", type=int, default=6, help="prompts that arrive while answers run (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="of all, in turns (default %(default)s)")
+    given = sys.argv[1:] if arguments is None else arguments
+    return in_one_line("bench_fleet", lambda: bench(parser.parse_args(given), given))
+
+
+def bench(asked: argparse.Namespace, given: list[str]) -> int:
+    """Measure costs, play the traces, simulate them, and write the page."""
+    expect_new(asked.out)
+    if (
+        min(asked.rounds, asked.requests, asked.long, asked.slots) < 1
+        or asked.load <= 0
+        or asked.context <= LONG_PROMPT
+    ):
+        raise InputError(
+            f"--rounds, --requests, --long and --slots must be 1 or more, --load above 0, --context above {LONG_PROMPT}"
+        )
+    pair = load(asked.target, asked.drafter)
+    texts = [token for request in prompted(asked, pair) for token in request.prompt_ids]
+    raw, progress = RawLines(asked.out), Progress()
+    path = asked.costs or measured(asked, progress)
+    costs = read_costs(path)
+    rate = asked.load * capacity_per_s(costs, asked.k, MIXED)
+    traces = {"mixed": poisson(rate, asked.requests, MIXED), "long prompts": long_trace(costs, asked)}
+    shape = Shape(pair.engine_config(asked.k, slots=asked.slots, capacity=asked.context), pair.target.vocab_size)
+    for number in range(asked.rounds):
+        order = (BOTH, APART) if number % 2 == 0 else (APART, BOTH)
+        for fleet in order:
+            fleet = dataclasses.replace(fleet, slots=asked.slots, num_speculative_tokens=asked.k)
+            progress(f"round {number + 1}: {fleet}")
+            raw.extend(asyncio.run(round_of(asked, fleet, traces, texts, shape, number)))
+    progress.end()
+    for name, trace in traces.items():
+        for fleet in (BOTH, APART):
+            fleet = dataclasses.replace(fleet, slots=asked.slots, num_speculative_tokens=asked.k)
+            raw.add(
+                {
+                    "round": "simulated",
+                    "fleet": str(fleet),
+                    "trace": name,
+                    **figures(simulate(costs, trace, fleet), name),
+                }
+            )
+    config = prompt_config(asked, len(texts)) | {
+        "drafter": Path(asked.drafter).name, "k": asked.k, "slots": asked.slots, "context": asked.context,
+        "load": asked.load, "requests": asked.requests, "long": asked.long, "rounds": asked.rounds,
+        "requests_per_s": rate,
+    }  # fmt: skip
+    record = {
+        "schema": 1,
+        "provenance": origin("scripts.bench_fleet", given),
+        "config": config,
+        "costs": costs.to_json(),
+        "figures": summed(raw.lines),
+    }
+    write_run(asked.out, record, page(record))
+    return 0
+
+
+def measured(asked: argparse.Namespace, progress: Progress) -> Path:
+    """Measure costs in a process on one core."""
+    progress("costs")
+    path = asked.out / "costs.json"
+    words = ["--measure", path, "--target", asked.target, "--drafter", asked.drafter, "--prompts", asked.prompts]
+    words += ["-k", asked.k, "--slots", asked.slots, "--context", asked.context]
+    command = ["taskset", "-c", "1", sys.executable, "-m", "scripts.simulate_fleet", *map(str, words)]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise InputError(f"costs could not be measured: {done.stderr.strip().splitlines()[-1]}")
+    return path
+
+
+def capacity_per_s(costs: Costs, k: int, lengths: Lengths) -> float:
+    """Return the requests a second that two replicas that do both could answer, slots full."""
+    prompt, output = (sum(each) / 2 for each in (lengths.prompt, lengths.output))
+    emitted = 1 + sum(costs.acceptance.get(k, ()))
+    rows, step_s = costs.step_s[k].points[-1]
+    return 2 / (costs.prompt_s.at(prompt) + output / emitted * step_s / rows)
+
+
+def long_trace(costs: Costs, asked: argparse.Namespace) -> list[Arrival]:
+    """Let short requests arrive at random, and long prompts among them, one at a time."""
+    every = 1.5 * costs.prompt_s.at(LONG_PROMPT)
+    rate = SHORT_LOAD * capacity_per_s(costs, asked.k, SHORT)
+    shorts = poisson(rate, max(8, round(rate * every * asked.long)), SHORT, seed=1)
+    longs = [Arrival(every * (number + 0.1), LONG_PROMPT, LONG_OUTPUT) for number in range(asked.long)]
+    return sorted([*shorts, *longs], key=lambda arrival: arrival.time_s)
+
+
+async def round_of(
+    asked: argparse.Namespace, fleet: Arrangement, traces: dict[str, list[Arrival]], texts: Sequence[int], shape: Shape,
+    number: int,
+) -> list[Json]:  # fmt: skip
+    """Start a fleet and play all traces to it."""
+    roles = ROLES[dataclasses.replace(fleet, slots=BOTH.slots, num_speculative_tokens=0)]
+    found = []
+    async with started(roles, asked.target, asked.drafter, asked.k, asked.slots, asked.context) as replicas:
+        await play([Arrival(0.0, 64, 8), Arrival(0.0, 64, 8)], replicas, texts, shape)
+        for name, trace in traces.items():
+            played = await play(trace, replicas, texts, shape)
+            found.append({"round": number, "fleet": str(fleet), "trace": name, **figures(played, name)})
+    return found
+
+
+async def play(trace: Sequence[Arrival], replicas: SocketReplicas, texts: Sequence[int], shape: Shape) -> list[Served]:
+    """Send the requests of a trace when they are due; return them with the times of their tokens."""
+    router = Fleet(replicas, shape, len(trace))
+    started_s = time.perf_counter()
+
+    async def one(place: int, arrival: Arrival) -> Served:
+        served = Served(arrival)
+        await asyncio.sleep(arrival.time_s - (time.perf_counter() - started_s))
+        prompt = np.resize(np.roll(texts, -97 * place), arrival.prompt_tokens).tolist()
+        budget = min(arrival.output_tokens, shape.config.capacity - len(prompt))
+        call = router.submit([Request(tuple(prompt), budget, stop_token_ids=())])
+        async with contextlib.aclosing(call.chunks()) as chunks:
+            async for _, chunk in chunks:
+                if chunk.token_ids:
+                    served.times.append((chunk.time_s - started_s, len(chunk.token_ids)))
+        return served
+
+    return list(await asyncio.gather(*(one(place, arrival) for place, arrival in enumerate(trace))))
+
+
+def figures(played: Sequence[Served], trace: str) -> Json:
+    """Return quantiles in ms; of the long prompts' trace, ttft of the long ones and itl of the others."""
+    long = [served for served in played if served.arrival.prompt_tokens == LONG_PROMPT]
+    others = [served for served in played if served.arrival.prompt_tokens != LONG_PROMPT]
+    firsts = [served.ttft_s for served in (played if trace == "mixed" else long)]
+    gaps = [gap for served in others for gap in served.itl_s]
+    found = {f"ttft p{q}": 1e3 * float(np.quantile(firsts, q / 100)) for q in (50, 90)}
+    return found | {f"itl p{q}": 1e3 * float(np.quantile(gaps, q / 100)) for q in (50, 90, 99)}
+
+
+def summed(raw: Sequence[Json]) -> list[Json]:
+    """Take medians over rounds, beside the simulation."""
+    found = []
+    for trace in dict.fromkeys(line["trace"] for line in raw):
+        for fleet in dict.fromkeys(line["fleet"] for line in raw):
+            lines = [line for line in raw if (line["trace"], line["fleet"]) == (trace, fleet)]
+            for name in FIGURES:
+                real = [line[name] for line in lines if line["round"] != "simulated"]
+                (simulated,) = (line[name] for line in lines if line["round"] == "simulated")
+                found.append({
+                    "trace": trace, "fleet": fleet, "figure": name, "real": statistics.median(real), "least": min(real),
+                    "most": max(real), "simulated": simulated, "ratio": simulated / statistics.median(real),
+                })  # fmt: skip
+    return found
+
+
+def page(record: Json) -> list[Block]:
+    """Lay out README.md of the run."""
+    config, found, source = record["config"], record["figures"], record["provenance"]
+    rows = [
+        (each["trace"], each["fleet"], each["figure"], f"{each['real']:.1f} ({each['least']:.1f}..{each['most']:.1f})",
+         f"{each['simulated']:.1f}", f"{each['ratio']:.2f}")
+        for each in found
+    ]  # fmt: skip
+    by = {(each["trace"], each["fleet"], each["figure"]): each["real"] for each in found}
+    ratio = by["long prompts", str(APART), "itl p99"] / by["long prompts", str(BOTH), "itl p99"]
+    return [
+        heading("A fleet of two processes, and the simulator", 1),
+        f"Two processes, each on a core of its own; K = {config['k']}, {config['slots']} slots of {config['context']} "
+        f"positions. Mixed: {config['requests']} requests at random, {config['requests_per_s']:.1f} a second, prompts "
+        f"of {MIXED.prompt[0]} to {MIXED.prompt[1]} tokens, answers of {MIXED.output[0]} to {MIXED.output[1]}. Long "
+        f"prompts: {config['long']} of {LONG_PROMPT} tokens arrive among short ones; ttft is that of the long ones, "
+        "itl that of the others. "
+        f"Milliseconds; medians of {config['rounds']} rounds (least..most), both fleets in turns.",
+        Table(("trace", "fleet", "figure", "real", "simulated", "simulated over real"), rows),
+        f"**itl p99 of running answers while long prompts arrive, disaggregated over aggregated: {ratio:.2f}.**",
+        f"`{source['command']}`; {where(source)}.",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
