@@ -261,6 +261,33 @@ def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
     assert run(target, replicate(drafter, target.mesh)) == expected
 
 
+def test_memory_is_counted_by_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are cut, all else is on each device; devices of a CPU share one memory."""
+    target, drafter = over(root, TP4, "packed", FAST), PEagle(random_params(DRAFTER), DRAFTER)
+    engine = Engine(target, replicate(drafter, target.mesh), EngineConfig(K, slots=2, capacity=64, chunk=8))
+    made = engine._programs.init()
+    shards = [shard for leaf in jax.tree.leaves(made) for shard in leaf.addressable_shards]
+    assert sum(engine.memory_bytes()[:2]) == sum(shard.data.nbytes for shard in shards)
+    logits = 2 * (K + 1) * CONFIG.vocab_size * 4
+    assert engine.memory_bytes()[2] == 4 * logits
+    first = target.mesh.devices.flat[0]
+    alone = Engine(whole(root, "packed", FAST), drafter, engine.config)
+    on_cpu = alone.memory_bytes()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    held = sum(shard.data.nbytes for shard in shards if shard.device == first)
+    assert (sum(engine.memory_bytes()[:2]), engine.memory_bytes()[2]) == (held, logits)
+    assert alone.memory_bytes() == on_cpu
+
+
+def test_the_layout_of_experts_is_the_same_on_all_ranks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although less memory is free at each, and "auto" goes by that."""
+    free = iter((1 << 40, *[0] * 20))
+    monkeypatch.setattr(target_load, "available_memory_bytes", lambda: next(free))
+    target, loaded = load_over(root / "True", TP2, experts="auto", implementation="xla")
+    assert loaded.experts == "fused"
+    check_shapes(target, TP2)
+
+
 def test_a_prefix_is_found_again(root: Path) -> None:
     target = over(root, TP4, "packed", FAST)
     prompt = tuple(np.random.default_rng(9).integers(0, CONFIG.vocab_size, 140).tolist())
@@ -303,7 +330,7 @@ def test_a_pair_is_loaded_over_a_mesh() -> None:
 def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.load.shared_tensors", lambda _: ["embed_tokens.weight", "lm_head.weight"])
     target, reference = over(root, TP4, "float32", kernels), whole(root, "float32", kernels).params
-    embedding, lm_head = loading._ends(target, jnp.dtype(jnp.float32), root)
+    embedding, lm_head = loading._ends(target, root / "False", jnp.dtype(jnp.float32), root)
     np.testing.assert_array_equal(embedding, reference.embedding)
     np.testing.assert_array_equal(as_matrix(lm_head), as_matrix(reference.lm_head))
 
