@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from drafter.params import DrafterParams
 from drafter.propose import PEagle
+from drafter.train.folder import LOG, read_log, steps_done
+from drafter.train.trainer import devices_for
 from peagle import loading
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request, SamplingParams, StepRecord
@@ -21,6 +24,7 @@ from peagle.engine.state import check_integrity
 from peagle.loading import load, load_over
 from peagle.ops import native
 from peagle.ops.checkpoint import Cut
+from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.linear import PackedMatrix, as_matrix
 from peagle.parallel import MeshShape, Sharded, replicate
@@ -32,6 +36,7 @@ from target.model import GptOss
 from target.shard import Hint, Part, Place
 from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import random_params
+from tests.drafter.train.test_trainer import RECIPE, initial, trainer
 from tests.peagle.toys import Scripted, decode, drafter_config
 from tests.target.test_shard import CONFIG
 
@@ -333,6 +338,29 @@ def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, monkeypatch:
     embedding, lm_head = loading._ends(target, root / "False", jnp.dtype(jnp.float32), root)
     np.testing.assert_array_equal(embedding, reference.embedding)
     np.testing.assert_array_equal(as_matrix(lm_head), as_matrix(reference.lm_head))
+
+
+# Training
+
+
+def test_a_training_over_devices_learns_the_same_and_goes_on_over_others(tmp_path: Path) -> None:
+    """Two devices for four steps, then one: the checkpoint loads there."""
+
+    def run(out: str, devices: int, steps: int) -> DrafterParams:
+        done, options = itertools.count(), {"devices": devices, "should_stop": lambda: next(done) >= steps}
+        training = trainer(tmp_path / out, dataclasses.replace(RECIPE, steps=8), 4, **options)
+        assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(training.begin(initial()))} == {devices}
+        return training.run(initial())
+
+    run("parts", 2, 4)
+    assert steps_done(tmp_path / "parts") == 4
+    found, expected = run("parts", 1, 8), run("whole", 1, 8)
+    for given, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(given, wanted, rtol=1e-3, atol=1e-5)
+    losses = [[line["loss"] for line in read_log(tmp_path / out / LOG)] for out in ("parts", "whole")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    with pytest.raises(InputError, match=r"dp=3, a step has 4 rows, and there are 8 devices; expected dp of 1, 2, 4,"):
+        devices_for(4, 3)
 
 
 # Faults that other projects had: each must fail the test of the logits
