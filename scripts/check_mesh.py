@@ -178,8 +178,8 @@ def page(record: Json) -> list[Block]:
         heading(f"The 20b and the 120b on {DEVICE}, on paper"),
         f"GB a device: weights as published (MXFP4, bfloat16), of it on every device, caches of {SLOTS} slots of "
         f"{CONTEXT:,} positions. Time of a pass: reading the weights once, and collectives of "
-        f"{device_named(DEVICE).latency_s * 1e6:.0f} us each, assumed; in brackets over one device's. A bound, not a "
-        "forecast: it leaves out attention, the drafter and the host.",
+        f"{device_named(DEVICE).latency_s * 1e6:.0f} us each, assumed; in brackets how many times as fast as one "
+        "device. Not a forecast: it leaves out attention, the drafter and the host.",
         Table(
             (
                 *("model", "mesh", "weights", "everywhere", "caches", "fits"),
@@ -187,9 +187,10 @@ def page(record: Json) -> list[Block]:
             ),
             planned,
         ),
-        f"Published for the 120b at tp = 2 over one B200: {PUBLISHED}. For one row the bound is {gains[0]}. A "
-        f"pass that verifies {ROWS[1]} rows gains {gains[1]}, one of {ROWS[2]} rows {gains[2]}: "
-        "more rows read more experts, and wait as often.",
+        f"Published for the 120b at tp = 2 over one B200: {PUBLISHED}. This plan says {gains[0]} for one row, less "
+        "than either: collectives there must take less than is assumed here, so single rows may gain more than "
+        f"planned. A pass that verifies {ROWS[1]} rows gains {gains[1]}, one of {ROWS[2]} rows {gains[2]}: more rows "
+        "read more experts, and wait as often.",
     ]
 
 
