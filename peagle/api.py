@@ -27,6 +27,7 @@ import jax
 from peagle.engine.engine import MASK_BUDGET_S, Engine, EngineConfig, Handle, Role
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary
 from peagle.engine.handoff import Fingerprints
+from peagle.engine.lead import Lead
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError, InputWarning
@@ -71,6 +72,7 @@ class Pair:
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
+    lead: Lead | None = None  # of a target over several processes: what it sends to the others
     _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
     _vocabulary: list[Vocabulary] = field(default_factory=list, repr=False, compare=False)  # one, once it is needed
@@ -331,7 +333,8 @@ class Pair:
         """Return the engine of this shape; equal configs share one. K = 0 decodes plainly.
 
         Raises InputError for a K that exceeds the positions or the drafter's window, for K > 0 without a drafter, for
-        draft sampling from a drafter without probabilities, and for caches that take more memory than there is.
+        draft sampling from a drafter without probabilities, for caches that take more memory than there is, and for a
+        role over several processes.
         """
         k = config.num_speculative_tokens
         if k > self.max_positions - 2:
@@ -345,15 +348,20 @@ class Pair:
                 f"the drafter's window is {window} positions; expected {k + 1} or more at K = {k}, since a step's rows "
                 f"must see the token they follow: raise --drafter-window, or lower -k to {max(window - 1, 0)}"
             )
+        if self.lead is not None and config.role != "both":
+            raise InputError(f"a target over several processes cannot only {config.role}; leave the role out")
         with self._making:
             if config not in self._engines:
                 self._warn_beyond_training(config)
-                target = self.target if k else self.plain_target
-                drafter = self._drafter(config.draft_sampling) if k else None
-                engine = Engine(target, drafter, config, self.stop_token_ids, self.fingerprints)
+                target, drafter = self.models(k > 0, config.draft_sampling)
+                engine = Engine(target, drafter, config, self.stop_token_ids, self.fingerprints, self.lead)
                 _refuse_too_large(engine)
                 self._engines[config] = engine
             return self._engines[config]
+
+    def models(self, drafts: bool, sampled: bool) -> tuple[Target, Drafter | None]:
+        """Return the models of an engine. drafts: it speculates. sampled: its drafts are drawn."""
+        return (self.target, self._drafter(sampled)) if drafts else (self.plain_target, None)
 
     def _warn_beyond_training(self, config: EngineConfig) -> None:
         """Warn, once, if a drafter that sees all positions may see more than it was trained on."""
@@ -385,10 +393,6 @@ def _refuse_too_large(engine: Engine) -> None:
     """Raise InputError, before allocation, for an engine that takes more memory than there is."""
     slots, capacity = engine.config.slots, engine.config.capacity
     state, lane, logits = engine.memory_bytes()
-    if jax.default_backend() != "cpu":  # whose devices share one memory
-        # caches are nearly all of it, and a target over several devices cuts them
-        ranks = getattr(engine.target, "ranks", 1)
-        state, lane = state // ranks, lane // ranks
 
     def hint() -> str:
         each = (state + logits) // slots

@@ -19,18 +19,18 @@ import numpy as np
 from peagle.api import AUTO, DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
 from peagle.engine.handoff import Fingerprints
+from peagle.engine.lead import Lead
 from peagle.engine.widths import OFF, SPECULATION_FILE, read_widths, read_window
 from peagle.ops import cuda
 from peagle.ops.checkpoint import Checkpoint, fingerprint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
-from peagle.ops.linear import PackedMatrix, arrange
-from peagle.ops.linear.packed import unpack_floats
+from peagle.ops.linear import PackedMatrix
 from peagle.ops.memory import refuse_too_large, size_in_words
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.native import available as native_available
-from peagle.parallel import MeshShape, Sharded, make_mesh, on_first_rank, parse_mesh, ranks_of, replicate, shard
+from peagle.parallel import MeshShape, Sharded, make_mesh, parse_mesh, ranks_of, replicate, shard
 from peagle.protocols import Drafter, PyTree, Target
 from peagle.text.tokenizer import load_tokenizer
 
@@ -71,6 +71,7 @@ def load(
     reduce: Literal["ordered", "psum"] = "ordered",
     retain_full_kv: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    lead: Lead | None = None,
 ) -> Pair:
     """Load a target and a drafter from checkpoint directories, or the demo pair of the package.
 
@@ -85,7 +86,8 @@ def load(
     those in its config.json (see `Pair.aux_layers`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
     (peagle.parallel); the drafter is on each of them. reduce: sum over devices in order, or by "psum", an all-reduce.
     retain_full_kv: layers with a window keep all positions, in place of rings, so that requests begin anywhere in what
-    the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load.
+    the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a mesh
+    over several processes, what this one sends to the others (peagle.workflows.follow).
 
     Raises InputError for checkpoints that cannot be run, do not fit together, or take more memory than there is; if
     possible before any weights are read. Warns (InputWarning) if aux layers or a vocabulary map look like another
@@ -131,6 +133,7 @@ def load(
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
         fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
+        lead=lead,
     )
     return with_drafter(
         pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
@@ -165,25 +168,38 @@ def load_over(
     parameters side by side. Raises InputError, before any weights are read, for a model that cannot be cut so, or too
     few devices.
     """
-    from target.load import LoadedTarget, inspect_target, load_target
+    from target.load import LoadedTarget, chosen_experts, inspect_target, load_target
     from target.model import GptOss
     from target.shard import Place, check_ranks
 
     check_ranks(inspect_target(directory).config, shape.tp, shape.ep)
     mesh = make_mesh(shape)
-    same: dict[str, Any] = {}  # what is loaded beside the parameters
+    # chosen once: what is free changes from rank to rank
+    options["experts"] = chosen_experts(
+        directory, options.get("dtype", jnp.float32), options.get("experts", "auto"), options.get("implementation")
+    )
+    loaded: list[dict[str, Any]] = []  # what each rank loads beside the parameters
 
     def of_rank(rank: int) -> GptOss:
         def watch(done: int, total: int) -> None:
             if progress is not None:
-                progress(rank * total + done, shape.ranks * total)
+                progress(len(loaded) * total + done, len(mesh.local_devices) * total)
 
-        loaded = load_target(directory, place=Place(rank, shape.tp, shape.ep), progress=watch, **options)
-        same.update({each.name: getattr(loaded, each.name) for each in dataclasses.fields(loaded)}, params=None)
-        return GptOss(loaded.params, loaded.config, tuple(aux_layer_ids), retain_full_kv, ranks_of(shape, in_order))
+        part = load_target(directory, place=Place(rank, shape.tp, shape.ep), progress=watch, **options)
+        loaded.append({name: value for name, value in vars(part).items() if name != "params"})
+        return GptOss(part.params, part.config, tuple(aux_layer_ids), retain_full_kv, ranks_of(shape, in_order))
 
     parts = shard(of_rank, mesh)
-    return Sharded(parts, mesh), LoadedTarget(**{**same, "params": parts.params})
+    return Sharded(parts, mesh), LoadedTarget(**loaded[0], params=parts.params)
+
+
+def experts_in_memory(
+    target: str | Path, dtype: DtypeName, experts: ExpertsChoice, kernels: KernelsChoice
+) -> ExpertsChoice:
+    """Decide what "auto" is here, for several processes that must decide alike. Raises InputError as `load` does."""
+    from target.load import chosen_experts
+
+    return chosen_experts(resolve(target, "target"), jnp.dtype(dtype), experts, _implementation(kernels))
 
 
 @dataclass(frozen=True)
@@ -230,7 +246,7 @@ def _refuse_too_large(
     from target.load import weight_bytes as target_bytes
     from target.shard import Place
 
-    ranks = range(shape.ranks if jax.default_backend() == "cpu" else 1)
+    ranks = range(shape.ranks // jax.process_count() if jax.default_backend() == "cpu" else 1)
 
     def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
         options: Any = {"dtype": jnp.dtype(dtype), "experts": experts, "implementation": implementation}
@@ -278,7 +294,7 @@ def with_drafter(
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
         widths = read_widths(drafter_directory) or widths
-        params, config = _load_drafter(drafter_directory, plain, pair.dtype, aux_layer_ids)
+        params, config = _load_drafter(drafter_directory, plain, target_directory, pair.dtype, aux_layer_ids)
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             drafted = vocab.token_ids
@@ -311,7 +327,7 @@ def _digest(*parts: object) -> str:
 
 
 def _load_drafter(
-    directory: Path, target: Target, dtype: str, aux_layer_ids: Sequence[int] | None
+    directory: Path, target: Target, target_directory: Path, dtype: str, aux_layer_ids: Sequence[int] | None
 ) -> "tuple[DrafterParams, DrafterConfig]":
     """Load a drafter with weights, sharing the target's embedding and head if it has none of its own.
 
@@ -321,8 +337,10 @@ def _load_drafter(
 
     implementation = local_model(target).params.implementation
     size = weight_bytes(directory, jnp.dtype(dtype), implementation=implementation)
+    if isinstance(target, Sharded) and jax.default_backend() == "cpu":
+        size *= target.local_ranks  # which share one memory
     refuse_too_large({f"the drafter {directory}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
-    embedding, lm_head = _ends(target, jnp.dtype(dtype), directory)
+    embedding, lm_head = _ends(target, target_directory, jnp.dtype(dtype), directory)
     return load_drafter(
         directory,
         jnp.dtype(dtype),
@@ -354,23 +372,21 @@ def local_model(target: Target) -> "GptOss":
 
 
 def _ends(
-    target: Target, dtype: jnp.dtype, drafter_directory: Path
+    target: Target, target_directory: Path, dtype: jnp.dtype, drafter_directory: Path
 ) -> tuple[jax.Array | None, jax.Array | PackedMatrix | None]:
     """Return the target's embedding and head, whole, for a drafter that may share them.
 
-    Those of a target over a mesh are put together if the drafter's files lack its own, else None.
+    No rank of a target over a mesh has all of them: they are read again if the drafter's files lack its own, else None.
     """
     from drafter.load import shared_tensors
+    from target.load import load_ends
 
     params = local_model(target).params
     if not isinstance(target, Sharded):
         return params.embedding, params.lm_head
-    if not shared_tensors(drafter_directory):
-        return None, None
-    head = params.lm_head
-    parts = unpack_floats(head) if isinstance(head, PackedMatrix) else np.asarray(head).swapaxes(1, 2)
-    rows = parts.reshape(-1, parts.shape[-1])[: target.vocab_size]
-    return on_first_rank(params.embedding), arrange(rows, dtype, params.implementation)
+    return (
+        load_ends(target_directory, dtype, params.implementation) if shared_tensors(drafter_directory) else (None, None)
+    )
 
 
 def _aux_layers(

@@ -16,6 +16,7 @@ around the target's pass; everything else, the drafter included, runs on every r
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -56,18 +57,39 @@ class MeshShape:
 
 def parse_mesh(text: str) -> MeshShape:
     """Read a mesh such as "tp=2" or "tp=2,ep=4". Raises InputError for anything else."""
-    sizes: dict[str, int] = {}
+    expected = "tp=N or ep=N, or both as tp=N,ep=N, of 1 or more devices"
+    return MeshShape(**_sizes(text, ("tp", "ep"), expected + (" (dp=N is for peagle train)" if "dp" in text else "")))
+
+
+def parse_data_mesh(text: str) -> int:
+    """Read the mesh of a training, as "dp=2": how many devices share the rows. Raises InputError for anything else."""
+    return _sizes(text, ("dp",), "dp=N, of 1 or more devices, which share the rows of a step")["dp"]
+
+
+def _sizes(text: str, names: Sequence[str], expected: str) -> dict[str, int]:
+    found: dict[str, int] = {}
     for item in text.split(","):
         name, _, size = item.strip().partition("=")
-        if name not in ("tp", "ep") or name in sizes or not size.isascii() or not size.isdigit() or int(size) < 1:
-            raise InputError(f"the mesh is {text!r}; expected tp=N or ep=N, or both as tp=N,ep=N, of 1 or more devices")
-        sizes[name] = int(size)
-    return MeshShape(**sizes)
+        if name not in names or name in found or re.fullmatch("0*[1-9][0-9]{0,5}", size, re.ASCII) is None:
+            raise InputError(f"the mesh is {text!r}; expected {expected}")
+        found[name] = int(size)
+    return found
 
 
 def make_mesh(shape: MeshShape) -> Mesh:
-    """Take the first devices for a mesh. Raises InputError if there are fewer."""
-    devices = jax.devices()
+    """Take the first devices for a mesh, of several processes as many of each. Raises InputError if there are fewer."""
+    devices, processes = jax.devices(), jax.process_count()
+    if shape.ranks % processes:
+        raise InputError(
+            f"the mesh {shape} has {shape.ranks} devices; expected a multiple of the {processes} processes, which have "
+            "as many of them each"
+        )
+    if processes > 1:
+        devices = [
+            device
+            for process in range(processes)
+            for device in [each for each in devices if each.process_index == process][: shape.ranks // processes]
+        ]
     if shape.ranks > len(devices):
         kind = devices[0].platform
         more = f"; JAX_NUM_CPU_DEVICES={shape.ranks} in the environment makes more of one CPU" if kind == "cpu" else ""
@@ -85,6 +107,11 @@ class Sharded:
     @property
     def ranks(self) -> int:
         return self.mesh.size
+
+    @property
+    def local_ranks(self) -> int:
+        """How many of the ranks this process has."""
+        return len(self.mesh.local_devices)
 
     @property
     def vocab_size(self) -> int:
@@ -161,11 +188,12 @@ def _mine(parts: Tree) -> Tree:
 def shard(load: Callable[[int], Tree], mesh: Mesh) -> Tree:
     """Load every rank's part onto its device, one after the other, and put them side by side (`Sharded.parts`).
 
-    load(rank) makes the part's arrays on JAX's default device. The parts' trees are equal but for the values. At any
-    time one array is in memory twice.
+    load(rank) makes the part's arrays on JAX's default device; each process loads its own ranks. The parts' trees are
+    equal but for the values. At any time one array is in memory twice.
     """
     loaded = []
-    for rank, device in enumerate(mesh.devices.flat):
+    mine = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
+    for rank, device in mine:
         with jax.default_device(device):
             leaves, tree = jax.tree.flatten(load(rank))
             loaded.append(leaves)
@@ -173,7 +201,7 @@ def shard(load: Callable[[int], Tree], mesh: Mesh) -> Tree:
     together = []
     for index in range(len(loaded[0])):
         rows = []
-        for device, leaves in zip(mesh.devices.flat, loaded, strict=True):
+        for (_, device), leaves in zip(mine, loaded, strict=True):
             rows.append(jax.device_put(leaves[index], device)[None])
             leaves[index] = None
         together.append(jax.make_array_from_single_device_arrays((mesh.size, *rows[0].shape[1:]), placed, rows))
@@ -183,14 +211,14 @@ def shard(load: Callable[[int], Tree], mesh: Mesh) -> Tree:
 
 def replicate(tree: Tree, mesh: Mesh) -> Tree:
     """Copy every array to all devices of the mesh, for what runs on every rank alike."""
-    copied: Tree = jax.device_put(tree, NamedSharding(mesh, SAME))
+    everywhere = NamedSharding(mesh, SAME)
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        copies = [jax.device_put(leaf, device) for device in mesh.local_devices]
+        return jax.make_array_from_single_device_arrays(leaf.shape, everywhere, copies)
+
+    copied: Tree = jax.tree.map(copy, tree)
     return copied
-
-
-def on_first_rank(tree: Tree) -> Tree:
-    """Return the first rank's part, on its device."""
-    part: Tree = jax.tree.map(lambda leaf: leaf.addressable_shards[0].data[0], tree)
-    return part
 
 
 def ranks_of(shape: MeshShape, in_order: bool = True) -> Ranks:

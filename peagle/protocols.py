@@ -73,6 +73,18 @@ class Explains(Protocol):
 
 
 @runtime_checkable
+class OverDevices(Protocol):
+    """A target whose caches are cut over several devices."""
+
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def local_ranks(self) -> int:
+        """How many of them this process has."""
+        ...
+
+
+@runtime_checkable
 class PrefillsAtOnce(Protocol):
     """A target that takes a whole prompt in one pass."""
 

@@ -155,11 +155,22 @@ def load_target(
     return LoadedTarget(params, part.config, stop_token_ids, layout, mxfp4)
 
 
-def load_ends(directory: Path) -> tuple[jax.Array, jax.Array | PackedMatrix]:
-    """Read a target's embedding [V, D] and head [D, V] alone, in float32. Raises InputError as load_target does."""
+def chosen_experts(
+    directory: Path, dtype: Any, experts: ExpertsChoice, implementation: Implementation | None
+) -> Literal["packed", "expanded"]:
+    """Decide what "auto" is for load_target with these options. Raises InputError as it does."""
+    _, _, config, mxfp4 = _open(Path(directory))
+    layout = _choose_layout(config, np.dtype(dtype), experts, mxfp4, implementation == "native", Path(directory))
+    return "packed" if layout == "packed" else "expanded"
+
+
+def load_ends(
+    directory: Path, dtype: Any = jnp.float32, implementation: Implementation | None = None
+) -> tuple[jax.Array, jax.Array | PackedMatrix]:
+    """Read a target's embedding [V, D] and head [D, V] alone. Raises InputError as load_target does."""
     checkpoint, names, config, mxfp4 = _open(Path(directory))
     part = Part(config, WHOLE, mxfp4)
-    return _Reader(checkpoint, names, part, np.dtype(np.float32), mxfp4, None).ends()
+    return _Reader(checkpoint, names, part, np.dtype(dtype), mxfp4, implementation).ends()
 
 
 def save_target(

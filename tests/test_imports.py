@@ -2,7 +2,7 @@
 
 ops <- target, drafter
 ops <- protocols <- engine, drafters, text <- result <- api <- loading <- measure <- workflows <- cli
-protocols <- parallel <- loading
+protocols <- parallel, processes <- loading
 measure <- serve <- cluster <- cli; serve loads no checkpoints
 """
 
@@ -31,11 +31,19 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "peagle.result": (*_BENEATH, "peagle.engine", "peagle.text"),
     "peagle.api": _API,
     "peagle.parallel": _BENEATH,
+    "peagle.processes": _BENEATH,
     "peagle.loading": (*_API, "peagle.parallel", *_MODELS),
     "peagle.measure": (*_API, "peagle.loading"),
     "peagle.serve": (*_API, "peagle.measure"),
     "peagle.cluster": (*_API, "peagle.loading", "peagle.measure", "peagle.serve"),
-    "peagle.workflows": (*_API, "peagle.parallel", "peagle.loading", "peagle.measure", *_MODELS),
+    "peagle.workflows": (
+        *_API,
+        "peagle.parallel",
+        "peagle.processes",
+        "peagle.loading",
+        "peagle.measure",
+        *_MODELS,
+    ),
 }
 # torch and transformers' models are oracles of the tests; pickle runs code
 ORACLE = "peagle.workflows.hf_reference"  # but for this file, which compares with them on demand

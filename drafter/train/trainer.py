@@ -4,7 +4,8 @@
                        ──► sum gradients over parts, rows and devices ──► one update
 
 The target runs inside the step and computes aux_hidden and labels, or both come from the data. A step is a function of
-(recipe, data, step), so a resumed training ends with the same bits as an uninterrupted one.
+(recipe, data, step), so a resumed training ends with the same bits as an uninterrupted one; over another number of
+devices it goes on to rounding, since gradients are then summed in another order.
 """
 
 import dataclasses
@@ -381,11 +382,19 @@ def _program(
     return cast(Callable[..., tuple[State, Record]], jax.jit(sharded, donate_argnums=0))
 
 
-def devices_for(rows_per_step: int) -> Mesh:
-    """Make a mesh of as many devices as divide the rows of a step."""
+def devices_for(rows_per_step: int, wanted: int | None = None) -> Mesh:
+    """Make a mesh of `wanted` devices, by default of as many as divide the rows of a step.
+
+    Raises InputError for more than there are, and for a number that does not divide the rows.
+    """
     available = jax.devices()
-    count = max(n for n in range(1, len(available) + 1) if rows_per_step % n == 0)
-    return Mesh(np.asarray(available[:count]), (ROWS,))
+    good = [count for count in range(1, len(available) + 1) if rows_per_step % count == 0]
+    if wanted is not None and wanted not in good:
+        raise InputError(
+            f"the mesh is dp={wanted}, a step has {rows_per_step} rows, and there are {len(available)} devices; "
+            f"expected dp of {', '.join(map(str, good))}, or another --rows"
+        )
+    return Mesh(np.asarray(available[: wanted or good[-1]]), (ROWS,))
 
 
 @dataclasses.dataclass
@@ -411,6 +420,7 @@ class Trainer:
     watch: Callable[[Mapping[str, Any]], None] = lambda _: None
     progress: Callable[[int, float | None], None] = lambda *_: None
     should_stop: Callable[[], bool] = lambda: False
+    devices: int | None = None  # that share the rows of a step; None: as many as divide them
 
     def run(self, initial: DrafterParams) -> DrafterParams:
         """Train from `initial`, or continue from the folder's newest checkpoint; return the trained parameters.
@@ -511,7 +521,7 @@ class Trainer:
 
     @property
     def _mesh(self) -> Mesh:
-        return devices_for(sum(source.rows_per_step for source in self.batches.sources))
+        return devices_for(sum(source.rows_per_step for source in self.batches.sources), self.devices)
 
     def _whole(self, params: DrafterParams) -> DrafterParams:
         ids = None if self.draft_to_target is None else jnp.asarray(self.draft_to_target, jnp.int32)

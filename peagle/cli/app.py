@@ -23,7 +23,8 @@ from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.random_checkpoint import RandomSettings
 from peagle.cli.settings.report import ReportSettings
-from peagle.cli.settings.serve import ServeSettings
+from peagle.cli.settings.serve import ServedOptions, ServeSettings
+from peagle.cli.settings.shared import ProcessOptions
 from peagle.cli.settings.sweep import SweepSettings
 from peagle.cli.settings.train import TrainSettings
 from peagle.ops import interrupt
@@ -82,39 +83,52 @@ def command(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
     return command_of(app, function, lambda run: guarded(run))
 
 
+def _with_others(
+    settings: Settings,
+    options: SpeculateSettings | GenerateSettings | ChatSettings | ServedOptions,
+    run: Callable[[Settings], int],
+) -> int:
+    """Run a command, in several processes if its options say so."""
+    if options.processes == ProcessOptions():
+        return run(settings)
+    from peagle.cli.processes import run_together
+
+    return run_together(settings, options.processes, options.devices, run)
+
+
 @command
 def speculate(settings: SpeculateSettings) -> int:
     from peagle.cli.speculate import decode_command
 
-    return decode_command(settings)
+    return _with_others(settings, settings, decode_command)
 
 
 @command
 def generate(settings: GenerateSettings) -> int:
     from peagle.cli.speculate import decode_command
 
-    return decode_command(settings)
+    return _with_others(settings, settings, decode_command)
 
 
 @command
 def chat(settings: ChatSettings) -> int:
     from peagle.cli.chat import chat_command
 
-    return chat_command(settings)
+    return _with_others(settings, settings, chat_command)
 
 
 @command
 def serve(settings: ServeSettings) -> int:
     with needing("serving needs", "serve"):
         from peagle.cli.serve import serve_command
-    return serve_command(settings)
+    return _with_others(settings, settings.served, serve_command)
 
 
 @command
 def batch(settings: BatchSettings) -> int:
     with needing("batches need", "serve"):
         from peagle.cli.batch import batch_command
-    return batch_command(settings)
+    return _with_others(settings, settings.served, batch_command)
 
 
 cluster = typer.Typer(no_args_is_help=True, help="Serve a pair by several processes, on Ray Serve.")

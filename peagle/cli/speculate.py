@@ -9,6 +9,7 @@ from peagle.api import AUTO, Pair
 from peagle.cli.display import Display
 from peagle.cli.document import dumps, logprob_lines, report, summary_lines, trace_lines
 from peagle.cli.output import STANDARD_OUTPUT, OutputFile
+from peagle.cli.processes import load_in_all
 from peagle.cli.settings.decode import DecodeSettings, GenerateSettings, SpeculateSettings
 from peagle.cli.settings.shared import (
     DraftOptions,
@@ -20,7 +21,7 @@ from peagle.cli.settings.shared import (
     parse_prefix_cache,
 )
 from peagle.engine.grammar import Grammar
-from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, drafter_path, load, resolve
+from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, drafter_path, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -133,21 +134,21 @@ def load_pair(
     devices: those that the target is cut over, one by default. retain_full_kv: no rings.
     """
     devices = devices or MeshOptions()
+    options = {
+        "target": target,
+        "drafter": drafter,
+        "dtype": loading.dtype,
+        "experts": loading.experts,
+        "kernels": loading.kernels,
+        "draft_vocab": drafting.draft_vocab,
+        "drafter_window": drafting.drafter_window,
+        "aux_layer_ids": parse_layers(drafting.aux_layer_ids),
+        "mesh": devices.mesh,
+        "reduce": devices.reduce,
+        "retain_full_kv": retain_full_kv,
+    }
     with display.stage(f"loading {'the demo pair' if target == DEMO else target}") as progress:
-        pair = load(
-            target,
-            drafter,
-            dtype=loading.dtype,
-            experts=loading.experts,
-            kernels=loading.kernels,
-            draft_vocab=drafting.draft_vocab,
-            drafter_window=drafting.drafter_window,
-            aux_layer_ids=parse_layers(drafting.aux_layer_ids),
-            mesh=devices.mesh,
-            reduce=devices.reduce,
-            retain_full_kv=retain_full_kv,
-            progress=progress,
-        )
+        pair = load_in_all(options, progress)
     if pair.mesh is not None:
         display.note(f"the target lies on {pair.mesh}")
     if pair.aux_layers is not None and drafter not in (DEMO, DEMO_EAGLE3):

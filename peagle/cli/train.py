@@ -19,7 +19,7 @@ from drafter.train.batches import Batches
 from drafter.train.cod import Cod
 from drafter.train.folder import COMMAND, LOG, read_log, steps_done
 from drafter.train.shards import Document
-from drafter.train.trainer import Recipe, Trainer, TrainingStopped
+from drafter.train.trainer import Recipe, Trainer, TrainingStopped, devices_for
 from drafter.vocabulary import DraftVocab
 from peagle.cli.curve import draw
 from peagle.cli.display import Display, duration
@@ -33,6 +33,7 @@ from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
+from peagle.parallel import parse_data_mesh
 from peagle.text.prompt_files import PromptSet, left_out_line, read_prompts
 from peagle.text.prompts import Rendering
 from peagle.workflows.export import with_positions, write_with_card
@@ -79,10 +80,21 @@ class Checked:
     recipe: Recipe  # steps: 1 if they follow from --minutes
     batches: Batches
     begun: dict[str, Any] | None  # the record of the training that goes on
+    devices: int | None  # that share the rows of a step
 
 
 # what may be given beside --resume, as it does not change what is learnt, or only for how long
-RESUMABLE = ("steps", "minutes", "save_every", "evaluate", "evaluate_every", "evaluate_prompts", "strict", "quiet")
+RESUMABLE = (
+    "steps",
+    "minutes",
+    "mesh",
+    "save_every",
+    "evaluate",
+    "evaluate_every",
+    "evaluate_prompts",
+    "strict",
+    "quiet",
+)
 FIRST_STEPS = 10  # each with a line of its own if there is no terminal
 WEAK_ACCEPTANCE = 1.1
 
@@ -176,6 +188,7 @@ def _checked(settings: TrainSettings) -> Checked:
     if settings.minutes is not None and not 0 < settings.minutes < math.inf:
         raise InputError(f"--minutes is {settings.minutes:g}; expected a number above 0")
     name, out = settings.target or DEMO, Path(settings.out)
+    devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
     directory = resolve(name, "target")
     files = inspect_target(directory)
     parts = shares(settings.data)
@@ -199,7 +212,9 @@ def _checked(settings: TrainSettings) -> Checked:
         recipe = dataclasses.replace(recipe, steps=begun["recipe"]["steps"])
     elif settings.steps is None and settings.minutes is None:
         raise InputError("a new training needs --steps or --minutes")
-    return Checked(name, directory, files.config, out, documents, shape, config, vocab, weights, recipe, batches, begun)
+    devices_for(settings.rows, devices)  # check them
+    models = (documents, shape, config, vocab, weights)
+    return Checked(name, directory, files.config, out, *models, recipe, batches, begun, devices)
 
 
 def _trainer(
@@ -232,6 +247,7 @@ def _trainer(
         evaluate_every=settings.evaluate_every,
         save_every=settings.save_every,
         should_stop=lambda: interrupt.asked() or deadline.over(),
+        devices=checked.devices,
     )
     done = steps_done(checked.out)
     complete = checked.begun is None or (settings.resume and done == trainer.recipe.steps)

@@ -35,6 +35,7 @@ import numpy as np
 from peagle.engine import handoff
 from peagle.engine.grammar import GrammarError, Matcher, Vocabulary
 from peagle.engine.handoff import Fingerprints, HandOff
+from peagle.engine.lead import Lead
 from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.prefill import learns_from_tokens
 from peagle.engine.prefix_cache import BLOCK, PrefixCache, PrefixCacheUse, aligned_chunk
@@ -58,14 +59,16 @@ from peagle.engine.step import StepKind, StepOutput
 from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.likeliest import NO_TOKEN
 from peagle.ops.row_blocks import BlockedPrefill, padded_length
-from peagle.protocols import Drafter, Explains, PrefillsAtOnce, Target
+from peagle.protocols import Drafter, Explains, OverDevices, PrefillsAtOnce, Target
 
 MEASURED_ROUNDS = 5
 MASK_BUDGET_S = 0.05
 MOST_SLOW_MASKS = 8  # in a row
 Role: TypeAlias = Literal["both", "prefill", "decode"]
+Part: TypeAlias = Literal["target", "drafter"]
 
 
 class EngineError(RuntimeError):
@@ -245,9 +248,11 @@ class Engine:
         config: EngineConfig,
         stop_token_ids: Sequence[int] = (),
         fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
+        lead: Lead | None = None,
     ) -> None:
         """stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
 
+        lead: other processes run the same programs (peagle.engine.lead).
         Raises InputError for K > 0 without a drafter.
         """
         if config.num_speculative_tokens and drafter is None:
@@ -259,7 +264,8 @@ class Engine:
         self.compile_s = 0.0
         self.times = LoopTimes()
         self._table = config.table
-        self._programs = Programs(
+        make = Programs if lead is None else lead.programs
+        self._programs = make(
             target,
             self.drafter,
             config.slots,
@@ -511,7 +517,7 @@ class Engine:
                 self._state, proposed = self._programs.propose(self._state, widths, kind)
                 self._state, verified = self._programs.verify(self._state, proposed)
                 masks = all_allowed(self.config.slots, kind.num_drafts + 1, self.target.vocab_size)
-                done = self._programs.accept_and_commit(self._state, proposed, verified, 0.0, masks, kind)
+                done = self._programs.accept_and_commit(self._state, proposed, verified, 0.0, masks, widths, kind)
                 self._state = done[0]
                 jax.block_until_ready(self._state)
                 self._warm_cut.add(kind)
@@ -682,17 +688,24 @@ class Engine:
         return [program.lower(*operands).compile() for program, operands, _ in prepared]
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        """Compute the bytes of (slots with caches, prefill lane, logits of a step); allocate none."""
+        """Compute the bytes of (slots with caches, prefill lane, logits of a step); allocate none.
+
+        They are those of one device. Devices of a CPU share one memory, so theirs are counted together. A target over
+        several devices cuts its caches; each of them has all else.
+        """
         config, (state, lane) = self.config, self._programs.shapes()
-        held, passing = (
-            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in (state, lane)
-        )
-        rows = 1
-        if config.role == "prefill":
-            held = 0
-        else:
-            rows = config.slots * (config.num_speculative_tokens + 1)
-        return held, passing, rows * self.target.vocab_size * 4
+        ranks, together = 1, 1
+        if isinstance(self.target, OverDevices):
+            ranks, together = self.target.ranks, self.target.local_ranks
+        together = together if jax.default_backend() == "cpu" else 1
+
+        def size(part: DecodeState | Prefix) -> int:
+            everything, cut = cache_bytes(part), cache_bytes(part.target_cache)
+            return together * (cut // ranks + everything - cut)
+
+        rows = 1 if config.role == "prefill" else config.slots * (config.num_speculative_tokens + 1)
+        held = 0 if config.role == "prefill" else size(state)
+        return held, size(lane), together * rows * self.target.vocab_size * 4
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -798,20 +811,20 @@ class Engine:
             chunks += self._read(self._in_flight.popleft())
         drafts, seen_s = np.asarray(proposed.draft_token_ids), time.perf_counter()
         masks, counts = self._masks(held, drafts, widths)
-        if counts is not None:
-            proposed = dataclasses.replace(proposed, widths=jax.numpy.minimum(proposed.widths, counts))
         chunks += self._stuck(held)
         if verified.logits.is_ready():  # type: ignore[attr-defined]
             self.times.gap_s += time.perf_counter() - seen_s
         cost = self._table.cost(self._scheduler.num_active) or 0.0
-        self._state, result = self._programs.accept_and_commit(self._state, proposed, verified, cost, masks, kind)
+        self._state, result = self._programs.accept_and_commit(
+            self._state, proposed, verified, cost, masks, counts, kind
+        )
         self._in_flight.append(_InFlight(action, result, held, sent_s, kind.num_drafts))
         return chunks
 
     def _masks(
         self, held: Sequence[Handle | None], drafts: np.ndarray, widths: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Make the masks of a step's rows; return them, and how many drafts of each slot may count, if not all."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Make the masks of a step's rows; return them, and how many drafts of each slot may count."""
         masks = all_allowed(len(held), drafts.shape[1] + 1, self.target.vocab_size)
         wanted: dict[Vocabulary, dict[int, tuple[Matcher, Sequence[int]]]] = {}
         for slot, handle in enumerate(held):
@@ -826,7 +839,7 @@ class Engine:
             for slot, count in self._fill(masks, vocabulary, rows, held).items():
                 if count < len(rows[slot][1]):
                     counts[slot] = count
-        return masks, counts if (counts < drafts.shape[1]).any() else None
+        return masks, counts
 
     def _fill(
         self,
@@ -1042,7 +1055,7 @@ class Engine:
             token_ids: list[int] = []
             logprobs: list[TokenLogprobs] = []
             records: list[StepRecord] = []
-            not_finite: tuple[str, object] | None = None  # which model
+            not_finite: tuple[Part, object] | None = None  # which model
             for index in np.flatnonzero(output.num_accepted[:, slot] >= 0).tolist():
                 accepted, verified = int(output.num_accepted[index, slot]), int(output.num_verified[index, slot])
                 tokens = output.token_ids[index, slot].tolist()
@@ -1069,7 +1082,7 @@ class Engine:
     def _not_finite(
         self,
         handle: Handle,
-        part: str,
+        part: Part,
         model: object,
         token_ids: tuple[int, ...],
         records: tuple[StepRecord, ...],
@@ -1084,7 +1097,7 @@ class Engine:
             f"{handle.request.name} are not finite"
         )
         if isinstance(model, Explains):
-            where = model.first_not_finite(tokens)
+            where = self._programs.first_not_finite(part, tokens)
             seen += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
         self._end(handle, "error", InputError(f"{seen}; {todo}"))

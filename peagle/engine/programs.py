@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from peagle.ops import native
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
-from peagle.protocols import Drafter, Target
+from peagle.protocols import Drafter, Explains, Target
 
 _traces: collections.Counter[str] = collections.Counter()
 
@@ -221,15 +221,16 @@ class Programs:
         verified: VerifyOutput,
         cost: float,
         masks: np.ndarray,
+        counts: np.ndarray,
         kind: StepKind,
     ) -> tuple[DecodeState, jax.Array]:
         """Dispatch the last part; return (the state, its packed output [1, B, W]).
 
-        masks: uint32 [B, K+1, W] (peagle.engine.adjust).
+        masks: uint32 [B, K+1, W] (peagle.engine.adjust). counts: int32 [B], how many drafts of a slot may count.
         """
         leaves, tree = jax.tree.flatten(dataclasses.replace(state, target_cache=None, drafter_state=None))
         program = _accept_and_commit(tree, kind)
-        after, outputs = program(leaves, proposed, verified, np.float32(cost), masks)
+        after, outputs = program(leaves, proposed, verified, np.float32(cost), masks, counts)
         outputs.copy_to_host_async()
         left: DecodeState = jax.tree.unflatten(tree, after)
         caches = {"target_cache": state.target_cache, "drafter_state": state.drafter_state}
@@ -290,6 +291,12 @@ class Programs:
         )
         block, snapshot = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in parts)
         return block, snapshot if prefill.needs_snapshots(lane) else None
+
+    def first_not_finite(self, part: Literal["target", "drafter"], token_ids: Sequence[int]) -> str | None:
+        """Name the first output of a model that is not finite (peagle.protocols.Explains)."""
+        model = self._target if part == "target" else self._drafter
+        assert isinstance(model, Explains)
+        return model.first_not_finite(token_ids)
 
     def absorb(self, state: DecodeState) -> DecodeState:
         """Let the drafter absorb all of its input but the last row of each slot."""
@@ -439,10 +446,16 @@ def _verify(model: Any, target_cache: Any, others: Any) -> Any:
 @functools.cache
 def _accept_and_commit(state: Any, kind: StepKind) -> Any:
     def _accept_drafts(
-        leaves: list[jax.Array], proposed: Proposed, verified: VerifyOutput, cost: jax.Array, masks: jax.Array
+        leaves: list[jax.Array],
+        proposed: Proposed,
+        verified: VerifyOutput,
+        cost: jax.Array,
+        masks: jax.Array,
+        counts: jax.Array,
     ) -> tuple[list[jax.Array], jax.Array]:
         _traces["accept and commit"] += 1
         before = jax.tree.unflatten(state, leaves)
+        proposed = dataclasses.replace(proposed, widths=jnp.minimum(proposed.widths, counts))
         after, output = accept_and_commit(before, proposed, verified, cost, kind, masks)
         return jax.tree.leaves(after), _counted_as_long(output.pack()[None], before.length[0])
 

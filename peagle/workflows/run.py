@@ -8,6 +8,7 @@ queue, and each continues with its next turn after its answer; plain decoding of
 import bisect
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -407,5 +408,7 @@ class _Session:
         index = first_difference(result.output_ids, plain.output_ids)
         if index is not None and self.config.synthetic_acceptance is None:
             longer = max(result.output_ids, plain.output_ids, key=len)
-            margin = top_2_margin(self.pair.plain_target, result.request.prompt_ids, longer[: index + 1], self.capacity)
-            outcome.first_divergence = Divergence(index, margin)
+            given = (result.request.prompt_ids, longer[: index + 1], self.capacity)
+            lead, margin = self.pair.lead, functools.partial(top_2_margin, self.pair.plain_target, *given)
+            found = margin() if lead is None else lead.together({"margin": given}, margin)
+            outcome.first_divergence = Divergence(index, found)

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from drafter.params import DrafterParams
 from drafter.propose import PEagle
+from drafter.train.folder import LOG, read_log, steps_done
+from drafter.train.trainer import devices_for
 from peagle import loading
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request, SamplingParams, StepRecord
@@ -21,6 +24,7 @@ from peagle.engine.state import check_integrity
 from peagle.loading import load, load_over
 from peagle.ops import native
 from peagle.ops.checkpoint import Cut
+from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.linear import PackedMatrix, as_matrix
 from peagle.parallel import MeshShape, Sharded, replicate
@@ -32,6 +36,7 @@ from target.model import GptOss
 from target.shard import Hint, Part, Place
 from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import random_params
+from tests.drafter.train.test_trainer import RECIPE, initial, trainer
 from tests.peagle.toys import Scripted, decode, drafter_config
 from tests.target.test_shard import CONFIG
 
@@ -261,6 +266,33 @@ def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
     assert run(target, replicate(drafter, target.mesh)) == expected
 
 
+def test_memory_is_counted_by_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches are cut, all else is on each device; devices of a CPU share one memory."""
+    target, drafter = over(root, TP4, "packed", FAST), PEagle(random_params(DRAFTER), DRAFTER)
+    engine = Engine(target, replicate(drafter, target.mesh), EngineConfig(K, slots=2, capacity=64, chunk=8))
+    made = engine._programs.init()
+    shards = [shard for leaf in jax.tree.leaves(made) for shard in leaf.addressable_shards]
+    assert sum(engine.memory_bytes()[:2]) == sum(shard.data.nbytes for shard in shards)
+    logits = 2 * (K + 1) * CONFIG.vocab_size * 4
+    assert engine.memory_bytes()[2] == 4 * logits
+    first = target.mesh.devices.flat[0]
+    alone = Engine(whole(root, "packed", FAST), drafter, engine.config)
+    on_cpu = alone.memory_bytes()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    held = sum(shard.data.nbytes for shard in shards if shard.device == first)
+    assert (sum(engine.memory_bytes()[:2]), engine.memory_bytes()[2]) == (held, logits)
+    assert alone.memory_bytes() == on_cpu
+
+
+def test_the_layout_of_experts_is_the_same_on_all_ranks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although less memory is free at each, and "auto" goes by that."""
+    free = iter((1 << 40, *[0] * 20))
+    monkeypatch.setattr(target_load, "available_memory_bytes", lambda: next(free))
+    target, loaded = load_over(root / "True", TP2, experts="auto", implementation="xla")
+    assert loaded.experts == "fused"
+    check_shapes(target, TP2)
+
+
 def test_a_prefix_is_found_again(root: Path) -> None:
     target = over(root, TP4, "packed", FAST)
     prompt = tuple(np.random.default_rng(9).integers(0, CONFIG.vocab_size, 140).tolist())
@@ -303,9 +335,32 @@ def test_a_pair_is_loaded_over_a_mesh() -> None:
 def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drafter.load.shared_tensors", lambda _: ["embed_tokens.weight", "lm_head.weight"])
     target, reference = over(root, TP4, "float32", kernels), whole(root, "float32", kernels).params
-    embedding, lm_head = loading._ends(target, jnp.dtype(jnp.float32), root)
+    embedding, lm_head = loading._ends(target, root / "False", jnp.dtype(jnp.float32), root)
     np.testing.assert_array_equal(embedding, reference.embedding)
     np.testing.assert_array_equal(as_matrix(lm_head), as_matrix(reference.lm_head))
+
+
+# Training
+
+
+def test_a_training_over_devices_learns_the_same_and_goes_on_over_others(tmp_path: Path) -> None:
+    """Two devices for four steps, then one: the checkpoint loads there."""
+
+    def run(out: str, devices: int, steps: int) -> DrafterParams:
+        done, options = itertools.count(), {"devices": devices, "should_stop": lambda: next(done) >= steps}
+        training = trainer(tmp_path / out, dataclasses.replace(RECIPE, steps=8), 4, **options)
+        assert {leaf.sharding.num_devices for leaf in jax.tree.leaves(training.begin(initial()))} == {devices}
+        return training.run(initial())
+
+    run("parts", 2, 4)
+    assert steps_done(tmp_path / "parts") == 4
+    found, expected = run("parts", 1, 8), run("whole", 1, 8)
+    for given, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(given, wanted, rtol=1e-3, atol=1e-5)
+    losses = [[line["loss"] for line in read_log(tmp_path / out / LOG)] for out in ("parts", "whole")]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    with pytest.raises(InputError, match=r"dp=3, a step has 4 rows, and there are 8 devices; expected dp of 1, 2, 4,"):
+        devices_for(4, 3)
 
 
 # Faults that other projects had: each must fail the test of the logits

@@ -11,7 +11,7 @@ import pytest
 
 from peagle.cli import main
 from peagle.ops.errors import InputError
-from peagle.parallel import MeshShape, make_mesh, parse_mesh
+from peagle.parallel import MeshShape, make_mesh, parse_data_mesh, parse_mesh
 
 HERE = Path(__file__).parent
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # a busy machine is no failure
@@ -37,6 +37,13 @@ def test_a_mesh_is_read() -> None:
 def test_what_is_no_mesh_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=re.escape(f"the mesh is {text!r}; expected tp=N")):
         parse_mesh(text)
+
+
+@pytest.mark.parametrize("text", ["", "tp=2", "dp=0", "dp=2,tp=2", "2", f"dp={'9' * 5000}"])
+def test_what_is_no_mesh_of_a_training_is_refused(text: str) -> None:
+    assert parse_data_mesh("dp=2") == 2
+    with pytest.raises(InputError, match=r"expected dp=N, of 1 or more devices"):
+        parse_data_mesh(text)
 
 
 def test_more_devices_than_there_are_are_refused() -> None:

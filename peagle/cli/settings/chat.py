@@ -14,6 +14,7 @@ from peagle.cli.settings.shared import (
     MeshOptions,
     ModelOptions,
     PrefixCache,
+    ProcessOptions,
     RetainFullKV,
     SamplingOptions,
     TemplateOptions,
@@ -36,6 +37,7 @@ class ChatSettings:
     template: TemplateOptions = TemplateOptions()
     model: ModelOptions = ModelOptions()
     devices: MeshOptions = MeshOptions()
+    processes: ProcessOptions = ProcessOptions()
     drafting: DraftOptions = DraftOptions()
     context: Annotated[
         int | None,

@@ -20,6 +20,7 @@ from peagle.cli.settings.shared import (
     ModelOptions,
     PrefillOptions,
     PrefixCache,
+    ProcessOptions,
     RenderingOptions,
     RetainFullKV,
     SamplingOptions,
@@ -60,6 +61,7 @@ class DecodeSettings:
     rendering: RenderingOptions = RenderingOptions()
     model: ModelOptions = ModelOptions()
     devices: MeshOptions = MeshOptions()
+    processes: ProcessOptions = ProcessOptions()
     context: Annotated[
         int | None,
         Option(

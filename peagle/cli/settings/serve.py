@@ -15,6 +15,7 @@ from peagle.cli.settings.shared import (
     MeshOptions,
     ModelOptions,
     PrefixCache,
+    ProcessOptions,
     RetainFullKV,
 )
 from peagle.text.tokenizer import DEFAULT_DATE
@@ -66,6 +67,7 @@ class ServedOptions:
 
     model: ModelOptions = ModelOptions()
     devices: MeshOptions = MeshOptions()
+    processes: ProcessOptions = ProcessOptions()
     drafting: DraftOptions = DraftOptions()
     context: Context = None
     served_model_name: ServedModelName = None

@@ -213,6 +213,34 @@ class MeshOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """The processes whose devices make one mesh. All are given the same options but for --process-id."""
+
+    coordinator: Annotated[
+        str | None,
+        Option(
+            "--coordinator",
+            metavar="HOST:PORT",
+            rich_help_panel=MODEL,
+            help="Where process 0 of several listens for the others; PORT alone: on this machine. --mesh goes over the "
+            "devices of all. Trusted networks only.",
+        ),
+    ] = None
+    process_id: Annotated[
+        int | None,
+        Option(
+            "--process-id",
+            metavar="I",
+            rich_help_panel=MODEL,
+            help="Which of them this one is, from 0. Process 0 speaks to people, the others follow it.",
+        ),
+    ] = None
+    num_processes: Annotated[
+        int | None, Option("--num-processes", metavar="N", rich_help_panel=MODEL, help="How many there are.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions):
     """Which target, and how it is loaded."""
 

@@ -135,6 +135,15 @@ class TrainSettings:
         ),
     ] = None
     shape: ShapeOptions = ShapeOptions()
+    mesh: Annotated[
+        str | None,
+        Option(
+            "--mesh",
+            metavar="dp=N",
+            rich_help_panel=RUNNING,
+            help="Devices that share the rows of a step; may change when it goes on. Default: as many as divide them.",
+        ),
+    ] = None
     rows: Annotated[int, Option("--rows", rich_help_panel=LEARNING, help="Of a step, over all devices.")] = 8
     width: Annotated[int, Option("--width", rich_help_panel=LEARNING, help="Tokens of a row.")] = 512
     depth: Annotated[

@@ -1,0 +1,107 @@
+"""Commands in several processes: process 0 runs the command, the others follow it (peagle.processes)."""
+
+import dataclasses
+import importlib.metadata
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from peagle.api import Pair
+from peagle.cli.output import say
+from peagle.cli.settings.shared import MeshOptions, ProcessOptions
+from peagle.engine.lead import Lead
+from peagle.loading import default_dtype, experts_in_memory, load
+from peagle.ops import interrupt, native
+from peagle.ops.errors import InputError, InputWarning
+from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_place
+from peagle.workflows.follow import follow
+
+Settings = TypeVar("Settings")
+_leads: list[Lead] = []  # that of the command, if this is process 0 of several
+
+
+def run_together(
+    settings: Settings, options: ProcessOptions, devices: MeshOptions, run: Callable[[Settings], int]
+) -> int:
+    """Run a command in process 0; in another one, follow it. Return the exit code.
+
+    Raises InputError for options that do not fit each other, or those of the other processes.
+    """
+    place = parse_place(options.coordinator, options.process_id, options.num_processes)
+    if place is None:
+        return run(settings)
+    if devices.mesh is None:
+        raise InputError("--coordinator is given without --mesh, which says how the target lies over the processes")
+    hello = {"versions": _versions(), "options": _comparable(settings)}
+    if place.process:
+        warnings.simplefilter("ignore", InputWarning)  # process 0 speaks
+        team = join(place, hello, _lost)
+        return _to_the_end(team, lambda: follow(team))
+    team = gather(place, hello, _lost)
+    _leads.append(Lead(team.send))
+    try:
+        return _to_the_end(team, lambda: run(settings))
+    finally:
+        _leads.clear()
+
+
+def _to_the_end(team: Team, run: Callable[[], int]) -> int:
+    """Run this process's part; return its exit code, or end the process after an error, as the others do.
+
+    An orderly end of the interpreter would wait for them.
+    """
+    try:
+        code = run()
+    except InputError as error:
+        team.end(str(error))
+        say("error", str(error))
+        team.leave(BAD_INPUT)
+    except KeyboardInterrupt:
+        if not team.place.process:
+            team.end()
+            raise
+        team.end("it was interrupted")
+        team.leave(interrupt.EXIT_CODE)
+    except BaseException as error:
+        team.end(f"it failed: {' '.join(str(error).split()) or type(error).__name__}")
+        traceback.print_exc()
+        team.leave(LOST)
+    team.end()
+    return code
+
+
+def load_in_all(options: Mapping[str, Any], progress: Callable[[int, int], None] | None) -> Pair:
+    """Load a pair (peagle.loading.load); as process 0 of several, have the others load it, too."""
+    if not _leads:
+        return load(**options, progress=progress)
+    (lead,) = _leads
+    dtype = options["dtype"] or default_dtype()
+    experts = experts_in_memory(options["target"], dtype, options["experts"], options["kernels"])
+    decided = {**options, "dtype": dtype, "experts": experts}
+    message = {"load": decided, "kernels": native.status()[0]}
+    pair: Pair = lead.together(message, lambda: load(**decided, progress=progress, lead=lead))
+    return pair
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("peagle", "jax", "jaxlib")}
+
+
+def _comparable(settings: Any) -> dict[str, Any]:
+    """Return the options of a command by name, as JSON, but for --process-id."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+            return {name: plain(each) for name, each in pairs if name != "process_id"}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+    found: dict[str, Any] = plain(settings)
+    return found
+
+
+def _lost(line: str) -> None:
+    say("error", line)

@@ -1,0 +1,398 @@
+"""Processes that run one target together: process 0 leads, the others follow what it sends them.
+
+    process 0    listens at the coordinator's address, compares what the others were started with, and begins
+    process i    connects, and runs each message that arrives, until the last one
+
+Their devices become one mesh (jax.distributed; gloo on CPU). The connections carry messages one way, and heartbeats
+both ways. A process that ends, or is silent for DEADLINE_S, ends all of them: a thread of each one sees it, prints one
+line that names it, and ends its own process, since the main thread may wait in a collective for ever.
+
+A message is JSON and arrays: no code, nothing is unpickled. Nobody is authenticated, as in jax.distributed itself: the
+network between the processes must be trusted.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
+
+import jax
+import numpy as np
+
+from peagle.ops.errors import InputError
+from peagle.ops.records import difference_in_words, flat
+from peagle.ops.strict_json import dumps
+
+LOOPBACK = "127.0.0.1"
+JOIN_S = 120.0  # for all processes to connect
+BEAT_S = 1.0
+DEADLINE_S = 30.0  # without a heartbeat: loading and compiling leave the interpreter to other threads
+MOST_BYTES = 1 << 30  # of a message
+MOST_HELLO_BYTES = 1 << 20
+GREETING = b"peagle processes 1\n"
+LOST = 1  # the exit code after another process was lost
+BAD_INPUT = 2
+Message: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of several processes this one is, and where process 0 listens."""
+
+    host: str
+    port: int
+    process: int
+    count: int
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_place(coordinator: str | None, process: int | None, count: int | None) -> Place | None:
+    """Read where the processes meet; None without all three. A coordinator without a host is on this machine.
+
+    Raises InputError for some of the three, or values out of range.
+    """
+    given = {"--coordinator": coordinator, "--process-id": process, "--num-processes": count}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == 3:
+        return None
+    if missing:
+        raise InputError(f"{missing[0]} is missing; expected {', '.join(given)} together, or none of them")
+    assert coordinator is not None
+    assert process is not None
+    assert count is not None
+    host, _, port = coordinator.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or LOOPBACK
+    if not port.isascii() or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 1 << 16:
+        raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT of process 0, or PORT on this machine")
+    if count < 2:
+        raise InputError(f"--num-processes is {count}; expected 2 or more, or leave out --coordinator")
+    if not 0 <= process < count:
+        raise InputError(f"--process-id is {process}; expected 0..{count - 1}, each once")
+    return Place(host, int(port), process, count)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Write a message, whose values are JSON or arrays, at any depth; tuples become lists."""
+    arrays: list[np.ndarray] = []
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray | np.generic):
+            arrays.append(np.asarray(value, order="C"))
+            return {"array": [arrays[-1].dtype.str, list(arrays[-1].shape)]}
+        if isinstance(value, Mapping):
+            return {key: plain(each) for key, each in value.items()}
+        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+    head = dumps(plain(message)).encode()
+    return b"".join([len(head).to_bytes(4, "little"), head, *(each.tobytes() for each in arrays)])
+
+
+def decode(data: bytes) -> Message:
+    """Undo `encode`. Raises ValueError for bytes that are no message."""
+    size = int.from_bytes(data[:4], "little")
+    at = 4 + size
+
+    def whole(value: Any) -> Any:
+        nonlocal at
+        if isinstance(value, dict) and value.keys() == {"array"}:
+            kind, shape = value["array"]
+            dtype = np.dtype(str(kind))
+            if dtype.hasobject:
+                raise ValueError("an array of objects")
+            found = np.frombuffer(data, dtype, int(np.prod(shape, dtype=np.int64)), at).reshape(shape)
+            at += found.nbytes
+            return found
+        if isinstance(value, dict):
+            return {key: whole(each) for key, each in value.items()}
+        return [whole(each) for each in value] if isinstance(value, list) else value
+
+    found = whole(json.loads(data[4 : 4 + size]))
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    return found
+
+
+class Link:
+    """One connection. A frame is its length in 8 bytes, then itself; an empty one is a heartbeat."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sending = threading.Lock()
+
+    def send(self, frame: bytes = b"") -> None:
+        """Send a frame; whatever thread. Raises OSError if the other side is gone."""
+        with self._sending:
+            self._connection.sendall(len(frame).to_bytes(8, "little") + frame)
+
+    def receive(self, timeout_s: float, most_bytes: int = MOST_BYTES) -> bytes:
+        """Wait for a frame.
+
+        Raises TimeoutError if nothing arrives for timeout_s, OSError if the other side is gone, ValueError for a frame
+        that is too long.
+        """
+        self._connection.settimeout(timeout_s)
+        size = int.from_bytes(self._exactly(8), "little")
+        if size > most_bytes:
+            raise ValueError(f"a frame of {size} bytes")
+        return self._exactly(size)
+
+    def _exactly(self, size: int) -> bytes:
+        parts = []
+        while size:
+            part = self._connection.recv(min(size, 1 << 20))
+            if not part:
+                raise ConnectionResetError("it closed the connection")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+# --- a process among others -------------------------------------------------------------------------------------------
+
+
+class Team:
+    """This process's connections to the others: of process 0 to each of them, of another one to process 0.
+
+    lost: prints the line that says why all end. Made by `gather` and `join`.
+    """
+
+    def __init__(self, place: Place, links: Mapping[int, Link], lost: Callable[[str], None]) -> None:
+        self.place, self._links, self._lost = place, dict(links), lost
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._ending = threading.Lock()  # taken for good by what ends first
+        for process in links:
+            threading.Thread(target=self._listen, args=(process,), name=f"process {process}", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeats", daemon=True).start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message to all others. If one is gone, all end (see the module)."""
+        frame = encode(message)
+        for process, link in self._links.items():
+            try:
+                link.send(frame)
+            except OSError as error:
+                self._end_for(process, error)
+
+    def receive(self) -> Message:
+        """Wait for the next message."""
+        return self._inbox.get()
+
+    def end(self, line: str | None = None) -> None:
+        """Tell the others that this process ends, and why, if that is no good end; they end, too."""
+        if not self._ending.acquire(blocking=False):
+            return
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.send(encode({"end": line}))
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process at once. An orderly end would wait for the others, which end as well."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            for process, link in self._links.items():
+                try:
+                    link.send()
+                except OSError as error:
+                    self._end_for(process, error)
+
+    def _listen(self, process: int) -> None:
+        link = self._links[process]
+        while True:
+            try:
+                frame = link.receive(DEADLINE_S)
+                message = decode(frame) if frame else None
+            except (OSError, ValueError) as error:
+                return self._end_for(process, error)
+            if message is None:
+                continue
+            if message.get("end") is not None:
+                return self._exit(f"process {process} of {self.place.count}: {message['end']}", BAD_INPUT)
+            if "end" in message:
+                self._ending.acquire(blocking=False)  # whatever is lost from now on
+            self._inbox.put(message)
+            if "end" in message:
+                return None
+
+    def _end_for(self, process: int, error: Exception) -> None:
+        silent = isinstance(error, TimeoutError)
+        why = f"was silent for {DEADLINE_S:.0f} s" if silent else f"has ended ({error})"
+        self._exit(f"process {process} of {self.place.count} {why}, so all end; start them again", LOST)
+
+    def _exit(self, line: str, code: int) -> None:
+        """Print the line, pass it on, and end this process at once: its main thread may wait in a collective."""
+        if not self._ending.acquire(blocking=False):
+            return
+        self._lost(line)
+        if self.place.process == 0:
+            for link in self._links.values():
+                with contextlib.suppress(OSError):
+                    link.send(encode({"end": line}))
+        self.leave(code)
+
+
+def gather(place: Place, hello: Mapping[str, Any], lost: Callable[[str], None]) -> Team:
+    """Wait, as process 0, for all others, and begin with them: jax.distributed then has all devices.
+
+    hello: what must be equal in all of them. Raises InputError if the address cannot be had, for a process that does
+    not come, or was started otherwise; the others that came end with the same line.
+    """
+    links: dict[int, Link] = {}
+    try:
+        with _listening(place) as server:
+            deadline = time.monotonic() + JOIN_S
+            while len(links) < place.count - 1:
+                _welcome(place, hello, links, server, deadline)
+        return _begun(place, links, lost)
+    except InputError as error:
+        for link in links.values():
+            with contextlib.suppress(OSError):
+                link.send(encode({"end": str(error)}))
+        raise
+
+
+def _begun(place: Place, links: Mapping[int, Link], lost: Callable[[str], None]) -> Team:
+    with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET) as free:
+        free.bind((place.host, 0))
+        port = free.getsockname()[1]
+    team = Team(place, links, lost)
+    team.send({"begin": port})
+    _begin(place, port)
+    return team
+
+
+@contextlib.contextmanager
+def _listening(place: Place) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    try:
+        server = socket.create_server((place.host, place.port), family=family)
+    except OSError as error:
+        raise InputError(
+            f"--coordinator {place.address} cannot be listened on: {error.strerror or error}; expected an address of "
+            "this machine, which runs process 0, and a free port"
+        ) from None
+    with server:
+        yield server
+
+
+def _welcome(
+    place: Place, hello: Mapping[str, Any], links: dict[int, Link], server: socket.socket, deadline: float
+) -> None:
+    """Take one connection; leave it alone if it is of something else."""
+    server.settimeout(max(deadline - time.monotonic(), 0.01))
+    try:
+        connection, _ = server.accept()
+    except TimeoutError:
+        absent = [str(each) for each in range(1, place.count) if each not in links]
+        which = f"process {absent[0]}" if len(absent) == 1 else f"processes {', '.join(absent)}"
+        raise InputError(
+            f"{which} of {place.count} did not connect to {place.address} within {JOIN_S:.0f} s; start them with the "
+            "same options but for --process-id"
+        ) from None
+    link = Link(connection)
+    try:
+        if link.receive(5, len(GREETING)) != GREETING:
+            raise ValueError("no greeting")
+        given = decode(link.receive(5, MOST_HELLO_BYTES))
+        process = int(given["process"])
+        theirs = flat(given["hello"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return link.close()
+    if not 0 < process < place.count or process in links:
+        links[-process - 1] = link  # is told, too
+        raise InputError(f"two processes have --process-id {process}, or it is not in 0..{place.count - 1}")
+    links[process] = link
+    # as it arrives there, so that tuples are lists on both sides
+    ours = flat(decode(encode({"hello": hello}))["hello"])
+    if theirs != ours:
+        differs = difference_in_words(theirs, ours, _option)
+        raise InputError(
+            f"process {process} of {place.count} differs from process 0: {differs.replace('(now ', '(process 0: ')}; "
+            "expected the same version and options everywhere, but for --process-id"
+        )
+    return None
+
+
+def _option(key: str) -> str:
+    kind, _, name = key.rpartition(".")
+    return f"--{name.replace('_', '-')}" if "options" in kind else name
+
+
+def join(place: Place, hello: Mapping[str, Any], lost: Callable[[str], None]) -> Team:
+    """Connect, as another process, to process 0, and begin when all others have come.
+
+    Raises InputError if process 0 is not there or refuses.
+    """
+    link, deadline = None, time.monotonic() + JOIN_S
+    while link is None:
+        try:
+            link = Link(socket.create_connection((place.host, place.port), timeout=5))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"--coordinator {place.address} cannot be reached: {error.strerror or error}; start process 0 there"
+                ) from None
+            time.sleep(0.1)
+    try:
+        link.send(GREETING)
+        link.send(encode({"process": place.process, "hello": hello}))
+        answer = decode(link.receive(JOIN_S + 5))
+    except (OSError, ValueError) as error:
+        raise InputError(f"process 0 at {place.address} is gone: {error}; start all processes again") from None
+    if "begin" not in answer:
+        raise InputError(str(answer.get("end")))
+    team = Team(place, {0: link}, lost)
+    _begin(place, int(answer["begin"]))
+    return team
+
+
+def _keep_from_gloo() -> None:
+    """Keep standard output for this program: gloo writes a line there when it connects."""
+    own, old = os.dup(1), sys.stdout
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    lines = old.isatty()
+    sys.stdout = os.fdopen(own, "w", encoding=old.encoding, errors=old.errors, buffering=1 if lines else -1)
+
+
+def _begin(place: Place, port: int) -> None:
+    """Start jax.distributed, whose service listens where process 0 does, and nowhere else."""
+    address = f"[{place.host}]:{port}" if ":" in place.host else f"{place.host}:{port}"
+    try:
+        jax.distributed.initialize(
+            address,
+            place.count,
+            place.process,
+            initialization_timeout=int(JOIN_S),
+            coordinator_bind_address=address if place.process == 0 else None,
+            cluster_detection_method="deactivate",
+        )
+        jax.devices()  # all of them: the processes wait here for each other
+        if jax.default_backend() == "cpu":
+            _keep_from_gloo()
+    except RuntimeError as error:
+        raise InputError(
+            f"jax.distributed does not start at {address}: {' '.join(str(error).split())}; expected a network that "
+            "lets all processes reach process 0"
+        ) from None

@@ -1,0 +1,150 @@
+"""Several processes run one target: they agree before they begin, answer as one does, and end together."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peagle.cli import main
+from peagle.ops.errors import InputError
+from peagle.processes import Place, decode, encode, parse_place
+from peagle.workflows.random_checkpoint import random_tensors
+from target.load import write_target
+from tests.target.test_shard import CONFIG
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_message_arrives_as_it_was_sent() -> None:
+    table = np.arange(6, dtype=np.int32).reshape(2, 3)
+    sent = {"a": [1, 2.5, None, True, "é"], "b": {"c": table}, "d": np.float64(0.1)}
+    got = decode(encode(sent))
+    assert got["a"] == sent["a"]
+    np.testing.assert_array_equal(got["b"]["c"], table)
+    assert got["b"]["c"].dtype == np.int32
+    assert got["d"] == sent["d"]
+    assert decode(encode({"e": np.zeros((0, 3), bool), "f": np.float32(np.inf)}))["f"] == np.inf
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00\x00\x00\x00", b"\x05\x00\x00\x00[1,2]", encode({"a": np.arange(9)})[:-1]])
+def test_other_bytes_are_no_message(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  of NumPy, JSON or ours
+        decode(data)
+
+
+def test_a_place_is_read() -> None:
+    assert parse_place(None, None, None) is None
+    assert parse_place("7000", 1, 2) == Place("127.0.0.1", 7000, 1, 2)
+    assert parse_place("[::1]:7000", 0, 4).address == "[::1]:7000"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("host:1", 0, None), "--num-processes is missing; expected --coordinator, --process-id, --num-processes"),
+        (("host", 0, 2), "--coordinator is 'host'; expected HOST:PORT"),
+        (("host:70000", 0, 2), "--coordinator is 'host:70000'"),
+        (("host:1", 0, 1), "--num-processes is 1; expected 2 or more"),
+        (("host:1", 2, 2), "--process-id is 2; expected 0..1"),
+        (("host:1", -1, 2), "--process-id is -1; expected 0..1"),
+    ],
+)
+def test_what_is_no_place_is_refused(given: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        parse_place(*given)
+
+
+def test_several_processes_need_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--coordinator", "1", "--process-id", "0", "--num-processes", "2", "a"]) == 2
+    assert "--coordinator is given without --mesh" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made: Path = tmp_path_factory.mktemp("processes") / "target"
+    write_target(made, CONFIG, random_tensors(CONFIG, True, 1), mxfp4=True)
+    return made
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that a test starts; those that are left end with it."""
+    found: list[subprocess.Popen[str]] = []
+    yield found
+    for process in found:
+        process.kill()
+        process.communicate()
+
+
+def start(started: list[subprocess.Popen[str]], port: int, process: int, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "peagle", *arguments, "--mesh", "tp=2"]
+    command += ["--coordinator", str(port), "--process-id", str(process), "--num-processes", "2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    pipe = subprocess.PIPE
+    started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+    return started[-1]
+
+
+def test_two_processes_answer_as_one_does(directory: Path, started: list[subprocess.Popen[str]], capsys: Any) -> None:
+    """One of them speaks; with drafts, and plain decoding beside it."""
+    asked = ["speculate", "--target", str(directory), "--drafter", "ngram", "-k", "2", "--prompt-ids", "5,6,7,5,6,7"]
+    asked += ["-n", "20", "--json", "-"]
+    port = free_port()
+    follower, leader = (start(started, port, process, *asked) for process in (1, 0))
+    out, err = leader.communicate(timeout=300)
+    assert leader.returncode == 0, err
+    assert follower.communicate(timeout=60) == ("", "")
+    assert follower.returncode == 0
+    assert main(asked) == 0
+    alone = json.loads(capsys.readouterr().out)
+    given = json.loads(out)
+    assert given["config"]["mesh"] == "2 devices, tp=2,ep=1"
+    for name in ("output_ids", "speculative_decoding"):
+        assert [each[name] for each in given["requests"]] == [each[name] for each in alone["requests"]]
+
+
+def test_a_process_that_dies_ends_the_other_with_a_line(directory: Path, started: list[subprocess.Popen[str]]) -> None:
+    """At work, in a collective that will never end."""
+    asked = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7", "-n", "100000", "--ignore-eos"]
+    asked += ["--context", "100010"]
+    port = free_port()
+    follower, leader = (start(started, port, process, *asked) for process in (1, 0))
+    assert leader.stdout is not None
+    assert leader.stdout.read(8)  # token ids: it is at work
+    os.kill(follower.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    _, err = leader.communicate(timeout=60)
+    assert leader.returncode == 1
+    assert time.monotonic() - killed < 30
+    lines = [line for line in err.splitlines() if line.startswith("peagle: error")]
+    assert len(lines) == 1
+    assert lines[0].startswith("peagle: error: process 1 of 2 has ended")
+
+
+def test_processes_that_differ_do_not_begin(directory: Path, started: list[subprocess.Popen[str]]) -> None:
+    line = "process 1 of 2 differs from process 0: --max-new-tokens 4 (process 0: 5); expected the same version"
+    asked = ["generate", "--target", str(directory), "--prompt-ids", "5,6,7"]
+    port = free_port()
+    follower, leader = start(started, port, 1, *asked, "-n", "4"), start(started, port, 0, *asked, "-n", "5")
+    for process in (leader, follower):
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (2, "")
+        assert err.splitlines() == [err.strip()]
+        assert line in err
