@@ -6,6 +6,7 @@ from pathlib import Path
 import rich.box
 import rich.table
 from rich.console import Console
+from rich.measure import Measurement as Width
 from rich.text import Text
 
 from peagle.cli.display import Display
@@ -63,9 +64,11 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
     for title, table in tables:
         shown = rich.table.Table(title=Text(title), title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
         for place, name in enumerate(table.header):
-            longest = max(map(len, name.split()))
+            longest = max(len(word) for cell in (name, *(row[place] for row in table.rows)) for word in cell.split())
             shown.add_column(Text(name), justify="right" if place else "left", vertical="bottom", min_width=longest)
         for row in table.rows:
             shown.add_row(*map(Text, row))
+        # no figure is cut: a narrow terminal breaks lines by itself
+        console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), shown).minimum)
         console.print(shown)
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Option
 
 from peagle.cli.settings.serve import ApiKeyFile, Context, Host, MaxQueue, ServedModelName
-from peagle.cli.settings.shared import MODEL, RUNNING, Target
+from peagle.cli.settings.shared import MODEL, RUNNING, Download, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,7 @@ class ClusterUpSettings:
             help="Tokens drafted in a step; 0: none. Default: the most that the drafter's speculation.json names.",
         ),
     ] = None
+    download: Download = False
     context: Context = None
     served_model_name: ServedModelName = None
     prefill: Annotated[
