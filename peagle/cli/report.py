@@ -6,7 +6,6 @@ from pathlib import Path
 import rich.box
 import rich.table
 from rich.console import Console
-from rich.measure import Measurement as Width
 from rich.text import Text
 
 from peagle.cli.display import Display
@@ -18,6 +17,8 @@ from peagle.measure.sweep.figures import rows
 from peagle.measure.sweep.folder import open_run
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
+
+BETWEEN = 3  # characters between two columns of a table
 
 
 def report_command(settings: ReportSettings) -> int:
@@ -69,6 +70,6 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
         for row in table.rows:
             shown.add_row(*map(Text, row))
         # no figure is cut: a narrow terminal breaks lines by itself
-        console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), shown).minimum)
+        console.width = max(console.width, sum((column.min_width or 0) + BETWEEN for column in shown.columns))
         console.print(shown)
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)
