@@ -110,6 +110,12 @@ class DrafterConfig:
         """Positions that the layer of the smallest window sees; None: no layer has one."""
         return min((window for window in self.windows or () if window is not None), default=None)
 
+    @property
+    def context_reach(self) -> int | None:
+        """Positions before a row that its output depends on: a window less one from layer to layer; None: all."""
+        windows = self.windows or (None,)
+        return None if None in windows else sum(window - 1 for window in windows if window is not None)
+
     def with_window(self, window: int | None) -> "DrafterConfig":
         """Give every layer the same window, or none."""
         return dataclasses.replace(self, windows=None if window is None else (window,) * self.num_layers)

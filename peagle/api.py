@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 import jax
 
-from peagle.engine.engine import Engine, EngineConfig, Handle, Role
-from peagle.engine.grammar import CompiledGrammar, Grammar, Vocabulary
+from peagle.engine.engine import MASK_BUDGET_S, Engine, EngineConfig, Handle, Role
+from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
@@ -119,7 +119,8 @@ class Pair:
         Sampling, penalties, biases and min_tokens: peagle.SamplingParams. logprobs: how many of the likeliest tokens
         `result.logprobs` names with each emitted one. grammar: what the answer must be, or its final message in a
         template with channels (peagle.Grammar). The answer ends before the first of the strings in `stop`. Raises
-        InputError, before any work, for a request that cannot be run.
+        InputError, before any work, for a request that cannot be run, and at the end for a grammar that cannot be
+        followed any further.
 
         Streams of one shape share an engine, which decodes `slots` requests at once; the others wait for a slot. The
         shape is K, `slots`, draft_sampling, prefill_chunk, prefix_cache_bytes, and the positions: `context`, or as many
@@ -200,13 +201,14 @@ class Pair:
         chunk: int = DEFAULT_CHUNK,
         prefix_cache_bytes: int = 0,
         k_per_request: bool = False,
+        mask_budget_s: float = MASK_BUDGET_S,
         blocked: BlockedPrefill | None = None,
         role: Role = "both",
     ) -> EngineConfig:
         """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
 
         prefix_cache_bytes: memory for prompts and answers that later requests may begin with; 0: none are kept.
-        k_per_request: requests may set num_speculative_tokens.
+        k_per_request: requests may set num_speculative_tokens. mask_budget_s: of a request's grammar in a step.
         blocked: prefill each prompt at once.
         """
         return EngineConfig(
@@ -220,6 +222,7 @@ class Pair:
             programs_by_width=self.programs_by_width,
             prefix_cache_bytes=prefix_cache_bytes,
             k_per_request=k_per_request,
+            mask_budget_s=mask_budget_s,
             blocked=blocked,
             draft_sampling=draft_sampling,
             synthetic_acceptance=synthetic_acceptance,
@@ -449,6 +452,8 @@ class Stream(Iterator[str]):
                         yield shown
         finally:
             self._assembler.close()
+        if (error := self.result.error) is not None:
+            raise GrammarError(error)
 
 
 class AsyncStream(AsyncIterator[str]):

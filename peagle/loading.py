@@ -409,6 +409,11 @@ def asked_window(drafter_directory: Path | None, asked: int | str) -> int | Lite
         return None if drafter_directory is None else read_window(drafter_directory)
     if drafter_directory is None:
         raise InputError("a drafter window is given, but there is no drafter with weights; leave it out")
+    return read_asked_window(asked)
+
+
+def read_asked_window(asked: int | str) -> int | Literal["off"]:
+    """Read a window that is given, not "auto". Raises InputError for anything else."""
     if asked == OFF:
         return OFF
     try:

@@ -124,6 +124,7 @@ class Result:
     num_cached_tokens: int = 0  # of the prompt, that the prefix cache held
     num_reasoning_tokens: int = 0  # of the output, if its channels were parsed
     times_s: tuple[float, ...] = ()  # arrivals of tokens; those of one dispatch arrive together and count once
+    error: str | None = None  # if finish_reason is "error": its grammar cannot be followed any further
 
     @property
     def counters(self) -> Counters:
@@ -235,6 +236,7 @@ class Assembler:
         self._steps: list[StepRecord] = []
         self._times: list[float] = []
         self._num_cached_tokens = 0
+        self._error: str | None = None
 
     def add(self, chunk: TokenChunk) -> Piece:
         """Add a chunk; the last one also releases text that was held back.
@@ -248,7 +250,7 @@ class Assembler:
         if self.cut:
             self.finish_reason = "stop"
         else:
-            self.finish_reason = chunk.finish_reason
+            self.finish_reason, self._error = chunk.finish_reason, chunk.error
             token_ids += chunk.token_ids[-1:] if at_stop_token else ()
             texts += [] if chunk.finish_reason is None else [self._flush()]
             deltas += [] if chunk.finish_reason is None or self._parser is None else self._parser.finish()
@@ -287,6 +289,7 @@ class Assembler:
             num_cached_tokens=self._num_cached_tokens,
             num_reasoning_tokens=0 if self._parser is None else self._parser.num_reasoning_tokens,
             times_s=tuple(self._times),
+            error=self._error,
         )
 
     @property
@@ -364,7 +367,7 @@ def follow(engine: Engine, assemblers: Mapping[Handle, Assembler]) -> Generator[
     """Yield (assembler, piece) for each chunk as it arrives, until all requests have ended.
 
     Aborts a request in the engine after a stop string. Meanwhile the reader may put further requests into `assemblers`;
-    a reader that stops early aborts the rest. Raises InputError as `Engine.follow` does.
+    a reader that stops early aborts the rest. Raises InputError as `Engine.run` does.
     """
     with contextlib.closing(engine.run(assemblers)) as chunks:
         for handle, chunk in chunks:
@@ -383,7 +386,10 @@ def decode(
     tokenizer: Tokenizer | None,
     decoded: Callable[[Piece], object] = lambda _: None,
 ) -> list[Result]:
-    """Decode the requests to their ends and return their results, in order. Calls `decoded` with each new piece."""
+    """Decode the requests to their ends and return their results, in order. Calls `decoded` with each new piece.
+
+    Raises InputError as `Engine.run` does.
+    """
     assemblers = submit(engine, requests, tokenizer)
     try:
         for _, piece in follow(engine, assemblers):

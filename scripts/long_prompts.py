@@ -42,13 +42,18 @@ def main() -> int:
     return in_one_line("long_prompts", run)
 
 
+def documentation() -> str:
+    """Join all topics of pydoc."""
+    return "\n\n".join(topics.values())
+
+
 def long_prompts(prompts: list[str], tokenizer: Tokenizer, num_tokens: int) -> list[str]:
     """Put documentation before each prompt, so that both together take about so many tokens."""
-    documentation = tokenizer.encode("\n\n".join(topics.values()))
+    before = tokenizer.encode(documentation())
     found = []
     for index, prompt in enumerate(prompts):
-        first = index * len(documentation) // len(prompts)
-        taken = documentation[first : first + max(num_tokens - len(tokenizer.encode(prompt)), 0)]
+        first = index * len(before) // len(prompts)
+        taken = before[first : first + max(num_tokens - len(tokenizer.encode(prompt)), 0)]
         text = b"".join(tokenizer.token_bytes(token) for token in taken).decode("utf-8", errors="ignore")
         found.append(f"{text}\n\n{prompt}" if text else prompt)
     return found

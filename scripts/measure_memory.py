@@ -12,23 +12,26 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.ops.errors import InputError
+from peagle.ops.row_blocks import BlockedPrefill
 from peagle.ops.strict_json import dumps
 from scripts.runs import in_one_line, new_parser, origin
 
-STATUS = Path("/proc/self/status")
-PROMPT, NEW_TOKENS = (1, 2, 3), 3
+STATUS = "/proc/{}/status"
+NEW_TOKENS = 3
 INTERVAL_S = 0.001
 
 
 class Peak:
-    """A context that finds the most anonymous memory while it is open."""
+    """A context that finds the most anonymous memory of a process, this one by default, while it is open."""
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int | None = None) -> None:
         self.bytes = 0
+        self._pid = pid
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
 
@@ -39,36 +42,46 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._watcher.join()
-        self.bytes = max(self.bytes, anonymous_bytes())  # the thread may never have run
+        self.bytes = max(self.bytes, anonymous_bytes(self._pid))  # the thread may never have run
 
     def _watch(self) -> None:
         while not self._ended.wait(INTERVAL_S):
-            self.bytes = max(self.bytes, anonymous_bytes())
+            self.bytes = max(self.bytes, anonymous_bytes(self._pid))
 
 
-def anonymous_bytes() -> int:
-    """Read the anonymous memory of this process."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
+def anonymous_bytes(pid: int | None = None) -> int:
+    """Read the anonymous memory of a process, this one by default. Raises InputError off Linux."""
+    status = Path(STATUS.format(pid or "self"))
+    if not status.exists():
+        raise InputError(f"{status} is not there: this needs Linux")
+    line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon:"))
     return int(line.split()[1]) * 1024
 
 
-def measure(directory: str, kernels: str) -> dict[str, int | float]:
-    """Measure bytes of weights and caches, and the peaks of loading and decoding beyond a process without them."""
+def measure(directory: str, kernels: str, prompt_tokens: int = 3, blocked: bool = False) -> dict[str, int | float]:
+    """Measure bytes of weights and caches, and the peaks of loading and decoding beyond a process without them.
+
+    blocked: prefill the prompt at once.
+    """
     jax.numpy.zeros(1).block_until_ready()
     before = anonymous_bytes()
     started = time.perf_counter()
     with Peak() as loading:
         pair = load(directory, None, experts="packed", kernels=kernels)  # type: ignore[arg-type]
     loaded = time.perf_counter()
+    prompt = np.random.default_rng(0).integers(0, pair.target.vocab_size, prompt_tokens).tolist()
+    request = Request(tuple(prompt), NEW_TOKENS, stop_token_ids=())
+    how = BlockedPrefill() if blocked else None
     with Peak() as decoding:
-        pair.generate(PROMPT, max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    capacity = pair.capacity([Request(PROMPT, NEW_TOKENS)])
+        engine = pair.engine(pair.engine_config(0, capacity=pair.capacity([request]), blocked=how))
+        chunks = [chunk for _, chunk in engine.generate([request])]
     return {
         "weights": sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.params)),
-        "caches": sum(pair.engine(pair.engine_config(0, capacity=capacity)).memory_bytes()[:2]),
+        "caches": sum(engine.memory_bytes()[:2]),
         "loading": loading.bytes - before,
         "decoding": decoding.bytes - before,
         "loading_s": round(loaded - started, 2),
+        "decoding_s": round(chunks[-1].time_s - loaded, 2),
     }
 
 
@@ -77,12 +90,14 @@ def main() -> int:
     parser = new_parser(__doc__)
     parser.add_argument("target", help="directory of an MXFP4 checkpoint")
     parser.add_argument("--kernels", choices=("auto", "native", "xla"), default="auto")
+    parser.add_argument("--prompt-tokens", type=int, default=3, help="before those decoded (default %(default)s)")
+    parser.add_argument("--prefill", choices=("chunked", "blocked"), default="chunked")
     arguments = parser.parse_args()
 
     def run() -> int:
-        if not STATUS.exists():
-            raise InputError(f"{STATUS} is not there: this needs Linux")
-        found = measure(arguments.target, arguments.kernels)
+        if arguments.prompt_tokens < 1:
+            raise InputError(f"--prompt-tokens is {arguments.prompt_tokens}; expected 1 or more")
+        found = measure(arguments.target, arguments.kernels, arguments.prompt_tokens, arguments.prefill == "blocked")
         print(dumps({**found, "provenance": origin("scripts.measure_memory")}, indent=1))
         return 0
 

@@ -78,12 +78,17 @@ class Segments:
         """Return the part that holds each anchor's chain."""
         return np.searchsorted(np.asarray(self.starts), np.minimum(anchors + 1, self.width - 1), side="right") - 1
 
-    def counts(self, cod: Cod, num_anchors: int) -> tuple[tuple[int, ...], ...]:
-        """Count the chains that a batch has room for: per part, at depth 1, 2, ..., for so many anchors in all."""
+    def counts(self, cod: Cod, num_anchors: int, in_part: int | None = None) -> tuple[tuple[int, ...], ...]:
+        """Count the chains that a batch has room for: per part, at depth 1, 2, ..., for so many anchors in all.
+
+        in_part: for so many in any one part, as behind a long prompt; None: they lie evenly.
+        """
         whole = cod.counts(num_anchors)
         if len(self.starts) == 1:
             return (whole,)
         spans = [end - start for start, end in zip(self.starts, self.ends, strict=True)]
+        if in_part is not None:
+            return tuple(tuple(min(span, n) for n in cod.counts(in_part)) for span in spans)
         return tuple(tuple(min(span, int(np.ceil(ROOM * n * span / self.width))) for n in whole) for span in spans)
 
 

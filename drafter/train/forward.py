@@ -27,7 +27,7 @@ from drafter.params import DrafterParams
 from drafter.train.blocks import in_blocks
 from peagle.ops.attention import MASKED
 
-CONTEXT_BLOCK = 128  # context rows that are scored together; later keys are left out
+CONTEXT_BLOCK = 128  # context rows that are scored together; later keys are left out, and those before their windows
 # From this many tokens on, loops on the device go over blocks, sequences and kv heads, and a block's scores are
 # recomputed for its gradient instead of kept: memory is that of one block.
 LONG = 1024
@@ -198,8 +198,12 @@ def _one(
     """Attend within one sequence and kv head."""
     if chain:
         return _block(q, k, v, anchors, segment_ids, chain, reach)
-    cuts = [slice(start, start + CONTEXT_BLOCK) for start in range(0, q.shape[0], CONTEXT_BLOCK)]
-    parts = [_block(q[cut], k[: cut.stop], v[: cut.stop], anchors[cut], segment_ids, [], reach) for cut in cuts]
+    parts = []
+    for start in range(0, q.shape[0], CONTEXT_BLOCK):
+        rows = slice(start, start + CONTEXT_BLOCK)
+        first = 0 if reach is None else max(0, start - reach + 1)
+        seen = slice(first, rows.stop)
+        parts.append(_block(q[rows], k[seen], v[seen], anchors[rows], segment_ids, [], reach, first))
     return jnp.concatenate(parts, axis=0)
 
 
@@ -230,16 +234,17 @@ def _block(
     segment_ids: Int[Array, " T"],
     chain: list[tuple[jax.Array, jax.Array]],
     reach: int | None,
+    first: int = 0,
 ) -> Float[Array, "n M H"]:
-    """Attend from n rows (M query heads, scaled) to the first S context keys and to their own chains.
+    """Attend from n rows (M query heads, scaled) to S context keys, from the key `first` on, and to their own chains.
 
     Of the context a row attends to keys up to its anchor, in its segment: the last `reach` of them; None: all. `chain`
     lists (keys [n, H], values [n, H]) by depth, one key and value per row.
     """
     count, heads, head_dim = query.shape
     keys = key.shape[0]
-    place = jnp.arange(keys, dtype=jnp.int32)[None, :]
-    mask = (place <= anchors[:, None]) & (segment_ids[None, :keys] == segment_ids[anchors][:, None])
+    place = jnp.arange(first, first + keys, dtype=jnp.int32)[None, :]
+    mask = (place <= anchors[:, None]) & (segment_ids[None, first : first + keys] == segment_ids[anchors][:, None])
     if reach is not None:
         mask = mask & (place > anchors[:, None] - reach)
     scores = (query.reshape(-1, head_dim) @ key.T).reshape(count, heads, -1)

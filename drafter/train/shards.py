@@ -35,6 +35,7 @@ OPTIONS = {"prompts": "--prompt-file", "weights": "--target", "max_new_tokens": 
 SCHEMA = 1
 NAME = "target"  # in the manifest: the target's path as it was typed; WEIGHTS identifies it
 WEIGHTS = "weights"  # in the manifest: peagle.ops.checkpoint.fingerprint of the target
+KEPT = "keep_prompt"  # in the manifest: so many tokens of a prompt were kept, its last ones; absent: all
 DIGEST = "sha256"  # key of the files' metadata
 REQUIRED = ("token_ids", "trained", "ends")
 TEACHER = ("aux_hidden", "top_ids", "top_logits", "log_total")  # optional

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import flax.struct
 import jax
@@ -33,7 +33,7 @@ from drafter.params import DrafterParams
 from drafter.train.batches import Batch, Batches
 from drafter.train.cod import Cod, Segments
 from drafter.train.folder import CHECKPOINTS, LOG, expect_sizes, keep_sizes, read_log
-from drafter.train.loss import LOSSES, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
+from drafter.train.loss import LOSSES, Labels, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
 from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
@@ -198,6 +198,25 @@ def _by_muon(params: DrafterParams) -> DrafterParams:
     return result
 
 
+@flax.struct.dataclass
+class _Stretch:
+    """What whole rows, or a stretch of each, are trained on."""
+
+    token_ids: jax.Array  # [B, T]
+    positions: jax.Array  # [B, T]
+    segment_ids: jax.Array  # [B, T]
+    trained: jax.Array  # [B, T]
+    target: dict[str, jax.Array]  # those of TEACHER, or aux_hidden and the logits of all tokens [B, T, ...]
+
+
+class _Part(NamedTuple):
+    """The rows of depth 0 that count in a part, and its room for chains by depth."""
+
+    start: int
+    end: int
+    counts: tuple[int, ...]
+
+
 def gradients_of(
     params: DrafterParams,
     config: DrafterConfig,
@@ -209,41 +228,111 @@ def gradients_of(
 ) -> tuple[Sums, DrafterParams]:
     """Compute (sums, gradient of the summed loss) of a batch, part after part.
 
-    teacher None: the data holds aux_hidden and the target's best tokens.
+    teacher None: the data holds aux_hidden and the target's best tokens. If every layer has a window, a part reads only
+    the stretch of the rows that its outputs depend on, and a part without a trained token is skipped.
     """
-    labels, aux_hidden = None, batch.teacher.get("aux_hidden")
-    if "top_ids" in batch.teacher:
-        ids, logits, log_total = (batch.teacher[name] for name in ("top_ids", "top_logits", "log_total"))
-        labels = labels_of_best(ids, logits, log_total, draft_to_target, config.vocab_size)
-    if labels is None or aux_hidden is None:
-        assert teacher is not None
-        logits, aux_hidden = teacher(batch.token_ids, batch.positions, batch.segment_ids)
-        labels = labels or labels_of_logits(logits, draft_to_target)
-    dtype = jnp.dtype(recipe.compute_dtype)
+    rows = _taught(teacher, batch)
+    segments, dtype = recipe.segments, jnp.dtype(recipe.compute_dtype)
 
-    def loss_of(trained: DrafterParams, part: int) -> tuple[jax.Array, Sums]:
+    def loss_of(
+        trained: DrafterParams, rows: _Stretch, labels: Labels, anchors: jax.Array, reach: jax.Array, part: _Part
+    ) -> tuple[jax.Array, Sums]:
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), trained)
         sums = chain_loss(
             cast.replace(draft_to_target=draft_to_target),
             config,
             recipe.loss,
-            batch.token_ids,
-            aux_hidden.astype(dtype),
+            rows.token_ids,
+            rows.target["aux_hidden"].astype(dtype),
             labels,
-            batch.segment_ids,
-            batch.positions,
-            batch.trained,
-            batch.anchors[part],
-            batch.reach[part],
-            counts[part],
-            (segments.starts[part], segments.ends[part]),
+            rows.segment_ids,
+            rows.positions,
+            rows.trained,
+            anchors,
+            reach,
+            part.counts,
+            (part.start, part.end),
         )
         return sums.loss, sums
 
-    segments = recipe.segments
-    found = [jax.grad(loss_of, has_aux=True)(params, part) for part in range(recipe.parts)]
+    gradient_of = jax.grad(loss_of, has_aux=True)
+    if config.context_reach is not None and recipe.parts > 1:
+        return _by_stretches(
+            lambda rows, *part: gradient_of(params, rows, _labels(config, draft_to_target, rows.target), *part),
+            _nothing(recipe, params),
+            config.context_reach + 1,  # a part's first chain grows from the row before it
+            recipe,
+            counts[0],
+            rows,
+            (jnp.stack(batch.anchors), jnp.stack(batch.reach)),
+        )
+    labels = _labels(config, draft_to_target, rows.target)
+    parts = [_Part(*each) for each in zip(segments.starts, segments.ends, counts, strict=True)]
+    found = [
+        gradient_of(params, rows, labels, anchors, reach, part)
+        for anchors, reach, part in zip(batch.anchors, batch.reach, parts, strict=True)
+    ]
     gradient, sums = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), found)
     return sums, gradient
+
+
+def _taught(teacher: Teacher | None, batch: Batch) -> _Stretch:
+    """Return the whole rows with what the target gives them: stored, or computed now."""
+    target = dict(batch.teacher)
+    if "aux_hidden" not in target or "top_ids" not in target:
+        assert teacher is not None
+        logits, aux_hidden = teacher(batch.token_ids, batch.positions, batch.segment_ids)
+        target |= {"aux_hidden": aux_hidden} if "top_ids" in target else {"aux_hidden": aux_hidden, "logits": logits}
+    return _Stretch(batch.token_ids, batch.positions, batch.segment_ids, batch.trained, target)
+
+
+def _labels(config: DrafterConfig, draft_to_target: jax.Array | None, target: Mapping[str, jax.Array]) -> Labels:
+    if "logits" in target:
+        return labels_of_logits(target["logits"], draft_to_target)
+    ids, logits, log_total = (target[name] for name in ("top_ids", "top_logits", "log_total"))
+    return labels_of_best(ids, logits, log_total, draft_to_target, config.vocab_size)
+
+
+def _by_stretches(
+    gradient_of: Callable[[_Stretch, jax.Array, jax.Array, _Part], tuple[DrafterParams, Sums]],
+    none: tuple[DrafterParams, Sums],
+    before: int,
+    recipe: Recipe,
+    counts: tuple[int, ...],
+    rows: _Stretch,
+    chains: tuple[jax.Array, jax.Array],
+) -> tuple[Sums, DrafterParams]:
+    """Sum the parts' (gradient, sums) in a loop on the device, so that memory is that of one part.
+
+    A part's stretch holds its rows, `before` rows before them, and after them those that its labels stand in. chains:
+    (anchors, reach) of all parts [parts, B, n]. none: what a part without a trained token adds.
+    """
+    width, span = recipe.width, recipe.width // recipe.parts
+    part = _Part(before, before + span, counts)
+
+    def add(total: Any, each: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, None]:
+        start, anchors, reach = each
+        place = start - before + jnp.arange(before + span + recipe.cod.depth, dtype=jnp.int32)
+        inside, taken = (place >= 0) & (place < width), jnp.clip(place, 0, width - 1)
+        stretch = jax.tree.map(lambda leaf: jnp.take(leaf, taken, axis=1), rows)
+        segment_ids = jnp.where(inside[None], stretch.segment_ids, 0)
+        stretch = stretch.replace(segment_ids=segment_ids, trained=jnp.where(inside[None], stretch.trained, 0.0))
+        found = jax.lax.cond(
+            jnp.any(stretch.trained[:, before + 2 :] > 0),  # the first row of a part predicts the token two further
+            lambda: gradient_of(stretch, anchors - start + before, reach, part),
+            lambda: none,
+        )
+        return jax.tree.map(jnp.add, total, found), None
+
+    starts = jnp.arange(recipe.parts, dtype=jnp.int32) * span
+    (gradient, sums), _ = jax.lax.scan(add, none, (starts, *chains))
+    return sums, gradient
+
+
+def _nothing(recipe: Recipe, params: DrafterParams) -> tuple[DrafterParams, Sums]:
+    """Make the (gradient, sums) that add nothing."""
+    depths = jnp.zeros((recipe.cod.depth,))
+    return jax.tree.map(jnp.zeros_like, params), Sums(jnp.zeros(()), depths, depths)
 
 
 def next_state(
@@ -266,9 +355,8 @@ def next_state(
         found = gradients_of(state.params, config, recipe, counts, draft_to_target, teacher, one)
         return jax.tree.map(jnp.add, total, found), None
 
-    depths = jnp.zeros((recipe.cod.depth,))
-    zeros = (Sums(jnp.zeros(()), depths, depths), jax.tree.map(jnp.zeros_like, state.params))
-    total, _ = jax.lax.scan(add_row, zeros, batch)
+    gradient, sums = _nothing(recipe, state.params)
+    total, _ = jax.lax.scan(add_row, (sums, gradient), batch)
     sums, gradient = jax.lax.psum(total, ROWS)
     num_rows = jnp.maximum(jnp.sum(sums.rows), 1.0)
     gradient = jax.tree.map(lambda leaf: leaf / num_rows, gradient)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from drafter.train.shards import (
+    KEPT,
     NAME,
     WEIGHTS,
     expect_folder,
@@ -31,7 +32,7 @@ from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import left_out_line, read_prompts
 from peagle.text.prompts import Conversation, Rendering
 from peagle.workflows.answers import Asking, answer
-from peagle.workflows.dataset import chosen_taps, document, taught, teacher_of, write
+from peagle.workflows.dataset import chosen_taps, document, lengths_in_words, taught, teacher_of, write
 from target.load import inspect_target
 
 
@@ -70,11 +71,13 @@ def data_command(settings: DataSettings) -> int:
         display.note(f"{checked.out} is complete: {len(checked.starts)} shards")
         return 0
     skipped: list[str] = []
-    (num_documents, num_tokens, num_answered), seconds = _answered(checked, settings, display, skipped)
+    lengths: list[int] = []
+    (num_documents, num_tokens, num_answered), seconds = _answered(checked, settings, display, skipped, lengths)
     lines = [
         f"data         {len(checked.starts)} shards in {checked.out}, {len(checked.missing)} of them made now",
         f"made now     {num_documents} documents, {num_tokens:,} tokens, {num_answered:,} of them the target's, "
         f"{num_answered / seconds:,.0f} tok/s",
+        f"lengths      {lengths_in_words(lengths)}",
     ]
     if checked.left_out:
         lines.append(f"left out     {left_out_line(checked.left_out)}")
@@ -102,6 +105,11 @@ def _checked(settings: DataSettings) -> Checked:
     config = inspect_target(directory).config
     if settings.top > config.vocab_size:
         raise InputError(f"--top is {settings.top}; expected at most {config.vocab_size}, the target's vocabulary")
+    if settings.keep_prompt is not None and not (settings.hidden and settings.top):
+        raise InputError(
+            "--keep-prompt leaves out tokens that the target would have to read again in training; give --hidden and "
+            "--top, too, or leave it out"
+        )
     if asked_taps is not None and not settings.hidden:
         raise InputError("--taps names hidden states to keep, and none are kept: give --hidden, too, or leave it out")
     taps, out = chosen_taps(asked_taps, config.num_layers) if settings.hidden else (), Path(settings.out)
@@ -125,11 +133,11 @@ def _checked(settings: DataSettings) -> Checked:
 
 
 def _answered(
-    checked: Checked, settings: DataSettings, display: Display, skipped: list[str]
+    checked: Checked, settings: DataSettings, display: Display, skipped: list[str], lengths: list[int]
 ) -> tuple[Sequence[int], float]:
     """Write the missing shards, with progress; return their documents, tokens, tokens of the target, and seconds.
 
-    skipped gets a line for each prompt that cannot be answered.
+    skipped gets a line for each prompt that cannot be answered, lengths the tokens of each document before it is cut.
     """
     pair = load_pair(checked.name, None, settings.model, DraftOptions(), display)
     wants_teacher = settings.hidden or settings.top
@@ -154,8 +162,9 @@ def _answered(
         for number in checked.missing:
             part, start = checked.part(number), checked.starts[number]
             documents = [document(each) for each in answer(pair, part, asking, start, skipped.append, done)]
+            lengths += [len(each.token_ids) for each in documents]
             if teacher is not None:
-                documents = list(taught(documents, teacher, settings.hidden, settings.top))
+                documents = list(taught(documents, teacher, settings.hidden, settings.top, settings.keep_prompt))
             write(checked.out, number, documents, skipped)
             counts += (len(documents), *total_tokens(documents))
     return counts.tolist(), time.perf_counter() - started
@@ -176,6 +185,7 @@ def _made_by(settings: DataSettings, name: str, weights: str, num_prompts: int, 
         "sampling": dataclasses.asdict(settings.sampling.params()),
         "taps": list(taps),
         "top": settings.top,
+        **({} if settings.keep_prompt is None else {KEPT: settings.keep_prompt}),
     }
     loaded: dict[str, Any] = json.loads(dumps(made))
     return loaded

@@ -143,6 +143,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "stop_token_ids": list(pair.stop_token_ids),
         "interrupted": run.interrupted,
         "cut_short": list(run.cut_short),
+        "failed": list(run.failed),
     }
 
 

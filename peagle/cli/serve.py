@@ -75,8 +75,9 @@ class Chosen:
         """Read the options. Raises InputError, before anything slow, for those that cannot be used."""
         target, drafter, k = chosen_models(options.model, options.drafting)
         parse_date(options.date)
-        if slots < 1:
-            raise InputError(f"--slots is {slots}; expected 1 or more")
+        for option, value in (("--slots", slots), ("--mask-budget", options.mask_budget)):
+            if value < 1:
+                raise InputError(f"{option} is {value}; expected 1 or more")
         return cls(options, slots, target, drafter, k, parse_prefix_cache(options.prefix_cache))
 
     def load(self, display: Display) -> tuple[Engine, Prompter, str]:
@@ -101,6 +102,7 @@ class Chosen:
                 adaptive=adaptive,
                 prefix_cache_bytes=default_prefix_cache_bytes() if self.cache_bytes is None else self.cache_bytes,
                 k_per_request=True,
+                mask_budget_s=options.mask_budget / 1000,
             )
         )
         _warm_up(pair, engine, display)

@@ -47,7 +47,8 @@ Settings = SpeculateSettings | GenerateSettings
 
 def decode_command(settings: Settings) -> int:
     """The text is on standard output, the summary on standard error, and what was asked for in files. Returns the exit
-    code. Raises InputError before anything is written, but for a profile that failed: then all else is written."""
+    code. Raises InputError before anything is written, but for a profile that failed, and for grammars that could not
+    be followed: then all else is written."""
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
     target = settings.model.target or DEMO
@@ -95,6 +96,9 @@ def decode_command(settings: Settings) -> int:
     display.summary(summary_lines(outcome, config, peak, left_out))
     if outcome.profile_failed is not None:
         raise InputError(f"--profile {settings.profile} failed: {outcome.profile_failed}")
+    if outcome.failed:
+        first, *others = outcome.failed
+        raise InputError(f"{first}; and {len(others)} more" if others else first)
     return interrupt.EXIT_CODE if outcome.interrupted else 0
 
 

@@ -27,7 +27,7 @@ from peagle.cli.options import given, rebuilt
 from peagle.cli.output import say
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.train import ShapeOptions, TrainSettings
-from peagle.loading import DEMO, default_dtype, load, resolve
+from peagle.loading import AUTO, DEMO, default_dtype, load, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
@@ -42,10 +42,14 @@ from peagle.workflows.training import (
     DrafterShape,
     anchors,
     begun_in,
+    check_parts,
     check_teachers,
     check_tokens,
+    check_window,
     drafter_config,
+    even_parts,
     initial_params,
+    parse_mix,
     planned_steps,
     record_recipe,
     seconds_per_step,
@@ -169,16 +173,20 @@ def _checked(settings: TrainSettings) -> Checked:
     directory = resolve(name, "target")
     files = inspect_target(directory)
     parts = shares(settings.data)
-    rows, documents = sources(parts, settings.rows, settings.width)
+    mix = () if settings.mix is None else parse_mix(settings.mix)
+    rows, documents = sources(parts, settings.rows, settings.width, mix)
     shape = _shape(settings.shape)
     config, vocab = drafter_config(shape, files.config, files.stop_token_ids, directory, documents)
     check_tokens(documents, config)
     weights = fingerprint(directory)
-    check_teachers([folder for folder, _ in parts], config, weights)
-    recipe = _recipe(settings, steps=settings.steps or 1)
+    check_teachers([folder for folder, _ in parts], config, weights, settings.depth)
+    check_window(config, files.config, settings.depth, given=shape.drafter_window != AUTO)
+    parts_of_row = even_parts(config, settings.width) if settings.parts is None else settings.parts
+    recipe = _recipe(settings, steps=settings.steps or 1, parts=parts_of_row)
+    check_parts(config, recipe)
     if not 1 <= shape.mask_hiddens <= max(1, settings.depth - 1):
         raise InputError(f"--mask-hiddens is {shape.mask_hiddens}; expected 1..{max(1, settings.depth - 1)}")
-    counts = recipe.segments.counts(recipe.cod, anchors(rows, recipe.width))
+    counts = recipe.segments.counts(recipe.cod, *anchors(rows, recipe.segments))
     batches = Batches(rows, recipe.width, recipe.cod, recipe.segments, counts, recipe.seed)
     begun = begun_in(out)
     if settings.steps is None and begun is not None:
@@ -292,12 +300,12 @@ def _say_where_it_begins(display: Display, out: Path, steps: int, steps_before: 
         display.note(f"{out} has all of its steps, {steps}; a larger --steps goes on with more")
 
 
-def _recipe(settings: TrainSettings, steps: int) -> Recipe:
+def _recipe(settings: TrainSettings, steps: int, parts: int) -> Recipe:
     return Recipe(
         steps=steps,
         width=settings.width,
         cod=Cod(settings.depth, settings.ratio, settings.min_ratio),
-        parts=settings.parts,
+        parts=parts,
         loss=settings.loss,
         optimizer=settings.optimizer,
         learning_rate=settings.learning_rate,

@@ -21,10 +21,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -63,6 +64,8 @@ from peagle.protocols import Drafter, Explains, PrefillsAtOnce, Target
 
 MEASURED_ROUNDS = 5
 Measuring = Callable[[int, int], object]  # (runs that are over, all runs)
+MASK_BUDGET_S = 0.05
+MOST_SLOW_MASKS = 8  # in a row
 Role: TypeAlias = Literal["both", "prefill", "decode"]
 
 
@@ -80,6 +83,8 @@ class EngineConfig:
     compile a program for each number of drafts in the table, for models whose passes also compute inactive rows.
     prefix_cache_bytes: memory for prompts and answers that later requests may begin with (peagle.engine.prefix_cache);
     0: none are kept. k_per_request: requests may set num_speculative_tokens; plain steps are then compiled, too.
+    mask_budget_s: processor time of a request's masks in a step. A request that exceeds it drafts no more; one whose
+    single masks exceed it most_slow_masks times in a row ends with an error, since all others wait for them.
     blocked: prefill each prompt at once, not in chunks: nobody decodes meanwhile, and there is no prefix cache. role:
     "prefill" computes prompts and their first tokens, has no slots, and hands every request over that goes on; "decode"
     takes these, and computes no prompts (peagle.engine.handoff).
@@ -95,6 +100,8 @@ class EngineConfig:
     programs_by_width: bool = False
     prefix_cache_bytes: int = 0
     k_per_request: bool = False
+    mask_budget_s: float = MASK_BUDGET_S
+    most_slow_masks: int = MOST_SLOW_MASKS
     blocked: BlockedPrefill | None = None
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
@@ -116,6 +123,11 @@ class EngineConfig:
             raise InputError(f"the prefix cache is {self.prefix_cache_bytes} bytes; expected 0 or more")
         if self.chunk < 1:
             raise InputError(f"the prefill chunk is {self.chunk} tokens; expected 1 or more")
+        if not 0 < self.mask_budget_s < math.inf or self.most_slow_masks < 1:
+            raise InputError(
+                f"the budget of masks is {self.mask_budget_s:g} s in {self.most_slow_masks} steps; expected more than "
+                "0 s, and 1 step or more"
+            )
         if self.blocked is not None:
             self.blocked.rows(self.capacity)  # check them
             if self.prefix_cache_bytes:
@@ -268,6 +280,9 @@ class Engine:
         self._input_rows = 1  # upper bound of drafter_input.num over all slots
         self._failure: BaseException | None = None
         self._last_read_s: float | None = None
+        self._masks_were_slow = False  # those of all requests together, in the last cut step
+        self._cpu_s: Callable[[], float] = time.thread_time
+        self._wall_s: Callable[[], float] = time.perf_counter
 
     # --- the interface ----------------------------------------------------------------------------------------------
 
@@ -394,15 +409,17 @@ class Engine:
     def follow(self, handle: Handle) -> Iterator[TokenChunk]:
         """Yield the chunks of a request until it ends. A reader that stops early aborts it.
 
-        Raises InputError if a model's outputs are not finite.
+        Raises InputError if a model's outputs are not finite, GrammarError if its grammar cannot be followed.
         """
         for _, chunk in self.run([handle]):
             yield chunk
+        if handle.error is not None and handle.wanted:
+            raise handle.error
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, TokenChunk]]:
         """Decode all of the requests; yield (index in the list, chunk) as chunks arrive.
 
-        A reader that stops early aborts the rest. Raises InputError as `follow` does.
+        A reader that stops early aborts the rest. Raises InputError as `run` does.
         """
         handles = self.add_all(requests)
         places = {handle: place for place, handle in enumerate(handles)}
@@ -417,7 +434,8 @@ class Engine:
         """Yield (handle, chunk) as chunks arrive, until all of the requests have ended.
 
         Meanwhile the reader may abort requests and add handles to `handles`. A reader that stops early aborts the rest.
-        Raises InputError as `follow` does, but not for a request that its reader has aborted.
+        Raises InputError if a model's outputs are not finite, but not for a request that its reader has aborted. A
+        grammar that cannot be followed ends its own request alone, with the error in its last chunk.
         """
         gone: set[Handle] = set()
         try:
@@ -431,11 +449,12 @@ class Engine:
                 for handle in left:
                     while handle.inbox:
                         yield handle, handle.inbox.popleft()
-                    if handle in ended and handle.error is not None and handle.wanted:
-                        raise handle.error
+                    error = handle.error if handle in ended and handle.wanted else None
+                    if error is not None and not isinstance(error, GrammarError):
+                        raise error
                 gone |= ended
         finally:
-            for handle in handles:
+            for handle in [handle for handle in handles if handle.finished is None]:
                 self.abort(handle)
 
     def settle(self) -> None:
@@ -790,10 +809,61 @@ class Engine:
             rows[slot] = handle.matcher, tuple(verified)
         counts = np.full((len(held),), drafts.shape[1], np.int32)
         for vocabulary, rows in wanted.items():
-            for slot, count in fill(masks, vocabulary, rows).items():
+            for slot, count in self._fill(masks, vocabulary, rows, held).items():
                 if count < len(rows[slot][1]):
                     counts[slot] = count
         return masks, counts if (counts < drafts.shape[1]).any() else None
+
+    def _fill(
+        self,
+        masks: np.ndarray,
+        vocabulary: Vocabulary,
+        rows: Mapping[int, tuple[Matcher, Sequence[int]]],
+        held: Sequence[Handle | None],
+    ) -> dict[int, int]:
+        """Fill in the masks of rows as peagle.engine.masks.fill does, within the budget of each request.
+
+        One row is measured by itself. Several are filled in together, in threads; after a step in which that took too
+        long, one after the other, so that the one that is slow is known.
+        """
+        budget, counts = self.config.mask_budget_s, dict[int, int]()
+        if len(rows) > 1 and not self._masks_were_slow:
+            began = self._wall_s()
+            counts = fill(masks, vocabulary, rows)
+            self._masks_were_slow = self._wall_s() - began > budget
+        else:
+            self._masks_were_slow = False
+            for slot, row in rows.items():
+                began = self._cpu_s()
+                counts |= fill(masks, vocabulary, {slot: row})
+                self._masks_were_slow |= self._is_slow(held[slot], row, self._cpu_s() - began)
+        for slot, (matcher, _) in rows.items():
+            if matcher.limited and (handle := held[slot]) is not None:
+                self._renew(handle, matcher, handle.output_ids)
+                counts |= fill(masks, vocabulary, {slot: (matcher, ())})
+        return counts
+
+    def _is_slow(self, handle: Handle | None, row: tuple[Matcher, Sequence[int]], seconds: float) -> bool:
+        """Count a request's masks if they took too long, and let it draft no more; return whether they did."""
+        (matcher, drafts), budget = row, self.config.mask_budget_s
+        assert handle is not None
+        if seconds <= budget:
+            matcher.num_slow = 0
+            return False
+        handle.paused = True
+        matcher.num_slow += not drafts
+        if matcher.num_slow >= self.config.most_slow_masks:
+            matcher.overdue = (
+                f"the masks of its {matcher.compiled.grammar.name} took more than {budget * 1e3:g} ms in "
+                f"{matcher.num_slow} steps in a row, the last time {seconds * 1e3:.0f} ms, and other requests wait for "
+                "them; expected a simpler one: count less, or nest less"
+            )
+        return True
+
+    def _renew(self, handle: Handle, matcher: Matcher, token_ids: Sequence[int]) -> None:
+        """Give a request's grammar an automaton of its own; drafts, which would fill that, too, end."""
+        matcher.renew(token_ids)
+        handle.paused = True
 
     def _stuck(self, held: Sequence[Handle | None]) -> list[tuple[Handle, TokenChunk]]:
         """End the requests whose grammar cannot be followed any further; return their last chunks."""
@@ -805,8 +875,7 @@ class Engine:
                 and handle.matcher is not None
                 and (failure := handle.matcher.failure)
             ):
-                handle.error = GrammarError(f"{handle.request.name}: {failure}")
-                self._end(handle, "error")
+                self._end(handle, "error", GrammarError(f"{handle.request.name}: {failure}"))
                 chunks.append((handle, handle.inbox.pop()))
         return chunks
 
@@ -814,7 +883,12 @@ class Engine:
         """Insert the lane's sequence into a slot; a prefill engine only chooses its first token."""
         assert self._lane is not None
         vocab_size, drafts = self.target.vocab_size, not handle.paused
-        masks = None if handle.matcher is None else next_mask(handle.matcher)
+        masks = None
+        if handle.matcher is not None:
+            masks = next_mask(handle.matcher)
+            if handle.matcher.limited:
+                self._renew(handle, handle.matcher, handle.output_ids)
+                masks = next_mask(handle.matcher)
         params = SlotParams.of(handle.request, handle.stop_token_ids, vocab_size, drafts, masks)
         if handle.hand_off is not None:
             assert self._state is not None
@@ -999,8 +1073,7 @@ class Engine:
             where = model.first_not_finite(tokens)
             seen += f"; the first output that is not is that of {where}" if where else ", but are in a second pass"
         todo = "expected finite ones: check the weights, or try --dtype float32 or --kernels xla"
-        handle.error = InputError(f"{seen}; {todo}")
-        self._end(handle, "error")
+        self._end(handle, "error", InputError(f"{seen}; {todo}"))
         return dataclasses.replace(handle.inbox.pop(), token_ids=token_ids, steps=records)
 
     def _chunk(
@@ -1027,21 +1100,25 @@ class Engine:
             self._scheduler.remove(handle)
         if handle.matcher is not None and reason != "length":
             handle.matcher.read(token_ids if reason is None else token_ids[:-1])
+            if reason == "stop" and handle.matcher.limited:
+                self._renew(handle, handle.matcher, handle.output_ids[:-1])
             if reason == "stop" and (failure := handle.matcher.failure):
                 handle.error, reason = GrammarError(f"{handle.request.name}: {failure}"), "error"
                 handle.finished = reason
-        cached = 0 if records else handle.num_cached_tokens
-        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached)
+        cached, error = 0 if records else handle.num_cached_tokens, None if handle.error is None else str(handle.error)
+        return TokenChunk(handle.request, token_ids, now, records, reason, tuple(logprobs), cached, error)
 
-    def _end(self, handle: Handle, reason: FinishReason) -> None:
+    def _end(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
         """End a request before its last token; its slot is frozen before the next dispatch."""
+        handle.error = error
         self._alive.discard(handle)
         slot = self._scheduler.remove(handle)
         if slot is not None:
             self._to_freeze.add(slot)
         if reason != "handed_off":
             handle.hand_off = None
-        handle.inbox.append(TokenChunk(handle.request, (), time.perf_counter(), (), reason))
+        message = None if error is None else str(error)
+        handle.inbox.append(TokenChunk(handle.request, (), time.perf_counter(), (), reason, error=message))
         handle.finished = reason  # after the chunk: a reader that sees `finished` finds the chunk
 
     def _update_costs(self, sent: _InFlight, now: float) -> None:

@@ -12,8 +12,9 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from peagle.ops.errors import InputError
@@ -28,6 +29,7 @@ MOST_SCHEMAS = 8  # in a grammar, by %json
 WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of a JSON text; a model that may write more often never ends
 ANSWER = "answer"  # the rule of the grammar, for rules around it
 MOST_KEPT = 32  # compiled grammars
+LONGEST_RENEWAL_S = 0.5  # of a matcher: all requests wait for it
 # grammars that count tokens, or take back what was emitted, are not functions of the tokens before
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
 _RULE_OPTIONS = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*\[([^\]]*)\]", re.MULTILINE)
@@ -176,17 +178,30 @@ class Vocabulary:
         # without forcing, masks allow any tokens that spell the text, not one tokenizer's alone
         top = {"name": "top", "lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}
         text = dumps({"grammars": [top, {"name": ANSWER, **self._translated(grammar)}]})
-        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        began = time.monotonic()
+        matcher = self.matcher(text)
         if not matcher.is_error():
             matcher.compute_bitmask()
+        seconds = time.monotonic() - began
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise GrammarError(f"the {grammar.name} cannot be used: {_reason(matcher)}")
-        compiled = CompiledGrammar(grammar, around, self, matcher)
+        compiled = CompiledGrammar(grammar, around, self, matcher, text, seconds)
         with self._lock:
             self._kept[key] = compiled
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return compiled
+
+    def forget(self, compiled: "CompiledGrammar") -> None:
+        """Compile this grammar anew at the next request for it: its automaton is full."""
+        with self._lock:
+            kept = self._kept.get((compiled.grammar, compiled.around))
+            if kept is not None and kept.source is compiled.source:
+                del self._kept[compiled.grammar, compiled.around]
+
+    def matcher(self, source: str) -> Any:
+        """Make llguidance's matcher of a grammar in its own notation."""
+        return self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
 
     def _translated(self, grammar: Grammar) -> dict[str, Any]:
         """Make an entry of llguidance's list of grammars."""
@@ -252,12 +267,19 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class CompiledGrammar:
-    """A grammar for a vocabulary, ready to match; equal if made of equal grammars, rules and beginnings."""
+    """A grammar for a vocabulary, ready to match; equal if made of equal grammars, rules and beginnings.
+
+    All matchers of it share one automaton, which grows by every state that any of them reaches, with those of drafts
+    (llguidance's `deep_copy` copies the parser and not the lexer). If its limits end it, a matcher makes one of its own
+    (`Matcher.renew`). source: in llguidance's notation. compile_s: what compiling took.
+    """
 
     grammar: Grammar
     around: str
     vocabulary: Vocabulary = field(repr=False)
     _matcher: Any = field(repr=False, compare=False)
+    source: str = field(repr=False, compare=False)
+    compile_s: float = field(repr=False, compare=False)
     begun_by: tuple[int, ...] = ()
 
     def after(self, token_ids: Sequence[int]) -> "CompiledGrammar":
@@ -268,7 +290,7 @@ class CompiledGrammar:
                 f"a {self.grammar.name} cannot follow the end of this prompt; expected one that ends where the answer "
                 "or its final message begins"
             )
-        return CompiledGrammar(self.grammar, self.around, self.vocabulary, matcher, tuple(token_ids))
+        return replace(self, _matcher=matcher, begun_by=tuple(token_ids))
 
     def begin(self, stop_token_ids: Sequence[int]) -> "Matcher":
         """Make the matcher of a request, which these tokens end."""
@@ -276,11 +298,17 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """The state of one request's grammar: what it has read, and what may follow."""
+    """The state of one request's grammar: what it has read, and what may follow.
+
+    num_slow: masks in a row that took longer than they may. overdue: why there may be no more, after too many of them.
+    """
 
     def __init__(self, compiled: CompiledGrammar, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:
         self.compiled, self.stop_token_ids = compiled, stop_token_ids
         self.state = matcher  # llguidance's
+        self.num_slow = 0
+        self.overdue: str | None = None
+        self._shares = True  # its automaton
 
     def read(self, token_ids: Sequence[int]) -> None:
         """Read emitted tokens, without the stop token."""
@@ -292,13 +320,42 @@ class Matcher:
         return not self.state.is_error() and bool(self.state.is_accepting())
 
     @property
+    def limited(self) -> bool:
+        """Whether the limits of an automaton that it shares have ended it."""
+        return self._shares and self.state.is_error() and not self._at_dead_end
+
+    def renew(self, token_ids: Sequence[int]) -> None:
+        """Read emitted tokens once more with an automaton of its own, and make the mask before each, as alone.
+
+        Stays as it is if that takes longer than LONGEST_RENEWAL_S.
+        """
+        compiled, end = self.compiled, time.monotonic() + LONGEST_RENEWAL_S
+        compiled.vocabulary.forget(compiled)
+        self._shares = False
+        if compiled.compile_s > LONGEST_RENEWAL_S:
+            return
+        state = compiled.vocabulary.matcher(compiled.source)
+        state.consume_tokens([*compiled.begun_by])
+        for token_id in token_ids:
+            state.compute_bitmask()
+            if state.is_error() or time.monotonic() > end:
+                return
+            state.consume_token(token_id)
+        self.state = state
+
+    @property
+    def _at_dead_end(self) -> bool:
+        matcher = self.state
+        stopped = not matcher.is_error() and matcher.is_stopped() and not matcher.is_accepting()
+        return stopped or matcher.get_error().startswith("NoExtension")
+
+    @property
     def failure(self) -> str | None:
         """Why the grammar cannot be followed any further; None if it can."""
+        if self.overdue is not None:
+            return self.overdue
         name, matcher = self.compiled.grammar.name, self.state
-        dead_end = matcher.get_error().startswith("NoExtension") or (
-            not matcher.is_error() and matcher.is_stopped() and not matcher.is_accepting()
-        )
-        if dead_end:
+        if self._at_dead_end:
             return f"no token of the target's vocabulary continues a text of the {name}"
         return f"the {name} cannot be followed any further: {_reason(matcher)}" if matcher.is_error() else None
 

@@ -34,8 +34,8 @@ def fill(
 
     Masks after a draft that is not allowed, or that ends the text, are left as they are: nothing reads them. Drafts are
     tried on copies of the matchers: the target may never take their path, so a dead end there must not touch the
-    request. Drafts from there on do not count, and the target decides alone. Only the library's limit on the size of an
-    automaton counts all copies together: a grammar that reaches it may end a request earlier for the drafts tried.
+    request. Drafts from there on do not count, and the target decides alone. Copies share one automaton, whose limits
+    may so end a matcher for the drafts tried, or for other requests: then it is `limited`, and must be renewed.
     """
     from llguidance import numpy  # an extra
 

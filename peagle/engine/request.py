@@ -228,8 +228,8 @@ class TokenChunk:
     """Tokens that one dispatch emitted for one request.
 
     `steps` is empty in the chunk of the first token, which comes from prefill. `logprobs` has an entry for each token
-    if the request sets logprobs. The last chunk of a request has a finish_reason. `time_s` is a reading of
-    time.perf_counter() on arrival at the host.
+    if the request sets logprobs. The last chunk of a request has a finish_reason, and if that is "error", the error.
+    `time_s` is a reading of time.perf_counter() on arrival at the host.
     """
 
     request: Request
@@ -239,3 +239,4 @@ class TokenChunk:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0  # in the first chunk: tokens of the prompt that the prefix cache held
+    error: str | None = None

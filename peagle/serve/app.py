@@ -30,7 +30,7 @@ from peagle.serve.openapi import document
 from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.prompts import Prompter
 from peagle.serve.replies import ChatForm, CompletionForm, Form
-from peagle.serve.responses import ResponsesBody, ResponsesForm, requests_of
+from peagle.serve.responses import ResponsesBody, ResponsesForm, as_chat
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
 from peagle.serve.structured import constrains
 
@@ -288,7 +288,9 @@ async def ask_chat(service: Service, given: bytes) -> Asked:
 async def ask_responses(service: Service, given: bytes) -> Asked:
     """Send the request of a body of /v1/responses."""
     body = await service.parse(ResponsesBody, given)
-    requests = await service.encode(requests_of, service.prompter, body)
+    chat = await service.encode(as_chat, body)
+    with chat.own_names():
+        requests = await service.encode(service.prompter.chat, chat.body, await service.grammar(chat.body))
     tokenizer = service.prompter.tokenizer
     form = ResponsesForm(service.model, tokenizer, asked=body)
     return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))

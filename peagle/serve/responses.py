@@ -1,19 +1,18 @@
 """/v1/responses, stateless: bodies become those of chats; replies and events are made from the answers."""
 
+import contextlib
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pydantic
 
-from peagle.engine.request import Request
 from peagle.ops.strict_json import dumps
 from peagle.result import Result
 from peagle.serve.answers import Part, metrics, usage
 from peagle.serve.errors import ApiError
-from peagle.serve.prompts import Prompter
 from peagle.serve.replies import Form
 from peagle.serve.schema import (
     Body,
@@ -21,9 +20,11 @@ from peagle.serve.schema import (
     ChatBody,
     ChatMessage,
     Function,
+    JsonSchema,
     NamedFunction,
     NamedTool,
     PastCall,
+    ResponseFormat,
     Speculative,
     Tool,
     validated,
@@ -50,8 +51,23 @@ class FunctionChoice(Body):
     name: str
 
 
+class TextFormat(Body):
+    """What the final text must be. `strict` changes nothing, since every answer follows its schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    of: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+
+
+class TextOptions(Body):
+    format: TextFormat = pydantic.Field(default_factory=lambda: TextFormat(schema=None))
+    verbosity: Literal["medium"] | None = None
+
+
 class ResponsesBody(Body):
-    """`input`: a text, or items, which `requests_of` reads. prompt_cache_key, safety_identifier, user: no effect."""
+    """`input`: a text, or items, which `as_chat` reads. prompt_cache_key, safety_identifier, user: no effect."""
 
     input: str | list[dict[str, Any]]
     model: str | None = None
@@ -64,6 +80,7 @@ class ResponsesBody(Body):
     tools: list[FunctionTool] = pydantic.Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice = "auto"
     parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
     stream: bool = False
     store: bool = False
     metadata: dict[str, str] = pydantic.Field(default_factory=dict)
@@ -140,16 +157,31 @@ class _Named:
     calls: tuple[str, ...] = ()
 
 
-def requests_of(prompter: Prompter, body: ResponsesBody) -> list[Request]:
-    """Make the request of a body: that of the same chat. Raises ApiError with the body's own names of fields."""
+@dataclass(frozen=True)
+class AsChat:
+    """The chat that a body asks for."""
+
+    body: ChatBody
+    messages: Sequence[_Named]
+
+    @contextlib.contextmanager
+    def own_names(self) -> Iterator[None]:
+        """Let an ApiError name the fields as a response's body does."""
+        try:
+            yield
+        except ApiError as error:
+            raise _renamed(error, self.messages) from None
+
+
+def as_chat(body: ResponsesBody) -> AsChat:
+    """Make the chat that a body asks for. Raises ApiError for what it cannot be."""
     messages = _messages(body)
-    try:
-        return prompter.chat(_chat_body(body, messages))
-    except ApiError as error:
-        raise _renamed(error, messages) from None
+    return AsChat(_chat_body(body, messages), messages)
 
 
 NAMES = {  # of a chat's fields here
+    r"\bresponse_format\.json_schema\b": "text.format",
+    r"\bresponse_format\b": "text.format",
     r"(?<![\w'])max_tokens(?![\w'])": "max_output_tokens",
     r"(?<![\w'])(tools\.\d+)\.function\b": r"\1",
     r"^messages\b": "input",
@@ -191,9 +223,20 @@ def _chat_body(body: ResponsesBody, messages: Sequence[_Named]) -> ChatBody:
         tools=[_tool(tool) for tool in body.tools],
         tool_choice=_named(choice) if isinstance(choice, FunctionChoice) else choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(body.text.format),
         stream=body.stream,
         speculative=body.speculative,
     )
+
+
+def _response_format(given: TextFormat) -> ResponseFormat:
+    """Make a chat's field of it. Raises ApiError for a schema without its type, and the reverse."""
+    if (given.type == "json_schema") != (given.of is not None):
+        seen = "is missing" if given.of is None else f"is given with the type {given.type!r}"
+        raise ApiError(400, f"text.format.schema {seen}; expected it with the type 'json_schema'", "text.format.schema")
+    if given.of is None:
+        return ResponseFormat(type=given.type)
+    return ResponseFormat(type=given.type, json_schema=JsonSchema(name=given.name or "", schema=given.of))
 
 
 def _named(choice: FunctionChoice) -> NamedTool:
@@ -419,7 +462,7 @@ class ResponsesForm(Form):
             "reasoning": {"effort": asked.reasoning.effort, "summary": None},
             "store": False,
             "temperature": asked.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": asked.text.format.model_dump(exclude_none=True, by_alias=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in asked.tools],
             "top_p": asked.top_p,

@@ -29,12 +29,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "include": ([], ["reasoning.encrypted_content"]),  # reasoning is returned as it is
-    "text": (
-        {},
-        {"format": {"type": "text"}},
-        {"verbosity": "medium"},
-        {"format": {"type": "text"}, "verbosity": "medium"},
-    ),
     "stream_options": ({"include_obfuscation": False},),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),

@@ -163,7 +163,7 @@ class ByteLevelTokenizer:
     def __init__(self, inner: Any, directory: Path) -> None:
         self._inner = inner
         self._directory = directory
-        self._byte_of = _byte_alphabet()
+        self._byte_of = byte_alphabet()
         self._bytes: dict[int, bytes] = {}
         self._size = len(inner)
         known = inner.backend_tokenizer.get_added_tokens_decoder()
@@ -326,7 +326,7 @@ def parse_date(date: str) -> datetime.datetime:
         raise InputError(f"date is {date!r}; expected a day as YYYY-MM-DD, such as {DEFAULT_DATE}") from None
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Map the characters of a byte-level vocabulary to bytes (GPT-2's alphabet).
 
     Printable Latin-1 characters stand for themselves, those from U+0100 on for the other bytes, in order.

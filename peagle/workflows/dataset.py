@@ -21,7 +21,10 @@ from target.config import default_aux_layer_ids
 from target.load import load_target
 from target.teacher import Teacher
 
-TOGETHER = 32  # documents that the teacher reads in one pass
+TOGETHER, PASS_TOKENS = 32, 32 * 512  # documents, and tokens with padding, that the teacher reads in one pass at most
+SHORT, STEP, LONG_STEP = 512, 128, 1024  # widths are rounded up to so many tokens; above SHORT to fewer widths
+# of documents, for a person: as many tokens as rows are wide
+LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 
 def chosen_taps(asked: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
@@ -43,13 +46,39 @@ def document(each: Answer) -> Document:
     return Document(ids, np.arange(len(ids)) >= len(each.prompt_ids))
 
 
+def cut(document: Document, keep_prompt: int | None) -> Document:
+    """Keep the last so many tokens before the first trained one; None: all.
+
+    What the target said of the tokens that stay is untouched: hidden states are those of the whole text.
+    """
+    first = int(np.argmax(document.trained)) if document.trained.any() else 0
+    if keep_prompt is None or first <= keep_prompt:
+        return document
+    kept = slice(first - keep_prompt, None)
+    target = {name: values[kept] for name, values in document.teacher.items()}
+    return Document(document.token_ids[kept], document.trained[kept], target)
+
+
+def lengths_in_words(sizes: Sequence[int]) -> str:
+    """Say how long documents are. Example: 94 to 2,711 tokens; 40 up to 512, 12 up to 4,096."""
+    places = np.bincount(np.searchsorted(LENGTHS, sizes), minlength=len(LENGTHS) + 1)
+    parts = [f"{count:,} up to {most:,}" for count, most in zip(places, LENGTHS, strict=False) if count]
+    parts += [f"{places[-1]:,} longer than {LENGTHS[-1]:,}"] if places[-1] else []
+    return f"{min(sizes):,} to {max(sizes):,} tokens; {', '.join(parts)}"
+
+
 def teacher_of(directory: Path, dtype: str, taps: Sequence[int]) -> Teacher:
     loaded = load_target(directory, dtype=np.dtype(dtype))
     return Teacher(loaded.params, loaded.config, tuple(taps))
 
 
-def taught(documents: Sequence[Document], teacher: Teacher, hidden: bool, top: int) -> Iterator[Document]:
-    """Add to each token of the documents its aux_hidden (if hidden), and the target's `top` best next tokens."""
+def taught(
+    documents: Sequence[Document], teacher: Teacher, hidden: bool, top: int, keep_prompt: int | None = None
+) -> Iterator[Document]:
+    """Add to each token of the documents its aux_hidden (if hidden), and the target's `top` best next tokens.
+
+    The target reads whole documents, of which the last `keep_prompt` tokens of the prompt are kept; None: all.
+    """
 
     @jax.jit
     def look(token_ids: jax.Array) -> dict[str, jax.Array]:
@@ -64,19 +93,42 @@ def taught(documents: Sequence[Document], teacher: Teacher, hidden: bool, top: i
         *(["aux_hidden"] if hidden else []),
         *(["top_ids", "top_logits", "log_total"] if top else []),
     ]
-    for start in range(0, len(documents), TOGETHER):
+    found: dict[int, Document] = {}
+    for group, width in passes([len(each.token_ids) for each in documents]):
         interrupt.check()
-        group = documents[start : start + TOGETHER]
-        width = -(-max(len(each.token_ids) for each in group) // 128) * 128
-        padded = np.zeros((TOGETHER, width), np.int32)
-        for row, each in enumerate(group):
-            padded[row, : len(each.token_ids)] = each.token_ids
-        found = {name: np.asarray(values) for name, values in look(jnp.asarray(padded)).items() if name in kept}
-        if "aux_hidden" in found:
-            found["aux_hidden"] = found["aux_hidden"].astype(ml_dtypes.bfloat16)
-        for row, each in enumerate(group):
-            size = len(each.token_ids)
-            yield dataclasses.replace(each, teacher={name: values[row, :size] for name, values in found.items()})
+        padded = np.zeros((rows_of_pass(width), width), np.int32)
+        for row, place in enumerate(group):
+            padded[row, : len(documents[place].token_ids)] = documents[place].token_ids
+        results = {name: np.asarray(values) for name, values in look(jnp.asarray(padded)).items() if name in kept}
+        if "aux_hidden" in results:
+            results["aux_hidden"] = results["aux_hidden"].astype(ml_dtypes.bfloat16)
+        for row, place in enumerate(group):
+            each = documents[place]
+            of_each = {name: values[row, : len(each.token_ids)] for name, values in results.items()}
+            found[place] = cut(dataclasses.replace(each, teacher=of_each), keep_prompt)
+    for place in range(len(documents)):
+        yield found[place]
+
+
+def passes(sizes: Sequence[int]) -> Iterator[tuple[list[int], int]]:
+    """Group documents of such sizes, the shortest first; yield (their places, the width of their pass)."""
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    while order:
+        group = order[:TOGETHER]
+        while len(group) > rows_of_pass(width := _width(sizes[group[-1]])):
+            group = group[:-1]
+        yield group, width
+        order = order[len(group) :]
+
+
+def rows_of_pass(width: int) -> int:
+    """Return how many documents of at most so many tokens the teacher reads in one pass."""
+    return min(TOGETHER, max(1, PASS_TOKENS // width))
+
+
+def _width(size: int) -> int:
+    step = STEP if size <= SHORT else LONG_STEP
+    return -(-size // step) * step
 
 
 def write(out: Path, number: int, documents: Sequence[Document], skipped: Sequence[str]) -> None:

@@ -110,7 +110,7 @@ class Run:
     """Outcomes of all requests that have a token, in the order of the input.
 
     cut_short: a line for each conversation that its answers made too long for a later turn; outcomes of that turn and
-    later ones are missing.
+    later ones are missing. failed: a line for each that ended since its grammar could not be followed.
     """
 
     outcomes: list[Outcome]
@@ -124,6 +124,7 @@ class Run:
     profile_failed: str | None = None  # the reason
     interrupted: bool = False
     cut_short: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
     @property
     def drafting_cannot_pay(self) -> bool:
@@ -191,6 +192,7 @@ class _Session:
         self.outcomes: dict[int, Outcome] = {}
         self.waiting: list[tuple[Request, int | None]] = []
         self.cut_short: dict[int, str] = {}  # by the conversation's number
+        self.failed: dict[int, str] = {}  # likewise
         self.compile_s = 0.0
         needed = pair.capacity([self._widest(number) for number in range(len(conversations))])
         self.capacity = needed if config.context is None else config.context
@@ -220,6 +222,7 @@ class _Session:
             profile_failed=failed,
             interrupted=interrupted,
             cut_short=tuple(self.cut_short.values()),
+            failed=tuple(self.failed.values()),
         )
 
     def _profile(self, directory: Path) -> Breakdown:
@@ -252,17 +255,21 @@ class _Session:
         """Make the request of the next turn; None with one slot, since the baseline comes first."""
         if self.slots == 1:
             return None
-        number = bisect.bisect_right(self.first_index, index) - 1
+        number = self._number(index)
         found = self._request(number, index - self.first_index[number] + 1)
         if found is not None and len(found[0].prompt_ids) + found[0].max_new_tokens > self.capacity:
             self.waiting.append(found)
             return None
         return found
 
+    def _number(self, index: int) -> int:
+        """Return the number of the conversation that a request belongs to."""
+        return bisect.bisect_right(self.first_index, index) - 1
+
     def _request(self, number: int, turn: int) -> tuple[Request, int | None] | None:
         """Make the request of a turn; None if the conversation has no such turn, or was cut short."""
         conversation, first = self.conversations[number], self.first_index[number]
-        if turn >= conversation.num_requests or number in self.cut_short:
+        if turn >= conversation.num_requests or number in self.cut_short or number in self.failed:
             return None
         answers = [self.outcomes[first + earlier].result.text or "" for earlier in range(turn)]
         try:
@@ -348,7 +355,8 @@ class _Session:
         if self.config.compares and not plain_first:
             plain_results = self._decode_plainly(decoded)
         for plain in plain_results:
-            self._compare(self.outcomes[plain.request.index], plain)
+            if plain.request.index in self.outcomes:
+                self._compare(self.outcomes[plain.request.index], plain)
         self.done += len(decoded)
 
     def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> list[Request]:
@@ -368,6 +376,8 @@ class _Session:
 
         def end(assembler: Assembler) -> None:
             result = assembler.result()
+            if result.error is not None:
+                self.failed[self._number(result.request.index)] = result.error
             if result.output_ids:
                 self.outcomes[result.request.index] = Outcome(result, turns[result.request.index])
 

@@ -19,13 +19,14 @@ from drafter.load import load_drafter, parse_config, shared_tensors
 from drafter.params import DrafterParams, init_params
 from drafter.propose import drafter_of
 from drafter.train.batches import Source, pack
+from drafter.train.cod import Segments
 from drafter.train.folder import COMMAND, RECIPE, read_record, steps_done
-from drafter.train.shards import NAME, WEIGHTS, Document, read_manifest, read_shards
+from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
 from drafter.train.trainer import Recipe, Trainer
 from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
 from peagle.api import Pair
 from peagle.engine.engine import Engine
-from peagle.loading import fitting_aux_layers, resolve
+from peagle.loading import AUTO, asked_window, fitting_aux_layers, read_asked_window, resolve, windowed
 from peagle.measure.metrics import pooled_counters
 from peagle.measure.provenance import provenance
 from peagle.ops import interrupt
@@ -45,12 +46,15 @@ from target.model import GptOss
 from target.params import TargetParams
 
 ROOM_QUANTILE = 0.75  # of the rows, as many as have no more trained tokens than the program's shapes have room for
+EDGE = 2  # a chain begins up to so many tokens before the first one that it predicts
+SHORT_ROW = 512  # tokens of a row, or a part of one, that need no further cut
 PEAGLE_LAYERS, EAGLE3_LAYERS = 4, 1  # as their authors'
 MEASURED_STEPS = 6  # to find how many fit into --minutes
 PLANNED_FRAC = 0.9  # of the time: a machine that is a little slower later still comes to the end of the schedule
 EVALUATION_TOKENS = 256
 OPTIONS = {  # of a record's values that are not called as their options are
     "rows_per_step": "--rows",
+    "data.mix": "--mix",
     "recipe.cod.depth": "--depth",
     "recipe.cod.ratio": "--ratio",
     "recipe.cod.min_ratio": "--min-ratio",
@@ -59,6 +63,7 @@ OPTIONS = {  # of a record's values that are not called as their options are
     "recipe.clip_norm": "--clip",
     "recipe.train_embedding": "--freeze-embedding",
     "recipe.compute_dtype": "--dtype",
+    "drafter.windows": "--drafter-window",
 }
 # what a training may be continued with another of
 GIVEN, LENGTH = "data.given", "recipe.steps"
@@ -78,28 +83,78 @@ class DrafterShape:
     head_dim: int | None = None
     mlp_width: int | None = None
     taps: tuple[int, ...] | None = None  # what a new one reads
+    drafter_window: str = AUTO  # or positions, or OFF
     mask_token: int | None = None
     mask_hiddens: int = 1
     draft_vocab: str | None = None
 
 
-def sources(parts: Sequence[tuple[Path, int]], rows: int, width: int) -> tuple[tuple[Source, ...], list[Document]]:
+def sources(
+    parts: Sequence[tuple[Path, int]], rows: int, width: int, mix: Sequence[tuple[int, int]] = ()
+) -> tuple[tuple[Source, ...], list[Document]]:
     """Read the folders with their shares of a step's rows, packed to rows of so many tokens; and all their documents.
 
-    Raises InputError for shares that do not divide the rows, and for a folder without a token to train on.
+    mix: shares by the length of a document instead. Raises InputError for shares that do not divide the rows, for a
+    folder without a token to train on, and for rows longer than all the data.
     """
     total = sum(share for _, share in parts)
-    if rows < 1 or any(rows * share % total for _, share in parts):
+    if mix and total > len(parts):
+        raise InputError("--mix gives shares by length, and --data by folder; expected one of the two")
+    if not mix and (rows < 1 or any(rows * share % total for _, share in parts)):
         raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --data")
-    found: list[Source] = []
-    documents: list[Document] = []
-    for path, count in parts:
-        own = read_shards(path)
+    folders = [read_shards(path) for path, _ in parts]
+    for (path, _), own in zip(parts, folders, strict=True):
         if not any(each.trained.any() for each in own):
             raise InputError(f"{path} has no token to train on: all of it is masked")
-        found.append(Source(pack(own, width), rows * count // total))
-        documents += own
-    return tuple(found), documents
+    documents = [each for own in folders for each in own]
+    num_tokens = total_tokens(documents)[0]
+    if width > num_tokens:
+        raise InputError(f"--width is {width}, and all of the data has {num_tokens} tokens; expected at most that")
+    if mix:
+        return mixed(documents, mix, rows, width), documents
+    counts = [rows * count // total for _, count in parts]
+    return tuple(Source(pack(own, width), count) for own, count in zip(folders, counts, strict=True)), documents
+
+
+def parse_mix(typed: str) -> tuple[tuple[int, int], ...]:
+    """Read (the most tokens of a document, its share) from LEN:SHARE,... Raises InputError for anything else."""
+    try:
+        found = tuple((int(most), int(share)) for most, share in (part.split(":") for part in typed.split(",")))
+    except ValueError:
+        found = ()
+    lengths = [most for most, _ in found]
+    if not found or lengths != sorted(set(lengths)) or min(lengths) < 1 or min(share for _, share in found) < 1:
+        raise InputError(
+            f"--mix is {typed!r}; expected lengths that rise, each with a whole share, as 512:5,2048:2,4096:1"
+        )
+    return found
+
+
+def mixed(documents: Sequence[Document], mix: Sequence[tuple[int, int]], rows: int, width: int) -> tuple[Source, ...]:
+    """Split documents by length, each part with its share of a step's rows.
+
+    Raises InputError for shares that do not divide the rows, for a length that no document has or no row can hold, and
+    for documents that are longer than all of them.
+    """
+    total = sum(share for _, share in mix)
+    if rows < 1 or any(rows * share % total for _, share in mix):
+        raise InputError(f"--rows is {rows}; expected a multiple of {total}, the sum of the shares of --mix")
+    longest = max(len(each.token_ids) for each in documents)
+    if mix[-1][0] > width:
+        raise InputError(f"--mix names documents of {mix[-1][0]} tokens; expected at most --width, {width}")
+    if longest > mix[-1][0]:
+        raise InputError(f"--mix ends at {mix[-1][0]} tokens, and the longest document has {longest}; name that, too")
+    found, least = [], 0
+    for most, share in mix:
+        some = [each for each in documents if least < len(each.token_ids) <= most]
+        if not any(each.trained.any() for each in some):
+            raise InputError(
+                f"--mix names {most}, and no document of {least + 1} to {most} tokens is there to train on: the "
+                f"longest has {longest}"
+            )
+        found.append(Source(pack(some, width), rows * share // total))
+        least = most
+    return tuple(found)
 
 
 def shares(given: Sequence[str]) -> list[tuple[Path, int]]:
@@ -115,10 +170,57 @@ def shares(given: Sequence[str]) -> list[tuple[Path, int]]:
     return parts
 
 
-def anchors(sources: Sequence[Source], width: int) -> int:
-    """For how many trained tokens of a row the chains have room: most rows have no more; fuller ones are sampled."""
-    trained = [sum(int(each.trained.sum()) for each in row.documents) for source in sources for row in source.rows]
-    return min(width, max(2, int(np.quantile(trained, ROOM_QUANTILE))))
+def anchors(sources: Sequence[Source], segments: Segments) -> tuple[int, int]:
+    """For how many trained tokens of a row, and of the fullest part of one, the chains have room.
+
+    Most rows have no more; fuller ones are sampled.
+    """
+    ends = np.asarray(segments.ends)
+    in_row, in_part = [], []
+    for row in (row for source in sources for row in source.rows):
+        trained = np.flatnonzero(np.concatenate([each.trained for each in row.documents]))
+        in_row.append(len(trained))
+        in_part.append(np.bincount(np.searchsorted(ends, trained, side="right"), minlength=len(ends)).max())
+    room = min(segments.width, max(2, int(np.quantile(in_row, ROOM_QUANTILE))))
+    return room, min(room, int(np.quantile(in_part, ROOM_QUANTILE)) + EDGE)
+
+
+def even_parts(config: DrafterConfig, width: int) -> int:
+    """Cut a row in as many parts as need, each with the context that its windows reach, the memory of a short row.
+
+    One if a layer sees all, or if the parts would not be of equal length.
+    """
+    if config.context_reach is None:
+        return 1
+    parts = max(1, width // max(SHORT_ROW, config.context_reach))
+    return max(count for count in range(1, parts + 1) if width % count == 0)
+
+
+def check_parts(config: DrafterConfig, recipe: Recipe) -> None:
+    """Raises InputError for parts of a row that differ in length, if the drafter has windows."""
+    if config.context_reach is not None and recipe.width % recipe.parts:
+        raise InputError(
+            f"--parts is {recipe.parts}, and does not divide the {recipe.width} tokens of --width; expected parts of "
+            "equal length, since the drafter has a window"
+        )
+
+
+def check_window(config: DrafterConfig, target: TargetConfig, depth: int, *, given: bool) -> None:
+    """Raises InputError for a window that hides its own chain's anchor from a row, or that hides nothing."""
+    window = config.narrowest_window
+    if window is None:
+        return
+    name = "--drafter-window" if given else "the drafter's window"
+    if window < depth + 1:
+        raise InputError(
+            f"{name} is {window}; expected {depth + 1} or more: --depth {depth} tokens are drafted behind one that all "
+            "of them see"
+        )
+    if given and window > target.max_positions:
+        raise InputError(
+            f"{name} is {window}, the target has {target.max_positions} positions, so it would hide nothing; expected "
+            "fewer, or off"
+        )
 
 
 def self_contained(documents: Sequence[Document]) -> bool:
@@ -151,7 +253,7 @@ def drafter_config(
             warnings.warn(layers.doubt, InputWarning, stacklevel=2)
         config = dataclasses.replace(config, aux_layer_ids=layers.outputs)
         _check_shape_of_init(shape, config)
-        return config, None
+        return _with_window(config, shape), None
     if shape.aux_layer_ids is not None:
         raise InputError("--aux-layer-ids says what --init reads, and there is none; a new drafter's are --taps")
     taps = chosen_taps(shape.taps, target.num_layers)
@@ -179,7 +281,16 @@ def drafter_config(
         aux_layer_ids=taps,
         rms_norm_eps=target.rms_norm_eps,
     )
-    return config, vocab
+    return _with_window(config, shape), vocab
+
+
+def _with_window(config: DrafterConfig, shape: DrafterShape) -> DrafterConfig:
+    """Give the drafter the window asked for; by default the one that decoding with --init would take."""
+    if shape.drafter_window == AUTO:
+        window = None if shape.init is None else asked_window(resolve(shape.init, "drafter"), AUTO)
+    else:
+        window = read_asked_window(shape.drafter_window)
+    return windowed(config, window, given=shape.drafter_window != AUTO)[0]
 
 
 def _draft_vocab(
@@ -243,9 +354,9 @@ def _check_shape_of_init(shape: DrafterShape, config: DrafterConfig) -> None:
             raise InputError(f"{option} asks for {wanted}, but --init {shape.init} has {has}; leave out one of them")
 
 
-def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str) -> None:
+def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str, depth: int) -> None:
     """Raises InputError where hidden states or logits that the data holds are not those that this target would give
-    this drafter."""
+    this drafter, or where the data lacks some that its windows reach."""
     for folder in folders:
         manifest = read_manifest(folder)
         taps = manifest.get("taps")
@@ -254,6 +365,15 @@ def check_teachers(folders: Sequence[Path], config: DrafterConfig, weights: str)
             raise InputError(
                 f"{folder} holds the outputs of layers {taps}, the drafter reads {list(config.aux_layer_ids)}; "
                 f"expected the same: give --taps {told}, or make the data with the drafter's"
+            )
+        reach, kept = config.context_reach, manifest.get(KEPT)
+        if kept is not None and (reach is None or kept < reach + depth + 1):
+            needs = (
+                "all of them" if reach is None else f"the last {reach + depth + 1} with its windows and --depth {depth}"
+            )
+            raise InputError(
+                f"{folder} holds the last {kept} tokens of a prompt, the drafter reads {needs}; give a smaller "
+                "--drafter-window, or make the data with a larger --keep-prompt"
             )
         if (taps or manifest.get("top")) and manifest.get(WEIGHTS, weights) != weights:
             raise InputError(
@@ -334,7 +454,7 @@ def record_recipe(
         "recipe": dataclasses.asdict(recipe),
         "drafter": dataclasses.asdict(config),
         "target": {WEIGHTS: weights},
-        "data": {"given": list(data), "manifests": [read_manifest(folder) for folder in folders]}
+        "data": {"given": list(data), "manifests": [read_manifest(folder) for folder in folders], "mix": command["mix"]}
         | {"documents": len(documents), "tokens": sum(len(each.token_ids) for each in documents)},
         "rows_per_step": rows,
     }

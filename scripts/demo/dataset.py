@@ -56,33 +56,33 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[lis
     return tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
-def chat_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> Iterator[Document]:
-    """Yield each function as one turn of chat that ends with the stop token; long ones are left out."""
+def chat_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict], width: int = WIDTH) -> Iterator[Document]:
+    """Yield each function as one turn of chat that ends with the stop token; those longer than a row are left out."""
     prefixes = encode_all(tokenizer, [chat_prefix(tokenizer, record["prompt"]) for record in records])
     answers = encode_all(tokenizer, [record["reference"] + RETURN for record in records])
     for prefix, answer in zip(prefixes, answers, strict=True):
-        if len(answer) <= MAX_ANSWER_TOKENS and len(prefix) + len(answer) <= WIDTH:
+        if len(answer) <= MAX_ANSWER_TOKENS and len(prefix) + len(answer) <= width:
             yield prefix + answer, [PROMPT] * len(prefix) + [TEXT] * len(answer)
 
 
-def raw_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict]) -> Iterator[Document]:
+def raw_documents(tokenizer: PreTrainedTokenizerFast, records: list[dict], width: int = WIDTH) -> Iterator[Document]:
     """Yield each file between start-of-text and end-of-text, cut into rows."""
     for ids in encode_all(tokenizer, [START_OF_TEXT + record["text"] + END_OF_TEXT for record in records]):
-        for start in range(0, len(ids), WIDTH):
-            piece = ids[start : start + WIDTH]
+        for start in range(0, len(ids), width):
+            piece = ids[start : start + width]
             if len(piece) > 1:
                 yield piece, [TEXT] * len(piece)
 
 
-def pack(documents: list[Document]) -> dict[str, np.ndarray]:
-    """Pack all documents into rows of WIDTH tokens."""
-    placed = fill_rows([len(ids) for ids, _ in documents], WIDTH)
-    return as_arrays([[documents[place] for place in row] for row in placed])
+def pack(documents: list[Document], width: int = WIDTH) -> dict[str, np.ndarray]:
+    """Pack all documents into rows of so many tokens."""
+    placed = fill_rows([len(ids) for ids, _ in documents], width)
+    return as_arrays([[documents[place] for place in row] for row in placed], width)
 
 
-def as_arrays(rows: list[list[Document]]) -> dict[str, np.ndarray]:
+def as_arrays(rows: list[list[Document]], width: int = WIDTH) -> dict[str, np.ndarray]:
     """Make the arrays that the module's docstring describes."""
-    shape = (len(rows), WIDTH)
+    shape = (len(rows), width)
     arrays = {
         "token_ids": np.zeros(shape, np.uint16),
         "segment_ids": np.zeros(shape, np.uint8),

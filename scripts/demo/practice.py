@@ -22,10 +22,12 @@ from peagle.ops.strict_json import dumps
 from peagle.result import LOOP_GRAM, LOOPING_ABOVE, loop_grams
 from scripts.demo import dataset
 from scripts.demo.dataset import LOOP, PADDING, PROMPT, TEXT, pack, shuffled
+from scripts.demo.long_rows import LONG
 from scripts.demo.tokenizer import RETURN, SPECIAL_TOKENS
 
 KEPT_AS_IT_IS = ("raw_train.npz", "raw_heldout.npz", "chat_heldout.npz")
 FEWEST_OF_CORPUS = 512
+FEWEST_ROWS = 64  # of the corpus, long ones
 GOOD, LOOPING, OTHER = "good", "looping", "other"
 
 
@@ -62,6 +64,34 @@ def lesson(document: Document) -> tuple[str, dataset.Document]:
     if kind == LOOPING:
         return kind, with_roles(document, np.where(repeats(answer), LOOP, PADDING))
     return kind, with_roles(document)
+
+
+def make_long_practice(written: Path, rows: Path, out: Path) -> None:
+    """Write rows to practise on, from answers behind long texts (`peagle data`) and scripts.demo.long_rows' folder.
+
+    Lessons go to the kinds chat_2048 and chat_4096, with as many of the corpus' rows there; other kinds stay.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    lessons = [lesson(document) for document in read_shards(written)]
+    kept = [document for kind, document in lessons if kind != OTHER]
+    for path in rows.glob("*.npz"):
+        shutil.copy(path, out / path.name)
+    narrow = 0
+    for width in LONG:
+        own = pack([each for each in shuffled(kept) if narrow < len(each[0]) <= width], width)
+        of_corpus = load_rows(rows / f"chat_{width}.npz")
+        most = max(len(own["roles"]), FEWEST_ROWS)
+        joined = {name: np.concatenate([own[name], of_corpus[name][:most]]) for name in own}
+        np.savez_compressed(out / f"chat_{width}.npz", **joined)
+        narrow = width
+    manifest = {"answers": dict(Counter(kind for kind, _ in lessons))}
+    (out / "manifest.json").write_text(dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def load_rows(path: Path) -> dict[str, np.ndarray]:
+    """Read a file of rows."""
+    with np.load(path, allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 def make_practice(written: Path, data: Path, out: Path) -> None:

@@ -19,10 +19,10 @@ import importlib.metadata
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from peagle.ops.strict_json import dumps
 from scripts.demo.tuned import BATCH_ROWS, restart_tuned
@@ -345,11 +345,11 @@ def save(out: Path, state: State, step: int) -> None:
     save_tree(out / "state.npz", {"state": state, "step": np.int64(step)})
 
 
-def restore(out: Path, config: TargetConfig, practises: Path | None) -> tuple[State, int]:
+def restore(out: Path, config: TargetConfig, begins_from: Path | None) -> tuple[State, int]:
     """Read the last checkpoint, or make a state at step 0, with the parameters of another run if one is given."""
     if not (out / "state.npz").exists():
         fresh = init_state(config)
-        return fresh if practises is None else fresh._replace(params=load_target(practises)[1]), 0
+        return fresh if begins_from is None else fresh._replace(params=load_target(begins_from)[1]), 0
     like = {"state": jax.eval_shape(lambda: init_state(config)), "step": np.zeros((), np.int64)}
     with jax.enable_x64(True):
         stored = load_tree(out / "state.npz", like)
@@ -379,27 +379,60 @@ class Every:
         return True
 
 
+class Batches(Protocol):
+    """What a training learns from: the batch and the learning rates' share of every step."""
+
+    @property
+    def steps(self) -> int: ...
+    def rate_at(self, step: int) -> float: ...
+    def at(self, step: int) -> Batch: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+    """The batches of a schedule, from its two kinds of rows."""
+
+    schedule: Schedule
+    raw: Rows
+    chat: Rows
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps
+
+    def rate_at(self, step: int) -> float:
+        return self.schedule.rate_at(step)
+
+    def at(self, step: int) -> Batch:
+        return self.schedule.batch_at(step, self.raw, self.chat)
+
+
 def train(
-    out: Path, config: TargetConfig, schedule: Schedule, data: Path, practises: Path | None = None
+    out: Path,
+    config: TargetConfig,
+    batches: Batches,
+    held_out: Mapping[str, Rows],
+    begins_from: Path | None = None,
 ) -> TargetParams:
     """Train from the last checkpoint to the last step; the parameters are in out/params.npz afterwards."""
-    raw, chat = (Rows(data / f"{name}.npz", SEED) for name in ("raw_train", "chat_train"))
-    held_out = {name: Rows(data / f"{name}.npz", SEED) for name in ("raw_heldout", "chat_heldout")}
-    state, first = restore(out, config, practises)
-    steps = schedule.steps
+    state, first = restore(out, config, begins_from)
+    steps = batches.steps
     state, step_of = replicated(state), compiled_step(config)
     saving, evaluating = Every(SAVE_SECONDS), Every(EVALUATE_SECONDS)
     losses: list[jax.Array] = []
+    tokens = 0
     start = mark = time.monotonic()
     for step in range(first, steps):
-        state, loss = step_of(state, schedule.batch_at(step, raw, chat), np.float32(schedule.rate_at(step)))
+        batch = batches.at(step)
+        state, loss = step_of(state, batch, np.float32(batches.rate_at(step)))
         losses.append(loss)
+        tokens += batch.token_ids.size
         if (step + 1) % LOG_EVERY == 0 or step + 1 == steps:
             mean, now = float(jnp.mean(jnp.stack(losses))), time.monotonic()
-            speed = len(losses) * BATCH_ROWS * WIDTH / (now - mark)
+            speed = tokens / (now - mark)
             left = (steps - step - 1) * (now - start) / (step + 1 - first)
             log(out, step=step + 1, steps=steps, loss=mean, tok_per_s=speed, elapsed_s=now - start, left_s=left)
-            losses, mark = [], now
+            losses, mark, tokens = [], now, 0
         if evaluating.due() or step + 1 == steps:
             nats = {name: evaluate(state.params, config, rows) for name, rows in held_out.items()}
             log(out, step=step + 1, **nats)
@@ -429,7 +462,10 @@ def main() -> None:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     config = settle_config(out, arguments)
-    train(out, config, settle_schedule(out, config, arguments), arguments.data, arguments.practise)
+    names = ("raw_train", "chat_train", "raw_heldout", "chat_heldout")
+    raw, chat, *held_out = (Rows(arguments.data / f"{name}.npz", SEED) for name in names)
+    batches = Scheduled(settle_schedule(out, config, arguments), raw, chat)
+    train(out, config, batches, dict(zip(names[2:], held_out, strict=True)), arguments.practise)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The share of the machine that other processes took during a measurement, which a page should name. Linux only."""
+"""The processor time of processes, and the share of the machine that others took during a measurement. Linux only."""
 
 import os
 import time
@@ -9,14 +9,36 @@ PROC = Path("/proc")
 _IDLE = (3, 4)  # fields of /proc/stat's first line that are not work: idle, waiting for a disk
 
 
+def cpu_s(pid: int) -> float | None:
+    """Return the processor time that a process has taken, all its threads together; None if that is not known."""
+    try:
+        return _ticks_of(pid) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return None
+
+
+def memory_bytes(pid: int) -> int | None:
+    """Return the memory of a process that lies in RAM; None if that is not known."""
+    try:
+        return int((PROC / str(pid) / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
+def _ticks_of(pid: int) -> int:
+    """Count the clock ticks that a process has worked. Raises OSError if there is none."""
+    own = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, own))
+
+
 class Bystanders:
-    """A context; `frac` afterwards is the share of all processors' time that other processes took.
+    """A context; `frac` afterwards is the share of all processors' time that other processes than these took.
 
     None if that is not known. The clock ticks every 10 ms: shares of short measurements are rough.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
+    def __init__(self, *pids: int) -> None:
+        self._pids = pids
         self.frac: float | None = None
 
     def __enter__(self) -> "Bystanders":
@@ -36,7 +58,7 @@ class Bystanders:
         """Count the clock ticks that all other processes have worked since the machine started."""
         try:
             fields = (PROC / "stat").read_text().splitlines()[0].split()[1:9]
-            own = (PROC / str(self._pid) / "stat").read_text().rpartition(")")[2].split()[11:13]
+            own = sum(map(_ticks_of, self._pids))
         except OSError:
             return None
-        return sum(int(value) for i, value in enumerate(fields) if i not in _IDLE) - sum(map(int, own))
+        return sum(int(value) for i, value in enumerate(fields) if i not in _IDLE) - own

@@ -1,13 +1,13 @@
 """Write a GPT-OSS checkpoint as a GGUF file for llama.cpp.
 
 MXFP4 experts are kept bit for bit, other matrices are bfloat16, vectors and the router float32, as llama.cpp's own
-converter has them. No vocabulary: llama.cpp then takes token ids as they are.
+converter has them. Without a vocabulary llama.cpp takes token ids as they are; its server needs one.
 
 ggml keeps a block of 32 as 17 bytes: the scale, then bytes whose low nibbles are values 0..15 and whose high nibbles
 are values 16..31. Checkpoints keep values 2i and 2i + 1 together in byte i.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ class Tensor:
     make: Callable[[], np.ndarray]  # uint8
 
 
-def write_gguf(directory: Path, path: Path) -> None:
-    """Write the file, one tensor in memory at a time.
+def write_gguf(directory: Path, path: Path, tokens: Sequence[str] | None = None) -> None:
+    """Write the file, one tensor in memory at a time. tokens: a byte-level vocabulary.
 
     Raises InputError for a config that llama.cpp's GPT-OSS has no key for, ModuleNotFoundError without gguf.
     """
@@ -74,6 +74,7 @@ def write_gguf(directory: Path, path: Path) -> None:
     config, mxfp4 = _check(directory)
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     _add_metadata(writer, config)
+    _add_vocabulary(writer, tokens)
     tensors = list(_tensors(read_checkpoint(directory), config, mxfp4))
     for tensor in tensors:
         size = int(np.prod(tensor.shape))
@@ -111,7 +112,6 @@ def _add_metadata(writer: Any, config: TargetConfig) -> None:
     yarn = config.rope.scaling
     assert isinstance(yarn, Yarn)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
@@ -132,6 +132,16 @@ def _add_metadata(writer: Any, config: TargetConfig) -> None:
     writer.add_rope_scaling_orig_ctx_len(yarn.original_length)
     writer.add_rope_scaling_yarn_beta_fast(yarn.beta_fast)
     writer.add_rope_scaling_yarn_beta_slow(yarn.beta_slow)
+
+
+def _add_vocabulary(writer: Any, tokens: Sequence[str] | None) -> None:
+    if tokens is None:
+        writer.add_tokenizer_model("none")
+        return
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*tokens])
+    writer.add_token_merges([" ".join(tokens[:2])])  # none may be missing
 
 
 def _tensors(checkpoint: Checkpoint, config: TargetConfig, mxfp4: bool) -> Iterator[Tensor]:

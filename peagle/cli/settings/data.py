@@ -33,6 +33,7 @@ class DataSettings:
       greedy answers         [cyan]peagle data --prompt-file IN.jsonl --out DIR[/cyan]
       of your own target     [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DIR -n 512[/cyan]
       with what it thought   [cyan]peagle data --prompt-file IN.jsonl --out DIR --hidden --top 32[/cyan]
+      long prompts           [cyan]peagle data --prompt-file IN.jsonl --out DIR --context 8192[/cyan]
     """
 
     prompt_file: Annotated[
@@ -70,6 +71,17 @@ class DataSettings:
         int,
         Option("--top", metavar="N", rich_help_panel=OUTPUT, help="Keep the target's N best after every token."),
     ] = 0
+    keep_prompt: Annotated[
+        int | None,
+        Option(
+            "--keep-prompt",
+            min=0,
+            metavar="N",
+            rich_help_panel=OUTPUT,
+            help="Of a prompt keep the last N tokens, with what the target computed of all: enough for a drafter whose "
+            "windows reach no further.",
+        ),
+    ] = None
     taps: Taps = None
     sampling: SamplingOptions = SamplingOptions()
     quiet: Annotated[bool, quiet_option("No progress, no summary")] = False

@@ -79,6 +79,16 @@ class ServedOptions:
         ),
     ] = DEFAULT_DATE
     prefix_cache: PrefixCache = "auto"
+    mask_budget: Annotated[
+        int,
+        Option(
+            "--mask-budget",
+            metavar="MS",
+            rich_help_panel=RUNNING,
+            help="Milliseconds of a step that the grammar of a request may take; one that takes longer again and again "
+            "ends with an error.",
+        ),
+    ] = 50
     retain_full_kv: RetainFullKV = False
 
 

@@ -53,6 +53,15 @@ class ShapeOptions:
         int | None, Option("--mlp-width", min=1, rich_help_panel=DRAFTER, help="Default: twice the hidden size.")
     ] = None
     taps: Taps = None
+    drafter_window: Annotated[
+        str,
+        Option(
+            "--drafter-window",
+            metavar="N|auto|off",
+            rich_help_panel=DRAFTER,
+            help="Its attention sees the last N positions only, in training and after. auto: as --init has, else off.",
+        ),
+    ] = "auto"
     mask_token: Annotated[
         int | None,
         Option("--mask-token", metavar="ID", rich_help_panel=DRAFTER, help="Default: the highest id not in the data."),
@@ -86,6 +95,7 @@ class TrainSettings:
       your own target     [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
       watch acceptance    [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
       ten minutes         [cyan]peagle train --data DIR --out RUN --init DRAFTER --minutes 10[/cyan]
+      long prompts        [cyan]peagle train --data DIR --out RUN --steps 900 --width 8192 --drafter-window 2048[/cyan]
       the baseline        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
     """
 
@@ -98,6 +108,15 @@ class TrainSettings:
             help="What peagle data wrote; several, with their shares of a step's rows.",
         ),
     ] = ()
+    mix: Annotated[
+        str | None,
+        Option(
+            "--mix",
+            metavar="LEN:SHARE,...",
+            rich_help_panel=DATA,
+            help="Shares of a step's rows by length: documents of up to LEN tokens, as 512:5,2048:2,4096:1.",
+        ),
+    ] = None
     out: OwnFolder
     resume: Annotated[
         bool,
@@ -128,10 +147,22 @@ class TrainSettings:
     ] = 0.8
     min_ratio: Annotated[float, Option("--min-ratio", rich_help_panel=LEARNING, help="Kept at least.")] = 0.2
     parts: Annotated[
-        int, Option("--parts", rich_help_panel=LEARNING, help="Cut rows in so many: less memory, same gradient.")
-    ] = 1
+        int | None,
+        Option(
+            "--parts",
+            metavar="N",
+            rich_help_panel=LEARNING,
+            help="Cut rows in so many: less memory, same gradient. Default: 1; with a window, parts of 512 or more.",
+        ),
+    ] = None
     loss: Annotated[
-        Literal["half", "cross_entropy", "soft_cross_entropy", "kl"], Option("--loss", rich_help_panel=LEARNING)
+        Literal["half", "cross_entropy", "soft_cross_entropy", "kl", "total_variation"],
+        Option(
+            "--loss",
+            rich_help_panel=LEARNING,
+            help="half: half the target's distribution, half its best token. total_variation: the share refused "
+            "of drafts sampled at temperature 1; begin with a trained drafter.",
+        ),
     ] = "half"
     optimizer: Annotated[Literal["adamw", "muon"], Option("--optimizer", rich_help_panel=LEARNING)] = "adamw"
     learning_rate: Annotated[float, Option("--learning-rate", rich_help_panel=LEARNING)] = 1e-4

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +14,11 @@ from drafter import model
 from drafter.config import DrafterConfig
 from drafter.params import init_params
 from drafter.train import forward, loss
+from drafter.train.batches import Batch
 from drafter.train.cod import Cod, Segments, sample_chains
 from drafter.train.forward import forward_chains, rows_of
 from drafter.train.loss import LOSSES, Labels, labels_of_best, labels_of_logits
+from drafter.train.trainer import Recipe, gradients_of
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import DrafterInput
@@ -195,10 +198,14 @@ def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its
     assert (np.asarray(found.hits) <= count).all()
 
 
-@pytest.mark.parametrize("mask_hiddens", [1, 3])  # shared, and one per depth up to the third
-def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_every_depth(mask_hiddens: int) -> None:
+@pytest.mark.parametrize(
+    ("mask_hiddens", "windows"), [(1, None), (3, (6, 7))]
+)  # shared, and one per depth up to the third; all seen, and as few as five drafts allow
+def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_every_depth(
+    mask_hiddens: int, windows: tuple[int, ...] | None
+) -> None:
     """Training agrees with inference: a chain grown from an anchor equals the drafter's proposal there."""
-    config = dataclasses.replace(SMALL, num_mask_hiddens=mask_hiddens)
+    config = dataclasses.replace(SMALL, num_mask_hiddens=mask_hiddens, windows=windows)
     small = jax.jit(init_params, static_argnums=0)(config, jax.random.key(2))
     data, depth = sequence(5), 5
     device = on_device(data)
@@ -234,7 +241,8 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
     norm_output: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EAGLE-3 reads its own drafts, training reads the text. If the text is those drafts, the two agree."""
-    config = dataclasses.replace(SMALL, num_layers=1, mask_token_id=None, norm_output=norm_output)
+    windows = (5,) if norm_output else None
+    config = dataclasses.replace(SMALL, num_layers=1, mask_token_id=None, norm_output=norm_output, windows=windows)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(3))
     device, depth, anchor = on_device(sequence(5)), 4, 9
     tokens, aux = device["token_ids"][1:], device["aux_hidden"][1:]
@@ -319,6 +327,47 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(one))) + 1e-7)
 
 
+@flax.struct.dataclass
+class Known:
+    """A target whose results are given."""
+
+    logits: jax.Array
+    aux_hidden: jax.Array
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del token_ids, positions, segment_ids
+        return self.logits, self.aux_hidden
+
+
+@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_with_windows_gradients_of_stretches_add_up_to_those_of_whole_rows(small, parallel: bool) -> None:
+    """A part reads its rows and what their windows reach, and is skipped if it trains nothing."""
+    config = dataclasses.replace(SMALL, windows=(4, 3), mask_token_id=SMALL.mask_token_id if parallel else None)
+    assert config.context_reach == 5
+    small = small if parallel else dataclasses.replace(small, mask_hidden=None)
+    data, recipe = sequence(6), Recipe(steps=1, width=T, cod=Cod(depth=3), parts=4)
+    data["trained"][:, :8] = 0.0  # the first part
+    device = on_device(data)
+    target = Known(device.pop("target_logits"), device.pop("aux_hidden"))
+
+    def found(parts: int) -> tuple[loss.Sums, Any]:
+        one = dataclasses.replace(recipe, parts=parts)
+        counts = ((T,) * 2,) * parts
+        chains = chains_of_parts(data, one.cod, one.segments, counts)
+        anchors, reach = (tuple(jnp.asarray(part[i]) for part in chains) for i in (0, 1))
+        batch = Batch(**device, anchors=anchors, reach=reach, teacher={})
+        run = jax.jit(gradients_of, static_argnums=(1, 2, 3), compiler_options=QUICKLY)
+        return run(small, config, one, counts, None, target, batch)
+
+    (whole, expected), (of_parts, total) = found(1), found(4)
+    np.testing.assert_array_equal(of_parts.rows, whole.rows)
+    np.testing.assert_allclose(of_parts.loss, whole.loss, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(total), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(one))) + 1e-7)
+
+
 def test_a_part_has_room_for_its_share_and_cuts_the_deepest_excess() -> None:
     cod, segments = Cod(depth=4, ratio=0.9), Segments.even(40, 4)
     everywhere = np.ones((40,), bool), np.ones((40,), np.int32)
@@ -367,8 +416,27 @@ def test_memory_grows_with_the_rows_and_not_with_their_square() -> None:
     assert large < 9 * 8192**2
 
 
+def test_with_windows_memory_is_that_of_a_part_whatever_the_row() -> None:
+    """A gradient over a row of thousands of tokens takes what a part and its reach take: here 134 tokens at depth 2,
+    of which a value of every kind and all scores are small beside a single value of all rows."""
+    config = dataclasses.replace(SMALL, num_layers=1, windows=(4,))
+    params = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+    width, parts = 1 << 13, 1 << 6
+    recipe = Recipe(steps=1, width=width, cod=Cod(depth=2), parts=parts)
+    counts = recipe.segments.counts(recipe.cod, 8, 8)
+    ids, real = (jax.ShapeDtypeStruct((1, width), dtype) for dtype in (jnp.int32, jnp.float32))
+    chains = (jax.ShapeDtypeStruct((1, counts[0][0]), jnp.int32),) * parts
+    kinds = {"top_ids": ((2,), jnp.int32), "top_logits": ((2,), jnp.float32), "log_total": ((), jnp.float32)}
+    kinds["aux_hidden"] = ((SMALL.aux_width,), jnp.float32)
+    stored = {name: jax.ShapeDtypeStruct((1, width, *shape), dtype) for name, (shape, dtype) in kinds.items()}
+    run = jax.jit(gradients_of, static_argnums=(1, 2, 3), compiler_options=QUICKLY)
+    batch = Batch(ids, ids, ids, real, chains, chains, stored)
+    compiled = run.lower(params, config, recipe, counts, None, None, batch).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * width * SMALL.hidden_size
+
+
 def test_the_losses(small) -> None:
-    """kl is never below 0, and all losses agree if the label has probability 1."""
+    """kl is never below 0, and all losses in nats agree if the label has probability 1."""
     data, cod = sequence(8), Cod(depth=3)
     counts = cod.counts(T)
     anchors, reach = map(jnp.asarray, chains(data, cod, counts))
@@ -383,8 +451,35 @@ def test_the_losses(small) -> None:
     # labels that are the data's tokens
     sure = np.full(data["target_logits"].shape, -1e4, np.float32)
     np.put_along_axis(sure, np.roll(data["token_ids"], -1, axis=1)[:, :, None], 1e4, axis=2)
-    values = losses(jnp.asarray(sure))
+    *values, refused = losses(jnp.asarray(sure))
     np.testing.assert_allclose(values, values[0], rtol=1e-5)
+    assert LOSSES[-1] == "total_variation"
+    assert 0 < float(refused) < float(values[0])
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_total_variation_is_what_is_refused_of_sampled_drafts_and_so_is_its_gradient(listed: bool) -> None:
+    """Labels are all tokens in order, or the best ones by their ids, of which one has no probability."""
+    rng = np.random.default_rng(3)
+    logits, ids = rng.normal(0, 1, (4, 6)), np.array([rng.permutation(6)[:3] for _ in range(4)], np.int32)
+    probs = rng.dirichlet(np.ones(3 if listed else 6), 4)
+    spread = np.zeros((4, 6))
+    np.put_along_axis(spread, ids if listed else np.tile(np.arange(6), (4, 1)), probs, axis=1)
+
+    def refused(logits: np.ndarray) -> np.ndarray:
+        drafted = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+        return np.abs(spread - drafted).sum(axis=-1) / 2
+
+    def found(logits: jax.Array) -> jax.Array:
+        rows = (jnp.asarray(probs, jnp.float32), jnp.asarray(ids) if listed else None, jnp.zeros((4,), jnp.int32))
+        return loss._losses("total_variation", jax.nn.log_softmax(logits), rows[2], *rows)[0]
+
+    given = jnp.asarray(logits, jnp.float32)
+    np.testing.assert_allclose(found(given), refused(logits), rtol=1e-5)
+    gradient = jax.grad(lambda each: jnp.sum(found(each)))(given)
+    step = 1e-6 * np.eye(24).reshape(24, 4, 6)
+    slopes = [(refused(logits + each).sum() - refused(logits - each).sum()) / 2e-6 for each in step]
+    np.testing.assert_allclose(gradient, np.reshape(slopes, (4, 6)), atol=1e-4)
 
 
 def test_labels_from_all_tokens_and_from_the_best_agree() -> None:

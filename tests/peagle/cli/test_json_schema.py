@@ -25,7 +25,7 @@ CONFIG = {
     "min_tokens", "draft_sampling", "synthetic_acceptance", "prefill_chunk", "prefill", "prefix_cache_bytes",
     "retain_full_kv", "seed", "slots", "context", "capacity", "dtype", "experts", "kernels", "mesh", "aux_layers",
     "draft_vocab", "drafter_window", "baseline", "ignore_eos", "logprobs", "grammar", "raw_prompt", "special_tokens",
-    "system", "reasoning_effort", "date", "stop_token_ids", "interrupted", "cut_short", "left_out",
+    "system", "reasoning_effort", "date", "stop_token_ids", "interrupted", "cut_short", "failed", "left_out",
 }  # fmt: skip
 REQUEST = {
     "request", "turn", "prompt_ids", "output_ids", "text", "stop", "finish_reason", "num_truncated_tokens", "ttft_s",

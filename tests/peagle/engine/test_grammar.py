@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peagle import result as results
 from peagle.engine.adjust import Adjustments, adjust
 from peagle.engine.engine import Engine, EngineConfig
-from peagle.engine.grammar import DEEPEST_SCHEMA, Grammar, GrammarError, Vocabulary
+from peagle.engine.grammar import DEEPEST_SCHEMA, CompiledGrammar, Grammar, GrammarError, Vocabulary
 from peagle.engine.masks import all_allowed, fill, next_mask
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, SamplingParams, StepRecord
@@ -415,6 +416,85 @@ def test_a_regex_that_blows_up_ends_its_own_request_alone(target: MarkovTarget, 
     assert tokens == expected
 
 
+class Slow:
+    """A clock that moves only while masks are filled in: those of one grammar take `seconds`, in some steps."""
+
+    def __init__(
+        self, engine: Engine, grammar: CompiledGrammar, seconds: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.steps: list[int] = []  # drafts of that grammar's request, in each step
+        self.quick = 0  # every so many steps is quick; 0: none
+        now = [0.0]
+        engine._cpu_s = engine._wall_s = lambda: now[0]  # type: ignore[method-assign, assignment]
+
+        def filling(masks: Any, vocabulary: Vocabulary, wanted: Mapping[int, Any]) -> dict[int, int]:
+            for matcher, drafts in wanted.values():
+                if matcher.compiled is grammar:
+                    self.steps.append(len(drafts))
+                    now[0] += seconds * (not self.quick or len(self.steps) % self.quick != 0)
+            return fill(masks, vocabulary, wanted)
+
+        monkeypatch.setattr("peagle.engine.engine.fill", filling)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_grammar_whose_masks_take_too_long_ends_its_own_request_alone(
+    target: MarkovTarget, vocabulary: Vocabulary, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First it drafts no more; then each slow mask counts."""
+    slow = vocabulary.compile(Grammar.regex("[abc]{50}x"))
+    bad, free = Request((2,), NEW, name="bad", grammar=slow), Request((3, 4), NEW, stop_token_ids=())
+    engine = engine_of(target, k, slots=3)
+    good = Request((2,), NEW, grammar=vocabulary.compile(GRAMMARS["lark"]))
+    expected = run(engine, [good, free])[0]
+    clock = Slow(engine, slow, 0.06, monkeypatch)
+    found = results.decode(engine, [bad, good, free], None)
+    assert [list(each.output_ids) for each in found[1:]] == expected
+    assert found[0].error == (
+        "bad: the masks of its regular expression took more than 50 ms in 8 steps in a row, the last time 60 ms, and "
+        "other requests wait for them; expected a simpler one: count less, or nest less"
+    )
+    assert 8 <= len(found[0].output_ids) < 20
+    drafted = [drafts for drafts in clock.steps if drafts]
+    assert len(drafted) <= (2 if k else 0)
+    assert len(clock.steps) - len(drafted) <= 9
+    check_integrity(engine._state, CAPACITY)  # type: ignore[arg-type]
+
+
+def test_a_grammar_whose_masks_are_slow_now_and_then_goes_on(
+    target: MarkovTarget, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = vocabulary.compile(Grammar.regex("[abc]{40}x"))
+    engine, request = engine_of(target, 0), Request((2,), NEW, grammar=slow)
+    expected = run(engine, [request])[0]
+    Slow(engine, slow, 0.06, monkeypatch).quick = 8
+    assert run(engine, [request])[0] == expected
+    assert len(expected[0]) > 16
+
+
+def test_a_budget_that_cannot_be_is_refused() -> None:
+    for options in ({"mask_budget_s": 0.0}, {"mask_budget_s": float("nan")}, {"most_slow_masks": 0}):
+        with pytest.raises(InputError, match="the budget of masks is"):
+            EngineConfig(**options)
+
+
+def test_an_automaton_that_other_requests_filled_ends_nobody_else(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+    """Requests of one grammar share an automaton; another regular expression is as hostile as that above."""
+    hostile = vocabulary.compile(Grammar.regex("((((((a{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}[bc]"))
+    long, short = (SamplingParams(logit_bias=((SPELLED.index(each), 100.0), (STOP, 50.0))) for each in "ab")
+    engine = engine_of(target, 3)
+    failed, waits = results.decode(engine, [Request((2,), NEW, each, grammar=hostile) for each in (long, short)], None)
+    assert failed.error is not None
+    matcher = hostile.begin((STOP,))
+    next_mask(matcher)
+    assert matcher.limited  # what the first request did reaches all of them
+    (after,) = results.decode(engine, [Request((2,), NEW, short, grammar=hostile)], None)
+    for each in (waits, after):
+        assert text_of(each.output_ids) == "b"
+        assert each.finish_reason == "stop"
+    assert vocabulary.compile(hostile.grammar) is not hostile
+
+
 PATHS = {
     # choices, the script of drafts, what the target says alone
     "a dead end that the target avoids": (["abz", "ac"], "abbbb", ["a", "c", "<|stop|>"]),
@@ -446,12 +526,22 @@ def test_what_a_draft_leads_to_is_nothing_to_the_request(vocabulary: Vocabulary,
     assert answer(k) == answer(0) == (expected, name == "a dead end")
 
 
-def test_a_vocabulary_that_cannot_spell_the_text_ends_the_request(target: MarkovTarget, vocabulary: Vocabulary) -> None:
+def test_a_vocabulary_that_cannot_spell_the_text_ends_its_own_request_alone(
+    target: MarkovTarget, vocabulary: Vocabulary
+) -> None:
     compiled = vocabulary.compile(Grammar.choice(["abz"]))
+    bad, free = Request((2,), NEW, name="bad", grammar=compiled), Request((3, 4), NEW, stop_token_ids=())
     for k in (0, 3):
         engine = engine_of(target, k)
+        alone = results.decode(engine, [free], None)[0].output_ids
+        first, failed, last = results.decode(engine, [free, bad, free], None)
+        assert first.output_ids == last.output_ids == alone
+        assert failed.finish_reason == "error"
+        assert failed.error is not None
+        assert failed.error.startswith("bad: no token of the target's vocabulary continues a text of the list")
+        assert first.error is None
         with pytest.raises(GrammarError, match="vocabulary continues a text of the list"):
-            run(engine, [Request((2,), NEW, grammar=compiled)])
+            list(engine.follow(engine.add(bad)))
 
 
 def test_without_the_library_a_grammar_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

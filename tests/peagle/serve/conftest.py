@@ -1,14 +1,16 @@
 """A server over the toy pair, in the test's process."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fastapi.testclient import TestClient
 
 from peagle.api import Pair
+from peagle.serve import shapes
 from peagle.serve.app import Service, create_app
 from peagle.serve.loop import EngineLoop
+from peagle.serve.openapi import POSTED, READ, document
 from peagle.serve.prompts import Prompter
 from peagle.text.tokenizer import ByteLevelTokenizer, load_tokenizer
 from tests.peagle.conftest import SPECIALS, toy_pair, write_tokenizer
@@ -16,6 +18,7 @@ from tests.peagle.conftest import SPECIALS, toy_pair, write_tokenizer
 CONTEXT, SLOTS, K = 256, 2, 3
 MODEL = "toy"
 DATE = "2025-08-05"
+DOCUMENT = document(needs_key=False)
 HARMONY_SPECIALS = (*SPECIALS, "<|call|>", "<|constrain|>")
 # as the template of GPT-OSS: the first instructions, then the tools, in a developer message
 HARMONY_TEMPLATE = """\
@@ -61,15 +64,40 @@ type {{ tool.function.name }} = ({{ typed(tool.function.parameters) if tool.func
 """
 
 
-def service_of(pair: Pair, max_queue: int = 64, k: int = K, context: int = CONTEXT, **options: Any) -> Service:
+def service_of(
+    pair: Pair, max_queue: int = 64, k: int | Literal["auto"] = K, context: int = CONTEXT, **options: Any
+) -> Service:
     # several tests have engines of one shape, and each engine has one driver
     pair._engines.clear()
-    config = pair.engine_config(k, capacity=context, slots=SLOTS, prefix_cache_bytes=1_000_000, k_per_request=True)
-    return Service(EngineLoop(pair.engine(config), max_queue), Prompter(pair, context, DATE, k), MODEL, **options)
+    most, adaptive = pair.num_drafts(k)
+    shape: dict[str, Any] = {"capacity": context, "slots": SLOTS, "adaptive": adaptive, "k_per_request": True}
+    engine = pair.engine(pair.engine_config(most, prefix_cache_bytes=1_000_000, **shape))
+    return Service(EngineLoop(engine, max_queue), Prompter(pair, context, DATE, most), MODEL, **options)
 
 
 def client_of(service: Service) -> TestClient:
-    return TestClient(create_app(service), raise_server_exceptions=False)
+    """Make a client that holds every reply to its published shape."""
+    client = TestClient(create_app(service), raise_server_exceptions=False)
+    client.event_hooks = {"response": [has_its_shape]}
+    return client
+
+
+def has_its_shape(reply: Any) -> None:
+    """Check a JSON reply, and that its status is published, for what the document describes."""
+    path = reply.request.url.path
+    published = "/v1/models/{model}" if path.startswith("/v1/models/") else path
+    described = {**{path: reply for path, (_, reply) in POSTED.items()}, **READ}
+    method = "POST" if published in POSTED else "GET"
+    if published not in described or reply.request.method != method or reply.status_code == 500:
+        return
+    assert str(reply.status_code) in DOCUMENT["paths"][published][method.lower()]["responses"]
+    if reply.headers["content-type"] != "application/json":
+        return
+    reply.read()
+    good = reply.is_success or published == "/health"
+    shape = described[published] if good else shapes.Error
+    assert shape is not None
+    shape.model_validate_json(reply.content)
 
 
 @pytest.fixture(scope="session")

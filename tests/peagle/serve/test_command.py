@@ -55,7 +55,8 @@ def test_it_says_what_it_serves_answers_and_ends_well(
     def use(url: str) -> None:
         replies.append(httpx.post(f"{url}/v1/completions", json={"prompt": "ab", "max_tokens": 5}, timeout=60))
 
-    assert started(use, "-k", "3", "--context", "128", "--slots", "2", number=number) == 0
+    options = ("-k", "3", "--context", "128", "--slots", "2", "--mask-budget", "70")
+    assert started(use, *options, number=number) == 0
     assert replies[0].json()["usage"]["completion_tokens"] == 5
     assert replies[0].json()["model"] == "peagle-demo"
     said = capfd.readouterr().err
@@ -177,6 +178,7 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--config", str(tmp_path / "none")], "cannot be read"),
             (["--api-key-file", str(tmp_path / "empty")], "is empty"),
             (["--slots", "0"], "--slots is 0"),
+            (["--mask-budget", "0"], "--mask-budget is 0"),
             (["--max-queue", "-1"], "--max-queue is -1"),
             (["--max-body", "0"], "--max-body is 0"),
             (["--drain", "-1"], "--drain is -1"),

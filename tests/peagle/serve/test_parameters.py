@@ -2,13 +2,14 @@
 
 import itertools
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from fastapi.testclient import TestClient
 
-from peagle.api import Pair
+from peagle.api import AUTO, Pair
 from peagle.engine.request import TokenLogprobs
+from peagle.engine.widths import WidthTable
 from peagle.loading import DEMO_DIRECTORY
 from peagle.result import Result
 from peagle.serve.answers import Part
@@ -308,9 +309,17 @@ def test_tokens_and_text_are_each_others_inverse(client: TestClient) -> None:
     assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "naïve 東京"}
 
 
-@pytest.mark.parametrize("k", [0, 1, 7])
-def test_every_parameter_means_the_same_with_and_without_speculation(client: TestClient, make: Any, k: int) -> None:
-    other = client_of(make(k=k))
+@pytest.mark.parametrize("k", [0, 1, 7, AUTO])
+def test_every_parameter_means_the_same_with_and_without_speculation(
+    client: TestClient, make: Any, k: int | Literal["auto"]
+) -> None:
+    """The other K is the shared server's; auto pauses."""
+    service = make(k=k)
+    other = client_of(service)
+    if k == AUTO:
+        service.loop.engine._table = WidthTable({1: 3, 2: 1}, costs={1: 2.2, 2: 1.9})
+        found = complete(other)["metrics"]["speculative_decoding"]
+        assert 0 < found["num_spec_steps"] + found["num_accepted_draft_tokens"] < 39
     cases = [*(fields for fields, _ in PARAMETERS.values()), {"logprobs": 3}, {"n": 2, **SEEDED}]
     cases += [{**SEEDED, "stop": ["a", "e"], "presence_penalty": 1.0}, {"stop_token_ids": [36], "min_tokens": 8}]
     for fields in cases:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from peagle.serve.app import Service
-from peagle.serve.responses import ResponsesBody, requests_of
+from peagle.serve.responses import ResponsesBody, as_chat
 from peagle.serve.schema import parse
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize
 from tests.peagle.serve.conftest import MODEL, client_of
@@ -63,7 +63,9 @@ def asking(saying: Making) -> Iterator[Callable[..., openai.OpenAI]]:
 
 def prompt_of(service: Service, **fields: Any) -> str:
     body = parse(ResponsesBody, json.dumps({"input": "hello", **fields}).encode())
-    (request,) = requests_of(service.prompter, body)
+    chat = as_chat(body)
+    with chat.own_names():
+        (request,) = service.prompter.chat(chat.body)
     return detokenize(service.prompter.tokenizer, request.prompt_ids)
 
 
@@ -256,6 +258,34 @@ def test_parameters_reach_the_engine(shared: Service) -> None:
     assert (echoed["metadata"], echoed["user"], echoed["store"]) == ({"a": "b"}, "me", False)
 
 
+FINAL = THINKS + '<|channel|>final<|message|>{"city": "東京", "days": 2}<|return|>'
+OBJECT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "maximum": 1}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "schema", [None, OBJECT, {**OBJECT, "required": ["city"], "properties": {"city": {"enum": ["x"]}}}]
+)
+def test_the_format_of_the_text_binds_the_final_message_as_in_a_chat(
+    saying: Making, schema: dict[str, Any] | None
+) -> None:
+    client = client_of(saying((CHAT, FINAL)))
+    named = {"name": "n", "schema": schema}
+    given = {"type": "json_object"} if schema is None else {"type": "json_schema", **named}
+    form = given if schema is None else {"type": "json_schema", "json_schema": named}
+    chat = {**CHAT, "temperature": 0, "max_tokens": 90, "response_format": form}
+    expected = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
+    body = {"input": "hello", "temperature": 0, "max_output_tokens": 90, "text": {"format": given}}
+    found = client.post(PATH, json=body).json()
+    assert found["output"][-1]["content"][0]["text"] == expected
+    assert found["text"]["format"] == given
+    assert (expected == '{"city": "東京", "days": 2}') == (schema is None)
+
+
 def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making) -> None:
     answer = CALLS.replace("<|call|>", "<|end|><|start|>assistant") + CALLS.removeprefix(THINKS)
     service = saying(({**CHAT, "tools": [CHAT_TOOL]}, answer))
@@ -274,7 +304,11 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
         ({"background": True}, "background is not supported"),
         ({"truncation": "auto"}, "truncation is not supported"),
         ({"include": ["message.output_text.logprobs"]}, "include is not supported"),
-        ({"text": {"format": {"type": "json_object"}}}, "text is not supported"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'; expected 'medium'"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type is 'xml'"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema is missing; expected it with"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema is given with the type 'text'"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#/x"}}}}, "the JSON schema"),
         ({"reasoning": {"effort": "xhigh"}}, "reasoning.effort is 'xhigh'; expected 'low'"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary is 'detailed'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type is 'web_search'; expected 'function'"),

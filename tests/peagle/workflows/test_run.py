@@ -4,15 +4,17 @@ import dataclasses
 import itertools
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from peagle.api import Pair
-from peagle.engine.engine import Engine, Measuring
+from peagle.engine.engine import Engine, Handle, Measuring
+from peagle.engine.grammar import GrammarError
 from peagle.engine.programs import trace_counts
-from peagle.engine.request import Request, SamplingParams
+from peagle.engine.request import Request, SamplingParams, TokenChunk
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -76,6 +78,28 @@ def test_a_conversation_that_outgrows_the_positions_keeps_what_it_has_and_stops_
     (line,) = done.cut_short
     assert f"turn {len(begun) + 1} of 3 was not run" in line
     assert "long" in line
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_grammar_that_cannot_be_followed_ends_its_own_conversation(
+    toy: Pair, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, right = Conversation("bad", turns=("x", "y"), numbered=True), Engine._chunk
+    expected = run(toy, [from_ids([50]), CHAT], CONFIG)
+
+    def chunk(engine: Engine, handle: Handle, *rest: Any) -> TokenChunk:
+        found = right(engine, handle, *rest)
+        if handle.request.name != "bad" or found.finish_reason is not None or not found.steps:
+            return found
+        engine._end(handle, "error", GrammarError("bad: no text follows"))
+        return dataclasses.replace(handle.inbox.pop(), token_ids=found.token_ids, steps=found.steps)
+
+    monkeypatch.setattr(Engine, "_chunk", chunk)
+    done = run(toy, [from_ids([50]), bad, CHAT], dataclasses.replace(CONFIG, slots=slots))
+    assert done.failed == ("bad: no text follows",)
+    assert [outcome.result.request.index for outcome in done.outcomes] == [0, 1, 3, 4, 5]
+    assert done.outcomes.pop(1).result.error == "bad: no text follows"
+    assert ids(done) == ids(expected)
 
 
 def test_a_turn_has_the_answers_of_this_run_in_its_prompt(toy: Pair) -> None:

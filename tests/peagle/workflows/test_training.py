@@ -26,6 +26,7 @@ from peagle.engine.request import Request
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.result import decode
+from peagle.workflows.dataset import lengths_in_words, passes, rows_of_pass
 from peagle.workflows.training import Deadline, given_params, planned_steps
 from target.load import load_target
 from tests.drafter.cases import random_params
@@ -115,6 +116,44 @@ def test_data_go_on_where_they_were_cut_off_and_are_the_same(
     assert "--shard-prompts 2 (now 3), --temperature 0.0 (now 1.0), --seed 0 (now 3)" in said
 
 
+def test_the_end_of_a_prompt_is_kept_with_what_the_target_computed_of_all_of_it(
+    directories: Directories, prompts: Path, tmp_path: Path, run: Run
+) -> None:
+    asked = ("--target", directories.target, "--prompt-file", prompts, "-n", 4, "--taps", "0,1,2")
+    out, whole = tmp_path / "data", tmp_path / "whole"
+    assert run("data", *asked, "--hidden", "--top", 2, "--out", whole)[0] == 0
+    code, said = run("data", *asked, "--hidden", "--top", 2, "--keep-prompt", 2, "--out", out)
+    assert code == 0
+    for each, kept in zip(read_shards(whole), read_shards(out), strict=True):
+        first = max(0, int(np.argmax(each.trained)) - 2)
+        np.testing.assert_array_equal(kept.token_ids, each.token_ids[first:])
+        np.testing.assert_array_equal(kept.trained, each.trained[first:])
+        assert kept.teacher.keys() == each.teacher.keys()
+        for name in kept.teacher:
+            np.testing.assert_array_equal(kept.teacher[name], each.teacher[name][first:])
+    code, said = run(*train(directories, out, tmp_path / "run", "--width", 16))
+    assert (code, "holds the last 2 tokens of a prompt, the drafter reads all of them; give a smaller" in said) == (
+        2,
+        1,
+    )
+    code, said = run(*train(directories, out, tmp_path / "run", "--width", 16, "--drafter-window", 5))
+    assert (code, "the drafter reads the last 8 with its windows and --depth 3" in said) == (2, True)
+    code, said = run("data", *asked, "--hidden", "--keep-prompt", 2, "--out", tmp_path / "other")
+    assert (code, "give --hidden and --top, too, or leave it out" in said) == (2, True)
+
+
+def test_the_teacher_reads_few_long_documents_at_a_time_and_each_once() -> None:
+    sizes = [100, 5000, 90, 700, 2047, *[300] * 40]
+    found = list(passes(sizes))
+    assert sorted(place for group, _ in found for place in group) == list(range(len(sizes)))
+    for group, width in found:
+        assert max(sizes[place] for place in group) <= width
+        assert len(group) <= rows_of_pass(width)
+        assert rows_of_pass(width) * width <= 32 * 512
+    assert [width for _, width in found][-1] == 5120
+    assert lengths_in_words(sizes) == "90 to 5,000 tokens; 42 up to 512, 1 up to 1,024, 1 up to 2,048, 1 up to 8,192"
+
+
 def test_data_begun_without_a_shard_are_begun_anew(
     directories: Directories, prompts: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,10 +192,12 @@ def test_from_data_to_a_drafter_that_runs(
         asked = ("--prompt-file", prompts, "--out", data, "-n", 20, "--taps", "0,1,2", *more)
         assert run("data", "--target", directories.target, *asked)[0] == 0
         assert sorted(read_shards(data)[0].teacher) == ["aux_hidden", "log_total", "top_ids", "top_logits"]
-    evaluation = () if more else ("--evaluate", prompts, "--evaluate-every", 2, "-k", 3)
+    evaluation: tuple[object, ...] = ("--evaluate", prompts, "--evaluate-every", 2, "-k", 3)
+    if more:
+        evaluation = ("--drafter-window", 5, "--parts", 2)
     code, said = run(*train(directories, data, out, *evaluation))
     assert code == 0
-    assert ("left out     of --evaluate 1 row without a usable prompt" in said) == bool(evaluation)
+    assert ("left out     of --evaluate 1 row without a usable prompt" in said) == (not more)
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "loss" in line][-1] == 4
     if not more:
@@ -166,6 +207,9 @@ def test_from_data_to_a_drafter_that_runs(
         assert all(1 <= length <= 4 for length in lengths)
     assert (out / "curve.png").stat().st_size > 10_000
     speculative = peagle.loading.load(directories.target, out / "drafter")
+    assert speculative.drafter_window == (
+        "5 positions, by config.json" if more else "off, by default: no file names one"
+    )
     plain = speculative.generate(PROMPTS[0], num_speculative_tokens=0, max_new_tokens=30)
     assert speculative.generate(PROMPTS[0], num_speculative_tokens=3, max_new_tokens=30).output_ids == plain.output_ids
     # the same command again finds it done
@@ -186,7 +230,20 @@ def test_what_was_learnt_by_heart_is_drafted_right(
     prompt.write_text(json.dumps({"prompt_ids": PROMPTS[0]}) + "\n")
     asked = ("--prompt-file", prompt, "--out", tmp_path / "data", "-n", tokens)
     assert run("data", "--target", directories.target, *asked)[0] == 0
-    recipe = ("--width", 40, "--depth", k, "--ratio", 1, "--rows", 1, "--taps", "0,1,2", "--steps", 120)
+    recipe = (
+        "--width",
+        len(PROMPTS[0]) + tokens,
+        "--depth",
+        k,
+        "--ratio",
+        1,
+        "--rows",
+        1,
+        "--taps",
+        "0,1,2",
+        "--steps",
+        120,
+    )
     rates = ("--optimizer", "muon", "--learning-rate", 0.02, "--other-rate", 0.01, "--decay", 0.5)
     given = ("--target", directories.target, "--data", tmp_path / "data", "--out", tmp_path / "run")
     code, said = run("train", *given, *recipe, *rates, *kind)
@@ -296,6 +353,17 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--depth", 0), "expected a depth of 1 or more"),
         (("--autoregressive", "--mask-token", 4), "an EAGLE-3 drafter has no mask slots"),
         (("--parts", 99), "99 parts of a sequence of 32"),
+        (("--drafter-window", 3), "--drafter-window is 3; expected 4 or more: --depth 3 tokens are drafted"),
+        (("--drafter-window", "wide"), "the drafter window is 'wide'; expected"),
+        (("--drafter-window", 9**9), f"the target has {MAX_POSITIONS} positions, so it would hide nothing"),
+        (("--mix", "32"), "--mix is '32'; expected lengths that rise"),
+        (("--mix", "32:2,8:1"), "--mix is '32:2,8:1'; expected lengths that rise"),
+        (("--mix", "20:2,32:1"), "--rows is 2; expected a multiple of 3, the sum of the shares of --mix"),
+        (("--mix", "1:1,32:1"), "no document of 1 to 1 tokens is there to train on: the longest has 26"),
+        (("--mix", "64:1"), "--mix names documents of 64 tokens; expected at most --width, 32"),
+        (("--mix", "8:1"), "--mix ends at 8 tokens, and the longest document has 26"),
+        (("--width", 512), "--width is 512, and all of the data has"),
+        (("--drafter-window", 8, "--parts", 3), "--parts is 3, and does not divide the 32 tokens of --width"),
         (("--learning-rate", -1), "expected numbers above 0"),
         (("--heads", 5), "5 query heads do not divide"),
         (("--weight-decay", -1), "weight decay -1.0"),
@@ -438,9 +506,9 @@ def test_a_run_goes_on_after_ctrl_c_and_with_more_steps_and_is_not_mixed_with_an
     assert not (out / "drafter").exists()
     assert run(*train(directories, made, out))[0] == 0
     assert [line["step"] for line in read_log(out / LOG)] == [2, 4]
-    code, said = run(*train(directories, made, out, "--seed", 7, "--width", 48))
+    code, said = run(*train(directories, made, out, "--seed", 7, "--width", 48, "--drafter-window", 9))
     assert code == 2
-    assert "was begun with --width 32 (now 48), --seed 0 (now 7); expected the same" in said
+    assert "was begun with --width 32 (now 48), --seed 0 (now 7), --drafter-window None (now [9]); expected" in said
     code, said = run(*train(directories, made, out, "--steps", 3))
     assert code == 2
     assert "was begun with 4 steps, now it is 3; expected as many or more" in said
@@ -571,11 +639,12 @@ def test_a_weak_drafter_is_a_warning_with_what_to_do() -> None:
 def test_export_takes_the_target_from_the_training(
     directories: Directories, made: Path, tmp_path: Path, run: Run
 ) -> None:
-    assert run(*train(directories, made, tmp_path / "run"))[0] == 0
+    assert run(*train(directories, made, tmp_path / "run", "--drafter-window", 9))[0] == 0
     out = tmp_path / "theirs"
     assert run("export", tmp_path / "run" / "drafter", "--out", out, "--dialect", "speculators")[0] == 0
     config = json.loads((out / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
+    assert config["transformer_layer_config"]["sliding_window"] == 9
 
 
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:

@@ -1,0 +1,181 @@
+"""The demo pair's last stage, on longer rows, in one command; resumable.
+
+    python -m scripts.demo.longer --work DIR [--minutes 180]
+    python -m scripts.demo.longer --work DIR --minutes 4     # a rehearsal
+
+It begins with the pair that ships. Stages, each a folder of `--work`: before (that pair), corpus, dataset, long_rows
+(tasks behind texts of 1000 to 4000 tokens, files in rows of 2048 and 4096), opened (the target's parameters),
+target_begun (training on rows of 512, 2048 and 4096), answers_begun (some of its own answers behind long texts),
+practice (rows of those), target (training on them), pair/target, written_long and written_short (its answers with its
+aux_hidden and best tokens; of a long prompt what a drafter's windows reach), drafter and drafter_eagle3 (`peagle train
+--init --drafter-window`), those in pair/, and judged (scripts.demo.judge: the pair before without and with the window,
+and the new one, by the length of the prompt). A stage that is done is not repeated; one that was cut off goes on.
+
+`--minutes` is shared out among the stages; of `--work` made with another number, stages that are done stay. With
+--install the pair replaces the one in peagle/demo, and its card gets the stage's section.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from drafter.vocabulary import FREQUENT_TOKENS
+from peagle.engine.widths import SPECULATION_FILE
+from peagle.workflows.frequent_tokens import list_frequent_tokens
+from scripts.demo.build import DEMO, DRAFTERS, TAPS, command, stage
+from scripts.demo.checkpoint import export
+from scripts.demo.corpus import collect
+from scripts.demo.dataset import make_dataset
+from scripts.demo.long_rows import LONG_PROMPTS, SHORT_PROMPTS, make_long_rows
+from scripts.demo.practice import make_long_practice
+from scripts.demo.train_longer import open_shipped
+from scripts.demo.tuned import tuned_environment
+from scripts.runs import new_parser
+
+WHOLE_MINUTES = 180.0  # for which the numbers of prompts are meant
+MINUTES = {"target_begun": 62.0, "target": 12.0, "drafter": 40.0, "drafter_eagle3": 10.0}  # of them
+SHARES = {
+    "target_begun": "chat_512:4,raw_512:2,chat_2048:6,raw_2048:3,chat_4096:2,raw_4096:1",
+    "target": "chat_512:4,raw_512:1,chat_2048:5,raw_2048:1,chat_4096:2",
+}
+PEAKS = {"target_begun": "0.3", "target": "0.12"}
+ANSWERS_BEGUN = 900
+WINDOW = {"drafter": 256, "drafter_eagle3": 256}
+KEEP_PROMPT = 520  # what two layers with a window of 256 reach, and the drafts of a step
+CONTEXT = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
+LEARNING = (
+    "--rows", "8", "--width", "832", "--optimizer", "muon", "--weight-decay", "0.02", "--warmup", "0.02",
+    "--depth", "8", "--ratio", "0.7", "--decay", "0.8",
+)  # fmt: skip
+RATES = ("--learning-rate", "0.004", "--other-rate", "0.0015")
+LOSS = ("--loss", "half")
+# what the pair is judged at: tokens of a prompt, and how many prompts
+JUDGED = ("0:60", "2500:36", "9900:12")
+
+
+def build(work: Path, minutes: float) -> None:
+    """Build everything up to work/pair, and judge it."""
+    scale = min(1.0, minutes / WHOLE_MINUTES)
+    before, corpus, dataset, rows = (work / name for name in ("before", "corpus", "dataset", "long_rows"))
+    opened, begun, target, pair = (work / name for name in ("opened", "target_begun", "target", "pair"))
+    tokenizer = before / "target"
+    stage("before", before / "finished", lambda: _copy_pair(DEMO, before))
+    stage("corpus", corpus / "manifest.json", lambda: collect(corpus))
+    stage("dataset", dataset / "manifest.json", lambda: make_dataset(corpus, tokenizer, dataset))
+    stage("long_rows", rows / "manifest.json", lambda: make_long_rows(corpus, dataset, tokenizer, rows))
+    stage("opened", opened / "config.json", lambda: open_shipped(before / "target", opened))
+
+    def train_target(out: Path, begin: Path, data: Path) -> None:
+        name = out.name
+        made = _finished(out, lambda: command(
+            "scripts.demo.train_longer", "--begin", begin, "--data", data, "--out", out, "--shares", SHARES[name],
+            "--peak", PEAKS[name], "--minutes", str(MINUTES[name] * minutes / WHOLE_MINUTES),
+        ))  # fmt: skip
+        stage(name, out / "finished", made)
+
+    def answer(by: Path, name: str, prompts: Path, count: int, *more: str) -> Path:
+        out = work / name
+        asked = ("--target", by / "target", "--prompt-file", prompts, "--num-prompts", str(max(8, int(scale * count))))
+        made = _finished(out, lambda: command("peagle", "data", *asked, *CONTEXT, *more, "--out", out))
+        stage(name, out / "finished", made)
+        return out
+
+    def ship(run: Path, out: Path) -> None:
+        stage(f"{out.name}/target", out / "target" / "config.json", lambda: export(run, tokenizer, out / "target"))
+
+    train_target(begun, opened, rows)
+    ship(begun, work / "pair_begun")
+    answers = answer(work / "pair_begun", "answers_begun", rows / "long_prompts.jsonl", ANSWERS_BEGUN)
+    practice = work / "practice"
+    stage("practice", practice / "manifest.json", lambda: make_long_practice(answers, rows, practice))
+    train_target(target, begun, practice)
+    ship(target, pair)
+    taught = ("--hidden", "--taps", TAPS, "--top", "32", "--keep-prompt", str(KEEP_PROMPT))
+    written = [
+        answer(pair, "written_long", rows / "long_prompts.jsonl", LONG_PROMPTS, *taught),
+        answer(pair, "written_short", rows / "short_prompts.jsonl", SHORT_PROMPTS, *taught),
+    ]
+    for name in DRAFTERS:
+        _train_drafter(work, name, written, minutes)
+        _ship_drafter(work, name, written)
+    _judge(work)
+
+
+def _train_drafter(work: Path, name: str, written: Sequence[Path], minutes: float) -> None:
+    data = [part for folder in written for part in ("--data", folder)]
+    stage(name, work / name / "drafter" / "config.json", lambda: command(
+        "peagle", "train", "--target", work / "pair" / "target", "--out", work / name, *data,
+        "--init", work / "before" / name, "--drafter-window", str(WINDOW[name]), *LEARNING, *RATES, *LOSS,
+        "--minutes", str(MINUTES[name] * minutes / WHOLE_MINUTES),
+        "--evaluate", work / "corpus" / "heldout_prompts.jsonl", "--evaluate-prompts", "40", "--evaluate-every", "0",
+        environment=tuned_environment(),
+    ))  # fmt: skip
+
+
+def _ship_drafter(work: Path, name: str, written: Sequence[Path]) -> None:
+    """Copy a trained drafter into the pair, with what stands beside it."""
+    out = work / "pair" / name
+    if not out.exists():
+        shutil.copytree(work / name / "drafter", out, ignore=shutil.ignore_patterns("README.md"))
+    table = json.loads((work / "before" / name / SPECULATION_FILE).read_text(encoding="utf-8"))
+    table.pop("drafter_window", None)  # config.json names it
+    (out / SPECULATION_FILE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    if not (out / FREQUENT_TOKENS).exists():
+        list_frequent_tokens(
+            [shard for folder in written for shard in sorted(folder.glob("*.safetensors"))], out / FREQUENT_TOKENS
+        )
+
+
+def _judge(work: Path) -> None:
+    pairs = [f"before:{work / 'before'}:off", f"window alone:{work / 'before'}:256", f"new:{work / 'pair'}:auto"]
+    asked = [part for pair in pairs for part in ("--pair", pair)] + [part for each in JUDGED for part in ("--at", each)]
+    held_out = ("--chat", work / "corpus" / "chat_heldout.jsonl", "--raw", work / "corpus" / "raw_heldout.jsonl")
+    out = work / "judged"
+    stage("judged", out / "README.md", lambda: command("scripts.demo.judge", "--out", out, *asked, *held_out))
+
+
+def _finished(out: Path, make: Callable[[], None]) -> Callable[[], None]:
+    """Mark the stage's folder when it is done, since a cut-off one looks the same."""
+
+    def run() -> None:
+        make()
+        (out / "finished").touch()
+
+    return run
+
+
+def _copy_pair(pair: Path, out: Path) -> None:
+    for part in ("target", *DRAFTERS):
+        shutil.copytree(pair / part, out / part, dirs_exist_ok=True)
+    (out / "finished").touch()
+
+
+def install(work: Path) -> None:
+    """Copy the pair into peagle/demo."""
+    for part in ("target", *DRAFTERS):
+        shutil.rmtree(DEMO / part)
+        shutil.copytree(work / "pair" / part, DEMO / part)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="folder of all stages")
+    parser.add_argument(
+        "--minutes", type=float, default=WHOLE_MINUTES, help="for all of it, about (default %(default)s)"
+    )
+    parser.add_argument("--install", action="store_true", help="put the result into peagle/demo")
+    arguments = parser.parse_args()
+    if arguments.minutes <= 0:
+        parser.error(f"--minutes is {arguments.minutes:g}; expected a number above 0")
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    build(arguments.work, arguments.minutes)
+    if arguments.install:
+        install(arguments.work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""A client that costs little, so that it takes the server hardly any time: completions, streamed, a thread for each.
+
+What a round of requests gives: when each request was sent and when its tokens arrived, and what the server counts.
+"""
+
+import contextlib
+import http.client
+import json
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
+from scripts.runs import Json
+from scripts.serving.servers import Server
+
+PATH = "/v1/completions"
+PATIENCE_S = 600.0
+COUNTED_S = 5.0  # for the server to count a request after its last event
+ITL, TTFT, E2E = (
+    "vllm:inter_token_latency_seconds",
+    "vllm:time_to_first_token_seconds",
+    "vllm:e2e_request_latency_seconds",
+)
+
+
+class RefusedError(Exception):
+    """A reply of another status than 200."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"status {status}: {message}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: when it was asked for and its tokens arrived; those of one arrival count once in times_s.
+
+    left: the client left before the end.
+    """
+
+    started_s: float
+    times_s: tuple[float, ...]
+    num_tokens: int
+    text: str = ""
+    num_steps: int = 0  # that drafted
+    num_accepted: int = 0
+    left: bool = False
+
+
+@dataclass
+class _Read:
+    """What has been read of a stream."""
+
+    times_s: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    usage: Json = field(default_factory=dict)
+    drafted: Json = field(default_factory=dict)
+
+    def event(self, data: bytes) -> None:
+        value = json.loads(data)
+        if "error" in value:
+            raise RefusedError(http.client.OK, value["error"]["message"])
+        text = "".join(choice.get("text") or "" for choice in value.get("choices", ()))
+        if text:
+            self.times_s.append(time.perf_counter())
+            self.texts.append(text)
+        self.usage = value.get("usage") or self.usage
+        self.drafted = value.get("metrics", {}).get("speculative_decoding", self.drafted)
+
+
+@contextlib.contextmanager
+def sent(url: str, body: Json) -> Iterator[http.client.HTTPConnection]:
+    """Send a completion; the connection is closed at the end of the context, whatever has been read."""
+    with contextlib.closing(http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=PATIENCE_S)) as found:
+        found.request("POST", PATH, dumps(body), {"Content-Type": "application/json"})
+        yield found
+
+
+def reply_of(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
+    """Wait for the beginning of a reply. Raises RefusedError for an error object."""
+    reply = connection.getresponse()
+    if reply.status != http.client.OK:
+        raise RefusedError(reply.status, _message(reply.read()))
+    return reply
+
+
+def whole(url: str, body: Json) -> str:
+    """Ask for a completion that is not streamed; return its text. Raises RefusedError."""
+    with sent(url, body) as connection:
+        text: str = json.loads(reply_of(connection).read())["choices"][0]["text"]
+        return text
+
+
+def leave_unread(url: str, body: Json, seconds: float) -> None:
+    """Ask for a completion, and leave after so long without having read anything."""
+    with sent(url, body):
+        time.sleep(seconds)
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")[:200]
+
+
+def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False) -> Reply:
+    """Ask for a completion as a stream and read it to its end.
+
+    leave: whether to leave after so many arrivals of text. Raises RefusedError for an error object.
+    """
+    started, read, left = time.perf_counter(), _Read(), False
+    asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    with sent(url, asked) as connection:
+        for line in reply_of(connection):
+            if line.startswith(b"data: {"):
+                read.event(line[len(b"data: ") :])
+            if leave(len(read.times_s)):
+                left = True
+                break
+    return Reply(
+        started,
+        tuple(read.times_s),
+        read.usage.get("completion_tokens", 0),
+        "".join(read.texts),
+        read.drafted.get("num_spec_steps", 0),
+        read.drafted.get("num_accepted_draft_tokens", 0),
+        left,
+    )
+
+
+def together(url: str, bodies: Sequence[Json], clients: int) -> list[Reply]:
+    """Send completions from so many clients at once, each its next as soon as its last has ended.
+
+    Raises InputError if one is refused, or has another number of tokens than it asked for.
+    """
+
+    def client(place: int) -> list[Reply]:
+        return [stream(url, body) for body in bodies[place::clients]]
+
+    with ThreadPoolExecutor(clients) as pool:
+        try:
+            found = [reply for replies in pool.map(client, range(clients)) for reply in replies]
+        except (RefusedError, OSError, http.client.HTTPException) as error:
+            raise InputError(f"{url} does not answer as expected: {error or type(error).__name__}") from None
+    wanted = {body["max_tokens"] for body in bodies}
+    if others := {reply.num_tokens for reply in found} - wanted:
+        raise InputError(f"{url} answered with {others.pop()} tokens; expected {max(wanted)}")
+    return found
+
+
+def figures(replies: Sequence[Reply]) -> Json:
+    """Sum up a round: tokens over the time from the first request to the last token; ttft and itl of all requests."""
+    seconds = max(reply.times_s[-1] for reply in replies) - min(reply.started_s for reply in replies)
+    itl = np.concatenate([np.diff(reply.times_s) for reply in replies])
+    ttft = [reply.times_s[0] - reply.started_s for reply in replies]
+    steps = sum(reply.num_steps for reply in replies)
+    return {
+        "seconds": seconds,
+        "tok_per_s": sum(reply.num_tokens for reply in replies) / seconds,
+        "ttft_p50_s": float(np.median(ttft)),
+        "itl_p50_s": float(np.quantile(itl, 0.5)) if len(itl) else None,
+        "itl_p99_s": float(np.quantile(itl, 0.99)) if len(itl) else None,
+        "acceptance_length": 1 + sum(reply.num_accepted for reply in replies) / steps if steps else None,
+    }
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a server of ours has counted since it was started. itl: how many were at most so many seconds."""
+
+    requests: float
+    tokens: float
+    itl: tuple[tuple[float, float], ...]
+    itl_s: float
+    ttft_s: float
+    e2e_s: float
+
+    @classmethod
+    def by(cls, server: Server) -> "Counted":
+        """Read /metrics."""
+        samples = [
+            each
+            for family in text_string_to_metric_families(server.get("/metrics").decode())
+            for each in family.samples
+        ]
+
+        def total(name: str) -> float:
+            return sum(each.value for each in samples if each.name == name)
+
+        buckets = [(float(each.labels["le"]), each.value) for each in samples if each.name == f"{ITL}_bucket"]
+        sums = (total(f"{name}_sum") for name in (ITL, TTFT, E2E))
+        return cls(total(f"{E2E}_count"), total("vllm:generation_tokens_total"), tuple(buckets), *sums)
+
+    @classmethod
+    def after(cls, server: Server, before: "Counted", requests: int) -> "Counted":
+        """Read /metrics as soon as so many more requests are counted. Raises InputError if they never are."""
+        end = time.monotonic() + COUNTED_S
+        while (found := cls.by(server)).requests < before.requests + requests:
+            if time.monotonic() > end:
+                raise InputError(f"{server.url}/metrics counts {found.requests - before.requests:g} of {requests}")
+            time.sleep(0.01)
+        return found
+
+    def since(self, before: "Counted") -> Json:
+        """Return the server's own figures of the requests between two counts.
+
+        The median of itl is interpolated in its bucket, as Prometheus' histogram_quantile does.
+        """
+        itl = [(most, count - earlier) for (most, count), (_, earlier) in zip(self.itl, before.itl, strict=True)]
+        intervals, requests = itl[-1][1], self.requests - before.requests
+        decoding = (self.e2e_s - before.e2e_s) - (self.ttft_s - before.ttft_s)
+        return {
+            "own_itl_p50_s": quantile(itl, 0.5) if intervals else None,
+            "own_itl_mean_s": (self.itl_s - before.itl_s) / intervals if intervals else None,
+            "own_ttft_mean_s": (self.ttft_s - before.ttft_s) / requests,
+            "own_tpot_s": decoding / (self.tokens - before.tokens - requests),
+        }
+
+
+def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
+    """Interpolate a quantile of (most, how many are at most that), ascending; the last bucket is of all."""
+    wanted, low, below = share * buckets[-1][1], 0.0, 0.0
+    for most, count in buckets:
+        if count >= wanted:
+            return low if np.isinf(most) else low + (most - low) * (wanted - below) / (count - below)
+        low, below = most, count
+    raise AssertionError("the last bucket counts all")

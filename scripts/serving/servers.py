@@ -1,0 +1,145 @@
+"""Servers in processes of their own: `peagle serve` and llama.cpp's, with what a measurement reads of them."""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peagle.ops.errors import InputError
+from peagle.ops.strict_json import dumps
+from scripts.peers import bystanders
+from scripts.runs import Json
+
+PATIENCE_S = 600.0  # for loading, compiling and warming up
+END_S = 30.0
+POLL_S = 0.05
+REPLY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server at `url`. pid: of its process; None if it was started by somebody else."""
+
+    url: str
+    pid: int | None = None
+
+    def cpu_s(self) -> float | None:
+        """Return the processor time it has taken; None if that is not known."""
+        return None if self.pid is None else bystanders.cpu_s(self.pid)
+
+    def memory_bytes(self) -> int | None:
+        """Return its memory; None if that is not known."""
+        return None if self.pid is None else bystanders.memory_bytes(self.pid)
+
+    def get(self, path: str) -> bytes:
+        """Read a page. Raises OSError if it cannot be had."""
+        with urllib.request.urlopen(self.url + path, timeout=REPLY_S) as reply:
+            found: bytes = reply.read()
+            return found
+
+    def health(self) -> Json:
+        """Read /health, whatever its status is."""
+        try:
+            found: Json = json.loads(self.get("/health"))
+        except urllib.error.HTTPError as error:
+            found = json.loads(error.read())
+        return found
+
+
+@contextlib.contextmanager
+def running(name: str, command: Sequence[str], url: str) -> Iterator[Server]:
+    """Run a server until the context ends; yield it as soon as its /health is good.
+
+    Raises InputError with the last line that it printed if it does not come up.
+    """
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            end = time.monotonic() + PATIENCE_S
+            while not _answers(url):
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+                    raise InputError(f"{name} did not come up: {lines[-1].strip() if lines else 'it printed nothing'}")
+                time.sleep(POLL_S)
+            yield Server(url, process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=REPLY_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def free_port() -> int:
+    """Find a port of this machine on which nobody listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def ours(*options: str) -> Iterator[Server]:
+    """Run `peagle serve` with these options."""
+    port = free_port()
+    command = [sys.executable, "-m", "peagle", "serve", "--port", str(port), *options]
+    with running("peagle serve", command, f"http://127.0.0.1:{port}") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def llama_server(binary: str, gguf: Path, slots: int, context: int, num_threads: int) -> Iterator[Server]:
+    """Run llama.cpp's server on a GGUF file: so many slots, each with room for `context` tokens."""
+    port = free_port()
+    command = [binary, "-m", str(gguf), "--host", "127.0.0.1", "--port", str(port), "-np", str(slots)]
+    command += ["-c", str(slots * context), "-t", str(num_threads), "-tb", str(num_threads), "-ngl", "0"]
+    with running("llama-server", command, f"http://127.0.0.1:{port}") as server:
+        yield server
+
+
+def check_binary(binary: str) -> None:
+    """Raise InputError if there is no such program."""
+    if shutil.which(binary) is None:
+        raise InputError(f"--peer names {binary}, which is no program; expected llama-server, or the URL of one")
+
+
+def made_tokens(size: int) -> list[str]:
+    """Make a byte-level vocabulary of so many tokens, for checkpoints without one: the 256 bytes, then other texts."""
+    from peagle.text.tokenizer import byte_alphabet
+
+    return [*byte_alphabet(), *(f"t{number}." for number in range(256, size))][:size]
+
+
+def with_tokenizer(checkpoint: Path, tokens: Sequence[str], directory: Path) -> None:
+    """Make a directory of links to a checkpoint's files, with a tokenizer of these tokens beside them."""
+    directory.mkdir()
+    for path in checkpoint.iterdir():
+        (directory / path.name).symlink_to(path.resolve())
+    vocab = {token: place for place, token in enumerate(tokens)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer = {
+        "version": "1.0", "added_tokens": [], "normalizer": None, "post_processor": None, "truncation": None,
+        "padding": None, "pre_tokenizer": byte_level, "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }  # fmt: skip
+    (directory / "tokenizer.json").write_text(dumps(tokenizer), "utf-8")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (directory / "tokenizer_config.json").write_text(dumps(config), "utf-8")

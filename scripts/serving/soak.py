@@ -1,0 +1,153 @@
+"""A soak: for some minutes more clients than a server has room for, many of which leave. Every answer is checked.
+
+What must hold: an answer equals the one that the same request gets alone, up to where its client left; afterwards no
+slot is held, all of them answer, and memory has not grown.
+"""
+
+import http.client
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from peagle.ops.errors import InputError
+from scripts.runs import Json
+from scripts.serving.client import RefusedError, leave_unread, stream, whole
+from scripts.serving.servers import Server
+
+LEAVING = 0.3  # share of the requests
+FREE_S = 30.0  # for the slots of those that left last
+LONGEST_WAIT_S = 0.25  # after status 429, and before a client that waits for a whole answer leaves
+SAMPLES = 100  # of memory
+
+
+@dataclass
+class Found:
+    """What a soak has seen. wrong: what the first few wrong answers were."""
+
+    answered: int = 0
+    left: int = 0
+    refused: int = 0  # because the queue was full
+    wrong: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    memory_bytes: list[int] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, name: str, count: int = 1) -> None:
+        with self.lock:
+            setattr(self, name, getattr(self, name) + count)
+
+
+def bodies(prompts: Sequence[Sequence[int]], tokens_out: int) -> list[Json]:
+    """Make requests that differ: greedy or seeded, penalties, log-probabilities, stop strings, K of their own."""
+    kinds: tuple[Json, ...] = (
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0, "frequency_penalty": 0.5},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 2, "logprobs": 2},
+        {"temperature": 0, "speculative": {"num_speculative_tokens": 0}},
+        {"temperature": 0, "stop": ["\n\n"]},
+    )
+    return [
+        {"prompt": list(prompt), "max_tokens": tokens_out // 2 + 7 * place % tokens_out, **kinds[place % len(kinds)]}
+        for place, prompt in enumerate(prompts)
+    ]
+
+
+def soak(server: Server, asked: Sequence[Json], clients: int, seconds: float, seed: int, slots: int) -> Json:
+    """Run it; return its figures. Raises InputError if the server does not answer a request alone."""
+    try:
+        expected = [whole(server.url, body) for body in asked]
+    except (RefusedError, OSError, http.client.HTTPException) as error:
+        raise InputError(f"{server.url} does not answer: {error or type(error).__name__}") from None
+    found, end = Found(), time.monotonic() + seconds
+    randoms = [random.Random(f"{seed} {place}") for place in range(clients)]
+    threads = [threading.Thread(target=_client, args=(server.url, asked, expected, rng, end, found)) for rng in randoms]
+    for thread in threads:
+        thread.start()
+    _watch_memory(server, end, seconds, found)
+    for thread in threads:
+        thread.join()
+    leaked = _held(server)
+    after = [_text(lambda body=body: whole(server.url, body)) for body in asked[:slots]]
+    wrong = len(found.wrong) + sum(text != known for text, known in zip(after, expected, strict=False))
+    return {
+        "clients": clients, "slots": slots, "seconds": seconds, "answered": found.answered, "left": found.left,
+        "refused": found.refused, "wrong": wrong, "failed": len(found.failed), "leaked_slots": leaked,
+        "first_wrong": (found.failed + found.wrong)[:3], "memory_growth_frac": growth(found.memory_bytes),
+        "memory_bytes": found.memory_bytes[-1] if found.memory_bytes else None,
+    }  # fmt: skip
+
+
+def _text(ask: Callable[[], str]) -> str | None:
+    try:
+        return ask()
+    except (RefusedError, OSError, http.client.HTTPException):
+        return None
+
+
+def _client(
+    url: str, asked: Sequence[Json], expected: Sequence[str], rng: random.Random, end: float, found: Found
+) -> None:
+    """Ask until the end, each time for another answer."""
+    while time.monotonic() < end:
+        place = rng.randrange(len(asked))
+        try:
+            text, left = _ask(url, asked[place], rng)
+        except RefusedError as error:
+            if error.status == http.client.TOO_MANY_REQUESTS:
+                found.add("refused")
+                time.sleep(rng.uniform(0, LONGEST_WAIT_S))
+            else:
+                with found.lock:
+                    found.failed.append(str(error))
+            continue
+        except (OSError, http.client.HTTPException) as error:
+            with found.lock:
+                found.failed.append(str(error) or type(error).__name__)
+            continue
+        found.add("left" if left else "answered")
+        known = expected[place]
+        if text != known and not (left and known.startswith(text)):
+            with found.lock:
+                found.wrong.append(f"request {place}: {text[:80]!r}; expected {known[:80]!r}")
+
+
+def _ask(url: str, body: Json, rng: random.Random) -> tuple[str, bool]:
+    """Ask once, whole or streamed; return (the text, whether the client left before its end)."""
+    leaves = rng.random() < LEAVING
+    if rng.random() < 0.5:
+        arrivals = rng.randrange(8) if leaves else -1
+        reply = stream(url, body, lambda count: count == arrivals)
+        return reply.text, reply.left
+    if not leaves:
+        return whole(url, body), False
+    leave_unread(url, body, rng.uniform(0, LONGEST_WAIT_S))
+    return "", True
+
+
+def _watch_memory(server: Server, end: float, seconds: float, found: Found) -> None:
+    while time.monotonic() < end:
+        if (size := server.memory_bytes()) is not None:
+            found.memory_bytes.append(size)
+        time.sleep(seconds / SAMPLES)
+
+
+def _held(server: Server) -> int:
+    """Count the requests that the server still holds although no client waits."""
+    end = time.monotonic() + FREE_S
+    while (health := server.health())["requests_running"] + health["requests_waiting"]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    return int(health["requests_running"] + health["requests_waiting"])
+
+
+def growth(sizes: Sequence[int]) -> float | None:
+    """Return how much the last tenth is above the second one, by medians; None of fewer than 20 samples."""
+    tenth = len(sizes) // 10
+    if tenth < 2:
+        return None
+    return statistics.median(sizes[-tenth:]) / statistics.median(sizes[tenth : 2 * tenth]) - 1

@@ -1,0 +1,220 @@
+"""The server's benchmark: what a client sees and what the server counts; a soak that finds what is planted."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peagle.engine.engine import Engine
+from peagle.loading import DEMO, resolve
+from peagle.measure.pages import markdown
+from peagle.ops.errors import InputError
+from peagle.text.tokenizer import load_tokenizer
+from scripts import bench_serve
+from scripts.bench_serve import PEER, PLAIN, Load, by_engine, page, prompts, rounds, summary
+from scripts.runs import Progress
+from scripts.serving import client, servers, soak
+from scripts.serving.client import Counted, Reply, quantile
+from scripts.serving.servers import Server, made_tokens, with_tokenizer
+from tests.peagle.conftest import write_tokenizer
+from tests.peagle.serve.harmony import says
+from tests.peagle.serve.running import running
+
+LOAD = Load(2, 4, 6, 9, 2)
+PROMPTS = [[40 + place, 50, 51, 52, 53, 54] for place in range(4)]
+MADE = {
+    "command": "python", "cpu": "a CPU", "num_threads": 2, "time": "now",
+    "device": {"platform": "cpu"}, "packages": {"jaxlib": "1"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Engine]]:
+    """A server whose answers have no end of their own; with its engine."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    tokenizer = load_tokenizer(directory)
+    assert tokenizer is not None
+    body = {"messages": [{"role": "user", "content": ""}]}
+    service = says(tokenizer, (body, "ab cd\n\nef " * 60), max_queue=2)
+    with running(service) as found:
+        yield Server(found.url), service.loop.engine  # type: ignore[misc]
+    service.loop.close()  # type: ignore[attr-defined]
+
+
+def test_rounds_have_the_clients_figures_the_servers_own_and_the_engines(server: tuple[Server, Engine]) -> None:
+    found, engine = server
+    load = Load(2, 4, 6, 9, 2, engine_alone=True)
+    lines = list(rounds(load, PROMPTS, {PLAIN: found}, {PLAIN: engine}, Progress()))
+    assert [(line["round"], line["place"]) for line in lines] == [
+        (1, "engine"), (1, "server"), (2, "server"), (2, "engine")
+    ]  # fmt: skip
+    assert all(line["requests"] == 4 and line["tok_per_s"] == pytest.approx(36 / line["seconds"]) for line in lines)
+    for line in lines:
+        if line["place"] == "server":
+            assert 0 < line["own_tpot_s"] * 8 * 4 <= 2 * line["seconds"]  # two clients at once
+            assert 0 < line["own_ttft_mean_s"] < line["seconds"]
+            assert line["client_cpu_s"] >= 0
+    row = summary(lines, load, PLAIN)
+    assert row["over_engine"] == pytest.approx(row["tok_per_s"] / row["engine_tok_per_s"], rel=0.9)
+    assert row["acceptance_length"] >= 1
+
+
+def test_the_engine_alone_decodes_as_clients_ask(server: tuple[Server, Engine]) -> None:
+    _, engine = server
+    replies = by_engine(engine, [tuple(prompt) for prompt in PROMPTS], LOAD)
+    assert [reply.num_tokens for reply in replies] == [9] * 4
+    first, second, *later = sorted(reply.started_s for reply in replies)
+    ends = sorted(reply.times_s[-1] for reply in replies)
+    assert first <= second <= ends[0] <= later[0]
+    assert sum(reply.num_accepted for reply in replies) > 0
+
+
+def test_what_is_refused_or_cut_short_is_one_line(
+    server: tuple[Server, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = server
+    with pytest.raises(InputError, match="max_tokens is 0"):
+        client.together(found.url, [{"prompt": [40], "max_tokens": 0}], 1)
+    stopped = {"prompt": [40, 41, 42], "max_tokens": 300, "temperature": 0, "stop": ["e"]}
+    with pytest.raises(InputError, match="tokens; expected 300"):
+        client.together(found.url, [stopped], 1)
+    monkeypatch.setattr(client, "COUNTED_S", 0.0)
+    before = Counted.by(found)
+    with pytest.raises(InputError, match="counts 0 of 1"):
+        Counted.after(found, before, 1)
+
+
+def soaked(server: Server) -> dict[str, Any]:
+    asked = soak.bodies([[40 + place % 9, *range(60, 60 + place)] for place in range(6)], 16)
+    return soak.soak(server, asked, clients=6, seconds=1.0, seed=0, slots=2)
+
+
+def test_a_soak_of_a_server_that_is_right_finds_nothing(server: tuple[Server, Engine]) -> None:
+    found = soaked(server[0])
+    assert found["answered"] > 0
+    assert found["left"] > 0
+    assert (found["wrong"], found["failed"], found["leaked_slots"]) == (0, 0, 0), found
+
+
+def test_a_soak_finds_wrong_answers_and_leaked_slots(
+    server: tuple[Server, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = soak.whole
+    monkeypatch.setattr(soak, "whole", lambda url, body: right(url, body) + "!")
+    monkeypatch.setattr(soak, "FREE_S", 0.0)
+    monkeypatch.setattr(Server, "health", lambda _: {"requests_running": 1, "requests_waiting": 2})
+    found = soaked(server[0])
+    assert found["leaked_slots"] == 3
+    assert found["wrong"] > 0
+    assert "expected" in found["first_wrong"][0]
+
+
+def test_growth_is_of_the_last_tenth_over_the_second() -> None:
+    assert soak.growth([10, 10, 100, 100, *[100] * 14, 103, 103]) == pytest.approx(0.03)
+    assert soak.growth([1] * 19) is None
+
+
+def test_a_quantile_is_interpolated_in_its_bucket() -> None:
+    buckets = [(1.0, 0.0), (2.0, 4.0), (4.0, 8.0), (float("inf"), 10.0)]
+    assert quantile(buckets, 0.2) == 1.5
+    assert quantile(buckets, 0.5) == 2.5
+    assert quantile(buckets, 0.95) == 4.0
+
+
+def test_prompts_have_the_length_that_is_asked_for_and_differ() -> None:
+    directory = resolve(DEMO, "target")
+    for length in (60, 300):
+        found = prompts(directory, 1000, Load(1, 4, length, 2, 1), 0)
+        assert [len(prompt) for prompt in found] == [length] * 4
+        assert len({tuple(prompt) for prompt in found}) > 1
+
+
+def test_a_made_tokenizer_has_a_text_for_every_token(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    tokens = made_tokens(300)
+    assert len(set(tokens)) == 300
+    with_tokenizer(source, tokens, tmp_path / "with")
+    tokenizer = load_tokenizer(tmp_path / "with")
+    assert tokenizer is not None
+    assert all(tokenizer.token_bytes(token) for token in range(300))
+    assert tokenizer.token_bytes(299) == b"t299."
+    assert tokenizer.encode("a\n") == (tokens.index("a"), tokens.index("\u010a"))
+    assert (tmp_path / "with" / "config.json").read_text() == "{}"
+
+
+def test_a_server_that_does_not_come_up_says_why_in_a_line() -> None:
+    command = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    with (
+        pytest.raises(InputError, match="it did not come up: no such model"),
+        servers.running("it", command, "http://[::1]:9"),
+    ):
+        pass
+
+
+def test_the_page_names_every_arm_and_what_is_missing() -> None:
+    single, load = Load(1, 3, 1000, 1000, 1, single=True), Load(8, 16, 128, 128, 1, engine_alone=True)
+    line = client.figures([Reply(0.0, (1.0, 2.0, 4.0), 9, "", 3, 4), Reply(0.5, (1.0, 3.0), 9)])
+    assert line["tok_per_s"] == 4.5
+    assert line["itl_p50_s"] == 2.0
+    assert line["acceptance_length"] == pytest.approx(1 + 4 / 3)
+    raw: list[dict[str, Any]] = []
+    for each in (single, load):
+        for arm, factor in ((PLAIN, 1.0), ("K = 3", 2.0), (PEER, 0.5)):
+            of = {**vars(each), "round": 1, "arm": arm, **line, "tok_per_s": factor * 100}
+            raw.append({**of, "place": "server"})
+            if each.engine_alone and arm != PEER:
+                raw.append({**of, "place": "engine", "tok_per_s": factor * 125})
+    rows = [summary(raw, each, arm) for each in (single, load) for arm in (PLAIN, "K = 3", PEER)]
+    assert (rows[1]["over_plain"], rows[1]["over_peer"], rows[4]["over_engine"]) == (2.0, 4.0, 0.8)
+    record = {"config": {"target": "M", "drafter": None}, "provenance": MADE, "rows": rows}
+    text = markdown(page(record))
+    assert "| 8 | K = 3 | 200 | 2.00 | 4.00 |" in text
+    assert "| 8 | plain | 100 | 125 | 0.800 |" in text
+    assert "1000 tokens in, 1000 out, 3 requests, one at a time" in text
+    seen = {
+        "arm": "K = 3",
+        "clients": 10,
+        "slots": 4,
+        "seconds": 60,
+        "answered": 9,
+        "left": 3,
+        "refused": 2,
+        "wrong": 0,
+    }
+    seen |= {"failed": 0, "leaked_slots": 0, "memory_growth_frac": 0.012}
+    text = markdown(page({"config": {"target": "M", "drafter": None}, "provenance": MADE, "soak": seen}))
+    assert "| growth of memory | 1.2 % |" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "--rounds is 0"),
+        (["--round-out", "1"], "--round-out must be 2"),
+        (["--clients", "0"], "--clients is '0'"),
+        (["--requests", "-1"], "--requests"),
+        (["--soak", "0"], "--soak is 0"),
+        (["--peer", "no-such-program"], "no-such-program, which is no program"),
+        (["-k", "x"], "-k is 'x'"),
+        (["--tokens-out", "10000000"], "positions; expected"),
+    ],
+)
+def test_bad_options_are_one_line_and_write_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], message: str
+) -> None:
+    out = tmp_path / "run"
+    assert bench_serve.main(["--out", str(out), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_only_the_peer_is_told_to_keep_no_prompts() -> None:
+    assert bench_serve.body_of([1], LOAD, PEER)["cache_prompt"] is False
+    assert "cache_prompt" not in bench_serve.body_of([1], LOAD, PLAIN)
