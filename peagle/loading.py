@@ -5,7 +5,6 @@ With workflows/ and the commands, the only module of peagle/ that imports target
 
 import dataclasses
 import hashlib
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.lead import Lead
 from peagle.engine.widths import OFF, SPECULATION_FILE, read_widths, read_window
+from peagle.hub import cached, is_name
 from peagle.ops import cuda
 from peagle.ops.checkpoint import Checkpoint, fingerprint, read_checkpoint
 from peagle.ops.errors import InputError, InputWarning
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from target.model import GptOss
 
 DEMO, DEMO_EAGLE3, NGRAM = "demo", "demo-eagle3", "ngram"
-REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
 HELD_OUT = DEMO_DIRECTORY / "heldout_prompts.jsonl"  # not in the demo pair's training data
 MOST_STEPS_PER_DISPATCH = 24
@@ -476,27 +475,13 @@ def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
     elif name == DEMO:
         directory = DEMO_DIRECTORY / part
     else:
-        return Path(name) if Path(name).exists() or not REPOSITORY.fullmatch(str(name)) else _cached(str(name))
+        return cached(str(name)) if is_name(name) else Path(name)
     if not (directory / "config.json").is_file():
         raise InputError(
             f"this installation of peagle comes without the demo {part}; give checkpoint directories with --target and "
             "--drafter, or train the demo with scripts/demo"
         )
     return directory
-
-
-def _cached(name: str) -> Path:
-    """Return the snapshot of a repository in the local Hugging Face cache. Raises InputError if there is none."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except LocalEntryNotFoundError:
-        raise InputError(
-            f"{name} is neither a directory nor in the local Hugging Face cache; expected a checkpoint: "
-            f"hf download {name} fetches it"
-        ) from None
 
 
 def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:

@@ -4,11 +4,10 @@ An undefined figure (a rate over no steps, tokens per second of one token) is No
 readings of time.perf_counter() in seconds; none includes compilation (the engine is warmed up before).
 """
 
-import collections
 import contextlib
 import itertools
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peagle.engine.engine import Engine, Handle
@@ -381,11 +380,20 @@ def follow(engine: Engine, assemblers: Mapping[Handle, Assembler]) -> Generator[
             yield assembler, piece
 
 
-def decode(engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None) -> list[Result]:
-    """Decode the requests to their ends and return their results, in order. Raises InputError as `Engine.run` does."""
+def decode(
+    engine: Engine,
+    requests: Sequence[Request],
+    tokenizer: Tokenizer | None,
+    decoded: Callable[[Piece], object] = lambda _: None,
+) -> list[Result]:
+    """Decode the requests to their ends and return their results, in order. Calls `decoded` with each new piece.
+
+    Raises InputError as `Engine.run` does.
+    """
     assemblers = submit(engine, requests, tokenizer)
     try:
-        collections.deque(follow(engine, assemblers), maxlen=0)
+        for _, piece in follow(engine, assemblers):
+            decoded(piece)
     finally:
         engine.settle()
     return [assembler.result() for assembler in assemblers.values()]

@@ -1,5 +1,6 @@
 """The commands: arguments in, one frozen Settings, one call. What can be mended becomes one line and exit code 2."""
 
+import functools
 import os
 import sys
 import warnings
@@ -27,6 +28,7 @@ from peagle.cli.settings.serve import ServedOptions, ServeSettings
 from peagle.cli.settings.shared import ProcessOptions
 from peagle.cli.settings.sweep import SweepSettings
 from peagle.cli.settings.train import TrainSettings
+from peagle.hub import stay_offline
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.jax_cure import MiscompilingJaxError
@@ -78,9 +80,23 @@ def peagle(
         raise typer.Exit
 
 
-def command(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
+def command(function: Callable[[Settings], int], of: typer.Typer = app) -> Callable[[Settings], int]:
     """Register a command of the function's name, with the options and the help of its settings."""
-    return command_of(app, function, lambda run: guarded(run))
+    return command_of(of, fetching(function), lambda run: guarded(run))
+
+
+def fetching(function: Callable[[Settings], int]) -> Callable[[Settings], int]:
+    """Let a command fetch the checkpoints that its settings name, if they say so, before it begins."""
+
+    @functools.wraps(function)
+    def run(settings: Settings) -> int:
+        from peagle.cli.download import download, wants_download
+
+        if wants_download(settings):
+            download(settings)
+        return function(settings)
+
+    return run
 
 
 def _with_others(
@@ -141,7 +157,7 @@ def up(settings: ClusterUpSettings) -> int:
     return up_command(settings)
 
 
-command_of(cluster, up, lambda run: guarded(run))
+command(up, of=cluster)
 
 
 @command
@@ -232,8 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 0; 2 after one line on stderr about bad input or usage; 130
     after Ctrl-C; 141 where nobody reads the output any more."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
-    # nothing is ever fetched: a library that would ask the network may not
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    stay_offline()  # a library that would use the network by itself may not
     for stream in (sys.stdout, sys.stderr):  # a name, say of a file, can be shown whatever it holds
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

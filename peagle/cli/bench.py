@@ -13,12 +13,12 @@ from rich.table import Table
 from peagle.api import Pair
 from peagle.cli.display import Display
 from peagle.cli.document import SCHEMA, dumps
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots
 from peagle.cli.speculate import load_pair
 from peagle.loading import DEMO, check_fit, drafter_path, local_model, resolve
-from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, WeightBytes, bench
+from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, Stage, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -61,9 +61,12 @@ def bench_command(settings: BenchSettings) -> int:
     display = Display(text=False, quiet=False, total=1, streaming=False)
     drafting = DraftOptions(drafter_window=settings.drafter_window)
     pair = load_pair(name, drafter, settings.loading, drafting, display, settings.devices)
-    # not animated: a thread that redraws would be in the way of what is measured
-    with display.stage("measuring", animated=False) as progress:
-        measured = bench(pair, options, progress)
+
+    def progress(stage: Stage, done: int, total: int, left_s: float | None) -> None:
+        display.run_of(stage, done, total, left_s, "test" if stage == "compiling" else "run")
+
+    measured = bench(pair, options, progress)
+    display.clear()
 
     weights = weight_bytes(pair)
     report = bench_report(measured, pair, weights, (name, drafter), provenance(), peak_memory_bytes())
@@ -246,16 +249,18 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
         console.print("interrupted before the first measurement")
         return
     for line in _heading(measured, weights, report):
-        console.print(line, markup=False)
+        console.print(wrapped(line, console), markup=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, name in enumerate(_columns(measured.options)):
         table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in _rows(measured, weights):
         table.add_row(*row)
     # whole numbers wherever it goes: a reader of a file has no width, and a narrow terminal breaks lines by itself
+    wide = console.width
     console.width = max(console.width, Width.get(console, console.options.update(max_width=1000), table).maximum)
     console.print(table)
-    console.print(_legend(measured.options), style="dim")
+    console.width = wide
+    console.print(wrapped(_legend(measured.options), console), style="dim")
 
 
 def _spread(spread: Spread) -> str:

@@ -4,13 +4,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from peagle.api import show_ids
+from peagle.cli.output import wrapped
 from peagle.engine.request import Request
 from peagle.ops import interrupt
 from peagle.result import Result
@@ -20,11 +21,15 @@ from peagle.workflows.run import Observer
 
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 LINE_SECONDS = 60  # between two lines about progress, where there is no terminal
+REDRAW_SECONDS = 1  # between two changes of progress that is shown while something is measured
+LEAST_LEFT = 0.5  # seconds: less is not said
+LABEL = 13  # characters before the text of a line of a summary
 
 # control characters but tab, line feed and carriage return: a model's output must not drive the terminal
 _UNSAFE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "�")
 
 
+PLAINLY = "decoding plainly, to compare (--no-baseline skips it)"
 # of accepted drafts by their place in the step; readable on dark and on light
 DRAFT_COLOURS = ("#2da44e", "#1f9d9d", "#3b82f6", "#8b5cf6", "#d946a0", "#e0572f", "#b7791f")
 
@@ -34,6 +39,7 @@ def draft_text(text: str, origin: int) -> Text:
     return Text(text, style="" if origin == 0 else DRAFT_COLOURS[min(origin, len(DRAFT_COLOURS)) - 1])
 
 
+@runtime_checkable
 class Advance(Protocol):
     """Progress of a stage: done of total, and the seconds left if they are known."""
 
@@ -63,6 +69,8 @@ class Display(Observer):
         self._done = self._finished = 0  # requests: before this round, in it
         self._decoding = ""
         self._began: float | None = None
+        self._runs: tuple[str, Advance] | None = None  # what `run_of` shows
+        self._compared: tuple[Advance, float] | None = None  # progress of the comparison, and when it was shown last
         self._stdout = Console(highlight=False, soft_wrap=True)
         if text and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")
@@ -76,12 +84,29 @@ class Display(Observer):
         """
         interrupt.check()
         self._show(what, animated)
+        try:
+            yield self._advancing(what)
+        finally:
+            self.clear()
+
+    def run_of(self, what: str, done: int, total: int, left_s: float | None = None, unit: str = "run") -> None:
+        """Show that the run after `done` of `total` begins, of something that is measured or else takes seconds.
+
+        Another `what` begins anew, and what is shown else ends it.
+        """
+        if self._runs is None or self._runs[0] != what or (self._progress is None and self.live):
+            self._show(what, animated=False)
+            self._runs = what, self._advancing(what, unit)
+        self._runs[1](done, total, left_s)
+
+    def _advancing(self, what: str, unit: str | None = None) -> "Advance":
+        """Return what shows the progress of a stage that begins now: a share, or with a unit a number."""
         began = said = time.monotonic()
 
         def advance(done: int, total: int, left_s: float | None = None) -> None:
             nonlocal said
             now = time.monotonic()
-            text = _progress(done, total, now - began, left_s)
+            text = _progress(done, total, now - began, left_s, unit)
             if self._progress is not None:
                 task = self._progress.tasks[0]
                 self._progress.update(task.id, left=text, refresh=not self._progress.live.auto_refresh)
@@ -89,10 +114,7 @@ class Display(Observer):
                 said = now
                 self.note(f"{what}: {text}")
 
-        try:
-            yield advance
-        finally:
-            self.clear()
+        return advance
 
     @contextmanager
     def keeping(self, kept: Callable[[], str]) -> Iterator[None]:
@@ -115,13 +137,21 @@ class Display(Observer):
     def compiling(self) -> None:
         self._show("compiling")
 
-    def measuring(self) -> None:
-        self._show("measuring what drafting costs here", animated=False)
+    def measuring(self, done: int, total: int) -> None:
+        self.run_of("measuring what drafting costs here (-k K skips it)", done, total)
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         self._done, self._began = done, self._began or time.perf_counter()
-        self._finished, self._decoding = 0, "decoding plainly, to compare" if plainly else "decoding"
+        self._finished, self._decoding = 0, PLAINLY if plainly else "decoding"
         self._show(self._decoding if total == 1 else f"{self._counted()}{self._time_left()}", animated=False)
+        self._compared = self._advancing(self._decoding, "tokens"), time.monotonic()
+
+    def compared(self, done: int, total: int) -> None:
+        assert self._compared is not None
+        advance, shown = self._compared
+        if self._total == 1 and time.monotonic() - shown >= REDRAW_SECONDS:  # rarely, as this is measured
+            advance(done, total)
+            self._compared = advance, time.monotonic()
 
     def profiling(self) -> None:
         self._show("looking at some steps")
@@ -182,7 +212,7 @@ class Display(Observer):
         """A line on standard error, if anybody wants to read such."""
         if not self._quiet:
             self.clear()
-            self.console.print(line, style="dim", markup=False)
+            self.console.print(wrapped(line, self.console), style="dim", markup=False)
 
     def summary(self, lines: Sequence[str]) -> None:
         if self._quiet or not lines:
@@ -190,7 +220,7 @@ class Display(Observer):
         self.clear()
         self.console.print()
         for line in lines:
-            self.console.print(line, markup=False)
+            self.console.print(wrapped(line, self.console, LABEL), markup=False)
 
     def clear(self) -> None:
         """Nothing is shown as going on."""
@@ -242,7 +272,8 @@ class Display(Observer):
         if not self.live:
             return
         self.clear()
-        what_column, left_column = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[left]}")
+        what_column = TextColumn("{task.description}", markup=False)
+        left_column = TextColumn("{task.fields[left]}", markup=False)
         columns: list[ProgressColumn] = [what_column, left_column]
         if animated:
             columns = [SpinnerColumn("line"), what_column, TimeElapsedColumn(), left_column]
@@ -251,12 +282,16 @@ class Display(Observer):
         self._progress.start()
 
 
-def _progress(done: int, total: int, elapsed_s: float, left_s: float | None) -> str:
+def _progress(done: int, total: int, elapsed_s: float, left_s: float | None, unit: str | None) -> str:
+    """Say how far something is: 20%; run 2 of 5, if its first run is done; 20 of 128 tokens."""
     if not total:
         return ""
     if left_s is None and done:
         left_s = elapsed_s * (total - done) / done
-    return f"{done / total:.0%}" + ("" if left_s is None else f", about {duration(left_s)} left")
+    share = f"{done / total:.0%}"
+    if unit is not None:
+        share = f"{done} of {total} tokens" if unit == "tokens" else f"{unit} {min(done + 1, total)} of {total}"
+    return share + ("" if left_s is None or left_s < LEAST_LEFT else f", about {duration(left_s)} left")
 
 
 def duration(seconds: float) -> str:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from peagle.cli.output import show_lines
 from peagle.workflows.frequent_tokens import list_frequent_tokens
 
 
@@ -13,5 +12,5 @@ def frequent_tokens_command(files: Sequence[Path], out: Path) -> int:
     counted = list_frequent_tokens(files, out)
     marks = ", ".join(f"the first {size} are {share:.1%}" for size, share in counted.shares.items())
     line = f"{out}: {counted.num_listed} tokens; of {counted.num_counted} counted {marks}"
-    Console(highlight=False, soft_wrap=True).print(line, markup=False)
+    show_lines([line])
     return 0

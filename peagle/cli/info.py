@@ -6,13 +6,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from drafter.config import DrafterConfig
 from drafter.load import doubtful_map, is_drafter_config, named_aux_layers
 from drafter.load import parse_config as parse_drafter
 from drafter.model import init_caches as init_drafter_caches
 from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
+from peagle.cli.output import show_lines
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.shared import parse_layers
 from peagle.engine.engine import EngineConfig, Role
@@ -66,7 +66,6 @@ def info_command(settings: InfoSettings) -> int:
         paths = [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
     if aux_layer_ids is not None and not any(is_drafter_config(read_json(path, CONFIG)) for _, path in paths):
         raise InputError("--aux-layer-ids is given, but no drafter that reads any; leave it out")
-    console = Console(highlight=False, soft_wrap=True)
     targets: list[tuple[str, TargetFiles]] = []
     drafters: list[tuple[str, Checkpoint]] = []
     for name, path in paths:
@@ -75,13 +74,13 @@ def info_command(settings: InfoSettings) -> int:
             drafters.append((name, checkpoint))
             config = parse_drafter(checkpoint, aux_layer_ids)
             kind = "P-EAGLE drafter" if config.parallel else "EAGLE-3 drafter"
-            _print(console, name, kind, drafter_rows(checkpoint, config, path, aux_layer_ids))
+            _print(name, kind, drafter_rows(checkpoint, config, path, aux_layer_ids))
         else:
             targets.append((name, inspect_target(path)))
             rows = target_rows(targets[-1][1], path)
             if shape is not None:
                 rows += mesh_rows(targets[-1][1], shape, device, settings.slots, settings.context)
-            _print(console, name, "GPT-OSS target", rows)
+            _print(name, "GPT-OSS target", rows)
     if shape is not None and not targets:
         raise InputError("--mesh is given, but no target that it cuts; name one, or leave --mesh out")
     doubts = [doubtful_map(each, parse_drafter(each, aux_layer_ids)) for _, each in drafters]
@@ -92,7 +91,7 @@ def info_command(settings: InfoSettings) -> int:
         (target_name, target), (drafter_name, drafter) = targets[0], drafters[0]
         layers = fitting_aux_layers(target.config, drafter, target_name, drafter_name, aux_layer_ids)
         read = _list(layers.outputs)
-        console.print(f"They fit: the drafter reads the outputs of the target's layers {read}.", markup=False)
+        show_lines([f"They fit: the drafter reads the outputs of the target's layers {read}."])
         doubts.append(layers.doubt)
     elif aux_layer_ids is None:
         doubts += [doubtful_aux_layers(named_aux_layers(each.config), name) for name, each in drafters]
@@ -104,10 +103,8 @@ def info_command(settings: InfoSettings) -> int:
             window = asked_window(dict(paths)[name], AUTO)
             drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, given=False)
         rows = role_rows(settings.role, targets[0][1].config, drafting, settings.slots, settings.context)
-        _print(console, f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
-    for doubt in doubts:
-        if doubt is not None:
-            console.print(f"WARNING: {doubt}", markup=False)
+        _print(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
+    show_lines([f"WARNING: {doubt}" for doubt in doubts if doubt is not None])
     return 0
 
 
@@ -319,11 +316,10 @@ def _disk_bytes(path: Path) -> int:
     return sum((path / shard).stat().st_size for shard in shards)
 
 
-def _print(console: Console, name: str, kind: str, rows: Rows) -> None:
-    console.print(f"{name}: {kind}", style="bold", markup=False)
-    for label, value in rows:
-        console.print(f"  {label:<29} {value}", markup=False)
-    console.print()
+def _print(name: str, kind: str, rows: Rows) -> None:
+    show_lines([f"{name}: {kind}"], style="bold")
+    show_lines([f"  {label:<29} {value}" for label, value in rows], indent=32)
+    show_lines([""])
 
 
 def _list(values: Sequence[int]) -> str:

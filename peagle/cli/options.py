@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,11 +26,18 @@ def command_of(
     the function and maps its errors to an exit code.
     """
     (kind,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+    parameters = _parameters(kind)
+    flags = {each.name: flag for each in parameters if (flag := _flag(each)) is not None}
 
     def parsed(**values: Any) -> int:
-        return call(lambda: function(_filled(kind, values)))
+        def run() -> int:
+            try:
+                return function(_filled(kind, values))
+            except InputError as error:
+                raise InputError(by_flag(str(error), flags)) from error
 
-    parameters = _parameters(kind)
+        return call(run)
+
     parsed.__name__ = function.__name__
     parsed.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     parsed.__annotations__ = {each.name: each.annotation for each in parameters}
@@ -139,6 +147,35 @@ def rebuilt(kind: Any, values: Mapping[str, Any]) -> Any:
                 value = rebuilt(field.type, value)
             filled[field.name] = tuple(value) if isinstance(value, list) else value
     return kind(**filled)
+
+
+def by_flag(message: str, flags: Mapping[str, str]) -> str:
+    """Begin a message about an option's value with its flag, as typed, if it begins with the value's name.
+
+    Below the command line a value has the name that it has in Python. flags: of a command, by the names of its fields.
+    Example: "top-k is -1; expected ..." becomes "--top-k is -1; expected ...".
+    """
+    found = _VALUE_IS.match(message)
+    if found is None:
+        return message
+    name = _SHORT.get(found[1], found[1].replace("-", "_").replace(" ", "_"))
+    flag = flags.get(name) or flags.get(f"{name}s")
+    return message if flag is None else f"{flag} is {message[found.end() :]}"
+
+
+_VALUE_IS = re.compile(r"(?:the |number of )*([A-Za-z][\w -]*?) (?:is|are) ")
+_SHORT = {"K": "num_speculative_tokens"}
+
+
+def _flag(parameter: inspect.Parameter) -> str | None:
+    """Return the first flag of an option; None for an argument."""
+    for option in get_args(parameter.annotation)[1:]:
+        # in an annotation typer.Option takes the first of them for its default
+        declared = (getattr(option, "default", None), *(getattr(option, "param_decls", None) or ()))
+        for each in declared:
+            if isinstance(each, str) and each.startswith("-"):
+                return each
+    return None
 
 
 def _parameters(kind: Any) -> list[inspect.Parameter]:

@@ -5,7 +5,11 @@ import os
 import stat
 import sys
 import tempfile
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
+
+from rich.console import Console
 
 from peagle.ops.errors import InputError
 from peagle.ops.files import encoded, write_text_whole
@@ -16,7 +20,30 @@ STANDARD_OUTPUT = "-"
 def say(what: str, message: str) -> None:
     """Print one line on standard error, whatever the message holds."""
     line = "".join(char if char.isprintable() else "?" for char in " ".join(message.split()))
-    print(f"peagle: {what}: {line}", file=sys.stderr, flush=True)
+    print(wrapped(f"peagle: {what}: {line}", Console(stderr=True)), file=sys.stderr, flush=True)
+
+
+def show_lines(lines: Iterable[str], indent: int = 0, to_stderr: bool = False, style: str | None = None) -> None:
+    """Print lines as they are, in a terminal between words (`wrapped`)."""
+    console = Console(stderr=to_stderr, highlight=False, soft_wrap=True)
+    for line in lines:
+        console.print(wrapped(line, console, indent), markup=False, style=style)
+
+
+def wrapped(text: str, console: Console, indent: int = 0) -> str:
+    """Break the lines of a text between words where a terminal would break them inside of one.
+
+    indent: spaces before what goes on. Elsewhere than in a terminal each line stays one.
+    """
+    if not console.is_terminal:
+        return text
+    behind = " " * min(indent, console.width // 2)
+    return "\n".join(
+        textwrap.fill(
+            line, console.width, subsequent_indent=behind, break_long_words=False, break_on_hyphens=False, tabsize=4
+        )
+        for line in text.split("\n")
+    )
 
 
 class OutputFile:

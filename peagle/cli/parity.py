@@ -5,11 +5,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, cast
 
-from rich.console import Console
-
-from peagle.cli.display import Display
+from peagle.cli.display import LABEL, Display
 from peagle.cli.document import SCHEMA, dumps
-from peagle.cli.output import STANDARD_OUTPUT, OutputFile
+from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
 from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.shared import DraftOptions, parse_layers
 from peagle.cli.speculate import load_pair
@@ -72,7 +70,7 @@ def parity_command(settings: ParitySettings) -> int:
         }
         json_file.write(dumps(whole))
     if settings.json != STANDARD_OUTPUT:
-        Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False)
+        show_lines(lines, LABEL)
     return 0 if found.fine and layers.fine else 1
 
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
+from peagle.cli.output import show_lines
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
@@ -17,5 +16,5 @@ def random_command(size: str, directory: Path, mxfp4: bool, seed: int) -> int:
         raise InputError(f"--seed is {seed}; expected 0 or more")
     expect_new(directory)
     write_random_checkpoint(directory, SIZES[size], mxfp4=mxfp4, seed=seed)
-    Console(highlight=False, soft_wrap=True).print(f"{directory}: {size}, seed {seed}", markup=False)
+    show_lines([f"{directory}: {size}, seed {seed}"])
     return 0

@@ -18,6 +18,8 @@ from peagle.measure.sweep.folder import open_run
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 
+BETWEEN = 3  # characters between two columns of a table
+
 
 def report_command(settings: ReportSettings) -> int:
     """Write the pages of one run into its folder, or those of one or several into a new one. Return the exit code.
@@ -63,9 +65,11 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
     for title, table in tables:
         shown = rich.table.Table(title=Text(title), title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
         for place, name in enumerate(table.header):
-            longest = max(map(len, name.split()))
+            longest = max(len(word) for cell in (name, *(row[place] for row in table.rows)) for word in cell.split())
             shown.add_column(Text(name), justify="right" if place else "left", vertical="bottom", min_width=longest)
         for row in table.rows:
             shown.add_row(*map(Text, row))
+        # no figure is cut: a narrow terminal breaks lines by itself
+        console.width = max(console.width, sum((column.min_width or 0) + BETWEEN for column in shown.columns))
         console.print(shown)
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from peagle.api import Pair
-from peagle.cli.display import Display
+from peagle.cli.display import LABEL, Display
+from peagle.cli.output import show_lines
 from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.sweep import SweepSettings
@@ -365,4 +364,4 @@ def _say(plan: Plan, sets: Mapping[str, PromptSet], folder: Folder | None) -> No
     ]
     if folder is not None:
         lines.append(f"decoded      {len(folder.samples())} of them ({folder.path / RAW})")
-    Console(highlight=False, soft_wrap=True).print("\n".join(lines), markup=False)
+    show_lines(lines, LABEL)

@@ -65,6 +65,7 @@ from peagle.ops.row_blocks import BlockedPrefill, padded_length
 from peagle.protocols import Drafter, Explains, OverDevices, PrefillsAtOnce, Target
 
 MEASURED_ROUNDS = 5
+Measuring = Callable[[int, int], object]  # (runs that are over, all runs)
 MASK_BUDGET_S = 0.05
 MOST_SLOW_MASKS = 8  # in a row
 Role: TypeAlias = Literal["both", "prefill", "decode"]
@@ -488,16 +489,16 @@ class Engine:
     def warm_up(
         self,
         sampled: bool = False,
-        measuring: Callable[[], object] = lambda: None,
+        measuring: Measuring = lambda *_: None,
         full: bool = False,
         constrained: bool = False,
     ) -> None:
         """Compile and run once every program that requests need.
 
         So later times include no compilation. sampled: some request is not greedy. full: some request is full
-        (`Request.full`). constrained: some request has a grammar. An adaptive engine then calls `measuring` and
-        measures the cost of drafting, once. While a request is in the engine, this does nothing: programs then compile
-        at their first dispatch.
+        (`Request.full`). constrained: some request has a grammar. An adaptive engine then measures the cost of
+        drafting, once; it calls measuring(runs that are over, all runs) before each run. While a request is in the
+        engine, this does nothing: programs then compile at their first dispatch.
         """
         with self._entry:
             with self._lock:
@@ -523,7 +524,7 @@ class Engine:
                 self._warm_cut.add(kind)
         self.compile_s += time.perf_counter() - started
 
-    def _warm_up(self, sampled: bool, full: bool, measuring: Callable[[], object]) -> None:
+    def _warm_up(self, sampled: bool, full: bool, measuring: Measuring) -> None:
         started = time.perf_counter()
         measures = self.config.adaptive and self._table.costs is None and self.config.role != "prefill"  # greedy steps
         variants = {(sampled, full), (False, False)} if measures else {(sampled, full)}
@@ -542,9 +543,8 @@ class Engine:
             self._warm.update(missing)
             self.compile_s += time.perf_counter() - started
         if measures:
-            measuring()
             with self._lock:
-                self._table = self._table.paying(self._measure_costs())
+                self._table = self._table.paying(self._measure_costs(measuring))
         if missing or measures:
             self.times, self._last_read_s = LoopTimes(), None
 
@@ -632,17 +632,18 @@ class Engine:
             return StepKind(0, sampled, full)
         return StepKind(num_drafts, sampled, full, config.draft_sampling and sampled, config.synthetic_acceptance)
 
-    def _measure_costs(self) -> dict[int, float]:
+    def _measure_costs(self, measuring: Measuring) -> dict[int, float]:
         """Measure a drafted step in plain steps at 1, 2, 4, ... active rows.
 
         Medians over rounds; both programs run in each round, in alternating order.
         """
-        costs = {}
         rows = [1 << power for power in range(self.config.slots.bit_length()) if 1 << power <= self.config.slots]
-        for active in rows:
-            ratios = [self._measure_once(active, number % 2 == 1) for number in range(MEASURED_ROUNDS)]
-            costs[active] = statistics.median(ratios)
-        return costs
+        runs = list(itertools.product(rows, range(MEASURED_ROUNDS)))
+        ratios: dict[int, list[float]] = {active: [] for active in rows}
+        for done, (active, number) in enumerate(runs):
+            measuring(done, len(runs))
+            ratios[active].append(self._measure_once(active, number % 2 == 1))
+        return {active: statistics.median(each) for active, each in ratios.items()}
 
     def _measure_once(self, active: int, plain_first: bool) -> float:
         """Measure the time of a drafted step over a plain one, with `active` rows of random tokens."""

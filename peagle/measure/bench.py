@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,7 +42,8 @@ SHORTEST_S = 0.05  # of a verify measurement, which repeats its pass accordingly
 NUM_TOKEN_SETS = 64  # of random tokens, through which verify passes cycle
 
 Kind = Literal["pp", "tg", "verify"]
-Progress = Callable[[int, int], None]
+Stage = Literal["compiling", "measuring"]
+Progress = Callable[[Stage, int, int, float | None], None]  # (stage, runs that are over, all, seconds left)
 
 
 @dataclass(frozen=True)
@@ -238,36 +239,42 @@ class Bench:
 def bench(pair: Pair, options: BenchOptions, progress: Progress | None = None) -> Bench:
     """Measure the pair's target, and drafted steps.
 
-    Ctrl-C ends it early; the result so far is returned, `interrupted`. Calls progress(programs compiled and repetitions
-    done, their total). Raises InputError, before anything is measured, if the target's positions or the memory do not
-    suffice.
+    Ctrl-C ends it early; the result so far is returned, `interrupted`. Calls `progress` before each test is compiled,
+    and before each run of one; seconds left are known after the first runs. Raises InputError, before anything is
+    measured, if the target's positions or the memory do not suffice.
     """
     options.check(pair.max_positions, pair.steps_per_dispatch)
     rng = np.random.default_rng(options.seed)
     cases = options.cases
     runs: dict[Case, _Run] = {}
     seconds: dict[Case, list[float]] = {case: [] for case in cases}
-    total = len(cases) * (1 + options.repeats)
 
-    def report() -> None:
+    def report(stage: Stage, done: int, total: int) -> None:
         if progress is not None:
-            progress(len(runs) + sum(map(len, seconds.values())), total)
+            progress(stage, done, total, _left_s(seconds, options.repeats) if stage == "measuring" else None)
         interrupt.check()
 
     interrupted = False
     try:
         verify = _Verify(pair, options, rng)
         for case in cases:
+            report("compiling", len(runs), len(cases))
             runs[case] = _prepare(case, pair, options, rng, verify)
-            report()
         for repeat in range(options.repeats):
             for case in cases if repeat % 2 == 0 else reversed(cases):
+                report("measuring", sum(map(len, seconds.values())), len(cases) * options.repeats)
                 seconds[case].append(runs[case].time())
-                report()
     except KeyboardInterrupt:
         interrupted = True
     measured = [Measurement(case, runs[case].passes, tuple(seconds[case])) for case in cases if seconds[case]]
     return Bench(options, tuple(measured), interrupted)
+
+
+def _left_s(seconds: Mapping[Case, Sequence[float]], repeats: int) -> float | None:
+    """Estimate the time of the runs that are left, by each test's own; None before each test had one."""
+    if not all(seconds.values()):
+        return None
+    return sum(statistics.mean(each) * (repeats - len(each)) for each in seconds.values())
 
 
 @dataclass(frozen=True)

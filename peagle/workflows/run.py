@@ -23,7 +23,7 @@ from peagle.measure.profile import Breakdown, profile
 from peagle.ops.errors import InputError
 from peagle.ops.memory import available_memory_bytes
 from peagle.ops.row_blocks import BlockedPrefill
-from peagle.result import Assembler, Result, decode, follow, submit
+from peagle.result import Assembler, Piece, Result, decode, follow, submit
 from peagle.text.prompts import Conversation, Rendering
 
 
@@ -144,11 +144,14 @@ class Observer:
     def compiling(self) -> None:
         """Called before programs may be compiled."""
 
-    def measuring(self) -> None:
-        """Called before the cost of drafting is measured."""
+    def measuring(self, done: int, total: int) -> None:
+        """Called before each run that measures the cost of drafting; `done` of `total` are over."""
 
     def decoding(self, done: int, total: int, plainly: bool) -> None:
         """Called before requests are decoded; `done` of `total` are finished."""
+
+    def compared(self, done: int, total: int) -> None:
+        """Called while requests are decoded plainly; `done` tokens of at most `total` are there."""
 
     def profiling(self) -> None:
         """Called after all decoding, before some steps run once more under the profiler."""
@@ -400,7 +403,20 @@ class _Session:
 
     def _decode_plainly(self, requests: Sequence[Request]) -> list[Result]:
         self.observer.decoding(self.done, self.total, plainly=True)
-        return decode(self._engine(0), requests, self.pair.tokenizer)
+        engine, done = self._engine(0), 0
+        found = [self.outcomes.get(request.index) for request in requests]
+        # as many tokens as speculation gave, if it was first
+        total = sum(
+            request.max_new_tokens if outcome is None else len(outcome.result.output_ids)
+            for request, outcome in zip(requests, found, strict=True)
+        )
+
+        def decoded(piece: Piece) -> None:
+            nonlocal done
+            done += len(piece.token_ids)
+            self.observer.compared(done, total)
+
+        return decode(engine, requests, self.pair.tokenizer, decoded)
 
     def _compare(self, outcome: Outcome, plain: Result) -> None:
         outcome.baseline = plain

@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from peagle.cli.settings.serve import ServedOptions
-from peagle.cli.settings.shared import OUTPUT, RUNNING
+from peagle.cli.settings.shared import RUNNING, quiet_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,4 +27,4 @@ class BatchSettings:
     answers: Annotated[Path, Argument(metavar="OUT.jsonl", help="Answers, one a line, as they end; appended to.")]
     served: ServedOptions = ServedOptions()
     slots: Annotated[int, Option("--slots", metavar="N", rich_help_panel=RUNNING, help="Requests decoded at once.")] = 8
-    quiet: Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No notes, no progress.")] = False
+    quiet: Annotated[bool, quiet_option("No notes, no progress")] = False

@@ -10,6 +10,7 @@ from peagle.cli.settings.shared import (
     OUTPUT,
     SPECULATION,
     Batch,
+    Download,
     DrafterWindow,
     Json,
     LoadOptions,
@@ -80,6 +81,7 @@ class BenchSettings:
     repeats: Annotated[int, Option("--repeats", metavar="R", help="Measurements of each test.")] = 5
     loading: LoadOptions = LoadOptions()
     devices: MeshOptions = MeshOptions()
+    download: Download = False
     json: Json = None
     markdown: Annotated[
         str | None,

@@ -18,7 +18,7 @@ from peagle.cli.settings.shared import (
     RetainFullKV,
     SamplingOptions,
     TemplateOptions,
-    TextOnly,
+    quiet_option,
 )
 
 
@@ -60,4 +60,4 @@ class ChatSettings:
     ] = ()
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False
-    quiet: TextOnly = False
+    quiet: Annotated[bool, quiet_option("The answers alone: no progress, no line under an answer")] = False

@@ -9,6 +9,7 @@ from peagle.cli.settings.serve import ApiKeyFile, Context, Host, MaxQueue, Serve
 from peagle.cli.settings.shared import (
     MODEL,
     RUNNING,
+    Download,
     DrafterWindow,
     LoadOptions,
     MeshOptions,
@@ -52,6 +53,7 @@ class ClusterUpSettings:
     loading: LoadOptions = LoadOptions()
     devices: MeshOptions = MeshOptions()
     drafter_window: DrafterWindow = "auto"
+    download: Download = False
     context: Context = None
     served_model_name: ServedModelName = None
     prefix_cache: PrefixCache = "auto"

@@ -13,12 +13,12 @@ from peagle.cli.settings.shared import (
     Batch,
     ModelOptions,
     OwnFolder,
-    Quiet,
     RenderingOptions,
     SamplingOptions,
     Slots,
     Strict,
     Taps,
+    quiet_option,
 )
 
 
@@ -84,4 +84,4 @@ class DataSettings:
     ] = None
     taps: Taps = None
     sampling: SamplingOptions = SamplingOptions()
-    quiet: Quiet = False
+    quiet: Annotated[bool, quiet_option("No progress, no summary")] = False

@@ -26,7 +26,7 @@ from peagle.cli.settings.shared import (
     SamplingOptions,
     Slots,
     Strict,
-    TextOnly,
+    quiet_option,
 )
 from peagle.engine.request import DEFAULT_CHUNK
 
@@ -136,7 +136,7 @@ class DecodeSettings:
             help="Trace some of the steps once more, into this directory, and say where their time goes.",
         ),
     ] = None
-    quiet: TextOnly = False
+    quiet: Annotated[bool, quiet_option("The text alone: no progress, no notes, no summary")] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from typer import Argument, Option
 from peagle.cli.settings.shared import (
     OUTPUT,
     AuxLayerIds,
+    Download,
     NewFolder,
-    Quiet,
+    quiet_option,
 )
 
 
@@ -39,4 +40,5 @@ class ExportSettings:
         ),
     ] = None
     aux_layer_ids: AuxLayerIds = None
-    quiet: Quiet = False
+    download: Download = False
+    quiet: Annotated[bool, quiet_option("No summary")] = False

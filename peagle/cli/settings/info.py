@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from peagle.cli.settings.shared import MESH, AuxLayerIds
+from peagle.cli.settings.shared import MESH, AuxLayerIds, Download
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class InfoSettings:
         tuple[str, ...], Argument(metavar="DIR", show_default=False, help="Target, drafter, or both.")
     ] = ()
     aux_layer_ids: AuxLayerIds = None
+    download: Download = False
     role: Annotated[
         Literal["both", "prefill", "decode"] | None,
         Option("--role", help="Say also what an engine takes that only prefills, only decodes, or does both."),

@@ -16,9 +16,9 @@ from peagle.cli.settings.shared import (
     Json,
     MeasuredTokens,
     ModelOptions,
-    Quiet,
     SpecialTokens,
     Strict,
+    quiet_option,
 )
 
 
@@ -66,4 +66,4 @@ class ParitySettings:
         Option("--reference-steps", min=1, metavar="N", rich_help_panel=RUNNING, help="In float64: slow ones."),
     ] = 6
     json: Json = None
-    quiet: Quiet = False
+    quiet: Annotated[bool, quiet_option("What was found alone: no progress, no notes")] = False

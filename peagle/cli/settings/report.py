@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from peagle.cli.settings.shared import (
     OUTPUT,
-    Quiet,
+    quiet_option,
 )
 
 
@@ -34,4 +34,4 @@ class ReportSettings:
             help="New folder to write. Default: the run's own; several runs need one.",
         ),
     ] = None
-    quiet: Quiet = False
+    quiet: Annotated[bool, quiet_option("No table: the pages are written alone")] = False

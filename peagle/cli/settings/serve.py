@@ -9,7 +9,6 @@ from typer import Option
 from peagle.cli.options import defaults_from
 from peagle.cli.settings.shared import (
     MODEL,
-    OUTPUT,
     RUNNING,
     DraftOptions,
     MeshOptions,
@@ -17,6 +16,7 @@ from peagle.cli.settings.shared import (
     PrefixCache,
     ProcessOptions,
     RetainFullKV,
+    quiet_option,
 )
 from peagle.text.tokenizer import DEFAULT_DATE
 
@@ -138,9 +138,7 @@ class ServeSettings:
             help="After SIGTERM or Ctrl-C, open answers may take this long to end.",
         ),
     ] = 30
-    quiet: Annotated[
-        bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="No notes, no line for each request.")
-    ] = False
+    quiet: Annotated[bool, quiet_option("No notes, no line for each request")] = False
     config: Annotated[
         Path | None,
         Option(

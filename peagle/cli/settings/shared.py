@@ -1,7 +1,7 @@
 """Options and groups of options that several commands share, and how their values are read."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from typer import Option
 
@@ -18,7 +18,21 @@ RUNNING, OUTPUT, DRAFTER, LEARNING, DATA, MESH = "Running", "Output", "Drafter",
 
 Target = Annotated[
     str | None,
-    Option("--target", metavar="DIR", rich_help_panel=MODEL, help="GPT-OSS checkpoint. Default: the demo's."),
+    Option(
+        "--target",
+        metavar="DIR|OWNER/NAME",
+        rich_help_panel=MODEL,
+        help="GPT-OSS checkpoint. Default: the demo's.",
+    ),
+]
+Download = Annotated[
+    bool,
+    Option(
+        "--download",
+        rich_help_panel=MODEL,
+        help="Fetch checkpoints that are named OWNER/NAME from the Hugging Face Hub, as far as its local cache lacks "
+        "them: weights in safetensors, configuration, tokenizer. Else the network is never used.",
+    ),
 ]
 AuxLayerIds = Annotated[
     str | None,
@@ -83,10 +97,13 @@ Json = Annotated[
         help="All results as one JSON object; with - nothing else goes to standard output.",
     ),
 ]
-TextOnly = Annotated[
-    bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="The text only: no progress, no summary.")
-]
-Quiet = Annotated[bool, Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Warnings and errors only.")]
+
+
+def quiet_option(shown: str) -> Any:
+    """Return the option --quiet of a command; `shown` says what still is, or what is not."""
+    return Option("--quiet", "-q", rich_help_panel=OUTPUT, help=f"{shown}. Warnings and errors are always shown.")
+
+
 PrefixCache = Annotated[
     str,
     Option(
@@ -245,6 +262,7 @@ class ModelOptions(LoadOptions):
     """Which target, and how it is loaded."""
 
     target: Target = None
+    download: Download = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from peagle.cli.settings.shared import (
     MeasuredTokens,
     ModelOptions,
     NewFolder,
-    Quiet,
     SpecialTokens,
     Strict,
+    quiet_option,
 )
 
 
@@ -175,4 +175,4 @@ class SweepSettings:
             "as speculation.json, or as a file. Needs --concurrency 1,...",
         ),
     ] = None
-    quiet: Quiet = False
+    quiet: Annotated[bool, quiet_option("No progress, no table: all is in --out")] = False

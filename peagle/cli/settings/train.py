@@ -12,11 +12,12 @@ from peagle.cli.settings.shared import (
     OUTPUT,
     RUNNING,
     AuxLayerIds,
+    Download,
     OwnFolder,
-    Quiet,
     Strict,
     Taps,
     Target,
+    quiet_option,
 )
 
 
@@ -122,6 +123,7 @@ class TrainSettings:
         Option("--resume", rich_help_panel=RUNNING, help="Go on in --out as begun; more with --steps or --minutes."),
     ] = False
     target: Target = None
+    download: Download = False
     steps: Annotated[
         int | None,
         Option("--steps", min=1, rich_help_panel=LEARNING, help="So many; more than it has continue a folder's."),
@@ -212,10 +214,18 @@ class TrainSettings:
     evaluate_prompts: Annotated[int, Option("--evaluate-prompts", min=1, rich_help_panel=RUNNING)] = 20
     strict: Strict = False
     num_speculative_tokens: Annotated[
-        int, Option("-k", "--num-speculative-tokens", min=1, rich_help_panel=RUNNING, help="K of the evaluation.")
+        int,
+        Option(
+            "-k",
+            "--num-speculative-tokens",
+            min=1,
+            metavar="K",
+            rich_help_panel=RUNNING,
+            help="K of the evaluation.",
+        ),
     ] = 7
     dialect: Annotated[
         Literal["vllm", "speculators"],
         Option("--dialect", rich_help_panel=OUTPUT, help="Of the drafter that is written."),
     ] = "vllm"
-    quiet: Quiet = False
+    quiet: Annotated[bool, quiet_option("No progress, no lines of the log, no summary: all is in --out")] = False

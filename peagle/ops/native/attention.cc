@@ -180,15 +180,18 @@ void Weigh(Query& query, int64_t first, int64_t last) {
   for (int i = 0; i < kLanes; ++i) query.total += sums[i];
 }
 
-// sums += a tile's weights times its values in order, for queries that all read its positions begin .. end - 1
+constexpr int kBlocks = 2;                       // blocks of kLanes columns that are summed in registers together
+constexpr int kAlike = kManyRegisters ? 4 : 3;  // queries whose sums then fit into registers
+
+// sums += a stretch's weights times its values in order, for queries that all read its positions begin .. end - 1, and for
+// columns first .. last - 1 of the head.
 template <bool kHalf, int kQueries>
 void AddValues(const Query* queries, int64_t offset, const void* values, const int64_t* at, int64_t begin, int64_t end,
-               int64_t head_dim) {
+               int64_t head_dim, int64_t first, int64_t last) {
   const float* weights[kQueries];
   for (int q = 0; q < kQueries; ++q) weights[q] = queries[q].weights + offset;
-  constexpr int kBlocks = kManyRegisters ? 4 : 2;  // sums that fit into registers
-  int64_t h = 0;
-  for (; h + kBlocks * kLanes <= head_dim; h += kBlocks * kLanes) {
+  int64_t h = first;
+  for (; h + kBlocks * kLanes <= last; h += kBlocks * kLanes) {
     Floats sums[kQueries][2][kBlocks];
     for (int q = 0; q < kQueries; ++q)
       for (int j = 0; j < 2; ++j)
@@ -210,7 +213,7 @@ void AddValues(const Query* queries, int64_t offset, const void* values, const i
       for (int j = 0; j < 2; ++j)
         for (int b = 0; b < kBlocks; ++b) Store(queries[q].sums + j * head_dim + h + b * kLanes, sums[q][j][b]);
   }
-  for (; h < head_dim; ++h)
+  for (; h < last; ++h)
     for (int64_t i = begin; i < end; ++i)
       for (int q = 0; q < kQueries; ++q) {
         float& sum = queries[q].sums[i % 2 * head_dim + h];
@@ -218,20 +221,30 @@ void AddValues(const Query* queries, int64_t offset, const void* values, const i
       }
 }
 
+// Threads share the positions of each pair of sequence and kv head, rather than its queries, if there are fewer pairs than so
+// many for a thread, so many positions, and no more weights.
+constexpr int64_t kFewPairs = 2, kLong = 256, kMostWeights = 1 << 20;
+
 constexpr int64_t kWorthTurning = 6;  // queries from which on transposing keys pays
 constexpr int64_t kMostRows = 16;     // rows whose queries share a chunk
 
-// Computes queries begin .. end - 1 of one kv head of sequence b, counted row by row and head by head. A tile of
-// keys or values is fetched once for all of them.
+// Queries of one sequence and one kv head, and what is common to them.
+struct Group {
+  Query* queries;
+  int64_t count, sequence, kv_head;
+  int64_t oldest, newest;  // of all positions that are read
+  int64_t first, last;     // of those that are computed: first is a multiple of kLanes
+};
+
+// Takes queries begin .. end - 1 of a pair of sequence and kv head, counted row by row and head by head. Those that read
+// nothing are done with.
 template <bool kHalf>
-void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_t end) {
+Group Gather(const Attention& op, int64_t pair, int64_t begin, int64_t end, Scratch& memory) {
   const int64_t repeat = op.heads / op.kv_heads, width = op.head_dim;
-  Scratch memory;
-  Query* const queries = memory.Take<Query>(end - begin);
-  int64_t count = 0, oldest = INT64_MAX, newest = 0;
+  Group group{memory.Take<Query>(end - begin), 0, pair / op.kv_heads, pair % op.kv_heads, INT64_MAX, 0, 0, 0};
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = b * op.width + i / repeat, head = group * repeat + i % repeat;
-    Query& query = queries[count];
+    const int64_t row = group.sequence * op.width + i / repeat, head = group.kv_head * repeat + i % repeat;
+    Query& query = group.queries[group.count];
     query.place = (row * op.heads + head) * width;
     query.newest = op.positions[row];
     query.oldest = op.window > 0 ? std::max<int64_t>(0, query.newest - op.window + 1) : 0;
@@ -241,16 +254,17 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
       continue;
     }
     query.sink = op.sinks == nullptr ? nullptr : op.sinks + head;
-    oldest = std::min(oldest, query.oldest);
-    newest = std::max(newest, query.newest);
-    ++count;
+    group.oldest = std::min(group.oldest, query.oldest);
+    group.newest = std::max(group.newest, query.newest);
+    ++group.count;
   }
-  if (count == 0) return;
-  const int64_t first = oldest / kLanes * kLanes, last = newest, span = (last - first) / kLanes * kLanes + kLanes;
-  float* const scratch = memory.Take<float>(count * (3 * width + span));
+  if (group.count == 0) return group;
+  group.first = group.oldest / kLanes * kLanes, group.last = group.newest;
+  const int64_t span = (group.last - group.first) / kLanes * kLanes + kLanes;
+  float* const scratch = memory.Take<float>(group.count * (3 * width + span));
   const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(width));
-  for (int64_t i = 0; i < count; ++i) {
-    Query& query = queries[i];
+  for (int64_t i = 0; i < group.count; ++i) {
+    Query& query = group.queries[i];
     query.vector = scratch + i * (3 * width + span);
     query.sums = query.vector + width;
     query.weights = query.sums + 2 * width;
@@ -260,17 +274,28 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
     for (; h < width; ++h) query.vector[h] = LoadOne<kHalf>(op.query, query.place + h) * scale;
     std::fill_n(query.sums, 2 * width, 0.0f);
   }
-  auto places_from = [&](int64_t position) {
-    Places places;
-    const int64_t shift = op.ring ? position % op.capacity - position : 0;
-    for (int64_t i = 0; i < kStretch; ++i) {
-      int64_t slot = std::clamp(position + i, oldest, newest) + shift;
-      if (op.ring && slot >= op.capacity) slot %= op.capacity;
-      places.at[i] = ((b * op.capacity + slot) * op.kv_heads + group) * width;
-    }
-    return places;
-  };
+  return group;
+}
+
+Places PlacesFrom(const Attention& op, const Group& group, int64_t position) {
+  Places places;
+  const int64_t shift = op.ring ? position % op.capacity - position : 0;
+  for (int64_t i = 0; i < kStretch; ++i) {
+    int64_t slot = std::clamp(position + i, group.oldest, group.newest) + shift;
+    if (op.ring && slot >= op.capacity) slot %= op.capacity;
+    places.at[i] = ((group.sequence * op.capacity + slot) * op.kv_heads + group.kv_head) * op.head_dim;
+  }
+  return places;
+}
+
+// Scores of positions begin .. end - 1, begin being the group's first and multiples of kStretch behind it. A tile of keys is
+// fetched once for all queries.
+template <bool kHalf>
+void ScorePositions(const Attention& op, const Group& group, int64_t begin, int64_t end) {
+  const int64_t width = op.head_dim, count = group.count, first = group.first;
+  const Query* const queries = group.queries;
   const bool turn = count >= kWorthTurning;
+  Scratch memory;
   float* const turned = memory.Take<float>(turn ? width * kLanes : 0);
   auto score = [&](int64_t p, const int64_t* at) {
     auto put = [&](Floats scores, const Query& query) {
@@ -296,34 +321,86 @@ void Attend(const Attention& op, int64_t b, int64_t group, int64_t begin, int64_
           queries[i]);
     }
   };
-  for (int64_t p = first; p <= last; p += kStretch) {
-    const Places places = places_from(p);
-    for (int64_t i = 0; i < kStretch && p + i <= last; i += kLanes) score(p + i, places.at + i);
+  for (int64_t p = begin; p < end; p += kStretch) {
+    const Places places = PlacesFrom(op, group, p);
+    for (int64_t i = 0; i < kStretch && p + i < end; i += kLanes) score(p + i, places.at + i);
   }
-  for (int64_t i = 0; i < count; ++i) Weigh(queries[i], first, last);
-  for (int64_t p = first; p <= last; p += kStretch) {
-    const Places places = places_from(p);
+}
+
+// Sums the values by their weights, and writes the output, in columns first .. last - 1 of the head.
+template <bool kHalf>
+void SumColumns(const Attention& op, const Group& group, int64_t first, int64_t last) {
+  const Query* const queries = group.queries;
+  const int64_t width = op.head_dim;
+  for (int64_t p = group.first; p <= group.last; p += kStretch) {
+    const Places places = PlacesFrom(op, group, p);
     auto from = [&](int64_t i) { return std::max<int64_t>(0, queries[i].oldest - p); };
     auto to = [&](int64_t i) { return std::min(kStretch, queries[i].newest - p + 1); };
-    for (int64_t i = 0; i < count; ++i) {
-      if (i + 1 < count && from(i) == from(i + 1) && to(i) == to(i + 1)) {
-        AddValues<kHalf, 2>(&queries[i], p - first, op.value, places.at, from(i), to(i), width);
-        ++i;
-      } else {
-        AddValues<kHalf, 1>(&queries[i], p - first, op.value, places.at, from(i), to(i), width);
-      }
+    auto add = [&]<int kQueries>(int64_t i) {
+      AddValues<kHalf, kQueries>(&queries[i], p - group.first, op.value, places.at, from(i), to(i), width, first,
+                                          last);
+    };
+    for (int64_t i = 0; i < group.count;) {
+      int64_t alike = 1;
+      while (alike < kAlike && i + alike < group.count && from(i) == from(i + alike) && to(i) == to(i + alike)) ++alike;
+      if (alike == kAlike) add.template operator()<kAlike>(i);
+      else if (alike == 3) add.template operator()<3>(i);
+      else if (alike == 2) add.template operator()<2>(i);
+      else add.template operator()<1>(i);
+      i += alike;
     }
   }
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < group.count; ++i) {
     const Query& query = queries[i];
-    int64_t h = 0;
-    for (; h + kLanes <= width; h += kLanes) {
+    int64_t h = first;
+    for (; h + kLanes <= last; h += kLanes) {
       const Floats sums = Load<Floats>(query.sums + h) + Load<Floats>(query.sums + width + h);
       PutLanes<kHalf>(op.out, query.place + h, sums / query.total);
     }
-    for (; h < width; ++h)
-      Put<kHalf>(op.out, query.place + h, (query.sums[h] + query.sums[width + h]) / query.total);
+    for (; h < last; ++h) Put<kHalf>(op.out, query.place + h, (query.sums[h] + query.sums[width + h]) / query.total);
   }
+}
+
+// Computes queries begin .. end - 1 of a pair of sequence and kv head.
+template <bool kHalf>
+void Attend(const Attention& op, int64_t pair, int64_t begin, int64_t end) {
+  Scratch memory;
+  const Group group = Gather<kHalf>(op, pair, begin, end, memory);
+  if (group.count == 0) return;
+  ScorePositions<kHalf>(op, group, group.first, group.last + 1);
+  for (int64_t i = 0; i < group.count; ++i) Weigh(group.queries[i], group.first, group.last);
+  SumColumns<kHalf>(op, group, 0, op.head_dim);
+}
+
+// Computes all queries by threads that share the positions of each pair for its scores, and its columns for its sums. So
+// each key and value is read by one thread, and few queries keep all threads busy.
+template <bool kHalf>
+void AttendTogether(const Attention& op, int64_t pairs, int64_t work, Parallel& parallel) {
+  const int64_t queries = op.width * (op.heads / op.kv_heads);
+  Scratch memory;
+  Group* const groups = memory.Take<Group>(pairs);
+  int64_t longest = 0;
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    groups[pair] = Gather<kHalf>(op, pair, 0, queries, memory);
+    if (groups[pair].count > 0) longest = std::max(longest, groups[pair].last - groups[pair].first + 1);
+  }
+  const int64_t share = (longest + parallel.threads() * kStretch - 1) / (parallel.threads() * kStretch) * kStretch;
+  const int64_t shares = std::max<int64_t>(1, (longest + share - 1) / std::max<int64_t>(share, 1));
+  ForEach(parallel, pairs * shares, work / 2, [&](int64_t chunk) {
+    const Group& group = groups[chunk / shares];
+    const int64_t begin = group.first + chunk % shares * share, end = std::min(group.last + 1, begin + share);
+    if (group.count > 0 && begin < end) ScorePositions<kHalf>(op, group, begin, end);
+  });
+  ForEach(parallel, pairs * queries, work / 8, [&](int64_t chunk) {
+    const Group& group = groups[chunk / queries];
+    if (chunk % queries < group.count) Weigh(group.queries[chunk % queries], group.first, group.last);
+  });
+  const int64_t slice = kBlocks * kLanes, slices = std::max<int64_t>(1, op.head_dim / slice);
+  ForEach(parallel, pairs * slices, work / 2, [&](int64_t chunk) {
+    const Group& group = groups[chunk / slices];
+    const int64_t number = chunk % slices, last = number + 1 == slices ? op.head_dim : (number + 1) * slice;
+    if (group.count > 0) SumColumns<kHalf>(op, group, number * slice, last);
+  });
 }
 
 // Rotates pairs (x[i], x[i + half]) by the row's angles.
@@ -380,16 +457,20 @@ void RunAttention(const Attention& op, Parallel& parallel) {
     all += std::max<int64_t>(seen, 0);
     active += seen > 0;
   }
-  // queries per chunk: as many as keep their weights within 1 MB, or fewer if threads would stay idle
   const int64_t repeat = op.heads / op.kv_heads, queries = op.width * repeat, pairs = op.batch * op.kv_heads;
   const int64_t work = 4 * all * op.heads * op.head_dim, shares = Shares(work, parallel);
+  if (shares > 1 && pairs < kFewPairs * shares && longest >= kLong && pairs * queries * longest <= kMostWeights) {
+    op.bfloat16 ? AttendTogether<true>(op, pairs, work, parallel) : AttendTogether<false>(op, pairs, work, parallel);
+    return;
+  }
+  // queries per chunk: as many as keep their weights within 1 MB, or fewer if threads would stay idle
   const int64_t most = std::clamp<int64_t>((1 << 18) / longest, repeat, kMostRows * repeat);
   const int64_t block = std::clamp<int64_t>((active * op.heads + shares - 1) / shares, 2, std::max<int64_t>(2, most));
   const int64_t blocks = (queries + block - 1) / block;
   ForEach(parallel, pairs * blocks, work, [&](int64_t chunk) {
-    const int64_t begin = chunk % blocks * block, pair = chunk / blocks;
+    const int64_t begin = chunk % blocks * block;
     auto attend = op.bfloat16 ? Attend<true> : Attend<false>;
-    attend(op, pair / op.kv_heads, pair % op.kv_heads, begin, std::min(queries, begin + block));
+    attend(op, chunk / blocks, begin, std::min(queries, begin + block));
   });
 }
 

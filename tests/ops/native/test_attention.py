@@ -640,3 +640,30 @@ def test_widths_that_are_no_heads_are_refused(dim: int, qkv: int, out: int) -> N
     operands |= {"qkv": jnp.zeros((BATCH, 2, qkv)), "sinks": jnp.zeros(0)}
     with pytest.raises(jax.errors.JaxRuntimeError, match="attention: "):
         call_decode(operands, (BATCH, 2, out))
+
+
+# (heads, window): long enough for threads to share a sequence's positions if it is alone
+LONG = [(Heads(3, 1, 64), None), (Heads(5, 1, 24), 280), (Heads(6, 2, 90), None), (Heads(4, 1, 10), 280)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("heads", "window"), LONG, ids=lambda part: f"{part.dim}" if isinstance(part, Heads) else None)
+def test_a_long_sequence_that_threads_share_has_the_bits_it_has_among_others(
+    heads: Heads, window: int | None, dtype: type
+) -> None:
+    rng, capacity, batch = np.random.default_rng(16), 320 if window is None else 290, 8
+    shape = (batch, capacity, heads.kv, heads.dim)
+    held = [jnp.asarray(part, dtype) for part in rng.standard_normal((2, *shape))]
+    sinks = random_sinks(rng, heads)
+    for rows in ([305], [300, 301, -1, 302, 303]):
+        none, first = [-1] * len(rows), [40, *[-1] * (len(rows) - 1)]
+        positions = np.array([rows, none, none, *[first] * 5], np.int32)
+        qkv = random_projections(rng, heads, len(rows), dtype, batch)
+        among, _ = decode(qkv, KVCache(*held, window is not None), positions, heads, window, sinks)
+        own = KVCache(*(part[:1] for part in held), window is not None)
+        alone, _ = decode(qkv[:1], own, positions[:1], heads, window, sinks)
+        assert_same_bits(np.asarray(among)[:1], np.asarray(alone))
+        expected, _ = decode(qkv[:1], own, positions[:1], heads, window, sinks, form="xla")
+        seen = positions[:1] >= 0
+        values, by_xla = (np.asarray(each, np.float64)[seen] for each in (alone, expected))
+        np.testing.assert_allclose(values, by_xla, rtol=EXPECTED_ERROR[dtype], atol=EXPECTED_ERROR[dtype])

@@ -116,12 +116,12 @@ def test_an_end_of_input_at_once_is_an_end(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("-k", "many"), "K is 'many'; expected a number of drafted tokens, or auto"),
-        (("-n", "0"), "max_new_tokens is 0"),
-        (("--context", "100000"), "context is 100000; expected 2.."),
+        (("-k", "many"), "-k is 'many'; expected a number of drafted tokens, or auto"),
+        (("-n", "0"), "-n is 0"),
+        (("--context", "100000"), "--context is 100000; expected 2.."),
         (("--stop", ""), "stop string 1 of 1 is empty"),
-        (("--date", "today"), "date is 'today'"),
-        (("--temperature", "-1"), "temperature is -1"),
+        (("--date", "today"), "--date is 'today'"),
+        (("--temperature", "-1"), "--temperature is -1"),
     ],
 )
 def test_what_no_message_could_be_answered_with_is_refused(chat: Chat, options: tuple[str, ...], message: str) -> None:

@@ -103,7 +103,7 @@ def test_quiet_is_the_text_alone(cli: Run) -> None:
 
 
 def test_where_no_draft_can_pay_it_says_so(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "_measure_costs", lambda _: {1: 9.0})
+    monkeypatch.setattr(Engine, "_measure_costs", lambda *_: {1: 9.0})
     code, _, err = cli("speculate", "--drafter", "ngram", "-k", "auto", "-n", "12", "Hi")
     assert code == 0
     assert "a step takes the time of 9.0 plain steps and gives 4 tokens at most; decoded plainly" in err
@@ -382,32 +382,32 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["-k", "0", "Hi"], ["K is 0", "1 or more"]),
-        (["-k", "-3", "Hi"], ["K is -3"]),
-        (["-k", "1000", "Hi"], ["K is 1000", "to 128 drafted"]),
-        (["-k", "x", "Hi"], ["K is 'x'", "or auto"]),
-        (["-n", "0", "Hi"], ["max_new_tokens is 0"]),
-        (["--slots", "0", "Hi"], ["slots are 0", "1 or more"]),
+        (["-k", "0", "Hi"], ["-k is 0", "1 or more"]),
+        (["-k", "-3", "Hi"], ["-k is -3"]),
+        (["-k", "1000", "Hi"], ["-k is 1000", "to 128 drafted"]),
+        (["-k", "x", "Hi"], ["-k is 'x'", "or auto"]),
+        (["-n", "0", "Hi"], ["error: -n is 0"]),
+        (["--slots", "0", "Hi"], ["--slots is 0", "1 or more"]),
         (["--slots", "2", "--batch", "2", "Hi"], ["--slots and --batch", "both given"]),
-        (["--context", "1", "Hi"], ["context is 1"]),
-        (["--context", "100000", "Hi"], ["context is 100000", "384"]),
+        (["--context", "1", "Hi"], ["--context is 1"]),
+        (["--context", "100000", "Hi"], ["--context is 100000", "384"]),
         (["--context", "8", "Hi there"], ["8 positions", "--context"]),
-        (["--temperature", "-1", "Hi"], ["temperature is -1"]),
-        (["--temperature", "nan", "Hi"], ["temperature is nan"]),
-        (["--top-p", "0", "Hi"], ["top-p is 0"]),
-        (["--top-k", "-1", "Hi"], ["top-k is -1"]),
-        (["--min-p", "2", "Hi"], ["min-p is 2"]),
-        (["--presence-penalty", "3", "Hi"], ["presence penalty is 3", "-2 to 2"]),
-        (["--frequency-penalty", "-3", "Hi"], ["frequency penalty is -3"]),
-        (["--repetition-penalty", "0", "Hi"], ["repetition penalty is 0"]),
+        (["--temperature", "-1", "Hi"], ["--temperature is -1"]),
+        (["--temperature", "nan", "Hi"], ["--temperature is nan"]),
+        (["--top-p", "0", "Hi"], ["--top-p is 0"]),
+        (["--top-k", "-1", "Hi"], ["--top-k is -1"]),
+        (["--min-p", "2", "Hi"], ["--min-p is 2"]),
+        (["--presence-penalty", "3", "Hi"], ["--presence-penalty is 3", "-2 to 2"]),
+        (["--frequency-penalty", "-3", "Hi"], ["--frequency-penalty is -3"]),
+        (["--repetition-penalty", "0", "Hi"], ["--repetition-penalty is 0"]),
         (["--logit-bias", "x=1", "Hi"], ["--logit-bias is 'x=1'", "ID=VALUE"]),
         (["--logit-bias", "5", "Hi"], ["--logit-bias is '5'", "ID=VALUE"]),
         (["--logit-bias", "100000=1", "Hi"], ["token id 100000", "vocabulary"]),
-        (["--min-tokens", "-1", "Hi"], ["min tokens are -1"]),
-        (["--prefill-chunk", "0", "Hi"], ["prefill chunk is 0"]),
-        (["--seed", "-1", "Hi"], ["seed is -1"]),
+        (["--min-tokens", "-1", "Hi"], ["--min-tokens is -1"]),
+        (["--prefill-chunk", "0", "Hi"], ["--prefill-chunk is 0"]),
+        (["--seed", "-1", "Hi"], ["--seed is -1"]),
         (["--draft-sampling", "--temperature", "1", "Hi"], ["no probabilities"]),
-        (["--date", "today", "Hi"], ["YYYY-MM-DD"]),
+        (["--date", "today", "Hi"], ["--date is 'today'", "YYYY-MM-DD"]),
         (["--reasoning-effort", "huge", "Hi"], ["huge"]),
         (["--dtype", "int4", "Hi"], ["int4"]),
         (["--no-such-flag", "Hi"], ["--no-such-flag"]),

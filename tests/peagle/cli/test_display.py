@@ -4,9 +4,11 @@ import io
 import sys
 
 import pytest
+from rich.console import Console
 
 from peagle.cli import display
 from peagle.cli.display import Display
+from peagle.cli.output import wrapped
 from peagle.engine.request import Request
 from tests.peagle.text.test_channels import PROMPT, HarmonyTokenizer, ids, split
 
@@ -67,3 +69,36 @@ def test_on_a_terminal_reasoning_is_dim_and_the_answer_is_not(
     shows.emitted(request, ids(split(ANSWER)), ANSWER)
     shows.end(request)
     assert out.getvalue() == shown
+
+
+def test_runs_of_a_measurement_are_counted_with_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(display, "LINE_SECONDS", 0)
+    clock = iter([0.0, 0.0, 2.0, 4.0, 5.0, 5.0])
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(clock))
+    shows = Display(text=False, quiet=False, total=1, streaming=False)
+    for done in range(3):
+        shows.run_of("measuring", done, 5)
+    shows.run_of("compiling", 0, 2, unit="test")  # something else begins anew
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring: run 1 of 5",
+        "measuring: run 2 of 5, about 8 s left",
+        "measuring: run 3 of 5, about 6 s left",
+        "compiling: test 1 of 2",
+    ]
+
+
+@pytest.mark.parametrize(("columns", "terminal"), [(40, True), (40, False)])
+def test_lines_are_broken_between_words_in_a_terminal_alone(columns: int, terminal: bool) -> None:
+    console = Console(file=io.StringIO(), width=columns, force_terminal=terminal)
+    line = "acceptance   length 3.84 | 17 steps of K = 3 | rate per position 1.00 .94 .88"
+    text = wrapped(f"{line}\n  indented: {line}", console, 13)
+    if not terminal:
+        assert text == f"{line}\n  indented: {line}"
+        return
+    parts = text.split("\n")
+    assert max(map(len, parts)) <= columns
+    assert text.split() == f"{line} indented: {line}".split()  # no word is broken
+    assert parts[1].startswith(" " * 13)
+    assert parts[3].startswith("  indented")

@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 import typer
 
-from peagle.cli.options import command_of, given
+from peagle.cli.options import by_flag, command_of, given
 from peagle.cli.settings.shared import PrefillOptions
 from peagle.ops.errors import InputError
 from peagle.ops.row_blocks import BlockedPrefill
@@ -72,3 +72,18 @@ def test_blocks_are_those_of_blocked_prefill() -> None:
     assert PrefillOptions().blocked() is None
     with pytest.raises(InputError, match=r"--query-blocks is given, .* give --prefill blocked"):
         PrefillOptions(query_blocks=2).blocked()
+
+
+def test_a_message_about_a_value_names_its_flag_as_typed() -> None:
+    flags = {"top_k": "--top-k", "slots": "--slots", "num_speculative_tokens": "-k", "prompt_lengths": "-p"}
+    for message, named in (
+        ("top-k is -1; expected 0 or more", "--top-k is -1; expected 0 or more"),
+        ("number of slots is 0", "--slots is 0"),
+        ("slots are 0", "--slots is 0"),
+        ("K is 0 in adaptive drafting", "-k is 0 in adaptive drafting"),
+        ("prompt length is 0", "-p is 0"),
+        ("the prompt is empty", "the prompt is empty"),
+        ("--top-k is -1", "--top-k is -1"),
+        ("a file is too long", "a file is too long"),
+    ):
+        assert by_flag(message, flags) == named

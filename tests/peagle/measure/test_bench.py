@@ -1,9 +1,8 @@
 """`peagle bench`: counts, formulas, output and errors. No test depends on a measured time."""
 
-import contextlib
 import json
 import signal
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,17 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.loading import load
-from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, WeightBytes, bench, time_steps
+from peagle.measure.bench import (
+    Bench,
+    BenchOptions,
+    Case,
+    Measurement,
+    Progress,
+    Stage,
+    WeightBytes,
+    bench,
+    time_steps,
+)
 from peagle.ops.errors import InputError
 from tests.peagle.conftest import MAX_POSITIONS, Directories, toy_pair
 from tests.peagle.toys import tiny_target
@@ -180,8 +189,14 @@ def test_all_drafts_are_refused_so_that_a_drafted_step_is_at_a_plain_ones_positi
 
 
 def test_every_test_is_measured_and_its_tokens_counted(tiny: Pair) -> None:
-    told: list[tuple[int, int]] = []
-    done = bench(tiny, OPTIONS, lambda *numbers: told.append(numbers))
+    told: list[tuple[str, int, int]] = []
+    left: list[float | None] = []
+
+    def progress(stage: Stage, done: int, total: int, left_s: float | None) -> None:
+        told.append((stage, done, total))
+        left.append(left_s)
+
+    done = bench(tiny, OPTIONS, progress)
     assert not done.interrupted
     assert [(each.case.kind, each.case.size) for each in done.measurements] == KINDS
     for each in done.measurements:
@@ -190,7 +205,9 @@ def test_every_test_is_measured_and_its_tokens_counted(tiny: Pair) -> None:
         kind, size = each.case.kind, each.case.size
         assert each.passes == {"pp": 1, "tg": size, "verify": each.passes}[kind]
         assert each.num_tokens == {"pp": 2 * size, "tg": 2 * size, "verify": 2 * size * each.passes}[kind]
-    assert told == [(number, 16) for number in range(1, 17)]
+    assert told == [("compiling", n, 4) for n in range(4)] + [("measuring", n, 12) for n in range(12)]
+    assert left[:8] == [None] * 8  # until each test ran once
+    assert all(each is not None and each > 0 for each in left[8:])
 
 
 def test_decoding_is_the_engines(tiny: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,19 +262,19 @@ def test_prompts_of_both_sequences_are_in_the_caches_however_they_are_cut(tiny: 
 
 
 def test_an_interruption_leaves_what_there_is(tiny: Pair) -> None:
-    def stop_at(last: int) -> Callable[[int, int], None]:
-        def progress(done: int, _: int) -> None:
-            if done == last:
+    def stop_at(*last: object) -> Progress:
+        def progress(*told: object) -> None:
+            if told[:2] == last:
                 raise KeyboardInterrupt
 
         return progress
 
-    done = bench(tiny, OPTIONS, stop_at(4 + 4 + 2))  # all compiled, a round, and of the next, backwards, two
+    done = bench(tiny, OPTIONS, stop_at("measuring", 4 + 2))  # a round, and of the next, backwards, two
     assert done.interrupted
     assert [len(each.seconds) for each in done.measurements] == [1, 1, 2, 2]
-    done = bench(tiny, OPTIONS, stop_at(4 + 2))
+    done = bench(tiny, OPTIONS, stop_at("measuring", 2))
     assert [(each.case.kind, each.case.size) for each in done.measurements] == KINDS[:2]
-    assert bench(tiny, OPTIONS, stop_at(2)).measurements == ()
+    assert bench(tiny, OPTIONS, stop_at("compiling", 2)).measurements == ()
 
 
 def test_what_takes_more_positions_than_there_are_is_refused() -> None:
@@ -392,22 +409,16 @@ def test_markdown_alone_goes_to_standard_output(run: Run) -> None:
 
 
 def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from peagle.cli.display import Advance, Display
+    from peagle.cli.display import Display
 
-    stage = Display.stage
+    run_of = Display.run_of
 
-    @contextlib.contextmanager
-    def interrupting(self: Display, what: str, animated: bool = True) -> Iterator[Advance]:
-        with stage(self, what, animated) as advance:
+    def interrupting(self: Display, what: str, done: int, *more: Any) -> None:
+        run_of(self, what, done, *more)
+        if (what, done) == ("measuring", 3):
+            signal.raise_signal(signal.SIGINT)
 
-            def advance_and_interrupt(done: int, total: int, left_s: float | None = None) -> None:
-                advance(done, total, left_s)
-                if (done, total) == (4 + 3, 12):  # of the tests, not of the bytes read
-                    signal.raise_signal(signal.SIGINT)
-
-            yield advance_and_interrupt
-
-    monkeypatch.setattr(Display, "stage", interrupting)
+    monkeypatch.setattr(Display, "run_of", interrupting)
     code, out, _ = run(*ARGUMENTS, "--json", str(tmp_path / "out.json"))
     value = json.loads((tmp_path / "out.json").read_text())
     assert code == 130
@@ -424,25 +435,25 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
         (["-p", "12,x"], ["-p is '12,x'", "commas"]),
         (["-n", ""], ["-n is ''"]),
         (["-t", "1,,2"], ["-t is '1,,2'"]),
-        (["-t", "0"], ["width is 0", "1 or more"]),
-        (["-t", "2,-1"], ["width is -1"]),
-        (["-p", "8,0"], ["prompt length is 0"]),
-        (["-n", "-4"], ["new tokens is -4"]),
-        (["--context", "0"], ["context is 0"]),
-        (["--slots", "0"], ["number of slots is 0"]),
+        (["-t", "0"], ["-t is 0", "1 or more"]),
+        (["-t", "2,-1"], ["-t is -1"]),
+        (["-p", "8,0"], ["-p is 0"]),
+        (["-n", "-4"], ["-n is -4"]),
+        (["--context", "0"], ["--context is 0"]),
+        (["--slots", "0"], ["--slots is 0"]),
         (["--slots", "1,x"], ["--slots is '1,x'", "commas"]),
-        (["--slots", "1,-2"], ["number of slots is -2"]),
+        (["--slots", "1,-2"], ["--slots is -2"]),
         (["--slots", "1,2", "-n", "0"], ["several --slots are given, but no decoding test"]),
         (["--slots", "1,400"], ["tg 3", f"at most {MAX_POSITIONS}, the target's"]),
         (["--slots", "2", "--batch", "2"], ["--slots and --batch"]),
-        (["-k", "0", "--drafter", "ngram"], ["K is 0", "1 or more"]),
+        (["-k", "0", "--drafter", "ngram"], ["-k is 0", "1 or more"]),
         (["-k", "2,many", "--drafter", "ngram"], ["-k is '2,many'"]),
-        (["-k", "200", "--drafter", "ngram"], ["K is 200", "128"]),
+        (["-k", "200", "--drafter", "ngram"], ["-k is 200", "128"]),
         (["-k", "2", "-n", "0", "--drafter", "ngram"], ["-k is given, but no decoding test"]),
         (["-k", "2"], ["needs its own drafter"]),
         (["-k", "2", "--drafter", "absent"], ["absent does not exist"]),
         (["--drafter", "ngram"], ["--drafter is given without -k"]),
-        (["--repeats", "0"], ["repeats is 0"]),
+        (["--repeats", "0"], ["--repeats is 0"]),
         (["--ffn-blocks", "4"], ["--ffn-blocks is given", "--prefill blocked"]),
         (["--prefill", "blocked", "--ffn-blocks", "5"], ["--ffn-blocks is 5", "divides 128", "1, 2, 4, 8"]),
         (["--context", "381"], ["tg 3", "takes 385 positions", f"at most {MAX_POSITIONS}, the target's"]),

@@ -182,9 +182,9 @@ def test_what_cannot_be_served_is_refused_in_a_line(capfd: pytest.CaptureFixture
             (["--max-queue", "-1"], "--max-queue is -1"),
             (["--max-body", "0"], "--max-body is 0"),
             (["--drain", "-1"], "--drain is -1"),
-            (["--date", "today"], "date is 'today'"),
+            (["--date", "today"], "--date is 'today'"),
             (["--prefix-cache", "much"], "--prefix-cache is 'much'"),
-            (["-k", "many"], "K is 'many'"),
+            (["-k", "many"], "-k is 'many'"),
             (["--target", str(tmp_path / "none")], "none"),
         ):
             assert main(["serve", *options]) == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peagle.api import Pair
-from peagle.engine.engine import Engine, Handle
+from peagle.engine.engine import Engine, Handle, Measuring
 from peagle.engine.grammar import GrammarError
 from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, SamplingParams, TokenChunk
@@ -151,9 +151,9 @@ def test_measuring_what_drafting_costs_compiles_nothing(
 ) -> None:
     measure, counts = Engine._measure_costs, []
 
-    def counting(engine: Engine) -> dict[int, float]:
+    def counting(engine: Engine, measuring: Measuring) -> dict[int, float]:
         counts.append(trace_counts())
-        costs = measure(engine)
+        costs = measure(engine, measuring)
         counts.append(trace_counts())
         return costs
 

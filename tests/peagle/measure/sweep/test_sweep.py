@@ -440,7 +440,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
         (["-k", "x"], "expected numbers, ranges or auto"),
         (["-k", "3-"], "expected numbers, ranges or auto"),
         (["-k", "0"], "at least one K of 1 or more"),
-        (["-k", "1,100000", "--dry-run"], "K is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
+        (["-k", "1,100000", "--dry-run"], "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
         (["--temperature", "hot"], "expected numbers separated by commas"),
         (["--temperature", "-1"], "expected finite numbers"),
         (["--buckets", "5,3"], "tokens that rise"),

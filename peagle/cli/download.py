@@ -1,0 +1,50 @@
+"""`--download`: fetch the checkpoints that a command names, before anything else."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from peagle.cli.display import Display
+from peagle.hub import cache, fetch, is_name, remaining
+from peagle.ops.memory import size_in_words
+
+NAMING = ("target", "drafter", "init", "directories")  # fields whose values are checkpoints
+
+
+def download(settings: Any) -> None:
+    """Fetch what the local cache lacks of the checkpoints that the settings name on the Hub, and say how much it is.
+
+    Raises InputError if a checkpoint cannot be fetched, and KeyboardInterrupt after Ctrl-C.
+    """
+    display = Display(text=False, quiet=getattr(settings, "quiet", False), total=1, streaming=False)
+    for name in dict.fromkeys(each for each in _named(settings) if is_name(each)):
+        with display.stage(f"looking {name} up"):
+            missing = remaining(name)
+        if not missing.num_files:
+            display.note(f"{name} is in {cache()} already")
+            continue
+        files = f"{missing.num_files} file{'s' * (missing.num_files > 1)}"
+        display.note(f"fetching {name} into {cache()}: {files}, {size_in_words(missing.num_bytes)}")
+        with display.keeping(_kept), display.stage(f"fetching {name}") as progress:
+            fetch(missing, progress)
+
+
+def _kept() -> str:
+    return f"whole files stay in {cache()}; the same command fetches the rest"
+
+
+def wants_download(settings: Any) -> bool:
+    """Return whether --download was given to a command that has it."""
+    own = getattr(settings, "download", False)
+    groups = (getattr(settings, each.name) for each in dataclasses.fields(settings))
+    return bool(own) or any(wants_download(group) for group in groups if dataclasses.is_dataclass(group))
+
+
+def _named(settings: Any) -> Iterator[str]:
+    """Yield the checkpoints that settings name, of nested groups, too."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _named(value)
+        elif field.name in NAMING and value is not None:
+            yield from value.split(",") if isinstance(value, str) else value

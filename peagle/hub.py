@@ -1,0 +1,179 @@
+"""Checkpoints by their names on the Hugging Face Hub: find them in the local cache, or fetch them if that is asked for.
+
+Only `remaining` and `fetch` use the network. Only weights in safetensors, configurations and the tokenizer's files are
+fetched, of the repository's top level: never code, never a pickle.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
+WEIGHTS = ".safetensors"
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "speculation.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "model.safetensors.index.json",
+    f"*{WEIGHTS}",
+)
+BELOW = "*/*"  # other formats of the same weights
+OFFLINE = "HF_HUB_OFFLINE"
+OURS = "ON"  # as `stay_offline` sets it; what a user sets is another spelling of the same
+BANS = (OFFLINE, "TRANSFORMERS_OFFLINE")
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What `fetch` would bring of a repository: files that are not in the local cache."""
+
+    name: str
+    num_files: int
+    num_bytes: int
+
+
+def is_name(name: str | Path) -> bool:
+    """Check whether a checkpoint is named as OWNER/NAME, and is no path that exists."""
+    return NAME.fullmatch(str(name)) is not None and not Path(name).exists()
+
+
+def stay_offline() -> None:
+    """Forbid Hugging Face's libraries the network in this process and those it starts, but for `fetch`.
+
+    To be called before any of them is imported.
+    """
+    os.environ.setdefault(OFFLINE, OURS)
+
+
+def cached(name: str) -> Path:
+    """Return the snapshot of a repository in the local cache. Raises InputError if it is not there as a whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=[*FILES], ignore_patterns=BELOW))
+    except LocalEntryNotFoundError:
+        raise InputError(
+            f"{name} is neither a directory nor, as a whole, in the local Hugging Face cache; expected a checkpoint: "
+            f"peagle info --download {name} fetches it"
+        ) from None
+
+
+def remaining(name: str) -> Remaining:
+    """Look up on the Hub what the local cache lacks of a repository.
+
+    Raises InputError if the Hub cannot be reached or refuses, or if there are no weights that could be loaded.
+    """
+    with _online(name), interrupt.waiting():
+        files = _snapshot(name, dry_run=True, tqdm_class=_reporting(lambda _: None))
+    if not any(file.filename.endswith(WEIGHTS) for file in files):
+        raise InputError(
+            f"{name} on the Hub has no weights in safetensors at its top level, and nothing else is fetched; expected "
+            "another repository, or a directory"
+        )
+    missing = [file for file in files if file.will_download]
+    return Remaining(name, len(missing), sum(file.file_size or 0 for file in missing))
+
+
+def fetch(what: Remaining, progress: Callable[[int, int], None]) -> None:
+    """Fetch what the local cache lacks, file by file, so that an interruption costs one file at most.
+
+    progress(bytes that came, bytes in all) is called in between, from another thread. Raises InputError as `remaining`
+    does, and KeyboardInterrupt after Ctrl-C; whole files stay.
+    """
+    with _online(what.name):
+        _snapshot(what.name, max_workers=1, tqdm_class=_reporting(lambda done: progress(done, what.num_bytes)))
+
+
+def cache() -> Path:
+    """Return the folder of the local cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _snapshot(name: str, **options: Any) -> Any:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=[*FILES], ignore_patterns=BELOW, **options)
+
+
+def _reporting(report: Callable[[int], None]) -> type:
+    """Make the progress bar that the Hub's client updates: it shows nothing, and reports bytes."""
+    from huggingface_hub.utils import tqdm
+
+    class Reporting(tqdm):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._counts = options.get("unit") == "B"
+            self._so_far = 0
+            super().__init__(*arguments, **{**options, "disable": True})
+
+        def update(self, n: int | float | None = 1) -> None:
+            interrupt.check()
+            if self._counts:  # bytes that came, and bytes written: two bars, nearly equal
+                self._so_far += int(n or 0)
+                report(self._so_far)
+
+    return Reporting
+
+
+@contextmanager
+def _online(name: str) -> Iterator[None]:
+    """Let the Hub's client use the network within, and turn its errors into one line.
+
+    Raises InputError if the environment forbids the network.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    for variable in BANS:
+        value = os.environ.get(variable, "")
+        if value.upper() in ("1", "ON", "YES", "TRUE") and (variable, value) != (OFFLINE, OURS):
+            raise InputError(
+                f"{variable}={value} in the environment forbids to fetch {name}; unset it, or leave --download out"
+            )
+    failures: Any = (OSError, ValueError, *HfHubHTTPError.__bases__)  # the bases: the HTTP client's own, OSError
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, False
+    try:
+        yield
+    except failures as error:
+        raise _refusal(name, error, constants.ENDPOINT) from None
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _refusal(name: str, error: Exception, hub: str) -> InputError:
+    """Say why a repository does not come, and what to do."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    cause = error
+    while not hasattr(cause, "response") and isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    if isinstance(cause, GatedRepoError) or status == 403:
+        return InputError(
+            f"{hub} gives {name} only to accounts that accepted its terms (status {status}); accept them at "
+            f"{hub}/{name}, then log in with hf auth login, or set HF_TOKEN"
+        )
+    if isinstance(cause, RepositoryNotFoundError) or status == 401:
+        return InputError(
+            f"{hub} has no {name}, or shows it to some accounts only (status {status}); check the name, or log in with "
+            "hf auth login"
+        )
+    why = " ".join(f"{type(cause).__name__}: {cause}".split())
+    return InputError(
+        f"{name} cannot be fetched from {hub}: {why}; check the network and repeat the command, or give a directory"
+    )

@@ -1,0 +1,67 @@
+"""The first hour: its commands are those that exist, its page names times and acceptance, a failure is one line."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from peagle.cli.app import app
+from peagle.measure.pages import markdown
+from peagle.ops.errors import InputError
+from scripts.first_hour import Budget, acceptance, page, run, steps, within_aim, write_prompts
+from scripts.runs import Json
+
+BUDGET = Budget(minutes=0.5, num_prompts=48, held_out=8, repeats=1)
+
+
+def test_each_command_has_the_options_that_it_is_given() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for _, command in steps(BUDGET):
+        _, name, *words = shlex.split(command)
+        known = {flag for option in commands[name].params for flag in option.opts}
+        assert {word for word in words if word.startswith("-")} <= known, command
+
+
+def estimate(value: float) -> Json:
+    return {"value": value, "low": value - 0.2, "high": value + 0.2}
+
+
+def row(k: int, drafter: str, length: float) -> Json:
+    return {"k": k, "drafter": drafter, "acceptance_length": estimate(length), "speedup": estimate(1.1), "more": 1}
+
+
+def test_the_page_has_times_and_acceptance_beside_the_shipped_drafter() -> None:
+    rows = [
+        row(0, "", 1.0),
+        row(3, "run/drafter", 3.2),
+        row(3, "demo", 3.3),
+        row(7, "run/drafter", 4.0),
+        row(7, "demo", 4.7),
+    ]
+    found = acceptance(rows)
+    assert [each["k"] for each in found] == [3, 3, 7, 7]
+    behind, met = within_aim(found)
+    assert behind == pytest.approx(0.7)
+    assert met
+    done = {"title": "report", "command": "peagle report sweep", "seconds": 12.3, "exit_code": 0, "lines": ["a page"]}
+    device = {"platform": "cpu", "kind": "cpu"}
+    source = {"command": "c", "device": device, "cpu": "C", "num_threads": 2, "packages": {"jaxlib": "1"}, "time": "t"}
+    record = {"config": vars(BUDGET), "provenance": source, "steps": [done], "acceptance": found}
+    text = markdown(page(record))
+    assert "| report | `peagle report sweep` | 12 s |" in text
+    assert "| 7 | run/drafter | 4.00 (3.80..4.20) | 1.10 (0.90..1.30) |" in text
+    assert "lies +0.70 behind (aim: 0.8, met)" in text
+    assert "$ peagle report sweep\na page" in text
+
+
+def test_a_command_that_fails_is_one_line_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"peagle nothing ended with 2: .*No such command.*; see .*log.txt"):
+        run("first", "peagle nothing", tmp_path, tmp_path / "log.txt")
+
+
+def test_prompts_are_not_held_out_ones(tmp_path: Path) -> None:
+    write_prompts(tmp_path, 5)
+    prompts, held_out = ((tmp_path / name).read_text("utf-8") for name in ("prompts.jsonl", "heldout.jsonl"))
+    assert len(prompts.splitlines()) == 5
+    assert not set(prompts.splitlines()) & set(held_out.splitlines())
