@@ -465,6 +465,13 @@ def windows_in_words(config: "DrafterConfig") -> str:
     return f"{' and '.join(map(str, sorted(set(windows))))} positions{where}, by config.json"
 
 
+def or_demo(name: str | None) -> str:
+    """Return a name as typed, by default the demo's. Raises InputError for an empty one, as of an unset variable."""
+    if name == "":
+        raise InputError("a target's or a drafter's name is empty; expected a directory or a name, or leave it out")
+    return DEMO if name is None else name
+
+
 def resolve(name: str | Path, part: Literal["target", "drafter"]) -> Path:
     """Return the directory of a name: one of the demo's, itself, or of OWNER/NAME in the local Hugging Face cache.
 

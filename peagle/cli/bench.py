@@ -17,7 +17,7 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile, wrapped
 from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots
 from peagle.cli.speculate import load_pair
-from peagle.loading import DEMO, check_fit, drafter_path, local_model, resolve
+from peagle.loading import check_fit, drafter_path, local_model, or_demo, resolve
 from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, Stage, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
@@ -50,8 +50,8 @@ def bench_command(settings: BenchSettings) -> int:
     markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
     if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
         raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
-    name = settings.target or DEMO
-    drafter = None if settings.num_speculative_tokens is None else settings.drafter or DEMO
+    name = or_demo(settings.target)
+    drafter = None if settings.num_speculative_tokens is None else or_demo(settings.drafter)
     if settings.drafter is not None and drafter is None:
         raise InputError("--drafter is given without -k, the drafts of a step to measure; give both, or neither")
     if (directory := drafter_path(name, drafter)) is not None:

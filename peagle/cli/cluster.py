@@ -14,7 +14,17 @@ from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import DEFAULT_CONTEXT
 from peagle.engine.widths import read_widths
-from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, asked_window, check_fit, drafter_path, resolve, without_weights
+from peagle.loading import (
+    DEMO,
+    DEMO_EAGLE3,
+    NGRAM,
+    asked_window,
+    check_fit,
+    drafter_path,
+    or_demo,
+    resolve,
+    without_weights,
+)
 from peagle.parallel import parse_mesh
 from peagle.workflows.run import default_prefix_cache_bytes
 
@@ -48,8 +58,8 @@ def up_command(settings: ClusterUpSettings) -> int:
 
 def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
     """Make the fields of peagle.cluster.deployments.FleetConfig. Raises InputError for models that do not fit."""
-    target, k = settings.target or DEMO, settings.num_speculative_tokens
-    drafter = None if k == 0 else settings.drafter or DEMO
+    target, k = or_demo(settings.target), settings.num_speculative_tokens
+    drafter = None if k == 0 else or_demo(settings.drafter)
     directory, beside = resolve(target, "target"), drafter_path(target, drafter)
     pair = without_weights(target)
     asked_window(beside, settings.drafter_window)

@@ -25,7 +25,7 @@ from peagle.cli.settings.data import DataSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots, parse_layers
 from peagle.cli.speculate import load_pair
 from peagle.engine.request import SamplingParams
-from peagle.loading import DEMO, resolve
+from peagle.loading import or_demo, resolve
 from peagle.ops.checkpoint import fingerprint
 from peagle.ops.errors import InputError
 from peagle.ops.files import alone
@@ -95,7 +95,7 @@ def _data(settings: DataSettings) -> int:
 
 def _checked(settings: DataSettings) -> Checked:
     """Read the prompts and the folder. Raises InputError for what cannot be."""
-    name, asked_taps = settings.model.target or DEMO, parse_layers(settings.taps, "--taps")
+    name, asked_taps = or_demo(settings.model.target), parse_layers(settings.taps, "--taps")
     slots = chosen_slots(settings.slots, settings.batch, 32)
     directory = resolve(name, "target")
     rendering = settings.rendering.rendering()

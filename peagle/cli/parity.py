@@ -11,7 +11,7 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
 from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.shared import DraftOptions, parse_layers
 from peagle.cli.speculate import load_pair
-from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, resolve
+from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, or_demo, resolve
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep.figures import json_ready
 from peagle.ops.checkpoint import read_checkpoint
@@ -26,7 +26,7 @@ def parity_command(settings: ParitySettings) -> int:
     """What was found is on standard output and in --json. Returns the exit code: 0, or 1 where a difference or a likely
     cause of low acceptance was found. Raises InputError for whatever cannot be run."""
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
-    target, drafter = settings.model.target or DEMO, settings.drafter or DEMO
+    target, drafter = or_demo(settings.model.target), or_demo(settings.drafter)
     if drafter == NGRAM:
         raise InputError("ngram has no weights to be compared; give a drafter's directory")
     path = drafter_path(target, drafter)

@@ -21,7 +21,7 @@ from peagle.cli.settings.shared import (
     parse_prefix_cache,
 )
 from peagle.engine.grammar import Grammar
-from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, drafter_path, resolve
+from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, drafter_path, or_demo, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -52,8 +52,8 @@ def decode_command(settings: Settings) -> int:
     be followed: then all else is written."""
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     trace_file = None if settings.trace is None else _trace_file(settings, json_file)
-    target = settings.model.target or DEMO
-    drafter = None if settings.command == "generate" else settings.drafting.drafter or DEMO
+    target = or_demo(settings.model.target)
+    drafter = None if settings.command == "generate" else or_demo(settings.drafting.drafter)
     directory = resolve(target, "target")
     drafter_path(target, drafter)
     parse_layers(settings.drafting.aux_layer_ids)  # before anything slow
@@ -108,8 +108,8 @@ def chosen_models(model: ModelOptions, drafting: DraftOptions) -> tuple[str, str
 
     Raises InputError, before anything slow, for models that are not there and for a K that is no number.
     """
-    target, k = model.target or DEMO, parse_num_drafts(drafting.num_speculative_tokens)
-    drafter = None if k == 0 else drafting.drafter or DEMO
+    target, k = or_demo(model.target), parse_num_drafts(drafting.num_speculative_tokens)
+    drafter = None if k == 0 else or_demo(drafting.drafter)
     resolve(target, "target")
     drafter_path(target, drafter)
     return target, drafter, k

@@ -13,7 +13,18 @@ from peagle.cli.report import show, tell_of_pictures
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.sweep import SweepSettings
 from peagle.engine.widths import OFF, WINDOW_KEY, WidthTable, widths_file, write_widths
-from peagle.loading import DEMO, HELD_OUT, NGRAM, asked_window, check_fit, drafter_path, load, resolve, with_drafter
+from peagle.loading import (
+    DEMO,
+    HELD_OUT,
+    NGRAM,
+    asked_window,
+    check_fit,
+    drafter_path,
+    load,
+    or_demo,
+    resolve,
+    with_drafter,
+)
 from peagle.measure import pages
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep import concurrency, page
@@ -177,8 +188,8 @@ def _window_entry(window: str | None) -> dict[str, int | str]:
 
 
 def _plan(settings: SweepSettings) -> tuple[Plan, dict[str, PromptSet]]:
-    target = settings.model.target or DEMO
-    drafters = tuple(dict.fromkeys((settings.drafter or DEMO).split(",")))
+    target = or_demo(settings.model.target)
+    drafters = tuple(dict.fromkeys((or_demo(settings.drafter)).split(",")))
     paths = list(dict.fromkeys(settings.prompts))
     names = short_names([without_suffix(path) for path in paths])
     raw = {"chat": (False,), "raw": (True,), "both": (False, True)}[settings.render]

@@ -27,7 +27,7 @@ from peagle.cli.options import given, rebuilt
 from peagle.cli.output import say
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.train import ShapeOptions, TrainSettings
-from peagle.loading import AUTO, DEMO, default_dtype, load, resolve
+from peagle.loading import AUTO, DEMO, default_dtype, load, or_demo, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.checkpoint import fingerprint
@@ -187,7 +187,7 @@ def _checked(settings: TrainSettings) -> Checked:
     """Read all but weights. Raises InputError for whatever cannot be trained."""
     if settings.minutes is not None and not 0 < settings.minutes < math.inf:
         raise InputError(f"--minutes is {settings.minutes:g}; expected a number above 0")
-    name, out = settings.target or DEMO, Path(settings.out)
+    name, out = or_demo(settings.target), Path(settings.out)
     devices = None if settings.mesh is None else parse_data_mesh(settings.mesh)
     directory = resolve(name, "target")
     files = inspect_target(directory)
