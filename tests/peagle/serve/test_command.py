@@ -99,9 +99,11 @@ def test_options_from_a_file_give_way_to_typed_ones(
             seen.append(client.get("/v1/models", headers={"Origin": "https://b.example"}))
             seen.append(client.post("/v1/completions", content=b" " * 301))
             seen.append(client.post("/v1/completions", json={"prompt": "ab", "n": 5}))
+            for host in ("b.example", "evil.example"):
+                seen.append(client.get("/v1/models", headers={"Host": host}))
 
     assert started(use, "--config", str(tmp_path / "serve.toml"), "--slots", "2") == 0
-    assert [reply.status_code for reply in seen] == [200, 413, 400]
+    assert [reply.status_code for reply in seen] == [200, 413, 400, 200, 403]
     assert seen[0].headers["access-control-allow-origin"] == "https://b.example"
     assert "at most 4" in seen[2].json()["error"]["message"]
     assert "serving filed plainly: 2 slots of 128 positions" in capfd.readouterr().err
