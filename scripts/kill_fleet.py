@@ -3,8 +3,10 @@
     python -m scripts.kill_fleet --out RUN [--requests 200]
 
 Greedy requests are sent at random times. A prefill replica, a decode replica, and the process of the HTTP application
-are killed (SIGKILL) in turns. Each request must be answered, or get an error object, within its deadline; each token
-must be the one that an engine alone gives; afterwards the fleet answers, and its engines are idle. Exit code 1: not so.
+are killed (SIGKILL) in turns. Each request must be answered, or get an error object, within its deadline; if the HTTP
+application is killed meanwhile, Ray's proxy may break the connection instead, for which no object of ours can be sent.
+Each token must be the one that an engine alone gives; afterwards the fleet answers, and its engines are idle. Exit code
+1: not so.
 """
 
 import argparse
@@ -33,7 +35,8 @@ from peagle.ops.files import expect_new
 from peagle.text.tokenizer import detokenize
 from scripts.runs import Json, Progress, RawLines, add_drafter_option, in_one_line, new_parser, origin, where, write_run
 
-KILLED = ("Prefill", "Decode", "Application")
+APPLICATION = "Application"
+KILLED = ("Prefill", "Decode", APPLICATION)
 APP = "peagle"
 
 
@@ -73,15 +76,22 @@ def run(asked: argparse.Namespace, given: list[str]) -> int:
         left = asyncio.run(settled(url, asked.deadline, requests[0], expected[0]))
     progress.end()
     for number, answer in enumerate(answers):
-        raw.add({"request": number, **judged(answer, expected[number], asked.deadline)})
+        lost = any(
+            kill["what"] == APPLICATION and answer["begun"] <= kill["second"] <= answer["begun"] + answer["seconds"]
+            for kill in kills
+        )
+        raw.add({"request": number, **judged(answer, expected[number], asked.deadline, lost)})
     counted = collections.Counter(line["outcome"] for line in raw.lines)
     late = max(line["seconds"] for line in raw.lines)
     figures = {"outcomes": dict(counted), "slowest_s": late, "kills": kills, "left": left}
     config = {name: getattr(asked, name) for name in ("k", "requests", "rate", "every", "deadline", "decode")}
     record = {"schema": 1, "provenance": origin("scripts.kill_fleet", given), "config": config, "figures": figures}
     write_run(asked.out, record, page(record))
-    bad = sum(count for outcome, count in counted.items() if outcome not in ("answered", "error object"))
+    bad = sum(count for outcome, count in counted.items() if outcome not in FINE)
     return 1 if bad or left["open"] or not left["answers"] else 0
+
+
+FINE = ("answered", "error object", "connection broken")
 
 
 def prompts_of(pair: Pair, count: int) -> list[Request]:
@@ -174,7 +184,8 @@ async def play(asked: argparse.Namespace, url: str, requests: Sequence[Request])
 
         async def one(place: int, request: Request) -> Json:
             await asyncio.sleep(due[place])
-            return await answer(client, request, stream=place % 2 == 1, deadline_s=asked.deadline)
+            found = await answer(client, request, stream=place % 2 == 1, deadline_s=asked.deadline)
+            return found | {"begun": due[place]}
 
         answers = await asyncio.gather(*(one(*each) for each in enumerate(requests)))
         killing.cancel()
@@ -229,8 +240,11 @@ def read(found: Json, text: str) -> None:
             found["finished"] = reason
 
 
-def judged(found: Json, expected: str, deadline_s: float) -> Json:
-    """Name the outcome of a request."""
+BROKEN = ("RemoteProtocolError", "status 500")  # how Ray's proxy ends connections of a killed HTTP application
+
+
+def judged(found: Json, expected: str, deadline_s: float, may_break: bool = False) -> Json:
+    """Name the outcome of a request. may_break: the HTTP application was killed meanwhile."""
     error, text = found["error"], found["text"]
     if not expected.startswith(text.rstrip("\ufffd")):
         outcome = "wrong tokens"
@@ -241,6 +255,8 @@ def judged(found: Json, expected: str, deadline_s: float) -> Json:
         outcome = "error object" if whole else "error of another form"
     elif found.get("finished") == "length" and text == expected:
         outcome = "answered"
+    elif may_break and str(found["ended"]).startswith(BROKEN):
+        outcome = "connection broken"
     else:
         outcome = "cut without an error"
     kept = {name: found.get(name) for name in ("stream", "ended", "error", "seconds", "odd")}
