@@ -24,6 +24,7 @@ from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
 from peagle.engine.widths import SPECULATION_FILE
+from peagle.ops.strict_json import dumps
 from peagle.workflows.frequent_tokens import list_frequent_tokens
 from scripts.demo.build import DEMO, DRAFTERS, TAPS, command, stage
 from scripts.demo.checkpoint import export
@@ -122,7 +123,7 @@ def _ship_drafter(work: Path, name: str, written: Sequence[Path]) -> None:
         shutil.copytree(work / name / "drafter", out, ignore=shutil.ignore_patterns("README.md"))
     table = json.loads((work / "before" / name / SPECULATION_FILE).read_text(encoding="utf-8"))
     table.pop("drafter_window", None)  # config.json names it
-    (out / SPECULATION_FILE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    (out / SPECULATION_FILE).write_text(dumps(table, indent=1) + "\n", encoding="utf-8")
     if not (out / FREQUENT_TOKENS).exists():
         list_frequent_tokens(
             [shard for folder in written for shard in sorted(folder.glob("*.safetensors"))], out / FREQUENT_TOKENS

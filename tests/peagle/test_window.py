@@ -162,7 +162,7 @@ def test_the_command_line_takes_it(directories: Directories, capsys: pytest.Capt
     assert "window is 3 positions; expected 4 or more at K = 3" in said
     assert len(said.strip().splitlines()) == 1
     assert main([*asked, "--drafter-window", "wide"]) == 2
-    assert "drafter window is 'wide'" in capsys.readouterr().err
+    assert "drafter-window is 'wide'" in capsys.readouterr().err
 
 
 def test_info_says_the_window_and_what_its_rings_take(

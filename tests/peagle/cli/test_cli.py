@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import peagle.cli.info
+import peagle.cli.processes
 import peagle.cli.speculate
 import peagle.loading
 from peagle.api import Pair
@@ -33,10 +34,11 @@ Run = Callable[..., tuple[int, str, str]]
 # a process with the toy pair in place of a loaded one
 TOY_PROCESS = """
 import sys
+import peagle.cli.processes
 import peagle.cli.speculate
 from peagle.cli import main
 from tests.peagle.conftest import toy_pair
-peagle.cli.speculate.load = lambda *a, **b: toy_pair(None)
+peagle.cli.processes.load = lambda *a, **b: toy_pair(None)
 sys.exit(main(sys.argv[1:]))
 """
 # whatever was shown, it goes on when somebody looked and closed its standard input
@@ -54,7 +56,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], toy
     """Runs the command line in this process on the toy pair: (exit code, standard output, standard error)."""
 
     def run(*arguments: str, pair: Pair = toy) -> tuple[int, str, str]:
-        monkeypatch.setattr(peagle.cli.speculate, "load", lambda *_, **__: pair)
+        monkeypatch.setattr(peagle.cli.processes, "load", lambda *_, **__: pair)
         code = main([*arguments[:1], "--target", "toy", *arguments[1:]])
         captured = capsys.readouterr()
         return code, captured.out, captured.err

@@ -187,12 +187,13 @@ def test_a_step_cut_in_two_is_the_step(target: Any, sampling: SamplingParams) ->
     programs = Programs(target, NGram(), 3, CAPACITY, K, 8, 1)
     kind, widths = StepKind(K, sampled=True, full=True), np.asarray([K, 2, 0], np.int32)
     all_may = np.full((3, K + 1, -(-V // MASK_BITS)), 0xFFFFFFFF, np.uint32)
+    all_count = np.full(all_may.shape[0], kind.num_drafts, np.int32)
     whole, cut = started(programs, sampling), started(programs, sampling)
     for _ in range(4):
         whole, expected = programs.steps(whole, widths, 0.0, 1, kind)
         cut, proposed = programs.propose(cut, widths, kind)
         cut, verified = programs.verify(cut, proposed)
-        cut, found = programs.accept_and_commit(cut, proposed, verified, 0.0, all_may, kind)
+        cut, found = programs.accept_and_commit(cut, proposed, verified, 0.0, all_may, all_count, kind)
         np.testing.assert_array_equal(found, expected)
     for mine, theirs in zip(jax.tree.leaves(cut), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -211,7 +212,9 @@ def test_masked_rows_emit_what_masked_plain_decoding_does(target: Any) -> None:
             first = np.arange(k + 1) + len(tokens)
             may = (np.arange(V)[None, :] % 2 == first[:, None] % 2) & np.ones((3, 1, 1), bool)
             masks = np.asarray(packed(may))
-            state, packed_output = programs.accept_and_commit(state, proposed, verified, 0.0, masks, kind)
+            state, packed_output = programs.accept_and_commit(
+                state, proposed, verified, 0.0, masks, np.full(3, k, np.int32), kind
+            )
             output = StepOutput.unpack(np.asarray(packed_output)[0], k)
             tokens += output.token_ids[0, : int(output.count[0])].tolist()
         return tokens[:20]

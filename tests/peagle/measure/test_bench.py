@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import peagle.cli.bench
+import peagle.cli.processes
 import peagle.loading
 import peagle.measure.bench
 from peagle.api import Pair
@@ -472,7 +473,7 @@ def test_bad_input_is_refused_in_one_line_before_weights_are_read(
     def no_loading(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(peagle.cli.speculate, "load", no_loading)
+    monkeypatch.setattr(peagle.cli.processes, "load", no_loading)
     code, out, err = run(*ARGUMENTS, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("peagle: error: ")

@@ -62,8 +62,8 @@ def test_bad_plans_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
         device_named("X")
     for arguments, message in (
         (("--mesh", "tp=2"), "tp is 2, but there are 3 heads"),
-        (("--mesh", "tp=3", "--device", "X"), "the device is 'X'"),
-        (("--mesh", "3"), "the mesh is '3'"),
+        (("--mesh", "tp=3", "--device", "X"), "--device is 'X'"),
+        (("--mesh", "3"), "--mesh is '3'"),
     ):
         assert main(["info", *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()

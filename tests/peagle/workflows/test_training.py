@@ -354,7 +354,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
         (("--autoregressive", "--mask-token", 4), "an EAGLE-3 drafter has no mask slots"),
         (("--parts", 99), "99 parts of a sequence of 32"),
         (("--drafter-window", 3), "--drafter-window is 3; expected 4 or more: --depth 3 tokens are drafted"),
-        (("--drafter-window", "wide"), "the drafter window is 'wide'; expected"),
+        (("--drafter-window", "wide"), "--drafter-window is 'wide'; expected"),
         (("--drafter-window", 9**9), f"the target has {MAX_POSITIONS} positions, so it would hide nothing"),
         (("--mix", "32"), "--mix is '32'; expected lengths that rise"),
         (("--mix", "32:2,8:1"), "--mix is '32:2,8:1'; expected lengths that rise"),

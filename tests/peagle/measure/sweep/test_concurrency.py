@@ -372,7 +372,7 @@ def test_an_arm_that_fails_at_many_at_once_need_not_cost_the_others(
         (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
         (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),
         (["--write-widths", "table.json", "--concurrency", "1", "--drafter-window", "9,off"], "one window"),
-        (["--drafter-window", "128,wide"], "drafter window is 'wide'; expected the positions"),
+        (["--drafter-window", "128,wide"], "drafter-window is 'wide'; expected the positions"),
         (["--drafter-window", "128", "--drafter", "ngram"], "no drafter with weights"),
     ],
 )
