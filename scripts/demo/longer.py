@@ -12,7 +12,7 @@ aux_hidden and best tokens; of a long prompt what a drafter's windows reach), dr
 and the new one, by the length of the prompt). A stage that is done is not repeated; one that was cut off goes on.
 
 `--minutes` is shared out among the stages; of `--work` made with another number, stages that are done stay. With
---install the pair replaces the one in peagle/demo, and its card gets the stage's section.
+--install the pair replaces the one in peagle/demo; its card is then written by hand from what judged says.
 """
 
 from __future__ import annotations
