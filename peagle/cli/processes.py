@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -46,6 +47,9 @@ def run_together(
         _leads.clear()
 
 
+NOTICED_S = 2.0  # within which a process that is gone is noticed by its connection
+
+
 def _to_the_end(team: Team, run: Callable[[], int]) -> int:
     """Run this process's part; return its exit code, or end the process after an error, as the others do.
 
@@ -64,6 +68,7 @@ def _to_the_end(team: Team, run: Callable[[], int]) -> int:
         team.end("it was interrupted")
         team.leave(interrupt.EXIT_CODE)
     except BaseException as error:
+        time.sleep(NOTICED_S)  # if it failed because another process is gone, the team ends this one with that line
         team.end(f"it failed: {' '.join(str(error).split()) or type(error).__name__}")
         traceback.print_exc()
         team.leave(LOST)

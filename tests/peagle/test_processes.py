@@ -134,7 +134,7 @@ def test_a_process_that_dies_ends_the_other_with_a_line(directory: Path, started
     assert leader.returncode == 1
     assert time.monotonic() - killed < 30
     lines = [line for line in err.splitlines() if line.startswith("peagle: error")]
-    assert len(lines) == 1
+    assert len(lines) == 1, err
     assert lines[0].startswith("peagle: error: process 1 of 2 has ended")
 
 
