@@ -15,7 +15,6 @@ import collections
 import json
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,9 @@ from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.text.tokenizer import detokenize
+from scripts.peers.bystanders import cpu_s
 from scripts.runs import Json, Progress, RawLines, add_drafter_option, in_one_line, new_parser, origin, where, write_run
+from scripts.serving.servers import free_port
 
 APPLICATION = "Application"
 KILLED = ("Prefill", "Decode", APPLICATION)
@@ -130,8 +131,7 @@ class Running:
         from peagle.cluster.deployments import FleetConfig, build
 
         asked = self._asked
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         config = FleetConfig(
             asked.target, asked.drafter, APP, 1, asked.decode, asked.k, 4, CONTEXT, asked.requests,
             patience_s=asked.deadline * 0.75,
@@ -271,17 +271,11 @@ async def settled(url: str, deadline_s: float, request: Request, expected: str) 
             found = await answer(client, request, stream=False, deadline_s=deadline_s)
             answers = found["text"] == expected
             await asyncio.sleep(0.5)
-        idle = {str(process): cpu_s(process) for name in KILLED[:2] for process in processes(name)}
+        idle = {process: cpu_s(process) or 0.0 for name in KILLED[:2] for process in processes(name)}
         await asyncio.sleep(3)
-        unused = max((cpu_s(int(process)) - before for process, before in idle.items()), default=0.0)
+        unused = max(((cpu_s(process) or 0.0) - before for process, before in idle.items()), default=0.0)
         health = (await client.get("/health")).json()
     return {"answers": answers, "open": health["requests_running"], "busiest_idle_replica_s_of_3": round(unused, 2)}
-
-
-def cpu_s(process: int) -> float:
-    """Return the processor time that a process has used."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def page(record: Json) -> list[Block]:

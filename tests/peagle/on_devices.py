@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -30,6 +30,7 @@ from peagle.ops.linear import PackedMatrix, as_matrix
 from peagle.parallel import MeshShape, Sharded, replicate
 from peagle.protocols import Explains, Target
 from peagle.workflows.random_checkpoint import random_tensors
+from scripts.check_mesh import loud
 from target import load as target_load
 from target.load import load_target, write_target
 from target.model import GptOss
@@ -72,17 +73,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for mxfp4 in (True, False):
         write_target(at / str(mxfp4), CONFIG, loud(random_tensors(CONFIG, mxfp4, 1)), mxfp4=mxfp4)
     return at
-
-
-def loud(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Make sinks large and different by head, and every bias large: what is cut wrongly then shows."""
-    for name, tensor in tensors:
-        if name.endswith("sinks"):
-            yield name, np.linspace(-3, 6, tensor.size).astype(tensor.dtype)
-        elif name.endswith("bias"):
-            yield name, (10 * tensor.astype(np.float32)).astype(tensor.dtype)
-        else:
-            yield name, tensor
 
 
 @functools.cache

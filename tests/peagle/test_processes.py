@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from peagle.cli import main
 from peagle.ops.errors import InputError
 from peagle.processes import Place, decode, encode, parse_place
 from peagle.workflows.random_checkpoint import random_tensors
+from scripts.serving.servers import free_port
 from target.load import write_target
 from tests.target.test_shard import CONFIG
 
@@ -74,13 +74,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("processes") / "target"
     write_target(made, CONFIG, random_tensors(CONFIG, True, 1), mxfp4=True)
     return made
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -7,10 +7,8 @@ Last run: 26 November 2026, ray 2.60.0, jax 0.10.2, two cores: 3 passed in 65 s,
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,6 +17,8 @@ import peagle
 from peagle.cli.cluster import LOOPBACK_ALONE
 from peagle.engine.request import Request
 from peagle.text.tokenizer import detokenize
+from scripts.kill_fleet import processes
+from scripts.serving.servers import free_port
 from tests.peagle.conftest import Directories
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -37,8 +37,7 @@ def url(directories: Directories) -> Iterator[str]:
 
     from peagle.cluster.deployments import FleetConfig, build
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
@@ -50,20 +49,6 @@ def url(directories: Directories) -> Iterator[str]:
     finally:
         serve.shutdown()
         ray.shutdown()
-
-
-def replicas(deployment: str) -> list[int]:
-    """Process ids of a deployment's replicas, which are of this test's user and machine."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_bytes().split(b"\0")[0].decode()
-            except OSError:
-                continue
-            if command.startswith(f"ray::ServeReplica:peagle:{deployment}"):
-                found.append(int(folder.name))
-    return found
 
 
 def ask(url: str, tokens: int) -> dict:
@@ -95,7 +80,7 @@ def test_a_killed_decode_replica_ends_its_streams_with_an_error_and_the_rest_go_
         for line in reply.iter_lines():
             lines.append(line)
             if len(lines) == 8:  # beyond the first token, which another process computed
-                for process in replicas("Decode"):
+                for process in processes("Decode"):
                     os.kill(process, signal.SIGKILL)
     *_, last, done = [line for line in lines if line.startswith("data: ")]
     assert ("the process that decoded this answer was lost" in last, done) == (True, "data: [DONE]")
@@ -104,7 +89,7 @@ def test_a_killed_decode_replica_ends_its_streams_with_an_error_and_the_rest_go_
 
 
 def test_a_killed_prefill_replica_costs_no_answer(url: str, expected: str) -> None:
-    (process,) = replicas("Prefill")
+    (process,) = processes("Prefill")
     os.kill(process, signal.SIGKILL)
     started = time.monotonic()
     assert ask(url, 40)["choices"][0]["text"] == expected
