@@ -23,7 +23,7 @@ import numpy as np
 
 from peagle.cluster.fleet import Fleet, Shape
 from peagle.engine.engine import Role
-from peagle.engine.request import Request
+from peagle.engine.request import Request, StepRecord
 from peagle.loading import load
 from peagle.measure.fleet import Arrangement, Arrival, Costs, Lengths, Served, poisson, read_costs, simulate
 from peagle.measure.pages import Block, Table, heading
@@ -112,15 +112,12 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
             raw.extend(asyncio.run(round_of(asked, fleet, traces, texts, shape, number)))
     progress.end()
     for name, trace in traces.items():
+        # how many drafts are kept depends on the text, so it is taken from what was played
+        kept = np.mean([line["kept"] for line in raw.lines if line["trace"] == name], axis=0)
+        known = dataclasses.replace(costs, acceptance={asked.k: tuple(map(float, kept))} if asked.k else {})
         for fleet in fleets:
-            raw.add(
-                {
-                    "round": "simulated",
-                    "fleet": str(fleet),
-                    "trace": name,
-                    **figures(simulate(costs, trace, fleet), name),
-                }
-            )
+            played = figures(simulate(known, trace, fleet), name)
+            raw.add({"round": "simulated", "fleet": str(fleet), "trace": name, **played})
     config = prompt_config(asked, len(texts)) | {
         "drafter": Path(asked.drafter).name, "k": asked.k, "slots": asked.slots, "context": asked.context,
         "load": asked.load, "short_load": asked.short_load, "requests": asked.requests, "long": asked.long,
@@ -177,14 +174,19 @@ async def round_of(
     async with started(roles, asked.target, asked.drafter, asked.k, fleet.slots, asked.context) as replicas:
         await play([Arrival(0.0, 64, 8), Arrival(0.0, 64, 8)], replicas, texts, shape)
         for name, trace in traces.items():
-            played = await play(trace, replicas, texts, shape)
-            found.append({"round": number, "fleet": str(fleet), "trace": name, **figures(played, name)})
+            played, records = await play(trace, replicas, texts, shape)
+            steps = [record.num_accepted for record in records if record.draft_token_ids]
+            kept = [float(np.mean(np.asarray(steps) > place)) for place in range(asked.k)]
+            line = {"round": number, "fleet": str(fleet), "trace": name, "kept": kept}
+            found.append(line | figures(played, name))
     return found
 
 
-async def play(trace: Sequence[Arrival], replicas: SocketReplicas, texts: Sequence[int], shape: Shape) -> list[Served]:
-    """Send the requests of a trace when they are due; return them with the times of their tokens."""
-    router = Fleet(replicas, shape, len(trace))
+async def play(
+    trace: Sequence[Arrival], replicas: SocketReplicas, texts: Sequence[int], shape: Shape
+) -> tuple[list[Served], list[StepRecord]]:
+    """Send the requests of a trace when they are due; return them with the times of their tokens, and their steps."""
+    router, records = Fleet(replicas, shape, len(trace)), list[StepRecord]()
     started_s = time.perf_counter()
 
     async def one(place: int, arrival: Arrival) -> Served:
@@ -195,11 +197,12 @@ async def play(trace: Sequence[Arrival], replicas: SocketReplicas, texts: Sequen
         call = router.submit([Request(tuple(prompt), budget, stop_token_ids=())])
         async with contextlib.aclosing(call.chunks()) as chunks:
             async for _, chunk in chunks:
+                records.extend(chunk.steps)
                 if chunk.token_ids:
                     served.times.append((chunk.time_s - started_s, len(chunk.token_ids)))
         return served
 
-    return list(await asyncio.gather(*(one(place, arrival) for place, arrival in enumerate(trace))))
+    return list(await asyncio.gather(*(one(place, arrival) for place, arrival in enumerate(trace)))), records
 
 
 def figures(played: Sequence[Served], trace: str) -> Json:
@@ -244,7 +247,7 @@ def page(record: Json) -> list[Block]:
         f"positions in all. Mixed: {config['requests']} requests at random, {config['requests_per_s']:.1f} a second, "
         f"prompts of {MIXED.prompt[0]} to {MIXED.prompt[1]} tokens, answers of {MIXED.output[0]} to {MIXED.output[1]}. "
         f"Long prompts: {config['long']} of {LONG_PROMPT} tokens arrive among short ones; ttft is that of the long "
-        "ones, itl that of the others. "
+        "ones, itl that of the others. The simulator takes the share of drafts kept from the fleets. "
         f"Milliseconds; medians of {config['rounds']} rounds (least..most), both fleets in turns.",
         Table(("trace", "fleet", "figure", "real", "simulated", "simulated over real"), rows),
         f"**itl p99 of running answers while long prompts arrive, disaggregated over aggregated: {ratio:.2f}.**",

@@ -45,6 +45,7 @@ from scripts.runs import (
 )
 
 CONTEXT = 1024
+ANSWER_TOKENS = 256
 BESIDE_TOKENS = 512  # of the answer beside the free ones, which end before it
 
 
@@ -115,10 +116,10 @@ def bench(asked: argparse.Namespace, given: Sequence[str]) -> int:
 
     for k in ks:
         progress(f"schemas, K = {k}")
-        suite = [(name, request(number, 256, schema)) for name, schema in SCHEMAS.items()
+        suite = [(name, request(number, ANSWER_TOKENS, schema)) for name, schema in SCHEMAS.items()
                  for number in range(asked.num_prompts)]  # fmt: skip
         raw.extend(answers(pair, engine_of(pair, k, asked.free + 1), suite, k, check))
-        free = [("none", request(number, 256, None)) for number in range(asked.num_prompts)]
+        free = [("none", request(number, ANSWER_TOKENS, None)) for number in range(asked.num_prompts)]
         raw.extend(answers(pair, engine_of(pair, k, asked.free + 1), free, k, None))
     engines = {k: engine_of(pair, k, asked.free + 1) for k in ks}
     places = list(itertools.product(ks, (False, True)))
@@ -203,7 +204,8 @@ def summed_answers(raw: Sequence[Json], ks: Sequence[int]) -> list[Json]:
         bound = [line for line in lines if line["schema"] != "none"]
         texts = {(line["schema"], line["prompt"]): line["text"] for line in bound}
         plain = plain or texts
-        rows: Json = {"k": k, "answers": len(bound), "valid": sum(line["valid"] for line in bound)}
+        whole = [line for line in bound if line["ended"] == "stop"]
+        rows: Json = {"k": k, "answers": len(bound), "whole": len(whole), "valid": sum(line["valid"] for line in whole)}
         rows["equal"] = sum(text == plain[key] for key, text in texts.items())
         for name, some in (("bound", bound), ("free", [line for line in lines if line["schema"] == "none"])):
             steps = sum(line["steps"] for line in some)
@@ -232,7 +234,7 @@ def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
     config, source = record["config"], record["provenance"]
     suite = [
-        (str(each["k"]), str(each["answers"]), str(each["valid"]), str(each["equal"]),
+        (str(each["k"]), str(each["answers"]), f"{each['valid']} of {each['whole']}", str(each["equal"]),
          *("-" if each[name] is None else f"{each[name]:.2f}" for name in ("acceptance_bound", "acceptance_free")))
         for each in record["schemas"]
     ]  # fmt: skip
@@ -244,9 +246,10 @@ def page(record: Json) -> list[Block]:
     return [
         heading("Answers that a grammar binds", 1),
         f"Target {config['target']}, drafter {config['drafter']}, greedy. {len(SCHEMAS)} JSON schemas, "
-        f"{config['prompts']} held-out prompts each, judged by the package jsonschema; equal: the text is plain "
-        "decoding's. Acceptance length beside that of free answers to the same prompts.",
-        Table(("K", "answers", "valid", "equal", "acceptance length", "of free answers"), suite),
+        f"{config['prompts']} held-out prompts each, judged by the package jsonschema; whole: not cut at "
+        f"{ANSWER_TOKENS} tokens; equal: the text is plain decoding's. Acceptance length beside that of "
+        "free answers to the same prompts.",
+        Table(("K", "answers", "valid of whole ones", "equal", "acceptance length", "of free answers"), suite),
         heading("Beside a bound answer", 2),
         f"{config['free']} free answers and one more, which is free or bound, decoded together: tokens a second of the "
         f"free ones, medians of {config['rounds']} rounds, ratios of the same round (least..most); and the speed of "
