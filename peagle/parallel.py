@@ -12,6 +12,9 @@ around the target's pass; everything else, the drafter included, runs on every r
       head, its tokens      |  |  |  |
       gather               -+--+--+--+-    once
     logits                the same on every rank
+
+With dp, that many such meshes stand side by side. Each has a copy of the target, and an engine of its own
+(peagle.engine.replicas).
 """
 
 import dataclasses
@@ -42,23 +45,36 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices share what. Heads, vocabulary and caches are cut over all tp x ep ranks."""
+    """How many devices share what. Heads, vocabulary and caches are cut over all tp x ep ranks of a replica."""
 
     tp: int = 1  # ranks that share the width of an expert
     ep: int = 1  # groups of ranks that share the experts
+    dp: int = 1  # replicas that share the slots
 
     @property
     def ranks(self) -> int:
+        """Devices of one replica."""
         return self.tp * self.ep
 
+    @property
+    def devices(self) -> int:
+        """Devices of all replicas."""
+        return self.dp * self.ranks
+
     def __str__(self) -> str:
-        return f"tp={self.tp},ep={self.ep}"
+        return f"dp={self.dp}," * (self.dp > 1) + f"tp={self.tp},ep={self.ep}"
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """Read a mesh such as "tp=2" or "tp=2,ep=4". Raises InputError for anything else."""
-    expected = "tp=N or ep=N, or both as tp=N,ep=N, of 1 or more devices"
-    return MeshShape(**_sizes(text, ("tp", "ep"), expected + (" (dp=N is for peagle train)" if "dp" in text else "")))
+    """Read a mesh such as "tp=2" or "dp=2,tp=2,ep=4". Raises InputError for anything else."""
+    names = ("tp", "ep", "dp")
+    return MeshShape(**_sizes(text, names, "tp=N, ep=N or dp=N, or several as dp=N,tp=N, of 1 or more devices"))
+
+
+def refuse_replicas(mesh: str | None, why: str) -> None:
+    """Raise InputError for a mesh that has dp, where that has no place."""
+    if mesh is not None and parse_mesh(mesh).dp > 1:
+        raise InputError(f"the mesh is {mesh!r}, but {why}; leave dp out")
 
 
 def parse_data_mesh(text: str) -> int:
@@ -76,9 +92,14 @@ def _sizes(text: str, names: Sequence[str], expected: str) -> dict[str, int]:
     return found
 
 
-def make_mesh(shape: MeshShape) -> Mesh:
-    """Take the first devices for a mesh, of several processes as many of each. Raises InputError if there are fewer."""
+def make_meshes(shape: MeshShape) -> list[Mesh]:
+    """Take the first devices for the mesh of each replica, one after the other; of several processes as many of each.
+
+    Raises InputError if there are fewer, and for replicas over several processes.
+    """
     devices, processes = jax.devices(), jax.process_count()
+    if shape.dp > 1 and processes > 1:
+        raise InputError(f"the mesh {shape} has dp, but there are {processes} processes; expected dp within one alone")
     if shape.ranks % processes:
         raise InputError(
             f"the mesh {shape} has {shape.ranks} devices; expected a multiple of the {processes} processes, which have "
@@ -90,11 +111,11 @@ def make_mesh(shape: MeshShape) -> Mesh:
             for process in range(processes)
             for device in [each for each in devices if each.process_index == process][: shape.ranks // processes]
         ]
-    if shape.ranks > len(devices):
+    if (needed := shape.devices) > len(devices):
         kind = devices[0].platform
-        more = f"; JAX_NUM_CPU_DEVICES={shape.ranks} in the environment makes more of one CPU" if kind == "cpu" else ""
-        raise InputError(f"the mesh {shape} needs {shape.ranks} devices, and there are {len(devices)} ({kind}){more}")
-    return Mesh(np.array(devices[: shape.ranks]), (AXIS,))
+        more = f"; JAX_NUM_CPU_DEVICES={needed} in the environment makes more of one CPU" if kind == "cpu" else ""
+        raise InputError(f"the mesh {shape} needs {needed} devices, and there are {len(devices)} ({kind}){more}")
+    return [Mesh(each, (AXIS,)) for each in np.array(devices[:needed]).reshape(shape.dp, shape.ranks)]
 
 
 @flax.struct.dataclass
@@ -120,6 +141,10 @@ class Sharded:
     @property
     def max_positions(self) -> int:
         return self.parts.max_positions
+
+    def on(self, mesh: Mesh) -> "Sharded":
+        """Copy the target to the devices of another mesh of as many."""
+        return Sharded(jax.device_put(self.parts, NamedSharding(mesh, OF_PARTS)), mesh)
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
         """Make empty caches, the ranks' kv heads side by side: one that several ranks need is there several times."""
