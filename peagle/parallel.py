@@ -17,8 +17,10 @@ With dp, that many such meshes stand side by side. Each has a copy of the target
 (peagle.engine.replicas).
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -211,27 +213,41 @@ def _mine(parts: Tree) -> Tree:
 
 
 def shard(load: Callable[[int], Tree], mesh: Mesh) -> Tree:
-    """Load every rank's part onto its device, one after the other, and put them side by side (`Sharded.parts`).
+    """Load every rank's part onto its device, several at once, and put them side by side (`Sharded.parts`).
 
-    load(rank) makes the part's arrays on JAX's default device; each process loads its own ranks. The parts' trees are
-    equal but for the values. At any time one array is in memory twice.
+    load(rank) makes the part's arrays on JAX's default device; each process loads its own ranks, in as many threads as
+    it has processors. The parts' trees are equal but for the values. Memory is that of the parts, and what `load` takes
+    beside its own in each thread.
     """
-    loaded = []
     mine = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
-    for rank, device in mine:
+
+    def on_device(place: tuple[int, jax.Device]) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
+        rank, device = place
         with jax.default_device(device):
-            leaves, tree = jax.tree.flatten(load(rank))
-            loaded.append(leaves)
-    placed = NamedSharding(mesh, OF_PARTS)
+            return jax.tree.flatten(load(rank))
+
+    with concurrent.futures.ThreadPoolExecutor(min(len(mine), os.cpu_count() or 1)) as threads:
+        loaded, trees = zip(*threads.map(on_device, mine), strict=True)
+    placed, tree = NamedSharding(mesh, OF_PARTS), trees[0]
     together = []
     for index in range(len(loaded[0])):
         rows = []
         for (_, device), leaves in zip(mine, loaded, strict=True):
-            rows.append(jax.device_put(leaves[index], device)[None])
+            rows.append(_as_row(leaves[index], device))
             leaves[index] = None
         together.append(jax.make_array_from_single_device_arrays((mesh.size, *rows[0].shape[1:]), placed, rows))
     result: Tree = jax.tree.unflatten(tree, together)
     return result
+
+
+def _as_row(leaf: jax.Array, device: jax.Device) -> jax.Array:
+    """Put an axis of one before a rank's array, on its device; on CPU without a copy.
+
+    There is no compilation either, whose memory, more than 100 MB, would come on top of all parts.
+    """
+    if device.platform == "cpu":
+        return jax.device_put(np.asarray(leaf)[None], device, may_alias=True)
+    return jax.device_put(leaf, device)[None]
 
 
 def replicate(tree: Tree, mesh: Mesh) -> Tree:
