@@ -180,7 +180,8 @@ def load_over(
     from target.model import GptOss
     from target.shard import Place, check_ranks
 
-    check_ranks(inspect_target(directory).config, shape.tp, shape.ep)
+    config = inspect_target(directory).config
+    check_ranks(config, shape.tp, shape.ep)
     mesh = make_meshes(shape)[0]
     # chosen once: what is free changes from rank to rank
     options["experts"] = chosen_experts(
@@ -202,7 +203,8 @@ def load_over(
         return GptOss(part.params, part.config, tuple(aux_layer_ids), retain_full_kv, ranks_of(shape, in_order))
 
     parts = shard(of_rank, mesh)
-    return Sharded(parts, mesh), LoadedTarget(**loaded[0], params=parts.params)
+    kv_copies = max(shape.ranks // config.num_kv_heads, 1)
+    return Sharded(parts, mesh, kv_copies), LoadedTarget(**loaded[0], params=parts.params)
 
 
 def experts_in_memory(
@@ -335,7 +337,7 @@ def _drafting(pair: Pair, drafter: Drafter | None, aux_layer_ids: tuple[int, ...
     """Give a pair another drafter, on its own devices, and the aux_hidden that this reads."""
     plain = pair.plain_target
     with_aux = local_model(plain).replace(aux_layer_ids=aux_layer_ids)  # type: ignore[attr-defined]
-    target = Sharded(with_aux, plain.mesh) if isinstance(plain, Sharded) else with_aux
+    target = plain.replace(parts=with_aux) if isinstance(plain, Sharded) else with_aux  # type: ignore[attr-defined]
     own = replicate(drafter, plain.mesh) if isinstance(plain, Sharded) else drafter
     return dataclasses.replace(pair, target=target, drafter=own, _engines={})
 

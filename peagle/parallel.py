@@ -122,10 +122,14 @@ def make_meshes(shape: MeshShape) -> list[Mesh]:
 
 @flax.struct.dataclass
 class Sharded:
-    """A target whose parts lie on the devices of a mesh. Every leaf of `parts` is [rank, *its local shape]."""
+    """A target whose parts lie on the devices of a mesh. Every leaf of `parts` is [rank, *its local shape].
+
+    kv_copies: neighbouring ranks that hold the same kv head (peagle.protocols.OverDevices).
+    """
 
     parts: Target
     mesh: Mesh = flax.struct.field(pytree_node=False)
+    kv_copies: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
     def ranks(self) -> int:
@@ -146,7 +150,7 @@ class Sharded:
 
     def on(self, mesh: Mesh) -> "Sharded":
         """Copy the target to the devices of another mesh of as many."""
-        return Sharded(jax.device_put(self.parts, NamedSharding(mesh, OF_PARTS)), mesh)
+        return Sharded(jax.device_put(self.parts, NamedSharding(mesh, OF_PARTS)), mesh, self.kv_copies)
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
         """Make empty caches, the ranks' kv heads side by side: one that several ranks need is there several times."""

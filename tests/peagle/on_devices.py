@@ -20,6 +20,7 @@ from drafter.train.trainer import devices_for
 from peagle import loading
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.handoff import parse
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.engine.state import check_integrity
@@ -313,6 +314,26 @@ def test_a_prefix_is_found_again(root: Path) -> None:
     cold = Engine(whole(root, "packed", FAST), None, dataclasses.replace(config, prefix_cache_bytes=0))
     chunks = list(cold.follow(cold.add(Request(prompt, 6))))
     assert answers == [[token for chunk in chunks for token in chunk.token_ids]] * 2
+
+
+def test_a_sequence_goes_on_over_other_devices(root: Path) -> None:
+    """From ranks that share kv heads to the whole target, and to other such ranks; and back. A head travels once."""
+    targets = [over(root, TP8, "packed", FAST), over(root, TP4, "packed", FAST), whole(root, "packed", FAST)]
+    config, request = EngineConfig(slots=1, capacity=160, chunk=64), Request((PROMPTS[1] * 8)[:140], 12)
+    expected = decode(Engine(targets[-1], None, config), [request])[0][0]
+    receivers = [Engine(target, None, dataclasses.replace(config, role="decode")) for target in targets[1:]]
+    sizes = set()
+    for target in targets[::2]:
+        sender = Engine(target, None, dataclasses.replace(config, role="prefill"))
+        handle = sender.add(request)
+        first = [token for chunk in sender.follow(handle) for token in chunk.token_ids]
+        assert handle.hand_off is not None
+        message = parse(handle.hand_off.data.tobytes())
+        sizes.add(len(message.data))
+        for receiver in receivers:
+            chunks = receiver.follow(receiver.add(request, hand_off=message))
+            assert first + [token for chunk in chunks for token in chunk.token_ids] == expected
+    assert len(sizes) == 1
 
 
 def test_what_is_not_finite_is_named(root: Path) -> None:

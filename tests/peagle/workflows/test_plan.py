@@ -1,6 +1,7 @@
 """What each device holds, on paper, is what loading puts there."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -75,6 +76,7 @@ def test_info_and_the_script_show_the_plan(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "over tp=3,ep=1                3 devices" in shown
     assert "17 collectives" in shown
+    assert re.search(r"  loading each +reads ([\d.]+) MB of [\d.]+ MB; on CPU", shown)
     assert "--slots 2 --context 256" in shown
     assert main(["info", "--mesh", "dp=2,tp=3", "--slots", "4", "--context", "256"]) == 0
     replicated = capsys.readouterr().out
