@@ -41,7 +41,7 @@ import numpy as np
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
 from peagle.api import Pair
-from peagle.engine.engine import Engine
+from peagle.engine.engine import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bench import BenchOptions, Case, bench
 from peagle.measure.metrics import total
@@ -287,7 +287,7 @@ def steps(pair: Pair, config: TargetConfig, batch: int, ks: tuple[int, ...]) -> 
         }
 
 
-def shares(engine: Engine, asked: Request) -> Json:
+def shares(engine: AnyEngine, asked: Request) -> Json:
     """Find where a step's time goes, or why that is not known."""
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -311,7 +311,7 @@ class Timed:
         return self.seconds / self.steps
 
 
-def timed(engine: Engine, asked: list[Request]) -> Timed:
+def timed(engine: AnyEngine, asked: list[Request]) -> Timed:
     """Decode the requests together. Raises RuntimeError if the first one ends before the last one begins."""
     chunks = list(engine.generate(asked))
     begun = max(chunk.time_s for _, chunk in chunks if not chunk.steps)
@@ -328,7 +328,7 @@ def timed(engine: Engine, asked: list[Request]) -> Timed:
     )
 
 
-def synthetic_engine(pair: Pair, k: int, batch: int) -> Engine:
+def synthetic_engine(pair: Pair, k: int, batch: int) -> AnyEngine:
     rates = tuple(PUBLISHED_RATE ** (i + 1) for i in range(k)) if k else None
     capacity = min(1024, pair.max_positions)
     # prompts in one chunk: while chunks alternate with steps, the first request is decoded without the others

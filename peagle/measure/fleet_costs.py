@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.engine import Engine, Handle, Role
+from peagle.engine.engine import AnyEngine, Handle, Role
 from peagle.engine.handoff import HandOff, parse
 from peagle.engine.request import Request, StepRecord
 from peagle.measure.fleet import Costs, Curve
@@ -83,7 +83,7 @@ class _Measure:
         most = self.shape.capacity - 16
         return sorted({most, *(length for length in (32, 128, 512, 2048, 8192, 32768) if length < most)})
 
-    def engine(self, k: int, role: Role = "both") -> Engine:
+    def engine(self, k: int, role: Role = "both") -> AnyEngine:
         shape = self.shape
         engine = self.pair.engine(self.pair.engine_config(k, slots=shape.slots, capacity=shape.capacity, role=role))
         engine.warm_up()
@@ -146,7 +146,7 @@ class _Measure:
         return Curve(tuple(sizes)), Curve(tuple(packing)), Curve(tuple(loading))
 
 
-def _handed(sender: Engine, request: Request) -> HandOff:
+def _handed(sender: AnyEngine, request: Request) -> HandOff:
     handle = sender.add(request)
     for _ in sender.follow(handle):
         pass
@@ -154,7 +154,7 @@ def _handed(sender: Engine, request: Request) -> HandOff:
     return parse(handle.hand_off.data)
 
 
-def steady(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[StepRecord]]:
+def steady(engine: AnyEngine, requests: Sequence[Request]) -> tuple[float, list[StepRecord]]:
     """Decode requests together; return (seconds of a step while all of them go on, all of their steps)."""
     handles = engine.add_all(requests)
     begun, seen = set[Handle](), list[StepRecord]()
