@@ -25,7 +25,7 @@ from peagle.ops import native
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
-from peagle.protocols import Drafter, Explains, Target
+from peagle.protocols import Drafter, Explains, OverDevices, Target
 
 _traces: collections.Counter[str] = collections.Counter()
 
@@ -90,6 +90,11 @@ class Programs:
     def _widest_write(self) -> int:
         """The most rows that are written to the lane before they attend."""
         return self.chunk_length if self._blocks is None else self._blocks.query_rows
+
+    @property
+    def kv_copies(self) -> int:
+        """How often the target's caches hold each kv head (peagle.protocols.OverDevices)."""
+        return self._target.kv_copies if isinstance(self._target, OverDevices) else 1
 
     @functools.cached_property
     def lane_shapes(self) -> Prefix:

@@ -414,7 +414,7 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
     chunks = engine.run([short])
     got = list(next(chunks)[1].token_ids)
     ended, looked = threading.Event(), threading.Event()
-    step, turn = engine._guarded_step, engine._turn
+    step, turn = engine._step, engine._turn
 
     class Turn:
         def __enter__(self) -> None:
@@ -432,7 +432,7 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
             assert looked.wait(600)
         return found
 
-    engine._guarded_step, engine._turn = slow, Turn()
+    engine._step, engine._turn = slow, Turn()
     driver = threading.Thread(target=lambda: list(engine.run([long])))
     driver.start()
     assert ended.wait(600)
