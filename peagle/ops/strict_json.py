@@ -2,15 +2,61 @@
 
 import json
 import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(frozen=True)
+class Written:
+    """A value that is JSON text already, so that what is large can be written bit by bit (`dumps`)."""
+
+    text: str
+
+    @classmethod
+    def array(cls, items: Iterable[str]) -> "Written":
+        """Join texts of items to that of an array."""
+        return cls(f"[{', '.join(items)}]")
+
+
 def dumps(value: Any, **options: Any) -> str:
-    """Write the value as JSON text; a number that is not finite becomes null. `options` are those of json.dumps."""
+    """Write the value as JSON text; a number that is not finite becomes null. `options` are those of json.dumps.
+
+    Objects with a `Written` inside must have texts as keys.
+    """
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:  # raised at such a number; searching for them first would take longer than writing
-        return json.dumps(_finite(value), allow_nan=False, **options)
+        return dumps(_finite(value), **options)
+    except TypeError:  # raised at the first that is written
+        return "".join(_pieces(value, options))
+
+
+def number(value: float) -> str:
+    """Write a number as `dumps` does."""
+    return float.__repr__(value) if math.isfinite(value) else "null"
+
+
+def _pieces(value: Any, options: dict[str, Any]) -> Iterator[str]:
+    """Write a value with written ones inside. Raises TypeError for what JSON has not."""
+    if isinstance(value, Written):
+        yield value.text
+    elif isinstance(value, dict):
+        before = "{"
+        for key, item in value.items():
+            yield f"{before}{json.dumps(key, **options)}: "
+            yield from _pieces(item, options)
+            before = ", "
+        yield "}" if value else "{}"
+    elif isinstance(value, list | tuple):
+        before = "["
+        for item in value:
+            yield before
+            yield from _pieces(item, options)
+            before = ", "
+        yield "]" if value else "[]"
+    else:
+        yield json.dumps(_finite(value), allow_nan=False, **options)
 
 
 def _finite(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peagle.engine.request import TokenLogprobs
-from peagle.ops.strict_json import dumps
+from peagle.ops.strict_json import Written, dumps, number
 from peagle.result import Result
 from peagle.serve.answers import Part, TokenTexts, metrics, usage
 from peagle.serve.errors import ApiError
@@ -19,14 +19,18 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass
 class Form:
-    """The parts of a reply that both kinds share. Read every part of an answer (`read`), then ask for the whole."""
+    """The parts of a reply that both kinds share. Read every part of an answer (`read`), then make the whole.
+
+    Log-probabilities are written as their parts arrive: those of many answers at once take seconds of the event loop.
+    """
 
     model: str
     tokenizer: Tokenizer | None
     include_usage: bool = False
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _logprobs_of: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)  # answers of which a part was read
+    _texts_of: dict[int, str] = field(default_factory=dict)  # tokens as JSON (`_written`)
 
     kind, chunk_kind, prefix = "", "", ""  # of a reply; of a stream's chunk; of ids
 
@@ -43,8 +47,8 @@ class Form:
 
     def read(self, part: Part) -> list[dict[str, Any]]:
         """Read a part of an answer; return its choices in a stream."""
-        is_first = part.place not in self._logprobs_of
-        self._logprobs_of.setdefault(part.place, []).extend(part.logprobs)
+        is_first = part.place not in self._begun
+        self._begun.add(part.place)
         choices = [*(self._first(part.place) if is_first else ()), *self._middle(part)]
         if part.finish_reason is not None:
             choices.append(self._last(part.place, part.finish_reason))
@@ -86,6 +90,16 @@ class Form:
         """Return a token's text, an incomplete character as U+FFFD; its id without a tokenizer."""
         return f"token_id:{token_id}" if self.tokenizer is None else self._bytes(token_id).decode("utf-8", "replace")
 
+    def _written(self, token_id: int) -> str:
+        """Return a token's text as JSON, written once."""
+        found = self._texts_of.get(token_id)
+        if found is None:
+            found = self._texts_of[token_id] = self._write(token_id)
+        return found
+
+    def _write(self, token_id: int) -> str:
+        return dumps(self._token(token_id), ensure_ascii=False)
+
     def _bytes(self, token_id: int) -> bytes:
         return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
 
@@ -103,6 +117,7 @@ class ChatForm(Form):
     _cut: set[int] = field(default_factory=set)  # answers that the request ended, not the model
     _deltas: dict[int, list[Delta]] = field(default_factory=dict)
     _texts: dict[int, TokenTexts] = field(default_factory=dict)
+    _entries: dict[int, list[str]] = field(default_factory=dict)  # of tokens, with their log-probabilities
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -120,7 +135,9 @@ class ChatForm(Form):
         if not choices and (part.logprobs or tokens):  # control tokens, or text that is held back
             choices = [self._choice(part.place, {"content": ""}, None)]
         if part.logprobs:
-            choices[0]["logprobs"] = self._logprobs(part.logprobs)
+            entries = list(map(self._entry, part.logprobs))
+            self._entries.setdefault(part.place, []).extend(entries)
+            choices[0]["logprobs"] = _logprobs(entries)
         if tokens:
             choices[0]["tokens"] = tokens
         return choices
@@ -146,7 +163,7 @@ class ChatForm(Form):
         return {
             "index": place,
             "message": message,
-            "logprobs": self._logprobs(self._logprobs_of.get(place, [])) if self.logprobs else None,
+            "logprobs": _logprobs(self._entries.get(place, [])) if self.logprobs else None,
             "finish_reason": self._reason(place, result.finish_reason or "stop"),
         }
 
@@ -158,18 +175,18 @@ class ChatForm(Form):
     def _choice(self, place: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         return {"index": place, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _logprobs(self, found: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        entries = [
-            {
-                **self._entry(each.token_id, each.logprob),
-                "top_logprobs": [self._entry(token, value) for token, value in each.best],
-            }
-            for each in found
-        ]
-        return {"content": entries, "refusal": None}
+    def _entry(self, found: TokenLogprobs) -> str:
+        best = ", ".join(f"{self._written(token)}{number(value)}}}" for token, value in found.best)
+        return f'{self._written(found.token_id)}{number(found.logprob)}, "top_logprobs": [{best}]}}'
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._token(token_id), "logprob": logprob, "bytes": list(self._bytes(token_id))}
+    def _write(self, token_id: int) -> str:
+        """Write the entry of a token up to its log-probability."""
+        entry = {"token": self._token(token_id), "bytes": list(self._bytes(token_id))}
+        return f'{dumps(entry, ensure_ascii=False)[:-1]}, "logprob": '
+
+
+def _logprobs(entries: Sequence[str]) -> dict[str, Any]:
+    return {"content": Written.array(entries), "refusal": None}
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
@@ -203,6 +220,7 @@ class CompletionForm(Form):
     prompts: Sequence[tuple[int, ...]] = ()
     prompt_logprobs: Sequence[Sequence[TokenLogprobs]] = ()
     _offsets: dict[int, int] = field(default_factory=dict)
+    _entries: dict[int, dict[str, list[str]]] = field(default_factory=dict)
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
@@ -211,7 +229,7 @@ class CompletionForm(Form):
             return []
         choice = self._choice(place, self.echoed[place], None)
         if self.logprobs:
-            choice["logprobs"] = self._of_prompt(place)
+            choice["logprobs"] = self._kept(place, self._of_prompt(place))
         return [choice]
 
     def _middle(self, part: Part) -> list[dict[str, Any]]:
@@ -219,7 +237,7 @@ class CompletionForm(Form):
             return []
         choice = self._choice(part.place, part.text, None)
         if part.logprobs:
-            choice["logprobs"] = self._entries(part.place, part.logprobs)
+            choice["logprobs"] = self._kept(part.place, self._columns(part.place, part.logprobs))
         return [choice]
 
     def _last(self, place: int, reason: str) -> dict[str, Any]:
@@ -229,37 +247,49 @@ class CompletionForm(Form):
         prompt = self.echoed[place] if self.echoed else ""
         choice = self._choice(place, prompt + (result.text or ""), result.finish_reason)
         if self.logprobs:
-            self._offsets.pop(place, None)
-            before = self._of_prompt(place) if self.echoed else {}
-            after = self._entries(place, self._logprobs_of.get(place, []))
-            choice["logprobs"] = {key: [*before.get(key, []), *entries] for key, entries in after.items()}
+            choice["logprobs"] = _joined(self._entries.get(place, self._columns(place, [])))
         return choice
 
     def _choice(self, place: int, text: str, reason: str | None) -> dict[str, Any]:
         return {"index": place, "text": text, "logprobs": None, "finish_reason": reason}
 
-    def _of_prompt(self, place: int) -> dict[str, list[Any]]:
+    def _kept(self, place: int, columns: dict[str, list[str]]) -> dict[str, Written]:
+        """Keep entries of log-probabilities for the whole reply; return them joined."""
+        kept = self._entries.setdefault(place, {})
+        for name, entries in columns.items():
+            kept.setdefault(name, []).extend(entries)
+        return _joined(columns)
+
+    def _of_prompt(self, place: int) -> dict[str, list[str]]:
         """Make the entries of an echoed prompt. Its first token has no log-probability."""
         token = self._token(self.prompts[place][0])
         if not self.echoed[place].startswith(token):  # the tokenizer put it before the text
             self._offsets[place] = -len(token)
-        first = self._entries(place, [TokenLogprobs(self.prompts[place][0], 0.0, ())])
-        first |= {"token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
-        others = self._entries(place, self.prompt_logprobs[place])
+        first = self._columns(place, [TokenLogprobs(self.prompts[place][0], 0.0, ())])
+        first |= {"token_logprobs": ["null"], "top_logprobs": ["null"], "text_offset": ["0"]}
+        others = self._columns(place, self.prompt_logprobs[place])
         return {key: [*first[key], *others[key]] for key in first}
 
-    def _entries(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        tokens = [self._token(each.token_id) for each in found]
+    def _columns(self, place: int, found: Sequence[TokenLogprobs]) -> dict[str, list[str]]:
+        """Write the entries of tokens that go on an answer, each column as texts of JSON."""
         offsets = []
-        for token in tokens:
-            offsets.append(self._offsets.get(place, 0))
-            self._offsets[place] = offsets[-1] + len(token)
+        for each in found:
+            offsets.append(str(self._offsets.get(place, 0)))
+            self._offsets[place] = self._offsets.get(place, 0) + len(self._token(each.token_id))
         return {
-            "tokens": tokens,
-            "token_logprobs": [each.logprob for each in found],
-            "top_logprobs": [{self._token(token): value for token, value in each.best} for each in found],
+            "tokens": [self._written(each.token_id) for each in found],
+            "token_logprobs": [number(each.logprob) for each in found],
+            "top_logprobs": [self._best(each) for each in found],
             "text_offset": offsets,
         }
+
+    def _best(self, found: TokenLogprobs) -> str:
+        values = {self._written(token): number(value) for token, value in found.best}  # texts may be equal
+        return f"{{{', '.join(f'{text}: {value}' for text, value in values.items())}}}"
+
+
+def _joined(columns: dict[str, list[str]]) -> dict[str, Written]:
+    return {name: Written.array(entries) for name, entries in columns.items()}
 
 
 def _event(value: dict[str, Any]) -> str:

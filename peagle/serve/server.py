@@ -10,14 +10,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import fastapi
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.serve.loop import EngineLoop
 
+HEADERS_PATIENCE_S = 60.0
 AFTER_DEADLINE_S = 5  # for the error to be sent, before connections are cut
 DEADLINE = "the server is shutting down, and this answer was not complete in time"
 
@@ -53,16 +56,7 @@ def serve(
 
     Calls `ready` with the URL as soon as connections are accepted, `note` with what a drain does.
     """
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=drain_s + AFTER_DEADLINE_S,
-    )
-    Server(config, loop, drain_s, ready, note).run([address])
+    Server(app, loop, drain_s, ready, note).run([address])
 
 
 def url(address: socket.socket) -> str:
@@ -71,17 +65,60 @@ def url(address: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+HttpProtocol: Any = AutoHTTPProtocol  # uvicorn's, of the faster parser that is installed
+
+
+class Connection(HttpProtocol):
+    """A client's connection, closed if the headers of its next request are not complete after HEADERS_PATIENCE_S."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:  # asyncio.Transport, or uvloop's
+        super().connection_made(transport)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._forget_deadline()
+        super().connection_lost(error)
+
+    def _expect_request(self) -> None:
+        self._forget_deadline()
+        self._deadline = self.loop.call_later(HEADERS_PATIENCE_S, self._close_without_request)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _close_without_request(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 class Server(uvicorn.Server):
     """A server that ends when asked, without a second signal to its own process."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: fastapi.FastAPI,
         loop: EngineLoop,
         drain_s: int,
         ready: Callable[[str], None] = lambda _: None,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=drain_s + AFTER_DEADLINE_S,
+        )
         super().__init__(config)
         self._engine_loop, self._drain_s, self._ready, self._note = loop, drain_s, ready, note
         self._event_loop: asyncio.AbstractEventLoop | None = None

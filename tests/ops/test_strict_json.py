@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peagle.ops.strict_json import dumps
+from peagle.ops.strict_json import Written, dumps, number
 
 ROOT = Path(__file__).parents[2]
 # what passes between two processes of a script, and is no file
@@ -49,6 +49,20 @@ def test_keys_that_are_numbers_and_values_that_are_not_json() -> None:
     assert found == {"1": None, "2": {"a": [None, None, 0.5]}}
     with pytest.raises(TypeError):
         dumps({"a": object()})
+
+
+@settings(deadline=None, max_examples=25)
+@given(values, st.lists(values, max_size=3))
+def test_what_is_written_already_is_part_of_a_value(value: object, items: list[object]) -> None:
+    array = Written.array([dumps(item) for item in items])
+    found = dumps({"before": math.nan, "é": [array, {}, (), value]}, ensure_ascii=False)
+    assert strict(found) == expected({"before": None, "é": [items, {}, [], value]})
+    assert "é" in found
+
+
+@given(st.floats())
+def test_a_number_alone_is_written_as_in_a_value(value: float) -> None:
+    assert number(value) == dumps(value)
 
 
 def test_everything_is_written_by_it() -> None:

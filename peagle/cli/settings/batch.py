@@ -20,7 +20,8 @@ class BatchSettings:
     [bold]Examples[/bold]
 
       the demo pair          [cyan]peagle batch requests.jsonl answers.jsonl[/cyan]
-      your own checkpoints   [cyan]peagle batch requests.jsonl answers.jsonl --target DIR --drafter DIR[/cyan]
+      your own checkpoints
+        [cyan]peagle batch requests.jsonl answers.jsonl --target DIR --drafter DIR[/cyan]
     """
 
     requests: Annotated[Path, Argument(metavar="IN.jsonl", help="Requests, one a line.")]

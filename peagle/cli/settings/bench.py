@@ -31,7 +31,8 @@ class BenchSettings:
       a checkpoint          [cyan]peagle bench DIR[/cyan]
       decoding alone        [cyan]peagle bench DIR -p 0 -t 1 -n 64,256 --context 1024[/cyan]
       many requests         [cyan]peagle bench DIR -p 0 -t 1 --slots 1,2,4,8,16,32[/cyan]
-      what drafting costs   [cyan]peagle bench DIR --drafter DIR -p 0 -t 1 --slots 1,4,16 -k 1,3[/cyan]
+      what drafting costs
+        [cyan]peagle bench DIR --drafter DIR -p 0 -t 1 --slots 1,4,16 -k 1,3[/cyan]
       for a report          [cyan]peagle bench DIR --markdown - --json OUT[/cyan]
     """
 

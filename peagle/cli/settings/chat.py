@@ -31,7 +31,8 @@ class ChatSettings:
     [bold]Examples[/bold]
 
       your own checkpoints   [cyan]peagle chat --target DIR --drafter DIR[/cyan]
-      from a pipe            [cyan]printf 'Hi\\nAnd you?\\n' | peagle chat --target DIR --drafter ngram[/cyan]
+      from a pipe
+        [cyan]printf 'Hi\\nAnd you?\\n' | peagle chat --target DIR --drafter ngram[/cyan]
     """
 
     template: TemplateOptions = TemplateOptions()

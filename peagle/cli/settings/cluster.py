@@ -32,8 +32,10 @@ class ClusterUpSettings:
     [bold]Examples[/bold]
 
       two replicas of the demo pair     [cyan]peagle cluster up --decode 2[/cyan]
-      prompts elsewhere than answers    [cyan]peagle cluster up --prefill 1 --decode 2 --target DIR --drafter DIR[/cyan]
-      in a Ray cluster that is running  [cyan]peagle cluster up --address auto --decode 8 --num-gpus 1[/cyan]
+      prompts elsewhere than answers
+        [cyan]peagle cluster up --prefill 1 --decode 2 --target DIR --drafter DIR[/cyan]
+      in a Ray cluster that is running
+        [cyan]peagle cluster up --address auto --decode 8 --num-gpus 1[/cyan]
     """
 
     target: Target = None

@@ -31,9 +31,12 @@ class DataSettings:
     [bold]Examples[/bold]
 
       greedy answers         [cyan]peagle data --prompt-file IN.jsonl --out DIR[/cyan]
-      of your own target     [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DIR -n 512[/cyan]
-      with what it thought   [cyan]peagle data --prompt-file IN.jsonl --out DIR --hidden --top 32[/cyan]
-      long prompts           [cyan]peagle data --prompt-file IN.jsonl --out DIR --context 8192[/cyan]
+      of your own target
+        [cyan]peagle data --target DIR --prompt-file IN.jsonl --out DIR -n 512[/cyan]
+      with what it thought
+        [cyan]peagle data --prompt-file IN.jsonl --out DIR --hidden --top 32[/cyan]
+      long prompts
+        [cyan]peagle data --prompt-file IN.jsonl --out DIR --context 8192[/cyan]
     """
 
     prompt_file: Annotated[

@@ -20,8 +20,10 @@ class ExportSettings:
 
     [bold]Examples[/bold]
 
-      for vLLM          [cyan]peagle export DIR --out OTHER --verifier openai/gpt-oss-20b[/cyan]
-      for speculators   [cyan]peagle export DIR --out OTHER --dialect speculators --verifier NAME[/cyan]
+      for vLLM
+        [cyan]peagle export DIR --out OTHER --verifier openai/gpt-oss-20b[/cyan]
+      for speculators
+        [cyan]peagle export DIR --out OTHER --dialect speculators --verifier NAME[/cyan]
     """
 
     drafter: Annotated[str, Argument(metavar="DRAFTER", help="Directory, of any dialect; or demo.")]

@@ -18,8 +18,10 @@ class InfoSettings:
 
       a target or a drafter        [cyan]peagle info DIR[/cyan]
       both, and whether they fit   [cyan]peagle info TARGET DRAFTER[/cyan]
-      a plan for eight devices     [cyan]peagle info --mesh tp=8 --slots 16 --context 8192 --device H100 DIR[/cyan]
-      what decoding alone takes    [cyan]peagle info TARGET DRAFTER --role decode --slots 8[/cyan]
+      a plan for eight devices
+        [cyan]peagle info --mesh tp=8 --slots 16 --context 8192 --device H100 DIR[/cyan]
+      what decoding alone takes
+        [cyan]peagle info TARGET DRAFTER --role decode --slots 8[/cyan]
     """
 
     directories: Annotated[

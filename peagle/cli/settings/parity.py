@@ -34,7 +34,8 @@ class ParitySettings:
     [bold]Examples[/bold]
 
       the demo pair             [cyan]peagle parity[/cyan]
-      "my acceptance is 1.4"    [cyan]peagle parity --target DIR --drafter DIR --prompts FILE[/cyan]
+      "my acceptance is 1.4"
+        [cyan]peagle parity --target DIR --drafter DIR --prompts FILE[/cyan]
     """
 
     drafter: Annotated[

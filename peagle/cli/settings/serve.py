@@ -103,10 +103,12 @@ class ServeSettings:
     [bold]Examples[/bold]
 
       the demo pair          [cyan]peagle serve[/cyan]
-      your own checkpoints   [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
+      your own checkpoints
+        [cyan]peagle serve --target DIR --drafter DIR --slots 8 --context 8192[/cyan]
       with a key             [cyan]peagle serve --api-key-file KEYS --host 0.0.0.0[/cyan]
-      options from a file    [cyan]peagle serve --config serve.toml[/cyan], with lines as max-queue = 8
-      and call it            [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
+      options from a file    [cyan]peagle serve --config serve.toml[/cyan]   (max-queue = 8)
+      and call it
+        [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
     """
 
     served: ServedOptions = ServedOptions()

@@ -32,12 +32,16 @@ class SweepSettings:
     [bold]Examples[/bold]
 
       the demo pair           [cyan]peagle sweep --out RUN[/cyan]
-      your own                [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompts mt.jsonl[/cyan]
-      two drafters            [cyan]peagle sweep --out RUN -k 1-7,auto --drafter DIR,ngram --repeats 5[/cyan]
+      your own
+        [cyan]peagle sweep --out RUN --target DIR --drafter DIR --prompts mt.jsonl[/cyan]
+      two drafters
+        [cyan]peagle sweep --out RUN -k 1-7,auto --drafter DIR,ngram --repeats 5[/cyan]
       many at once            [cyan]peagle sweep --out RUN --concurrency 1,2,4,8,16[/cyan]
-      and its table for auto  [cyan]peagle sweep --out RUN --resume --write-widths DRAFTER[/cyan]
+      and its table for auto
+        [cyan]peagle sweep --out RUN --resume --write-widths DRAFTER[/cyan]
       cut off? go on          [cyan]peagle sweep --out RUN --resume[/cyan]
-      only say what it does   [cyan]peagle sweep --out RUN -k 0-8 --render both --temperature 0,1 --dry-run[/cyan]
+      only say what it does
+        [cyan]peagle sweep --out RUN -k 0-8 --render both --temperature 0,1 --dry-run[/cyan]
     """
 
     out: NewFolder

@@ -92,11 +92,17 @@ class TrainSettings:
 
       an hour             [cyan]peagle train --data DIR --out RUN --minutes 60[/cyan]
       go on, with more    [cyan]peagle train --out RUN --resume --steps 5000[/cyan]
-      your own target     [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
-      watch acceptance    [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
-      ten minutes         [cyan]peagle train --data DIR --out RUN --init DRAFTER --minutes 10[/cyan]
-      long prompts        [cyan]peagle train --data DIR --out RUN --steps 900 --width 8192 --drafter-window 2048[/cyan]
-      the baseline        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
+      your own target
+        [cyan]peagle train --target DIR --data DIR --out RUN --steps 5000 --layers 4[/cyan]
+      watch acceptance
+        [cyan]peagle train --data DIR --out RUN --steps 900 --evaluate IN.jsonl[/cyan]
+      ten minutes
+        [cyan]peagle train --data DIR --out RUN --init DRAFTER --minutes 10[/cyan]
+      long prompts
+        [cyan]peagle train --data DIR --out RUN --steps 900 --width 8192 \\
+          --drafter-window 2048[/cyan]
+      the baseline
+        [cyan]peagle train --data DIR --out RUN --minutes 60 --autoregressive[/cyan]
     """
 
     data: Annotated[

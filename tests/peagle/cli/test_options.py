@@ -1,11 +1,16 @@
 """Commands whose options are the fields of dataclasses."""
 
+import inspect
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 import typer
 
+from peagle.cli import main
+from peagle.cli.app import app
 from peagle.cli.options import by_flag, command_of, given
 from peagle.cli.settings.shared import PrefillOptions
 from peagle.ops.errors import InputError
@@ -40,6 +45,14 @@ def painted() -> tuple[typer.Typer, list[Paint]]:
 
     assert command_of(app, paint, lambda run: run()) is paint
     return app, seen
+
+
+def commands(of: Any = None, path: str = "") -> Iterator[tuple[str, str | None]]:
+    """Yield the words of each command and its help."""
+    group = typer.main.get_command(app) if of is None else of
+    yield path, group.help
+    for name, each in getattr(group, "commands", {}).items():
+        yield from commands(each, f"{path} {name}".strip())
 
 
 def run(app: typer.Typer, *arguments: str) -> int:
@@ -87,3 +100,15 @@ def test_a_message_about_a_value_names_its_flag_as_typed() -> None:
         ("a file is too long", "a file is too long"),
     ):
         assert by_flag(message, flags) == named
+
+
+@pytest.mark.parametrize("name", [name for name, _ in commands()])
+def test_examples_of_the_help_stand_whole_at_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = dict(commands())[name] or ""
+    assert main([*name.split(), "--help"]) == 0
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for line in inspect.cleandoc(text).partition("[/bold]")[2].partition("\n")[2].splitlines():
+        assert re.sub(r"\[/?(cyan|bold)\]", "", line).strip() in shown

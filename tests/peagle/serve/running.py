@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import uvicorn
-
 from peagle.serve.app import Service, create_app
 from peagle.serve.server import Server, bind, url
 
@@ -28,8 +26,8 @@ class Running:
     def __init__(
         self, service: Service, address: socket.socket, drain_s: int, note: Callable[[str], None] = lambda _: None
     ) -> None:
-        config = uvicorn.Config(create_app(service), lifespan="off", ws="none", log_config=None, access_log=False)
-        self.service, self.url, self.server = service, url(address), Server(config, service.loop, drain_s, note=note)
+        self.service, self.url = service, url(address)
+        self.server = Server(create_app(service), service.loop, drain_s, note=note)
         self._thread = threading.Thread(target=self.server.run, args=([address],))
         self._thread.start()
         eventually(lambda: self.server.started)

@@ -24,13 +24,17 @@ BODY: dict[str, Any] = {"prompt": [40, 41, 42], "max_tokens": 30, "temperature":
 Make = Callable[..., Service]
 
 
+def address_of(server: Running) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
 def send(server: Running, cut: int | None = None, **fields: Any) -> socket.socket:
     """Send a request, or so many bytes of its body, and leave its answer unread."""
     body = json.dumps({**BODY, **fields}).encode()
-    host, port = server.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
+    connection = socket.create_connection(address_of(server))
     connection.sendall(
-        f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n".encode()
         + body[:cut]
     )
@@ -253,11 +257,34 @@ def test_a_body_that_never_ends_is_refused(make: Make, monkeypatch: pytest.Monke
     monkeypatch.setattr("peagle.serve.http.BODY_PATIENCE_S", 0.05)
     service = make()
     with running(service) as server:
-        connection = send(server, cut=5)
-        received = connection.recv(65536)
+        connection, received = send(server, cut=5), b""
+        while b"}" not in received:  # the reply's head may arrive alone
+            received += connection.recv(65536)
         connection.close()
     assert b"408 Request Timeout" in received
     assert b"was not complete within 0.05 seconds" in received
+
+
+def test_headers_that_never_end_cost_their_connection(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a first request, and of one after an answer. An answer itself may take longer."""
+    monkeypatch.setattr("peagle.serve.server.HEADERS_PATIENCE_S", 1.0)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    service = make()
+    gate = Gate(service)
+    with running(service) as server:
+        gate.close()
+        long = send(server, stream=True)
+        eventually(lambda: service.loop.num_open)
+        for whole in (0, 1):
+            connection = socket.create_connection(address_of(server))
+            connection.sendall((head + b"\r\n") * whole + head)
+            assert _all(connection).count(b"200 OK") == whole  # until the server closes it
+        gate.open()
+        received = b""
+        while b"[DONE]" not in received:
+            received += long.recv(65536) or b"cut [DONE]"
+        long.close()
+    assert b"cut" not in received
 
 
 def test_a_reader_of_many_answers_never_waits_for_the_engine(make: Make) -> None:

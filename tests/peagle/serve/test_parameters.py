@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from typing import Any, Literal
 
 import pytest
@@ -11,11 +12,12 @@ from peagle.api import AUTO, Pair
 from peagle.engine.request import TokenLogprobs
 from peagle.engine.widths import WidthTable
 from peagle.loading import DEMO_DIRECTORY
+from peagle.ops.strict_json import dumps
 from peagle.result import Result
 from peagle.serve.answers import Part
-from peagle.serve.replies import CompletionForm
+from peagle.serve.replies import ChatForm, CompletionForm
 from peagle.text.tokenizer import ByteLevelTokenizer, detokenize, load_tokenizer
-from tests.peagle.conftest import toy_pair
+from tests.peagle.conftest import VOCAB_SIZE, toy_pair
 from tests.peagle.serve.conftest import CONTEXT, DATE, MODEL, K, client_of
 
 PROMPT = [40, 41, 42]
@@ -238,9 +240,34 @@ def test_offsets_are_those_of_the_text(client: TestClient) -> None:
 def test_a_first_token_that_is_not_in_the_text_has_no_length(tokenizer: ByteLevelTokenizer) -> None:
     form = CompletionForm("toy", tokenizer, logprobs=True, echoed=["ab"], prompts=[(0, 97 - 26, 98 - 26)])
     form.prompt_logprobs = [[TokenLogprobs(71, -1.0, ()), TokenLogprobs(72, -1.0, ())]]
-    (choice,) = form.read(Part(0, (), "", (), None, ()))
+    event = form.event(*form.read(Part(0, (), "", (), None, ())))
+    (choice,) = json.loads(event.removeprefix("data: "))["choices"]
     assert choice["logprobs"]["tokens"] == ["<|startoftext|>", "a", "b"]
     assert choice["logprobs"]["text_offset"] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", [ChatForm, CompletionForm])
+def test_what_a_reply_says_of_tokens_is_written_before_its_end(
+    tokenizer: ByteLevelTokenizer, alone: Pair, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """At the end others would wait for it. A number that is not finite is null; tokens of one text count once."""
+    result = python(alone, {"max_tokens": 3})
+    form = kind(MODEL, tokenizer, logprobs=True)
+    partial = [token for token in range(VOCAB_SIZE) if tokenizer.token_bytes(token) in (b"\xc3", b"\xe2")]
+    pairs = (*zip(partial, (-0.5, -math.inf), strict=True), (71, 1e-7))
+    parts = [Part(0, (token,), "", (TokenLogprobs(token, -0.25, pairs),), None, ("plain",)) for token in (71, 72)]
+    events = [json.loads(form.event(form.read(part)[-1]).removeprefix("data: ")) for part in parts]
+    monkeypatch.setattr("peagle.serve.replies.number", None)
+    (choice,) = json.loads(dumps(form.whole([result])))["choices"]
+    streamed = [event["choices"][0]["logprobs"] for event in events]
+    for name in ("content",) if kind is ChatForm else ("tokens", "token_logprobs", "top_logprobs"):
+        assert choice["logprobs"][name] == [entry for each in streamed for entry in each[name]]
+    first = streamed[0]
+    if kind is ChatForm:
+        assert [entry["logprob"] for entry in first["content"][0]["top_logprobs"]] == [-0.5, None, 1e-7]
+        assert first["content"][0]["bytes"] == list(b"a")
+    else:
+        assert first["top_logprobs"] == [{"\N{REPLACEMENT CHARACTER}": None, "a": 1e-7}]
 
 
 def test_a_known_prompt_counts_as_cached(client: TestClient) -> None:
