@@ -24,10 +24,11 @@ from typing import Any, Literal
 
 import jax
 
-from peagle.engine.engine import MASK_BUDGET_S, Engine, EngineConfig, Handle, Role
+from peagle.engine.engine import MASK_BUDGET_S, AnyEngine, Engine, EngineConfig, Handle, Role
 from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.lead import Lead
+from peagle.engine.replicas import Replicas
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError, InputWarning
@@ -73,7 +74,8 @@ class Pair:
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
     lead: Lead | None = None  # of a target over several processes: what it sends to the others
-    _engines: dict[EngineConfig, Engine] = field(default_factory=dict, repr=False, compare=False)
+    replicas: tuple["Pair", ...] = ()  # the same models on other devices, with which an engine's slots are shared
+    _engines: dict[EngineConfig, AnyEngine] = field(default_factory=dict, repr=False, compare=False)
     _making: Any = field(default_factory=threading.Lock, repr=False, compare=False)  # held while an engine is made
     _vocabulary: list[Vocabulary] = field(default_factory=list, repr=False, compare=False)  # one, once it is needed
 
@@ -329,12 +331,14 @@ class Pair:
         rounded = -(-max(longest, at_least) // CAPACITY_STEP) * CAPACITY_STEP
         return min(rounded, self.max_positions)
 
-    def engine(self, config: EngineConfig) -> Engine:
+    def engine(self, config: EngineConfig) -> AnyEngine:
         """Return the engine of this shape; equal configs share one. K = 0 decodes plainly.
 
+        A pair with replicas has an engine on the devices of each, which share the slots (peagle.engine.replicas).
+
         Raises InputError for a K that exceeds the positions or the drafter's window, for K > 0 without a drafter, for
-        draft sampling from a drafter without probabilities, for caches that take more memory than there is, and for a
-        role over several processes.
+        draft sampling from a drafter without probabilities, for caches that take more memory than there is, for slots
+        that replicas cannot share, and for a role over several processes.
         """
         k = config.num_speculative_tokens
         if k > self.max_positions - 2:
@@ -353,8 +357,11 @@ class Pair:
         with self._making:
             if config not in self._engines:
                 self._warn_beyond_training(config)
-                target, drafter = self.models(k > 0, config.draft_sampling)
-                engine = Engine(target, drafter, config, self.stop_token_ids, self.fingerprints, self.lead)
+                pairs = (self, *self.replicas)
+                shape = config.share(len(pairs))
+                models = [pair.models(k > 0, config.draft_sampling) for pair in pairs]
+                engines = [Engine(*each, shape, self.stop_token_ids, self.fingerprints, self.lead) for each in models]
+                engine = Replicas(engines, config) if self.replicas else engines[0]
                 _refuse_too_large(engine)
                 self._engines[config] = engine
             return self._engines[config]
@@ -389,9 +396,13 @@ class Pair:
         return stochastic
 
 
-def _refuse_too_large(engine: Engine) -> None:
-    """Raise InputError, before allocation, for an engine that takes more memory than there is."""
-    slots, capacity = engine.config.slots, engine.config.capacity
+def _refuse_too_large(engine: AnyEngine) -> None:
+    """Raise InputError, before allocation, for an engine that takes more memory than there is.
+
+    Replicas on devices of their own each have a part of the slots.
+    """
+    shape = engine.config if jax.default_backend() == "cpu" else engine.one.config
+    slots, capacity = shape.slots, shape.capacity
     state, lane, logits = engine.memory_bytes()
 
     def hint() -> str:
@@ -407,7 +418,7 @@ def _refuse_too_large(engine: Engine) -> None:
     caches = f"the caches of {capacity} positions" + (f" in {slots} slots" if slots > 1 else "")
     refuse_too_large({caches: state, "the prefill lane": lane, "a step's logits": logits}, hint)
     # it grows with use, up to its bound
-    kept, available = engine.config.prefix_cache_bytes, available_memory_bytes()
+    kept, available = shape.prefix_cache_bytes, available_memory_bytes()
     if kept > available:
         raise InputError(
             f"the prefix cache may take {size_in_words(kept)}, but {size_in_words(available)} are available; give a "
@@ -424,7 +435,7 @@ class Stream(Iterator[str]):
     request and frees the slot.
     """
 
-    def __init__(self, pair: Pair, engine: Engine, request: Request) -> None:
+    def __init__(self, pair: Pair, engine: AnyEngine, request: Request) -> None:
         self._pair, self._engine = pair, engine
         self._assembler = Assembler(request, engine.config.num_speculative_tokens, pair.tokenizer, time.perf_counter())
         self._handle: Handle | None = None

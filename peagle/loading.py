@@ -5,6 +5,7 @@ With workflows/ and the commands, the only module of peagle/ that imports target
 
 import dataclasses
 import hashlib
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from peagle.ops.linear import PackedMatrix
 from peagle.ops.memory import refuse_too_large, size_in_words
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.native import available as native_available
-from peagle.parallel import MeshShape, Sharded, make_mesh, parse_mesh, ranks_of, replicate, shard
+from peagle.parallel import MeshShape, Sharded, make_meshes, parse_mesh, ranks_of, replicate, shard
 from peagle.protocols import Drafter, PyTree, Target
 from peagle.text.tokenizer import load_tokenizer
 
@@ -83,7 +84,8 @@ def load(
     "auto" takes the window in speculation.json beside the drafter, else those of its config.json (see
     `Pair.drafter_window`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
     those in its config.json (see `Pair.aux_layers`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
-    (peagle.parallel); the drafter is on each of them. reduce: sum over devices in order, or by "psum", an all-reduce.
+    (peagle.parallel); the drafter is on each of them. With "dp=2" there are two such copies, which share the slots of
+    an engine (`Pair.replicas`). reduce: sum over devices in order, or by "psum", an all-reduce.
     retain_full_kv: layers with a window keep all positions, in place of rings, so that requests begin anywhere in what
     the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a mesh
     over several processes, what this one sends to the others (peagle.workflows.follow).
@@ -127,13 +129,17 @@ def load(
         dtype=dtype,
         experts=loaded.experts,
         kernels=kernels_in_words() if kernels != "xla" else "XLA",
-        mesh=None if shape is None else f"{shape.ranks} devices, {shape}",
+        mesh=None if shape is None else f"{shape.devices} devices, {shape}",
         retain_full_kv=retain_full_kv,
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
         programs_by_width=implementation != "native",
         fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
         lead=lead,
     )
+    if shape is not None and isinstance(plain, Sharded):
+        copies = map(plain.on, make_meshes(shape)[1:])
+        others = tuple(dataclasses.replace(pair, target=copy, plain_target=copy, _engines={}) for copy in copies)
+        pair = dataclasses.replace(pair, replicas=others)
     return with_drafter(
         pair, target, drafter, draft_vocab=draft_vocab, drafter_window=drafter_window, aux_layer_ids=aux_layer_ids
     )
@@ -161,7 +167,10 @@ def load_over(
     progress: Callable[[int, int], None] | None = None,
     **options: Any,
 ) -> tuple[Sharded, "LoadedTarget"]:
-    """Load a target over the devices of a mesh, rank by rank, each its own bytes (target.load.load_target's options).
+    """Load a target over the devices of a mesh, each rank its own bytes, several at once (`peagle.parallel.shard`).
+
+    With dp, over those of the first replica. Options are those of target.load.load_target, and so is the bound of
+    memory: on CPU, where all ranks share one, within 1.15 of their parts together.
 
     in_order: sum in rank order (peagle.ops.collectives.Ranks). Returns the target, and what was loaded with its
     parameters side by side. Raises InputError, before any weights are read, for a model that cannot be cut so, or too
@@ -171,25 +180,31 @@ def load_over(
     from target.model import GptOss
     from target.shard import Place, check_ranks
 
-    check_ranks(inspect_target(directory).config, shape.tp, shape.ep)
-    mesh = make_mesh(shape)
+    config = inspect_target(directory).config
+    check_ranks(config, shape.tp, shape.ep)
+    mesh = make_meshes(shape)[0]
     # chosen once: what is free changes from rank to rank
     options["experts"] = chosen_experts(
         directory, options.get("dtype", jnp.float32), options.get("experts", "auto"), options.get("implementation")
     )
     loaded: list[dict[str, Any]] = []  # what each rank loads beside the parameters
+    read: dict[int, float] = {}  # the share of each rank's bytes
+    reporting = threading.Lock()
 
     def of_rank(rank: int) -> GptOss:
         def watch(done: int, total: int) -> None:
             if progress is not None:
-                progress(len(loaded) * total + done, len(mesh.local_devices) * total)
+                with reporting:
+                    read[rank] = done / total
+                    progress(round(sum(read.values()) * total), len(mesh.local_devices) * total)
 
         part = load_target(directory, place=Place(rank, shape.tp, shape.ep), progress=watch, **options)
         loaded.append({name: value for name, value in vars(part).items() if name != "params"})
         return GptOss(part.params, part.config, tuple(aux_layer_ids), retain_full_kv, ranks_of(shape, in_order))
 
     parts = shard(of_rank, mesh)
-    return Sharded(parts, mesh), LoadedTarget(**loaded[0], params=parts.params)
+    kv_copies = max(shape.ranks // config.num_kv_heads, 1)
+    return Sharded(parts, mesh, kv_copies), LoadedTarget(**loaded[0], params=parts.params)
 
 
 def experts_in_memory(
@@ -246,14 +261,15 @@ def _refuse_too_large(
     from target.shard import Place
 
     ranks = range(shape.ranks // jax.process_count() if jax.default_backend() == "cpu" else 1)
+    replicas = shape.dp if jax.default_backend() == "cpu" else 1
 
     def needed(dtype: DtypeName, experts: ExpertsChoice) -> dict[str, int]:
         options: Any = {"dtype": jnp.dtype(dtype), "experts": experts, "implementation": implementation}
         parts = (target_bytes(target_directory, **options, place=Place(rank, shape.tp, shape.ep)) for rank in ranks)
-        sizes = {"the target": sum(parts)}
+        sizes = {"the target": replicas * sum(parts)}
         if drafter_directory is not None:
             size = drafter_bytes(drafter_directory, jnp.dtype(dtype), implementation=implementation)
-            sizes["the drafter"] = size * len(ranks)
+            sizes["the drafter"] = size * len(ranks) * replicas
         return sizes
 
     def least() -> str:
@@ -283,7 +299,6 @@ def with_drafter(
 
     target_directory, drafter_directory = resolve(target, "target"), drafter_path(target, drafter)
     plain = pair.plain_target
-    model = local_model(plain)
     drafting: Drafter | None = NGram() if drafter == NGRAM else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     narrowed = window_in_words = drafted = None
@@ -293,31 +308,38 @@ def with_drafter(
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
         widths = read_widths(drafter_directory) or widths
-        params, config = _load_drafter(drafter_directory, plain, target_directory, pair.dtype, aux_layer_ids)
+        params, config = _load_drafter(drafter_directory, pair, target_directory, aux_layer_ids)
         if vocab is not None:
             params, config = narrow(params, config, vocab)
             drafted = vocab.token_ids
             narrowed = f"{config.draft_vocab_size} tokens, by {vocab.source}"
         config, window_in_words = windowed(config, window, given=drafter_window != AUTO)
         _warn_of_windows(config, plain.max_positions)
-        params = replicate(params, plain.mesh) if isinstance(plain, Sharded) else params
         drafting = dataclasses.replace(drafter_of(params, config), retain_full_kv=pair.retain_full_kv)
         seen = (None if layers is None else layers.outputs, config.windows, drafted)
         print_of_drafter = _digest(fingerprint(drafter_directory), pair.dtype, *seen)
     if layers is not None and layers.doubt is not None:
         warnings.warn(layers.doubt, InputWarning, stacklevel=2)
-    with_aux = model.replace(aux_layer_ids=() if layers is None else layers.outputs)  # type: ignore[attr-defined]
+    aux_layer_ids = () if layers is None else layers.outputs
+    replicas = (_drafting(each, drafting, aux_layer_ids) for each in pair.replicas)
     return dataclasses.replace(
-        pair,
-        target=Sharded(with_aux, plain.mesh) if isinstance(plain, Sharded) else with_aux,
-        drafter=drafting,
+        _drafting(pair, drafting, aux_layer_ids),
+        replicas=tuple(replicas),
         aux_layers=None if layers is None else layers.description,
         draft_vocab=narrowed,
         drafter_window=window_in_words,
         widths=widths,
         fingerprints=Fingerprints(pair.fingerprints.target, print_of_drafter),
-        _engines={},
     )
+
+
+def _drafting(pair: Pair, drafter: Drafter | None, aux_layer_ids: tuple[int, ...]) -> Pair:
+    """Give a pair another drafter, on its own devices, and the aux_hidden that this reads."""
+    plain = pair.plain_target
+    with_aux = local_model(plain).replace(aux_layer_ids=aux_layer_ids)  # type: ignore[attr-defined]
+    target = plain.replace(parts=with_aux) if isinstance(plain, Sharded) else with_aux  # type: ignore[attr-defined]
+    own = replicate(drafter, plain.mesh) if isinstance(plain, Sharded) else drafter
+    return dataclasses.replace(pair, target=target, drafter=own, _engines={})
 
 
 def _digest(*parts: object) -> str:
@@ -326,7 +348,7 @@ def _digest(*parts: object) -> str:
 
 
 def _load_drafter(
-    directory: Path, target: Target, target_directory: Path, dtype: str, aux_layer_ids: Sequence[int] | None
+    directory: Path, pair: Pair, target_directory: Path, aux_layer_ids: Sequence[int] | None
 ) -> "tuple[DrafterParams, DrafterConfig]":
     """Load a drafter with weights, sharing the target's embedding and head if it has none of its own.
 
@@ -334,15 +356,16 @@ def _load_drafter(
     """
     from drafter.load import load_drafter, weight_bytes
 
+    target, dtype = pair.plain_target, jnp.dtype(pair.dtype)
     implementation = local_model(target).params.implementation
-    size = weight_bytes(directory, jnp.dtype(dtype), implementation=implementation)
+    size = weight_bytes(directory, dtype, implementation=implementation)
     if isinstance(target, Sharded) and jax.default_backend() == "cpu":
-        size *= target.local_ranks  # which share one memory
+        size *= target.local_ranks * (1 + len(pair.replicas))  # which share one memory
     refuse_too_large({f"the drafter {directory}": size}, lambda: "take a smaller drafter, or --dtype bfloat16")
-    embedding, lm_head = _ends(target, target_directory, jnp.dtype(dtype), directory)
+    embedding, lm_head = _ends(target, target_directory, dtype, directory)
     return load_drafter(
         directory,
-        jnp.dtype(dtype),
+        dtype,
         implementation=implementation,
         target_embedding=embedding,
         target_lm_head=lm_head,

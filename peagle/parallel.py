@@ -12,10 +12,15 @@ around the target's pass; everything else, the drafter included, runs on every r
       head, its tokens      |  |  |  |
       gather               -+--+--+--+-    once
     logits                the same on every rank
+
+With dp, that many such meshes stand side by side. Each has a copy of the target, and an engine of its own
+(peagle.engine.replicas).
 """
 
+import concurrent.futures
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -42,23 +47,36 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """How many devices share what. Heads, vocabulary and caches are cut over all tp x ep ranks."""
+    """How many devices share what. Heads, vocabulary and caches are cut over all tp x ep ranks of a replica."""
 
     tp: int = 1  # ranks that share the width of an expert
     ep: int = 1  # groups of ranks that share the experts
+    dp: int = 1  # replicas that share the slots
 
     @property
     def ranks(self) -> int:
+        """Devices of one replica."""
         return self.tp * self.ep
 
+    @property
+    def devices(self) -> int:
+        """Devices of all replicas."""
+        return self.dp * self.ranks
+
     def __str__(self) -> str:
-        return f"tp={self.tp},ep={self.ep}"
+        return f"dp={self.dp}," * (self.dp > 1) + f"tp={self.tp},ep={self.ep}"
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """Read a mesh such as "tp=2" or "tp=2,ep=4". Raises InputError for anything else."""
-    expected = "tp=N or ep=N, or both as tp=N,ep=N, of 1 or more devices"
-    return MeshShape(**_sizes(text, ("tp", "ep"), expected + (" (dp=N is for peagle train)" if "dp" in text else "")))
+    """Read a mesh such as "tp=2" or "dp=2,tp=2,ep=4". Raises InputError for anything else."""
+    names = ("tp", "ep", "dp")
+    return MeshShape(**_sizes(text, names, "tp=N, ep=N or dp=N, or several as dp=N,tp=N, of 1 or more devices"))
+
+
+def refuse_replicas(mesh: str | None, why: str) -> None:
+    """Raise InputError for a mesh that has dp, where that has no place."""
+    if mesh is not None and parse_mesh(mesh).dp > 1:
+        raise InputError(f"the mesh is {mesh!r}, but {why}; leave dp out")
 
 
 def parse_data_mesh(text: str) -> int:
@@ -76,9 +94,14 @@ def _sizes(text: str, names: Sequence[str], expected: str) -> dict[str, int]:
     return found
 
 
-def make_mesh(shape: MeshShape) -> Mesh:
-    """Take the first devices for a mesh, of several processes as many of each. Raises InputError if there are fewer."""
+def make_meshes(shape: MeshShape) -> list[Mesh]:
+    """Take the first devices for the mesh of each replica, one after the other; of several processes as many of each.
+
+    Raises InputError if there are fewer, and for replicas over several processes.
+    """
     devices, processes = jax.devices(), jax.process_count()
+    if shape.dp > 1 and processes > 1:
+        raise InputError(f"the mesh {shape} has dp, but there are {processes} processes; expected dp within one alone")
     if shape.ranks % processes:
         raise InputError(
             f"the mesh {shape} has {shape.ranks} devices; expected a multiple of the {processes} processes, which have "
@@ -90,19 +113,23 @@ def make_mesh(shape: MeshShape) -> Mesh:
             for process in range(processes)
             for device in [each for each in devices if each.process_index == process][: shape.ranks // processes]
         ]
-    if shape.ranks > len(devices):
+    if (needed := shape.devices) > len(devices):
         kind = devices[0].platform
-        more = f"; JAX_NUM_CPU_DEVICES={shape.ranks} in the environment makes more of one CPU" if kind == "cpu" else ""
-        raise InputError(f"the mesh {shape} needs {shape.ranks} devices, and there are {len(devices)} ({kind}){more}")
-    return Mesh(np.array(devices[: shape.ranks]), (AXIS,))
+        more = f"; JAX_NUM_CPU_DEVICES={needed} in the environment makes more of one CPU" if kind == "cpu" else ""
+        raise InputError(f"the mesh {shape} needs {needed} devices, and there are {len(devices)} ({kind}){more}")
+    return [Mesh(each, (AXIS,)) for each in np.array(devices[:needed]).reshape(shape.dp, shape.ranks)]
 
 
 @flax.struct.dataclass
 class Sharded:
-    """A target whose parts lie on the devices of a mesh. Every leaf of `parts` is [rank, *its local shape]."""
+    """A target whose parts lie on the devices of a mesh. Every leaf of `parts` is [rank, *its local shape].
+
+    kv_copies: neighbouring ranks that hold the same kv head (peagle.protocols.OverDevices).
+    """
 
     parts: Target
     mesh: Mesh = flax.struct.field(pytree_node=False)
+    kv_copies: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
     def ranks(self) -> int:
@@ -120,6 +147,10 @@ class Sharded:
     @property
     def max_positions(self) -> int:
         return self.parts.max_positions
+
+    def on(self, mesh: Mesh) -> "Sharded":
+        """Copy the target to the devices of another mesh of as many."""
+        return Sharded(jax.device_put(self.parts, NamedSharding(mesh, OF_PARTS)), mesh, self.kv_copies)
 
     def init_cache(self, batch: int, capacity: int, widest_write: int) -> PyTree:
         """Make empty caches, the ranks' kv heads side by side: one that several ranks need is there several times."""
@@ -186,27 +217,41 @@ def _mine(parts: Tree) -> Tree:
 
 
 def shard(load: Callable[[int], Tree], mesh: Mesh) -> Tree:
-    """Load every rank's part onto its device, one after the other, and put them side by side (`Sharded.parts`).
+    """Load every rank's part onto its device, several at once, and put them side by side (`Sharded.parts`).
 
-    load(rank) makes the part's arrays on JAX's default device; each process loads its own ranks. The parts' trees are
-    equal but for the values. At any time one array is in memory twice.
+    load(rank) makes the part's arrays on JAX's default device; each process loads its own ranks, in as many threads as
+    it has processors. The parts' trees are equal but for the values. Memory is that of the parts, and what `load` takes
+    beside its own in each thread.
     """
-    loaded = []
     mine = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
-    for rank, device in mine:
+
+    def on_device(place: tuple[int, jax.Device]) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
+        rank, device = place
         with jax.default_device(device):
-            leaves, tree = jax.tree.flatten(load(rank))
-            loaded.append(leaves)
-    placed = NamedSharding(mesh, OF_PARTS)
+            return jax.tree.flatten(load(rank))
+
+    with concurrent.futures.ThreadPoolExecutor(min(len(mine), os.cpu_count() or 1)) as threads:
+        loaded, trees = zip(*threads.map(on_device, mine), strict=True)
+    placed, tree = NamedSharding(mesh, OF_PARTS), trees[0]
     together = []
     for index in range(len(loaded[0])):
         rows = []
         for (_, device), leaves in zip(mine, loaded, strict=True):
-            rows.append(jax.device_put(leaves[index], device)[None])
+            rows.append(_as_row(leaves[index], device))
             leaves[index] = None
         together.append(jax.make_array_from_single_device_arrays((mesh.size, *rows[0].shape[1:]), placed, rows))
     result: Tree = jax.tree.unflatten(tree, together)
     return result
+
+
+def _as_row(leaf: jax.Array, device: jax.Device) -> jax.Array:
+    """Put an axis of one before a rank's array, on its device; on CPU without a copy.
+
+    There is no compilation either, whose memory, more than 100 MB, would come on top of all parts.
+    """
+    if device.platform == "cpu":
+        return jax.device_put(np.asarray(leaf)[None], device, may_alias=True)
+    return jax.device_put(leaf, device)[None]
 
 
 def replicate(tree: Tree, mesh: Mesh) -> Tree:

@@ -83,6 +83,11 @@ class OverDevices(Protocol):
         """How many of them this process has."""
         ...
 
+    @property
+    def kv_copies(self) -> int:
+        """How often the caches hold each kv head, side by side: more than once if there are more ranks than heads."""
+        ...
+
 
 @runtime_checkable
 class PrefillsAtOnce(Protocol):

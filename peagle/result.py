@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from peagle.engine.engine import Engine, Handle
+from peagle.engine.engine import AnyEngine, Handle
 from peagle.engine.request import FinishReason, Request, StepRecord, TokenChunk, TokenLogprobs
 from peagle.ops.errors import InputError
 from peagle.text.channels import ChannelParser, Delta
@@ -355,7 +355,7 @@ def loop_grams(token_ids: Sequence[int]) -> tuple[int, int]:
 
 
 def submit(
-    engine: Engine, requests: Sequence[Request], tokenizer: Tokenizer | None, by_token: bool = False
+    engine: AnyEngine, requests: Sequence[Request], tokenizer: Tokenizer | None, by_token: bool = False
 ) -> dict[Handle, Assembler]:
     """Add the requests to an engine, each with an Assembler; none if one cannot be run."""
     now, k = time.perf_counter(), engine.config.num_speculative_tokens
@@ -363,7 +363,7 @@ def submit(
     return dict(zip(engine.add_all(requests), assemblers, strict=True))
 
 
-def follow(engine: Engine, assemblers: Mapping[Handle, Assembler]) -> Generator[tuple[Assembler, Piece]]:
+def follow(engine: AnyEngine, assemblers: Mapping[Handle, Assembler]) -> Generator[tuple[Assembler, Piece]]:
     """Yield (assembler, piece) for each chunk as it arrives, until all requests have ended.
 
     Aborts a request in the engine after a stop string. Meanwhile the reader may put further requests into `assemblers`;
@@ -381,7 +381,7 @@ def follow(engine: Engine, assemblers: Mapping[Handle, Assembler]) -> Generator[
 
 
 def decode(
-    engine: Engine,
+    engine: AnyEngine,
     requests: Sequence[Request],
     tokenizer: Tokenizer | None,
     decoded: Callable[[Piece], object] = lambda _: None,

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from peagle.api import AUTO, Pair
-from peagle.engine.engine import Engine, Handle
+from peagle.engine.engine import AnyEngine, Handle
 from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading
@@ -101,7 +101,7 @@ def long_request(pair: Pair, length: int, index: int) -> Request:
     return Request(tuple(ids), LONG_BUDGET, stop_token_ids=(), index=index, name="the long prompt")
 
 
-def requests_per_s(engine: Engine, requests: Sequence[Request]) -> float:
+def requests_per_s(engine: AnyEngine, requests: Sequence[Request]) -> float:
     """Measure how many requests the engine finishes a second if all are there at once."""
     started = time.perf_counter()
     for _ in engine.generate(requests):
@@ -109,7 +109,7 @@ def requests_per_s(engine: Engine, requests: Sequence[Request]) -> float:
     return len(requests) / (time.perf_counter() - started)
 
 
-def play(engine: Engine, arrivals: Sequence[tuple[Request, float]]) -> list[Json]:
+def play(engine: AnyEngine, arrivals: Sequence[tuple[Request, float]]) -> list[Json]:
     """Add each request when it is due; collect its ttft_s and itl_s, the times between arrivals of its tokens."""
     waiting = sorted(enumerate(arrivals), key=lambda entry: entry[1][1])
     added: dict[Handle, tuple[int, float]] = {}

@@ -23,7 +23,7 @@ import numpy as np
 
 from peagle.cluster.fleet import Fleet, Shape
 from peagle.engine.engine import Role
-from peagle.engine.request import Request
+from peagle.engine.request import Request, StepRecord
 from peagle.loading import load
 from peagle.measure.fleet import Arrangement, Arrival, Costs, Lengths, Served, poisson, read_costs, simulate
 from peagle.measure.pages import Block, Table, heading
@@ -52,8 +52,8 @@ ROLES: dict[Arrangement, tuple[tuple[Role, int], ...]] = {
 }
 MIXED = Lengths((64, 1024), (32, 160))
 SHORT = Lengths((64, 64), (128, 256))  # the answers that run while long prompts arrive
-SHORT_LOAD, LONG_PROMPT, LONG_OUTPUT = 0.3, 4096, 2
-FIGURES = ("ttft p50", "ttft p90", "itl p50", "itl p90", "itl p99")
+LONG_PROMPT, LONG_OUTPUT = 4096, 2
+FIGURES = ("ttft p50", "ttft p90", "itl p50", "itl p90", "itl p99", "itl p99 later")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,9 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--costs", type=Path, help="costs that were measured before, on one core")
     parser.add_argument("-k", type=int, default=3, help="drafts of a step (default %(default)s)")
-    parser.add_argument("--slots", type=int, default=4, help="of each replica (default %(default)s)")
+    parser.add_argument("--slots", type=int, default=8, help="of all replicas that decode (default %(default)s)")
     parser.add_argument("--context", type=int, default=4352, help="positions of a slot (default %(default)s)")
-    parser.add_argument("--load", type=float, default=0.5, help="share of the fleet's capacity (default %(default)s)")
+    parser.add_argument("--load", type=float, default=0.3, help="share of the fleet's capacity (default %(default)s)")
+    parser.add_argument(
+        "--short-load", type=float, default=0.1, help="share that answers beside long prompts are (default %(default)s)"
+    )
     parser.add_argument("--requests", type=int, default=150, help="of the mixed trace (default %(default)s)")
     parser.add_argument(
         "--long", type=int, default=6, help="prompts that arrive while answers run (default %(default)s)"
@@ -80,43 +83,45 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
     """Measure costs, play the traces, simulate them, and write the page."""
     expect_new(asked.out)
     if (
-        min(asked.rounds, asked.requests, asked.long, asked.slots) < 1
-        or asked.load <= 0
+        min(asked.rounds, asked.requests, asked.long) < 1
+        or asked.slots < 2
+        or asked.slots % 2
+        or min(asked.load, asked.short_load) <= 0
         or asked.context <= LONG_PROMPT
     ):
         raise InputError(
-            f"--rounds, --requests, --long and --slots must be 1 or more, --load above 0, --context above {LONG_PROMPT}"
+            "--rounds, --requests and --long must be 1 or more, --slots even, loads above 0, --context above "
+            f"{LONG_PROMPT}"
         )
     pair = load(asked.target, asked.drafter)
     texts = [token for request in prompted(asked, pair) for token in request.prompt_ids]
     raw, progress = RawLines(asked.out), Progress()
     path = asked.costs or measured(asked, progress)
     costs = read_costs(path)
-    rate = asked.load * capacity_per_s(costs, asked.k, MIXED)
+    rate = asked.load * capacity_per_s(costs, asked.k, asked.slots, MIXED)
     traces = {"mixed": poisson(rate, asked.requests, MIXED), "long prompts": long_trace(costs, asked)}
     shape = Shape(pair.engine_config(asked.k, slots=asked.slots, capacity=asked.context), pair.target.vocab_size)
+    both, apart = fleets = [
+        dataclasses.replace(fleet, slots=asked.slots // fleet.decode, num_speculative_tokens=asked.k)
+        for fleet in (BOTH, APART)
+    ]
     for number in range(asked.rounds):
-        order = (BOTH, APART) if number % 2 == 0 else (APART, BOTH)
+        order = (both, apart) if number % 2 == 0 else (apart, both)
         for fleet in order:
-            fleet = dataclasses.replace(fleet, slots=asked.slots, num_speculative_tokens=asked.k)
             progress(f"round {number + 1}: {fleet}")
             raw.extend(asyncio.run(round_of(asked, fleet, traces, texts, shape, number)))
     progress.end()
     for name, trace in traces.items():
-        for fleet in (BOTH, APART):
-            fleet = dataclasses.replace(fleet, slots=asked.slots, num_speculative_tokens=asked.k)
-            raw.add(
-                {
-                    "round": "simulated",
-                    "fleet": str(fleet),
-                    "trace": name,
-                    **figures(simulate(costs, trace, fleet), name),
-                }
-            )
+        # how many drafts are kept depends on the text, so it is taken from what was played
+        kept = np.mean([line["kept"] for line in raw.lines if line["trace"] == name], axis=0)
+        known = dataclasses.replace(costs, acceptance={asked.k: tuple(map(float, kept))} if asked.k else {})
+        for fleet in fleets:
+            played = figures(simulate(known, trace, fleet), name)
+            raw.add({"round": "simulated", "fleet": str(fleet), "trace": name, **played})
     config = prompt_config(asked, len(texts)) | {
         "drafter": Path(asked.drafter).name, "k": asked.k, "slots": asked.slots, "context": asked.context,
-        "load": asked.load, "requests": asked.requests, "long": asked.long, "rounds": asked.rounds,
-        "requests_per_s": rate,
+        "load": asked.load, "short_load": asked.short_load, "requests": asked.requests, "long": asked.long,
+        "rounds": asked.rounds, "requests_per_s": rate,
     }  # fmt: skip
     record = {
         "schema": 1,
@@ -142,18 +147,18 @@ def measured(asked: argparse.Namespace, progress: Progress) -> Path:
     return path
 
 
-def capacity_per_s(costs: Costs, k: int, lengths: Lengths) -> float:
-    """Return the requests a second that two replicas that do both could answer, slots full."""
+def capacity_per_s(costs: Costs, k: int, slots: int, lengths: Lengths) -> float:
+    """Return the requests a second that two replicas that do both could answer, `slots` in all and full."""
     prompt, output = (sum(each) / 2 for each in (lengths.prompt, lengths.output))
     emitted = 1 + sum(costs.acceptance.get(k, ()))
-    rows, step_s = costs.step_s[k].points[-1]
-    return 2 / (costs.prompt_s.at(prompt) + output / emitted * step_s / rows)
+    rows = slots / 2
+    return 2 / (costs.prompt_s.at(prompt) + output / emitted * costs.step_s[k].at(rows) / rows)
 
 
 def long_trace(costs: Costs, asked: argparse.Namespace) -> list[Arrival]:
     """Let short requests arrive at random, and long prompts among them, one at a time."""
     every = 1.5 * costs.prompt_s.at(LONG_PROMPT)
-    rate = SHORT_LOAD * capacity_per_s(costs, asked.k, SHORT)
+    rate = asked.short_load * capacity_per_s(costs, asked.k, asked.slots, SHORT)
     shorts = poisson(rate, max(8, round(rate * every * asked.long)), SHORT, seed=1)
     longs = [Arrival(every * (number + 0.1), LONG_PROMPT, LONG_OUTPUT) for number in range(asked.long)]
     return sorted([*shorts, *longs], key=lambda arrival: arrival.time_s)
@@ -166,17 +171,22 @@ async def round_of(
     """Start a fleet and play all traces to it."""
     roles = ROLES[dataclasses.replace(fleet, slots=BOTH.slots, num_speculative_tokens=0)]
     found = []
-    async with started(roles, asked.target, asked.drafter, asked.k, asked.slots, asked.context) as replicas:
+    async with started(roles, asked.target, asked.drafter, asked.k, fleet.slots, asked.context) as replicas:
         await play([Arrival(0.0, 64, 8), Arrival(0.0, 64, 8)], replicas, texts, shape)
         for name, trace in traces.items():
-            played = await play(trace, replicas, texts, shape)
-            found.append({"round": number, "fleet": str(fleet), "trace": name, **figures(played, name)})
+            played, records = await play(trace, replicas, texts, shape)
+            steps = [record.num_accepted for record in records if record.draft_token_ids]
+            kept = [float(np.mean(np.asarray(steps) > place)) for place in range(asked.k)]
+            line = {"round": number, "fleet": str(fleet), "trace": name, "kept": kept}
+            found.append(line | figures(played, name))
     return found
 
 
-async def play(trace: Sequence[Arrival], replicas: SocketReplicas, texts: Sequence[int], shape: Shape) -> list[Served]:
-    """Send the requests of a trace when they are due; return them with the times of their tokens."""
-    router = Fleet(replicas, shape, len(trace))
+async def play(
+    trace: Sequence[Arrival], replicas: SocketReplicas, texts: Sequence[int], shape: Shape
+) -> tuple[list[Served], list[StepRecord]]:
+    """Send the requests of a trace when they are due; return them with the times of their tokens, and their steps."""
+    router, records = Fleet(replicas, shape, len(trace)), list[StepRecord]()
     started_s = time.perf_counter()
 
     async def one(place: int, arrival: Arrival) -> Served:
@@ -187,21 +197,27 @@ async def play(trace: Sequence[Arrival], replicas: SocketReplicas, texts: Sequen
         call = router.submit([Request(tuple(prompt), budget, stop_token_ids=())])
         async with contextlib.aclosing(call.chunks()) as chunks:
             async for _, chunk in chunks:
+                records.extend(chunk.steps)
                 if chunk.token_ids:
                     served.times.append((chunk.time_s - started_s, len(chunk.token_ids)))
         return served
 
-    return list(await asyncio.gather(*(one(place, arrival) for place, arrival in enumerate(trace))))
+    return list(await asyncio.gather(*(one(place, arrival) for place, arrival in enumerate(trace)))), records
 
 
 def figures(played: Sequence[Served], trace: str) -> Json:
-    """Return quantiles in ms; of the long prompts' trace, ttft of the long ones and itl of the others."""
+    """Return quantiles in ms; of the long prompts' trace, ttft of the long ones and itl of the others.
+
+    later: without each answer's first gap, in which it is handed over if a fleet does that.
+    """
     long = [served for served in played if served.arrival.prompt_tokens == LONG_PROMPT]
     others = [served for served in played if served.arrival.prompt_tokens != LONG_PROMPT]
     firsts = [served.ttft_s for served in (played if trace == "mixed" else long)]
     gaps = [gap for served in others for gap in served.itl_s]
     found = {f"ttft p{q}": 1e3 * float(np.quantile(firsts, q / 100)) for q in (50, 90)}
-    return found | {f"itl p{q}": 1e3 * float(np.quantile(gaps, q / 100)) for q in (50, 90, 99)}
+    found |= {f"itl p{q}": 1e3 * float(np.quantile(gaps, q / 100)) for q in (50, 90, 99)}
+    later = [gap for served in others for gap in served.itl_s[1:]]
+    return found | {"itl p99 later": 1e3 * float(np.quantile(later, 0.99))}
 
 
 def summed(raw: Sequence[Json]) -> list[Json]:
@@ -229,17 +245,20 @@ def page(record: Json) -> list[Block]:
         for each in found
     ]  # fmt: skip
     by = {(each["trace"], each["fleet"], each["figure"]): each["real"] for each in found}
-    ratio = by["long prompts", str(APART), "itl p99"] / by["long prompts", str(BOTH), "itl p99"]
+    ratio, later = (
+        by["long prompts", str(APART), name] / by["long prompts", str(BOTH), name] for name in ("itl p99", FIGURES[-1])
+    )
     return [
         heading("A fleet of two processes, and the simulator", 1),
         f"Two processes, each on a core of its own; K = {config['k']}, {config['slots']} slots of {config['context']} "
-        f"positions. Mixed: {config['requests']} requests at random, {config['requests_per_s']:.1f} a second, prompts "
-        f"of {MIXED.prompt[0]} to {MIXED.prompt[1]} tokens, answers of {MIXED.output[0]} to {MIXED.output[1]}. Long "
-        f"prompts: {config['long']} of {LONG_PROMPT} tokens arrive among short ones; ttft is that of the long ones, "
-        "itl that of the others. "
+        f"positions in all. Mixed: {config['requests']} requests at random, {config['requests_per_s']:.1f} a second, "
+        f"prompts of {MIXED.prompt[0]} to {MIXED.prompt[1]} tokens, answers of {MIXED.output[0]} to {MIXED.output[1]}. "
+        f"Long prompts: {config['long']} of {LONG_PROMPT} tokens arrive among short ones; ttft is that of the long "
+        "ones, itl that of the others. The simulator takes the share of drafts kept from the fleets. "
         f"Milliseconds; medians of {config['rounds']} rounds (least..most), both fleets in turns.",
         Table(("trace", "fleet", "figure", "real", "simulated", "simulated over real"), rows),
-        f"**itl p99 of running answers while long prompts arrive, disaggregated over aggregated: {ratio:.2f}.**",
+        f"**itl p99 of running answers while long prompts arrive, disaggregated over aggregated: {ratio:.2f}; later "
+        f"(without each answer's first gap, in which it is handed over): {later:.2f}.**",
         f"`{source['command']}`; {where(source)}.",
     ]
 

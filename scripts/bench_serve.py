@@ -35,7 +35,7 @@ import numpy as np
 
 import peagle
 from peagle.api import Pair
-from peagle.engine.engine import Engine, Handle
+from peagle.engine.engine import AnyEngine, Handle
 from peagle.engine.request import Request
 from peagle.loading import DEMO, HELD_OUT, resolve
 from peagle.measure.provenance import num_threads
@@ -266,7 +266,7 @@ def started(asked: argparse.Namespace, models: Models, arm: str, load: Load) -> 
             yield server
 
 
-def engine_of(pair: Pair, k: K, load: Load) -> Engine:
+def engine_of(pair: Pair, k: K, load: Load) -> AnyEngine:
     """Make the engine that a server with this K has, here."""
     drafts, adaptive = pair.num_drafts(k)
     shape = pair.engine_config(drafts, slots=load.clients, capacity=load.context, adaptive=adaptive, k_per_request=True)
@@ -279,7 +279,7 @@ def rounds(
     load: Load,
     given: Sequence[Sequence[int]],
     found: Mapping[str, Server],
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, AnyEngine],
     say: Progress,
 ) -> Iterator[Json]:
     """Yield a line for each round, arm and place, server or engine. Round 0 warms up, with short answers."""
@@ -312,7 +312,7 @@ def by_server(server: Server, asked: Sequence[Json], load: Load, arm: str) -> Js
     return found | ({} if before is None else Counted.after(server, before, len(asked)).since(before))
 
 
-def by_engine(engine: Engine, given: Sequence[tuple[int, ...]], load: Load) -> list[Reply]:
+def by_engine(engine: AnyEngine, given: Sequence[tuple[int, ...]], load: Load) -> list[Reply]:
     """Decode as `together` asks: so many requests at a time, each client's next as soon as its last has ended."""
     queues = [collections.deque(given[place :: load.clients]) for place in range(load.clients)]
     handles: list[Handle] = []

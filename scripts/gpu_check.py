@@ -38,11 +38,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from drafter.config import DrafterConfig
 from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
 from peagle.api import Pair
-from peagle.engine.engine import Engine
+from peagle.engine.engine import AnyEngine
 from peagle.engine.request import Request
 from peagle.measure.bench import BenchOptions, Case, bench
 from peagle.measure.metrics import total
@@ -53,11 +52,10 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
-from peagle.ops.rope import RopeConfig
 from peagle.ops.strict_json import dumps
 from peagle.result import Counters
 from peagle.workflows.check import CHECKED, Finding, check_kernels, check_logits, check_losslessness
-from peagle.workflows.random_checkpoint import SIZES, write_random_checkpoint
+from peagle.workflows.random_checkpoint import IN_TURN, PARALLEL, SIZES, DrafterShape, write_random_checkpoint
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
 from scripts.runs import Json, RawLines, in_one_line, new_parser, origin, write_run
@@ -70,35 +68,6 @@ NARROW_VOCAB = 32768  # a reduced draft vocabulary, as drafters of large vocabul
 PUBLISHED_RATE = 0.76  # of draft i .76^i are kept: 3.70 tokens a step at K = 7, as published for the 20b on MT-Bench
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A drafter's shape except for its width, which is the target's."""
-
-    name: str
-    layers: int
-    parallel: bool
-
-    def config(self, target: TargetConfig, draft_vocab: int | None = None) -> DrafterConfig:
-        """Make the config that `peagle train` makes by default."""
-        taps = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
-        return DrafterConfig(
-            hidden_size=target.hidden_size,
-            num_layers=self.layers,
-            num_heads=target.num_heads,
-            num_kv_heads=target.num_kv_heads,
-            head_dim=target.head_dim,
-            mlp_width=2 * target.hidden_size,
-            target_hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=draft_vocab or target.vocab_size,
-            mask_token_id=target.vocab_size - 1 if self.parallel else None,
-            rope=RopeConfig(target.head_dim, 10000.0),
-            aux_layer_ids=taps,
-        )
-
-
-IN_TURN = Kind("EAGLE-3, 1 layer", 1, False)
-PARALLEL = Kind("P-EAGLE, 4 layers", 4, True)  # the public 20b drafter's geometry
 SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
 SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
@@ -318,7 +287,7 @@ def steps(pair: Pair, config: TargetConfig, batch: int, ks: tuple[int, ...]) -> 
         }
 
 
-def shares(engine: Engine, asked: Request) -> Json:
+def shares(engine: AnyEngine, asked: Request) -> Json:
     """Find where a step's time goes, or why that is not known."""
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -342,7 +311,7 @@ class Timed:
         return self.seconds / self.steps
 
 
-def timed(engine: Engine, asked: list[Request]) -> Timed:
+def timed(engine: AnyEngine, asked: list[Request]) -> Timed:
     """Decode the requests together. Raises RuntimeError if the first one ends before the last one begins."""
     chunks = list(engine.generate(asked))
     begun = max(chunk.time_s for _, chunk in chunks if not chunk.steps)
@@ -359,7 +328,7 @@ def timed(engine: Engine, asked: list[Request]) -> Timed:
     )
 
 
-def synthetic_engine(pair: Pair, k: int, batch: int) -> Engine:
+def synthetic_engine(pair: Pair, k: int, batch: int) -> AnyEngine:
     rates = tuple(PUBLISHED_RATE ** (i + 1) for i in range(k)) if k else None
     capacity = min(1024, pair.max_positions)
     # prompts in one chunk: while chunks alternate with steps, the first request is decoded without the others
@@ -373,7 +342,7 @@ def request(config: TargetConfig, prompt_tokens: int, new_tokens: int, number: i
     return Request(tuple(map(int, ids)), new_tokens, stop_token_ids=(), index=number)
 
 
-def random_drafter(kind: Kind, config: TargetConfig, draft_vocab: int | None) -> Any:
+def random_drafter(kind: DrafterShape, config: TargetConfig, draft_vocab: int | None) -> Any:
     shape = kind.config(config, draft_vocab)
     return drafter_of(jax.jit(init_drafter, static_argnums=(0, 2))(shape, jax.random.key(3), jnp.bfloat16), shape)
 

@@ -1,9 +1,11 @@
 """Measure the peak memory of loading a checkpoint and of decoding with it, beside what its weights and caches take.
 
     python -m scripts.measure_memory TARGET
+    JAX_NUM_CPU_DEVICES=4 python -m scripts.measure_memory TARGET --mesh tp=4
 
 Anonymous pages are counted (RssAnon): pages of the mapped files are resident too, but the system takes them back when
-it needs them. Prints JSON, in bytes. Linux only.
+it needs them. Over a mesh of devices only loading is measured; on CPU the devices share one memory. Prints JSON, in
+bytes. Linux only.
 """
 
 import sys
@@ -58,17 +60,26 @@ def anonymous_bytes(pid: int | None = None) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(directory: str, kernels: str, prompt_tokens: int = 3, blocked: bool = False) -> dict[str, int | float]:
+def measure(
+    directory: str, kernels: str, prompt_tokens: int = 3, blocked: bool = False, mesh: str | None = None
+) -> dict[str, int | float]:
     """Measure bytes of weights and caches, and the peaks of loading and decoding beyond a process without them.
 
-    blocked: prefill the prompt at once.
+    blocked: prefill the prompt at once. mesh: load over these devices, and decode nothing.
     """
     jax.numpy.zeros(1).block_until_ready()
     before = anonymous_bytes()
     started = time.perf_counter()
     with Peak() as loading:
-        pair = load(directory, None, experts="packed", kernels=kernels)  # type: ignore[arg-type]
+        pair = load(directory, None, experts="packed", kernels=kernels, mesh=mesh)  # type: ignore[arg-type]
     loaded = time.perf_counter()
+    found = {
+        "weights": sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target)),
+        "loading": loading.bytes - before,
+        "loading_s": round(loaded - started, 2),
+    }
+    if mesh is not None:
+        return found
     prompt = np.random.default_rng(0).integers(0, pair.target.vocab_size, prompt_tokens).tolist()
     request = Request(tuple(prompt), NEW_TOKENS, stop_token_ids=())
     how = BlockedPrefill() if blocked else None
@@ -76,11 +87,9 @@ def measure(directory: str, kernels: str, prompt_tokens: int = 3, blocked: bool 
         engine = pair.engine(pair.engine_config(0, capacity=pair.capacity([request]), blocked=how))
         chunks = [chunk for _, chunk in engine.generate([request])]
     return {
-        "weights": sum(leaf.nbytes for leaf in jax.tree.leaves(pair.target.params)),
+        **found,
         "caches": sum(engine.memory_bytes()[:2]),
-        "loading": loading.bytes - before,
         "decoding": decoding.bytes - before,
-        "loading_s": round(loaded - started, 2),
         "decoding_s": round(chunks[-1].time_s - loaded, 2),
     }
 
@@ -91,13 +100,15 @@ def main() -> int:
     parser.add_argument("target", help="directory of an MXFP4 checkpoint")
     parser.add_argument("--kernels", choices=("auto", "native", "xla"), default="auto")
     parser.add_argument("--prompt-tokens", type=int, default=3, help="before those decoded (default %(default)s)")
+    parser.add_argument("--mesh", help="load over these devices, as tp=4, and decode nothing")
     parser.add_argument("--prefill", choices=("chunked", "blocked"), default="chunked")
     arguments = parser.parse_args()
 
     def run() -> int:
         if arguments.prompt_tokens < 1:
             raise InputError(f"--prompt-tokens is {arguments.prompt_tokens}; expected 1 or more")
-        found = measure(arguments.target, arguments.kernels, arguments.prompt_tokens, arguments.prefill == "blocked")
+        blocked = arguments.prefill == "blocked"
+        found = measure(arguments.target, arguments.kernels, arguments.prompt_tokens, blocked, arguments.mesh)
         print(dumps({**found, "provenance": origin("scripts.measure_memory")}, indent=1))
         return 0
 

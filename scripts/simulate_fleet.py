@@ -1,9 +1,11 @@
 """Size a fleet on paper: what 1 prefill and 2 decode replicas would give, and as many replicas that do both.
 
     python -m scripts.simulate_fleet --measure costs.json [--target DIR --drafter DIR -k 3]
+    python -m scripts.simulate_fleet --paper costs.json --size 120b --mesh tp=2 --device H100 --slots 16 -k 3
     python -m scripts.simulate_fleet costs.json --prefill 1 --decode 2 --rate 2,4,8 --ttft 1 --tpot 0.05
 
-The first measures this machine's costs, as a JSON file that may be edited. The second plays requests that arrive as a
+The first measures this machine's costs, as a JSON file that may be edited; the second computes those of a published
+model on devices by their makers' figures (peagle.workflows.fleet_plan). The third plays requests that arrive as a
 Poisson process, or a file of them, through the engine's scheduler at these costs (peagle.measure.fleet). A table has,
 for each rate, K and arrangement: quantiles of ttft and of itl, tokens a second, and the requests that met both targets.
 Without a trace, lines below it name the highest rate of which 90 % do, and so what disaggregation and speculation add.
@@ -32,6 +34,10 @@ from peagle.measure.fleet_costs import Shape, measure_costs, on_network
 from peagle.measure.pages import Table, markdown
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
+from peagle.parallel import parse_mesh
+from peagle.workflows.fleet_plan import Replica, paper_costs
+from peagle.workflows.plan import device_named
+from peagle.workflows.random_checkpoint import SIZES
 from scripts.runs import (
     Progress,
     add_drafter_option,
@@ -54,6 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("costs", type=Path, nargs="?", help="a file that --measure wrote")
     parser.add_argument("--measure", type=Path, metavar="COSTS", help="measure this machine, and write a file")
+    parser.add_argument("--paper", type=Path, metavar="COSTS", help="compute a published model's, and write a file")
+    parser.add_argument("--size", default="20b", choices=("20b", "120b"), help="of --paper (default %(default)s)")
+    parser.add_argument("--device", default="H100", help="of --paper: H100, H200, B200 (default %(default)s)")
+    parser.add_argument("--mesh", default="tp=1", help="of --paper: devices of a replica (default %(default)s)")
+    parser.add_argument(
+        "--kept",
+        type=float,
+        default=0.76,
+        help="of --paper: share of steps that keep the first draft; its square, the second (default %(default)s)",
+    )
     add_prompt_options(parser)
     add_drafter_option(parser)
     parser.add_argument("-k", type=int, default=None, help="drafts of a step (default: what was measured; measured: 3)")
@@ -73,7 +89,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = sys.argv[1:] if arguments is None else arguments
     asked = parser.parse_args(given)
-    return in_one_line("simulate_fleet", lambda: measure(asked, given) if asked.measure else show(asked))
+    return in_one_line("simulate_fleet", lambda: run(asked, given))
+
+
+def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
+    """Do what is asked for."""
+    if asked.measure:
+        return measure(asked, given)
+    return compute(asked, given) if asked.paper else show(asked)
 
 
 def measure(asked: argparse.Namespace, given: Sequence[str]) -> int:
@@ -84,8 +107,20 @@ def measure(asked: argparse.Namespace, given: Sequence[str]) -> int:
     shape = Shape(3 if asked.k is None else asked.k, asked.slots, asked.context)
     costs = measure_costs(pair, texts, shape, progress)
     progress.end()
+    return write(costs, asked.measure, given)
+
+
+def compute(asked: argparse.Namespace, given: Sequence[str]) -> int:
+    """Compute the costs of a published model, and write them."""
+    replica = Replica(SIZES[asked.size], parse_mesh(asked.mesh), device_named(asked.device))
+    costs = paper_costs(replica, asked.slots, [3 if asked.k is None else asked.k], asked.kept)
+    return write(costs, asked.paper, given)
+
+
+def write(costs: Costs, path: Path, given: Sequence[str]) -> int:
+    """Write a file that `show` reads."""
     found = costs.to_json() | {"provenance": origin("scripts.simulate_fleet", given)}
-    asked.measure.write_text(dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  
 import peagle  # noqa: F401, I001  before JAX: it makes its CPU backend right before it starts
 
 import dataclasses
+import functools
 import gc
 import inspect
 import signal
@@ -46,14 +47,40 @@ def _may_hold_a_shape(hint: Any) -> bool:
     return any(map(_may_hold_a_shape, parts))
 
 
+# what frameworks tell apart by its flags stays what it is
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _at_its_first_call(check: Callable[[Any], Any], made: Any) -> Any:
+    """`check(made)`, made at the first call: a process calls a part of our functions, and making a check takes as long
+    as thousands of checks; a function within another is made anew at every call of that one."""
+    if not made.__annotations__:
+        return made
+    if made.__code__.co_flags & _SUSPENDED:
+        return check(made)
+    run: Any = None
+
+    @functools.wraps(made)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal run
+        if run is None:
+            run = check(made)
+        return run(*args, **kwargs)
+
+    return call
+
+
 def _jaxtyped_where_shapes_are(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """jaxtyping.jaxtyped, but that signatures without shapes are the type checker's alone: jaxtyping binds the
     arguments at every call, and calls two more functions, which is thirty times as long."""
 
+    def check(made: Any) -> Any:
+        shapes = any(map(_may_hold_a_shape, made.__annotations__.values()))
+        return _jaxtyped(made, typechecker=typechecker) if shapes else typechecker(made)
+
     def checked(made: Any) -> Any:
         if inspect.isfunction(made):
-            shapes = any(map(_may_hold_a_shape, made.__annotations__.values()))
-            return _jaxtyped(made, typechecker=typechecker) if shapes else typechecker(made)
+            return _at_its_first_call(check, made)
         own = vars(made).get("__init__") if dataclasses.is_dataclass(made) else None
         if own is not None and not hasattr(own, "__wrapped__") and not getattr(made, "__no_type_check__", False):
             made.__init__ = checked(own)
@@ -160,8 +187,18 @@ COMPILING = (
 )
 
 
+def _compiles(path: Path) -> bool:
+    here = Path(__file__).parent
+    return path.is_relative_to(here) and path.relative_to(here).as_posix() in COMPILING
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import what `-m "not compile"` leaves out: the imports take longer than most tests of the rest."""
+    return True if "not compile" in config.option.markexpr and _compiles(collection_path) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix() in COMPILING:
+        if _compiles(item.path):
             item.add_marker("compile")

@@ -23,6 +23,7 @@ from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.parallel import refuse_replicas
 from target.load import inspect_target
 
 COLUMNS = ("test", "tok/s", "ms a pass", "v(T)", "floor", "GB/s")
@@ -50,6 +51,7 @@ def bench_command(settings: BenchSettings) -> int:
     markdown_file = None if settings.markdown is None else OutputFile(settings.markdown, "--markdown")
     if json_file is not None and markdown_file is not None and json_file.path == markdown_file.path:
         raise InputError(f"--json and --markdown both name {settings.json}; expected two files")
+    refuse_replicas(settings.devices.mesh, "this measures the passes of one copy")
     name = or_demo(settings.target)
     drafter = None if settings.num_speculative_tokens is None else or_demo(settings.drafter)
     if settings.drafter is not None and drafter is None:

@@ -15,6 +15,7 @@ from peagle.cli.speculate import chosen_context, chosen_models, load_pair
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.parallel import refuse_replicas
 from peagle.text.channels import chat_messages
 from peagle.text.prompts import Conversation, Rendering, from_text
 from peagle.text.tokenizer import Message
@@ -32,6 +33,7 @@ def chat_command(settings: ChatSettings) -> int:
     Raises InputError for what no message could be answered with, before anything is read, and KeyboardInterrupt for
     Ctrl-C while a message is awaited.
     """
+    refuse_replicas(settings.devices.mesh, "a chat is one conversation")
     target, drafter, asked = chosen_models(settings.model, settings.drafting)
     config = RunConfig(  # refuses, before anything slow, what no pair could do
         num_speculative_tokens=asked if isinstance(asked, int) else 1,

@@ -25,7 +25,7 @@ from peagle.loading import (
     resolve,
     without_weights,
 )
-from peagle.parallel import parse_mesh
+from peagle.parallel import refuse_replicas
 from peagle.workflows.run import default_prefix_cache_bytes
 
 # Ray's own switch for machines on which it should stay on loopback; it must be set before Ray is imported
@@ -63,8 +63,7 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
     directory, beside = resolve(target, "target"), drafter_path(target, drafter)
     pair = without_weights(target)
     asked_window(beside, settings.drafter_window)
-    if settings.devices.mesh is not None:
-        parse_mesh(settings.devices.mesh)
+    refuse_replicas(settings.devices.mesh, "a cluster has replicas of its own, --decode N")
     if beside is not None:
         check_fit(directory, beside)
     if k is None:

@@ -32,9 +32,8 @@ def draw(log: Sequence[Mapping[str, Any]], out: Path) -> str:
     for depth in range(depths):
         color = plt.colormaps["viridis"](0.9 * depth / max(1, depths - 1))
         label = "next token" if depth == 0 else f"{depth + 1} ahead"
-        axes[1].plot(
-            steps, [line["hits_by_depth"][depth] for line in trained], marker, ls="-", label=label, color=color
-        )
+        hits = [line["hits_by_depth"][depth] for line in trained]
+        axes[1].plot(steps, hits, marker=marker, label=label, color=color)
     axes[1].set(title="Drafts that are the target's best token", ylabel="part of the places", ylim=(0, 1))
     axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
     for key, label in (("acceptance_length", "all"), ("acceptance_length_without_loops", "without loops")):

@@ -15,7 +15,7 @@ from peagle.api import AUTO, DEFAULT_NUM_SPECULATIVE_TOKENS, DEFAULT_WIDTHS
 from peagle.cli.output import show_lines
 from peagle.cli.settings.info import InfoSettings
 from peagle.cli.settings.shared import parse_layers
-from peagle.engine.engine import EngineConfig, Role
+from peagle.engine.engine import EngineConfig, Role, shared_slots
 from peagle.engine.request import DEFAULT_CHUNK
 from peagle.engine.state import INPUT_ROOM
 from peagle.engine.widths import SPECULATION_FILE, read_widths
@@ -59,6 +59,7 @@ def info_command(settings: InfoSettings) -> int:
     """
     names, aux_layer_ids = settings.directories, parse_layers(settings.aux_layer_ids)
     shape, device = None if settings.mesh is None else parse_mesh(settings.mesh), device_named(settings.device)
+    slots = settings.slots or (1 if shape is None else shape.dp)
     if len(names) > 2:
         raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
     paths = [(name, resolve(name, "target")) for name in names]
@@ -79,7 +80,7 @@ def info_command(settings: InfoSettings) -> int:
             targets.append((name, inspect_target(path)))
             rows = target_rows(targets[-1][1], path)
             if shape is not None:
-                rows += mesh_rows(targets[-1][1], shape, device, settings.slots, settings.context)
+                rows += mesh_rows(targets[-1][1], shape, device, slots, settings.context)
             _print(name, "GPT-OSS target", rows)
     if shape is not None and not targets:
         raise InputError("--mesh is given, but no target that it cuts; name one, or leave --mesh out")
@@ -102,7 +103,7 @@ def info_command(settings: InfoSettings) -> int:
         for name, checkpoint in drafters:
             window = asked_window(dict(paths)[name], AUTO)
             drafting, _ = windowed(parse_drafter(checkpoint, aux_layer_ids), window, given=False)
-        rows = role_rows(settings.role, targets[0][1].config, drafting, settings.slots, settings.context)
+        rows = role_rows(settings.role, targets[0][1].config, drafting, slots, settings.context)
         _print(f"an engine of role {settings.role}", f"{settings.context:,} positions", rows)
     show_lines([f"WARNING: {doubt}" for doubt in doubts if doubt is not None])
     return 0
@@ -154,7 +155,8 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
     c, k = files.config, DEFAULT_NUM_SPECULATIVE_TOKENS
     of_ranks = rank_bytes(c, files.mxfp4, shape)
     first, last = of_ranks[0], of_ranks[-1]
-    caches = rank_cache_bytes(c, shape, slots, positions, k + 1)
+    own = shared_slots(slots, shape.dp)
+    caches = rank_cache_bytes(c, shape, own, positions, k + 1)
     total = first.total + caches
     shared = "the embedding, routers and norms" + (", shared kv heads" if shape.ranks > c.num_kv_heads else "")
     fits = "fits" if total <= device.memory_bytes else "does not fit"
@@ -164,13 +166,19 @@ def mesh_rows(files: TargetFiles, shape: MeshShape, device: Device, slots: int, 
         reading, summing = (1e3 * each for each in pass_s(c, files.mxfp4, shape, device, rows))
         return f"{reading + summing:.2f} ms ({reading:.2f} reading weights, {summing:.2f} in collectives)"
 
+    replicas = f": {shape.dp} replicas on {shape.ranks} each, of {own} slots each"
     kinds = ", ".join(f"{kind} {_bytes(size)}" for kind, size in first.kinds.items())
     each = f"{collectives} collectives at an assumed {device.latency_s * 1e6:.0f} us each"
     return [
-        (f"over {shape}", f"{shape.ranks} devices"),
+        (f"over {shape}", f"{shape.devices} devices" + replicas * (shape.dp > 1)),
         ("  weights of each", f"{_bytes(first.total)}: {kinds}"),
         ("  of it on every one", f"{_bytes(first.replicated)}: {shared}"),
         ("  padding of the last", f"{_bytes(last.padding)} of zeros"),
+        (
+            "  loading each",
+            f"reads {_bytes(first.total - first.padding)} of {_bytes(files.tensor_bytes)}; on CPU it takes at most "
+            "1.15 of its weights",
+        ),
         ("  caches of each", f"{_bytes(caches)} bfloat16, with --slots {slots} --context {positions}"),
         (f"  together on an {device.name}", f"{_bytes(total)}; {fits} into its {_bytes(int(device.memory_bytes))}"),
         ("  a pass over 1 row", f"at least {times(1)}; {each}"),

@@ -15,6 +15,7 @@ from peagle.engine.lead import Lead
 from peagle.loading import default_dtype, experts_in_memory, load
 from peagle.ops import interrupt, native
 from peagle.ops.errors import InputError, InputWarning
+from peagle.parallel import refuse_replicas
 from peagle.processes import BAD_INPUT, LOST, Team, gather, join, parse_place
 from peagle.workflows.follow import follow
 
@@ -34,6 +35,7 @@ def run_together(
         return run(settings)
     if devices.mesh is None:
         raise InputError("--coordinator is given without --mesh, which says how the target lies over the processes")
+    refuse_replicas(devices.mesh, "several processes run one copy of the target together")
     hello = {"versions": _versions(), "options": _comparable(settings)}
     if place.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 speaks

@@ -14,8 +14,8 @@ from peagle.cli.display import Display
 from peagle.cli.output import say
 from peagle.cli.settings.serve import ServedOptions, ServeSettings
 from peagle.cli.settings.shared import parse_prefix_cache
-from peagle.cli.speculate import chosen_context, chosen_models, load_pair
-from peagle.engine.engine import Engine
+from peagle.cli.speculate import chosen_context, chosen_models, expect_shared, load_pair
+from peagle.engine.engine import AnyEngine
 from peagle.engine.grammar import Grammar
 from peagle.loading import DEMO
 from peagle.ops import interrupt
@@ -79,9 +79,10 @@ class Chosen:
         for option, value in (("--slots", slots), ("--mask-budget", options.mask_budget)):
             if value < 1:
                 raise InputError(f"{option} is {value}; expected 1 or more")
+        expect_shared(slots, options.devices)
         return cls(options, slots, target, drafter, k, parse_prefix_cache(options.prefix_cache))
 
-    def load(self, display: Display) -> tuple[Engine, Prompter, str]:
+    def load(self, display: Display) -> tuple[AnyEngine, Prompter, str]:
         """Load the pair and warm its engine up; return it, what makes its requests, and the model's name."""
         options = self.options
         pair = load_pair(
@@ -120,7 +121,7 @@ def default_name(target: str) -> str:
 
 def _serve(
     settings: ServeSettings,
-    engine: Engine,
+    engine: AnyEngine,
     prompter: Prompter,
     name: str,
     keys: tuple[str, ...],
@@ -170,7 +171,7 @@ def check_allowed_origin(origin: str) -> None:
         )
 
 
-def _warm_up(pair: Pair, engine: Engine, display: Display) -> None:
+def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
     """Compile all programs that requests may need, so that none waits for it."""
     with display.stage("compiling"):
         for sampled, full in ((False, False), (True, False), (True, True)):
@@ -181,7 +182,7 @@ def _warm_up(pair: Pair, engine: Engine, display: Display) -> None:
     interrupt.check()
 
 
-def _described(pair: Pair, engine: Engine, name: str, adaptive: bool) -> list[str]:
+def _described(pair: Pair, engine: AnyEngine, name: str, adaptive: bool) -> list[str]:
     """Describe what is served, and the memory it takes."""
     config = engine.config
     state, lane, logits = engine.memory_bytes()

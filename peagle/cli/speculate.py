@@ -20,12 +20,14 @@ from peagle.cli.settings.shared import (
     parse_layers,
     parse_prefix_cache,
 )
+from peagle.engine.engine import shared_slots
 from peagle.engine.grammar import Grammar
 from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, drafter_path, or_demo, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.parallel import parse_mesh
 from peagle.text.prompt_files import left_out_line, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
 from peagle.workflows.run import RunConfig, run
@@ -58,6 +60,7 @@ def decode_command(settings: Settings) -> int:
     drafter_path(target, drafter)
     parse_layers(settings.drafting.aux_layer_ids)  # before anything slow
     slots = chosen_slots(settings.slots, settings.batch, 1)
+    expect_shared(slots, settings.devices)
     rendering = settings.rendering.rendering()
     config = _config(settings, rendering, slots)  # before anything slow; K may still be the pair's default
     with interrupt.waiting():  # standard input may be a keyboard, a file a pipe
@@ -120,6 +123,11 @@ def chosen_context(pair: Pair, typed: int | None) -> int:
     return min(DEFAULT_CONTEXT, pair.max_positions) if typed is None else pair.room(typed)
 
 
+def expect_shared(slots: int, devices: MeshOptions) -> None:
+    """Raise InputError, before anything slow, for slots that the replicas of a mesh cannot share."""
+    shared_slots(slots, 1 if devices.mesh is None else parse_mesh(devices.mesh).dp)
+
+
 def load_pair(
     target: str,
     drafter: str | None,
@@ -131,7 +139,7 @@ def load_pair(
 ) -> Pair:
     """Load the target and the drafter, with progress; note which of the target's layers a drafter of others reads.
 
-    devices: those that the target is cut over, one by default. retain_full_kv: no rings.
+    devices: those of the target, one by default. retain_full_kv: no rings.
     """
     devices = devices or MeshOptions()
     options = {

@@ -16,6 +16,7 @@ Requests enter and leave slots only between dispatches. `add`, `abort`, `run`, `
 any thread. A thread that needs tokens and finds none drives the loop, for all requests.
 """
 
+import abc
 import collections
 import contextlib
 import dataclasses
@@ -158,6 +159,11 @@ class EngineConfig:
     def table(self) -> WidthTable:
         return self.widths or WidthTable.constant(self.num_speculative_tokens)
 
+    def share(self, count: int) -> "EngineConfig":
+        """Return the shape of each of `count` engines that share the slots. Raises InputError if they cannot."""
+        slots = shared_slots(self.slots, count)
+        return dataclasses.replace(self, slots=slots, prefix_cache_bytes=self.prefix_cache_bytes // count)
+
     def check(self, request: Request, vocab_size: int) -> None:
         """Raise InputError for a request that an engine of this shape cannot run."""
         request.check_vocabulary(vocab_size)
@@ -173,6 +179,13 @@ class EngineConfig:
             raise InputError("K is set for one request; expected an engine with k_per_request")
         if self.draft_sampling and request.sampling.greedy:
             raise InputError(DRAFTS_ARE_GREEDY)
+
+
+def shared_slots(slots: int, count: int) -> int:
+    """Return the slots of each of `count` engines. Raises InputError if they cannot share these."""
+    if slots % count:
+        raise InputError(f"slots are {slots}; expected a multiple of {count}, the replicas (dp) that share them")
+    return slots // count
 
 
 def check_grammar(request: Request, stop_token_ids: Sequence[int], vocab_size: int) -> None:
@@ -208,6 +221,18 @@ class Handle:
     wanted: bool = True  # until its reader aborts it
     inbox: collections.deque[TokenChunk] = field(default_factory=collections.deque, repr=False)
 
+    def end(self, reason: FinishReason, error: InputError | None = None) -> None:
+        """Add a last chunk of no tokens. The engine that holds the request has dropped it."""
+        self.error = error
+        if reason != "handed_off":
+            self.hand_off = None
+        message = None if error is None else str(error)
+        self.inbox.append(TokenChunk(self.request, (), time.perf_counter(), (), reason, error=message))
+        self.finished = reason  # after the chunk: a reader that sees `finished` finds the chunk
+
+
+Chunks: TypeAlias = list[tuple[Handle, TokenChunk]]
+
 
 @dataclass
 class LoopTimes:
@@ -239,107 +264,53 @@ class _InFlight:
     num_drafts: int = 0
 
 
-class Engine:
-    """Decode requests with a target and a drafter; drafter None decodes plainly."""
+class AnyEngine(abc.ABC):
+    """What decodes requests: an `Engine`, or several behind one queue (peagle.engine.replicas).
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        config: EngineConfig,
-        stop_token_ids: Sequence[int] = (),
-        fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
-        lead: Lead | None = None,
-    ) -> None:
-        """stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
+    _lock guards the bookkeeping. The thread that drives the loop holds _turn. _entry keeps requests out during a
+    warm-up.
+    """
 
-        lead: other processes run the same programs (peagle.engine.lead).
-        Raises InputError for K > 0 without a drafter.
-        """
-        if config.num_speculative_tokens and drafter is None:
-            raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
-        if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
-            raise InputError("this target does not prefill at once; leave out --prefill blocked")
-        self.target, self.drafter, self.config = target, drafter if config.num_speculative_tokens else None, config
-        self.stop_token_ids, self.fingerprints = tuple(stop_token_ids), fingerprints
-        self.compile_s = 0.0
-        self.times = LoopTimes()
-        self._table = config.table
-        make = Programs if lead is None else lead.programs
-        self._programs = make(
-            target,
-            self.drafter,
-            config.slots,
-            config.capacity,
-            config.num_speculative_tokens,
-            config.lane_chunk,
-            config.steps_per_dispatch,
-            None if config.blocked is None else config.blocked.rows(config.capacity),
-        )
-        self._prefix_cache: PrefixCache | None = None
-        self._begins_anywhere = False  # requests in entries of the prefix cache, since there are no rings
-        if config.prefix_cache_bytes:
-            block, snapshot = self._programs.part_bytes()
-            self._prefix_cache = PrefixCache(config.prefix_cache_bytes, block, snapshot)
-            self._begins_anywhere = snapshot is None
-        slots = 1 if config.role == "prefill" else config.slots  # a request leaves as soon as its first token is read
-        self._scheduler: Scheduler[Handle] = Scheduler(slots, config.lane_tokens, config.steps_per_dispatch)
-        self._state: DecodeState | None = None
-        self._lane: Prefix | None = None
-        self._lane_logits: jax.Array | None = None
-        self._in_flight: collections.deque[_InFlight] = collections.deque()
-        # _lock guards the state and the bookkeeping; the thread that drives the loop holds _turn; _entry keeps requests
-        # out during a warm-up
+    def __init__(self, config: EngineConfig, stop_token_ids: Sequence[int]) -> None:
+        self.config, self.stop_token_ids = config, tuple(stop_token_ids)
         self._lock, self._turn, self._entry = threading.Lock(), threading.Lock(), threading.RLock()
         self._to_abort: collections.deque[Handle] = collections.deque()
-        self._to_freeze: set[int] = set()  # slots whose requests the host ended
-        self._alive: set[Handle] = set()
-        self._costs = Costs()
-        self._warm: set[StepKind] = set()
-        self._warm_cut: set[StepKind] = set()
-        self._input_rows = 1  # upper bound of drafter_input.num over all slots
-        self._failure: BaseException | None = None
-        self._last_read_s: float | None = None
-        self._masks_were_slow = False  # those of all requests together, in the last cut step
-        self._cpu_s: Callable[[], float] = time.thread_time
-        self._wall_s: Callable[[], float] = time.perf_counter
 
-    # --- the interface ----------------------------------------------------------------------------------------------
+    @property
+    @abc.abstractmethod
+    def one(self) -> "Engine":
+        """An engine by itself, on its own devices, to look at and to measure."""
 
+    @property
+    @abc.abstractmethod
+    def compile_s(self) -> float:
+        """Seconds that compilation took."""
+
+    @property
+    @abc.abstractmethod
+    def times(self) -> LoopTimes:
+        """Host overhead of the loop."""
+
+    @property
+    @abc.abstractmethod
+    def busy(self) -> bool:
+        """Whether some request has not ended."""
+
+    @property
+    @abc.abstractmethod
+    def widths(self) -> WidthTable:
+        """Drafts by number of active rows; with costs, if they were measured."""
+
+    @property
+    @abc.abstractmethod
+    def prefix_cache_use(self) -> PrefixCacheUse | None:
+        """Hits and bytes of the prefix cache so far; None without one."""
+
+    @abc.abstractmethod
     def check(self, request: Request, hand_off: HandOff | None = None) -> None:
         """Raise InputError, before any work, for a request that cannot be run, or not begin with this hand-off."""
-        if hand_off is not None:
-            if self.config.role == "prefill":
-                raise InputError("this engine only prefills; send the hand-off to one that decodes")
-            handoff.check(self._programs, hand_off, self.config.capacity, self.fingerprints)
-            handoff.check_request(hand_off, request, self._stops_of(request), self.target.vocab_size)
-        elif self.config.role == "decode":
-            raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
-        self.config.check(request, self.target.vocab_size)
-        if request.grammar is not None:
-            check_grammar(request, self._stops_of(request), self.target.vocab_size)
-            if self.config.synthetic_acceptance is not None:
-                raise InputError("synthetic acceptance ignores grammars; leave one of them out")
-            if hand_off is not None:
-                self._matcher(request, hand_off)
 
-    def _matcher(self, request: Request, hand_off: HandOff | None) -> Matcher | None:
-        """Make the matcher of a request's grammar, which has read what was emitted elsewhere.
-
-        Raises GrammarError if the grammar does not allow that.
-        """
-        if request.grammar is None:
-            return None
-        matcher = request.grammar.begin(self._stops_of(request))
-        if hand_off is not None:
-            matcher.read(hand_off.token_ids[len(request.prompt_ids) :])
-            if failure := matcher.failure:
-                raise GrammarError(f"the hand-off of {request.name} does not follow its grammar: {failure}")
-        return matcher
-
-    def _stops_of(self, request: Request) -> tuple[int, ...]:
-        return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
-
+    @abc.abstractmethod
     def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
         """Put a request in the queue. After timeout_s seconds it ends with the tokens it has.
 
@@ -347,19 +318,42 @@ class Engine:
         the request has a slot, or ends. Raises InputError for a request that cannot be run, EngineError if the engine
         has failed.
         """
-        self.check(request, hand_off)
-        stops, matcher = self._stops_of(request), self._matcher(request, hand_off)
-        deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
-        handle = Handle(request, stops, deadline_s, length=len(request.prompt_ids), matcher=matcher)
-        if hand_off is not None:
-            handle.hand_off, handle.length = hand_off, hand_off.length
-            handle.output_ids += hand_off.token_ids[len(request.prompt_ids) :]
-            handle.num_received = len(handle.output_ids)
-        with self._entry, self._lock:
-            self._raise_failure()
-            self._scheduler.add(handle, len(request.prompt_ids), constrained=matcher is not None)
-            self._alive.add(handle)
-        return handle
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """If no request is left, wait for the device: no work runs into the next measurement."""
+
+    @abc.abstractmethod
+    def warm_up(
+        self,
+        sampled: bool = False,
+        measuring: Measuring = lambda *_: None,
+        full: bool = False,
+        constrained: bool = False,
+    ) -> None:
+        """Compile and run once every program that requests need.
+
+        So later times include no compilation. sampled: some request is not greedy. full: some request is full
+        (`Request.full`). constrained: some request has a grammar. An adaptive engine then measures the cost of
+        drafting, once; it calls measuring(runs that are over, all runs) before each run. While a request is in the
+        engine, this does nothing: programs then compile at their first dispatch.
+        """
+
+    @abc.abstractmethod
+    def memory_bytes(self) -> tuple[int, int, int]:
+        """Compute the bytes of (slots with caches, prefill lane, logits of a step); allocate none.
+
+        They are those of one device. Devices of a CPU share one memory, so theirs are counted together. A target over
+        several devices cuts its caches; each of them has all else.
+        """
+
+    @abc.abstractmethod
+    def _step(self) -> Chunks:
+        """Run an iteration of the loop; the caller holds _lock."""
+
+    @abc.abstractmethod
+    def _end_aborted(self) -> None:
+        """End the requests that `abort` has queued; the caller holds _lock."""
 
     def add_all(self, requests: Sequence[Request]) -> list[Handle]:
         """Put all requests in the queue, or none if one of them cannot be run."""
@@ -385,34 +379,7 @@ class Engine:
             finally:
                 self._lock.release()
 
-    def hand_over(self, handle: Handle) -> HandOff:
-        """End a request that has a slot; return what another engine goes on with. Its last chunks are in its inbox.
-
-        Only the thread that drives the loop may call it. Raises InputError for a request without a slot.
-        """
-        with self._lock:
-            self._raise_failure()
-            while self._in_flight:
-                for other, chunk in self._read(self._in_flight.popleft()):
-                    other.inbox.append(chunk)
-            if handle not in self._alive or handle not in self._scheduler.held or self._state is None:
-                raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
-            drafts = self.drafter is not None and not handle.paused
-            if drafts:
-                self._state, self._input_rows = self._programs.absorb(self._state), 1
-            # a row that drafts no more has a drafter that lags behind for good
-            state = self._state if drafts else dataclasses.replace(self._state, drafter_input=None)
-            lane = self._programs.extract(state, self._programs.init_lane(), self._scheduler.held.index(handle))
-            handle.hand_off = self._pack(handle, lane)
-            self._end(handle, "handed_off")
-            return handle.hand_off
-
-    def _pack(self, handle: Handle, lane: Prefix) -> HandOff:
-        token_ids = (*handle.request.prompt_ids, *handle.output_ids)
-        drafts = self.drafter is not None and not handle.paused
-        return handoff.pack(self._programs, lane, token_ids, self.fingerprints, drafts)
-
-    def step(self) -> list[tuple[Handle, TokenChunk]]:
+    def step(self) -> Chunks:
         """Send the next dispatch and read the previous one.
 
         For a single driver; `run`, `follow` and `generate` call it. Returns [] if no request is left, or nothing has
@@ -420,12 +387,7 @@ class Engine:
         was pressed (peagle.ops.interrupt).
         """
         with self._lock:
-            return self._guarded_step()
-
-    @property
-    def busy(self) -> bool:
-        """Whether some request has not ended."""
-        return bool(self._alive)
+            return self._step()
 
     def follow(self, handle: Handle) -> Iterator[TokenChunk]:
         """Yield the chunks of a request until it ends. A reader that stops early aborts it.
@@ -478,8 +440,184 @@ class Engine:
             for handle in [handle for handle in handles if handle.finished is None]:
                 self.abort(handle)
 
+    def _advance(self) -> None:
+        """Run one iteration of the loop; deliver its chunks before an abort can add its own."""
+        with self._lock:
+            for handle, chunk in self._step():
+                handle.inbox.append(chunk)
+
+
+class Engine(AnyEngine):
+    """Decode requests with a target and a drafter; drafter None decodes plainly."""
+
+    compile_s: float = 0.0
+    times: LoopTimes = LoopTimes()
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        stop_token_ids: Sequence[int] = (),
+        fingerprints: Fingerprints = Fingerprints(),  # noqa: B008  # frozen
+        lead: Lead | None = None,
+    ) -> None:
+        """stop_token_ids end requests that set none of their own. fingerprints: of the models, for hand-offs.
+
+        lead: other processes run the same programs (peagle.engine.lead).
+        Raises InputError for K > 0 without a drafter.
+        """
+        if config.num_speculative_tokens and drafter is None:
+            raise InputError("there is no drafter to speculate with; load one, or decode with K = 0")
+        if config.blocked is not None and not isinstance(target, PrefillsAtOnce):
+            raise InputError("this target does not prefill at once; leave out --prefill blocked")
+        super().__init__(config, stop_token_ids)
+        self.target, self.drafter = target, drafter if config.num_speculative_tokens else None
+        self.fingerprints = fingerprints
+        self.times = LoopTimes()
+        self._table = config.table
+        make = Programs if lead is None else lead.programs
+        self._programs = make(
+            target,
+            self.drafter,
+            config.slots,
+            config.capacity,
+            config.num_speculative_tokens,
+            config.lane_chunk,
+            config.steps_per_dispatch,
+            None if config.blocked is None else config.blocked.rows(config.capacity),
+        )
+        self._prefix_cache: PrefixCache | None = None
+        self._begins_anywhere = False  # requests in entries of the prefix cache, since there are no rings
+        if config.prefix_cache_bytes:
+            block, snapshot = self._programs.part_bytes()
+            self._prefix_cache = PrefixCache(config.prefix_cache_bytes, block, snapshot)
+            self._begins_anywhere = snapshot is None
+        slots = 1 if config.role == "prefill" else config.slots  # a request leaves as soon as its first token is read
+        self._scheduler: Scheduler[Handle] = Scheduler(slots, config.lane_tokens, config.steps_per_dispatch)
+        self._state: DecodeState | None = None
+        self._lane: Prefix | None = None
+        self._lane_logits: jax.Array | None = None
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._unread = 0  # dispatches that are left in flight by `receive`
+        self.num_queued = 0  # requests that wait for this engine elsewhere (peagle.engine.replicas)
+        self._to_freeze: set[int] = set()  # slots whose requests the host ended
+        self._alive: set[Handle] = set()
+        self._costs = Costs()
+        self._warm: set[StepKind] = set()
+        self._warm_cut: set[StepKind] = set()
+        self._input_rows = 1  # upper bound of drafter_input.num over all slots
+        self._failure: BaseException | None = None
+        self._last_read_s: float | None = None
+        self._masks_were_slow = False  # those of all requests together, in the last cut step
+        self._cpu_s: Callable[[], float] = time.thread_time
+        self._wall_s: Callable[[], float] = time.perf_counter
+
+    # --- the interface ----------------------------------------------------------------------------------------------
+
+    def check(self, request: Request, hand_off: HandOff | None = None) -> None:
+        """See `AnyEngine.check`."""
+        if hand_off is not None:
+            if self.config.role == "prefill":
+                raise InputError("this engine only prefills; send the hand-off to one that decodes")
+            handoff.check(self._programs, hand_off, self.config.capacity, self.fingerprints)
+            handoff.check_request(hand_off, request, self._stops_of(request), self.target.vocab_size)
+        elif self.config.role == "decode":
+            raise InputError("this engine only decodes; expected the hand-off of one that prefills with the request")
+        self.config.check(request, self.target.vocab_size)
+        if request.grammar is not None:
+            check_grammar(request, self._stops_of(request), self.target.vocab_size)
+            if self.config.synthetic_acceptance is not None:
+                raise InputError("synthetic acceptance ignores grammars; leave one of them out")
+            if hand_off is not None:
+                self._matcher(request, hand_off)
+
+    def _matcher(self, request: Request, hand_off: HandOff | None) -> Matcher | None:
+        """Make the matcher of a request's grammar, which has read what was emitted elsewhere.
+
+        Raises GrammarError if the grammar does not allow that.
+        """
+        if request.grammar is None:
+            return None
+        matcher = request.grammar.begin(self._stops_of(request))
+        if hand_off is not None:
+            matcher.read(hand_off.token_ids[len(request.prompt_ids) :])
+            if failure := matcher.failure:
+                raise GrammarError(f"the hand-off of {request.name} does not follow its grammar: {failure}")
+        return matcher
+
+    def _stops_of(self, request: Request) -> tuple[int, ...]:
+        return self.stop_token_ids if request.stop_token_ids is None else request.stop_token_ids
+
+    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
+        """See `AnyEngine.add`."""
+        handle = self.prepare(request, timeout_s, hand_off)
+        self.enter(handle)
+        return handle
+
+    def prepare(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
+        """Make the handle of a request that is not in the queue yet. Raises InputError as `add` does."""
+        self.check(request, hand_off)
+        stops, matcher = self._stops_of(request), self._matcher(request, hand_off)
+        deadline_s = None if timeout_s is None else time.perf_counter() + timeout_s
+        handle = Handle(request, stops, deadline_s, length=len(request.prompt_ids), matcher=matcher)
+        if hand_off is not None:
+            handle.hand_off, handle.length = hand_off, hand_off.length
+            handle.output_ids += hand_off.token_ids[len(request.prompt_ids) :]
+            handle.num_received = len(handle.output_ids)
+        return handle
+
+    def enter(self, handle: Handle) -> None:
+        """Put a prepared request in the queue. Raises EngineError if the engine has failed."""
+        with self._entry, self._lock:
+            self.raise_failure()
+            self._scheduler.add(handle, len(handle.request.prompt_ids), constrained=handle.matcher is not None)
+            self._alive.add(handle)
+
+    def hand_over(self, handle: Handle) -> HandOff:
+        """End a request that has a slot; return what another engine goes on with. Its last chunks are in its inbox.
+
+        Only the thread that drives the loop may call it. Raises InputError for a request without a slot.
+        """
+        with self._lock:
+            self.raise_failure()
+            while self._in_flight:
+                for other, chunk in self._read(self._in_flight.popleft()):
+                    other.inbox.append(chunk)
+            if handle not in self._alive or handle not in self._scheduler.held or self._state is None:
+                raise InputError(f"{handle.request.name} is not being decoded; expected a request that has a slot")
+            drafts = self.drafter is not None and not handle.paused
+            if drafts:
+                self._state, self._input_rows = self._programs.absorb(self._state), 1
+            # a row that drafts no more has a drafter that lags behind for good
+            state = self._state if drafts else dataclasses.replace(self._state, drafter_input=None)
+            lane = self._programs.extract(state, self._programs.init_lane(), self._scheduler.held.index(handle))
+            handle.hand_off = self._pack(handle, lane)
+            self._end(handle, "handed_off")
+            return handle.hand_off
+
+    def _pack(self, handle: Handle, lane: Prefix) -> HandOff:
+        token_ids = (*handle.request.prompt_ids, *handle.output_ids)
+        drafts = self.drafter is not None and not handle.paused
+        return handoff.pack(self._programs, lane, token_ids, self.fingerprints, drafts)
+
+    @property
+    def busy(self) -> bool:
+        """See `AnyEngine.busy`."""
+        return bool(self._alive)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._alive)
+
+    @property
+    def one(self) -> "Engine":
+        """See `AnyEngine.one`."""
+        return self
+
     def settle(self) -> None:
-        """If no request is left, wait for the device: no work runs into the next measurement."""
+        """See `AnyEngine.settle`."""
         with self._lock:
             self._end_aborted()
             if not self._alive and self._lane is not None:
@@ -493,13 +631,7 @@ class Engine:
         full: bool = False,
         constrained: bool = False,
     ) -> None:
-        """Compile and run once every program that requests need.
-
-        So later times include no compilation. sampled: some request is not greedy. full: some request is full
-        (`Request.full`). constrained: some request has a grammar. An adaptive engine then measures the cost of
-        drafting, once; it calls measuring(runs that are over, all runs) before each run. While a request is in the
-        engine, this does nothing: programs then compile at their first dispatch.
-        """
+        """See `AnyEngine.warm_up`."""
         with self._entry:
             with self._lock:
                 self._end_aborted()
@@ -595,14 +727,22 @@ class Engine:
 
     @property
     def prefix_cache_use(self) -> PrefixCacheUse | None:
-        """Hits and bytes of the prefix cache so far; None without one."""
+        """See `AnyEngine.prefix_cache_use`."""
         cache = self._prefix_cache
         return None if cache is None else cache.use
 
+    def num_known(self, token_ids: Sequence[int]) -> int:
+        """Count the first tokens of a prompt that the prefix cache holds for it."""
+        return 0 if self._prefix_cache is None else self._prefix_cache.num_known(token_ids)
+
     @property
     def widths(self) -> WidthTable:
-        """Drafts by number of active rows; with costs, if they were measured."""
+        """See `AnyEngine.widths`."""
         return self._table
+
+    @widths.setter
+    def widths(self, table: WidthTable) -> None:
+        self._table = table
 
     @functools.cached_property
     def _possible_drafts(self) -> tuple[int, ...]:
@@ -689,11 +829,7 @@ class Engine:
         return [program.lower(*operands).compile() for program, operands, _ in prepared]
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        """Compute the bytes of (slots with caches, prefill lane, logits of a step); allocate none.
-
-        They are those of one device. Devices of a CPU share one memory, so theirs are counted together. A target over
-        several devices cuts its caches; each of them has all else.
-        """
+        """See `AnyEngine.memory_bytes`."""
         config, (state, lane) = self.config, self._programs.shapes()
         ranks, together = 1, 1
         if isinstance(self.target, OverDevices):
@@ -710,21 +846,38 @@ class Engine:
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
-        """Run one iteration of the loop; deliver its chunks before an abort can add its own."""
-        with self._lock:
-            for handle, chunk in self._guarded_step():
-                handle.inbox.append(chunk)
+    def _step(self) -> Chunks:
+        return self._guarded(self._send) + self._guarded(self._receive)
 
-    def _guarded_step(self) -> list[tuple[Handle, TokenChunk]]:
-        self._raise_failure()
+    def send(self) -> Chunks:
+        """Run the first half of a step, which sends the next dispatch. It waits for nothing but a step that is cut.
+
+        For the driver of several engines, which calls `send` and `receive` in turns. Raises as `step` does.
+        """
+        with self._lock:
+            return self._guarded(self._send)
+
+    def receive(self) -> Chunks:
+        """Run the second half of a step: wait for the dispatch before the last one, and read it."""
+        with self._lock:
+            return self._guarded(self._receive)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `receive` would not wait."""
+        with self._lock:
+            waited_for = list(self._in_flight)[: max(len(self._in_flight) - self._unread, 0)]
+        return all(sent.result.is_ready() for sent in waited_for)  # type: ignore[attr-defined]
+
+    def _guarded(self, half: Callable[[], Chunks]) -> Chunks:
+        self.raise_failure()
         try:
-            return self._step()
+            return half()
         except Exception as error:
             self._failure = error
             raise EngineError(f"the engine failed: {' '.join(str(error).split())}") from error
 
-    def _step(self) -> list[tuple[Handle, TokenChunk]]:
+    def _send(self) -> Chunks:
         self._allocate()
         self._end_aborted()
         now = time.perf_counter()
@@ -733,7 +886,7 @@ class Engine:
         self._evict()
         interrupt.check()
         action = self._scheduler.next(self._costs, self._begin)
-        chunks: list[tuple[Handle, TokenChunk]] = []
+        chunks: Chunks = []
         if isinstance(action, Steps) and action.cut:
             chunks = self._cut_step(action)
         elif action is not None:
@@ -742,7 +895,12 @@ class Engine:
             self._last_read_s = None  # no request is left, so an idle device is no gap
         # read a first token at once if no other request can keep the device busy
         alone = isinstance(action, Admit) and self._scheduler.num_active == 1
-        while len(self._in_flight) > (0 if action is None or alone else 1):
+        self._unread = 0 if action is None or alone else 1
+        return chunks
+
+    def _receive(self) -> Chunks:
+        chunks: Chunks = []
+        while len(self._in_flight) > self._unread:
             chunks += self._read(self._in_flight.popleft())
         return chunks
 
@@ -756,7 +914,7 @@ class Engine:
             self._state, self._lane = self._programs.init()
 
     def _end_aborted(self) -> None:
-        """End the requests that `abort` has queued."""
+        """See `AnyEngine._end_aborted`."""
         while self._to_abort:
             handle = self._to_abort.popleft()
             if handle in self._alive:
@@ -798,7 +956,7 @@ class Engine:
             self._state, result = self._programs.steps(self._state, widths, cost, action.count, kind)
         self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
 
-    def _cut_step(self, action: Steps) -> list[tuple[Handle, TokenChunk]]:
+    def _cut_step(self, action: Steps) -> Chunks:
         """Run a step of all slots, with masks for those that have a grammar; return the chunks read meanwhile."""
         assert self._state is not None
         sent_s, held = time.perf_counter(), self._scheduler.held
@@ -893,7 +1051,7 @@ class Engine:
         matcher.renew(token_ids)
         handle.paused = True
 
-    def _stuck(self, held: Sequence[Handle | None]) -> list[tuple[Handle, TokenChunk]]:
+    def _stuck(self, held: Sequence[Handle | None]) -> Chunks:
         """End the requests whose grammar cannot be followed any further; return their last chunks."""
         chunks = []
         for handle in held:
@@ -936,7 +1094,8 @@ class Engine:
         Returns the length of that. A request does not draft if the table says so for its temperature, or for full slots
         while more requests wait than there are slots, or if its own K is 0.
         """
-        crowded = self._scheduler.num_waiting > self.config.slots and self._table.at(self.config.slots) == 0
+        num_waiting = self._scheduler.num_waiting + self.num_queued
+        crowded = num_waiting > self.config.slots and self._table.at(self.config.slots) == 0
         plain = handle.request.num_speculative_tokens == 0
         if self.config.role == "prefill":
             crowded = False  # nobody waits for a slot here
@@ -1025,7 +1184,7 @@ class Engine:
             self._state = self._programs.absorb(self._state)
         self._input_rows = num_drafts + 1 if num_drafts else self._input_rows + count
 
-    def _read(self, sent: _InFlight) -> list[tuple[Handle, TokenChunk]]:
+    def _read(self, sent: _InFlight) -> Chunks:
         """Wait for a dispatch and return its chunks."""
         values = np.asarray(sent.result) if not isinstance(sent.action, Chunk) else None
         if values is None:
@@ -1047,7 +1206,7 @@ class Engine:
         assert values is not None
         return self._read_steps(StepOutput.unpack(values, sent.num_drafts), sent, now)
 
-    def _read_steps(self, output: StepOutput, sent: _InFlight, now: float) -> list[tuple[Handle, TokenChunk]]:
+    def _read_steps(self, output: StepOutput, sent: _InFlight, now: float) -> Chunks:
         """Make a chunk of the steps of each slot."""
         found = []
         for slot, handle in enumerate(sent.held):
@@ -1138,16 +1297,11 @@ class Engine:
 
     def _end(self, handle: Handle, reason: FinishReason, error: InputError | None = None) -> None:
         """End a request before its last token; its slot is frozen before the next dispatch."""
-        handle.error = error
         self._alive.discard(handle)
         slot = self._scheduler.remove(handle)
         if slot is not None:
             self._to_freeze.add(slot)
-        if reason != "handed_off":
-            handle.hand_off = None
-        message = None if error is None else str(error)
-        handle.inbox.append(TokenChunk(handle.request, (), time.perf_counter(), (), reason, error=message))
-        handle.finished = reason  # after the chunk: a reader that sees `finished` finds the chunk
+        handle.end(reason, error)
 
     def _update_costs(self, sent: _InFlight, now: float) -> None:
         """Record the time of a chunk or a step, since the end of the previous dispatch."""
@@ -1171,7 +1325,8 @@ class Engine:
         if seen:
             self.times.gap_s += now - max(seen)
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raise EngineError if the engine has failed."""
         if self._failure is not None:
             raise EngineError(f"the engine has failed: {' '.join(str(self._failure).split())}") from self._failure
 

@@ -1,7 +1,8 @@
 """Hand a sequence to another engine: its Prefix and the token that follows, as the bytes of one safetensors file.
 
-A message depends on the sequence alone, not on the sender's slots, capacity or chunks. A cache travels as its valid
-rows in order of position: a full layer with all of them, a ring with those that its window reaches.
+A message depends on the sequence alone, not on the sender's slots, capacity, chunks or devices. A cache travels as its
+valid rows in order of position: a full layer with all of them, a ring with those that its window reaches. A kv head
+that several devices hold travels once.
 
     sender, ring of 8    | 8 9 | 2 3 4 5 6 7 |     window 5, length 10
     message                5 6 7 8 9
@@ -14,6 +15,7 @@ The header names the format and the fingerprints of the models. It holds no code
 without authentication is as trustworthy as the network that brought it.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -80,11 +82,15 @@ class HandOff:
 
 @dataclass(frozen=True)
 class _Part:
-    """A cache, or another leaf, of a Prefix. valid: rows that hold something. node: its shape."""
+    """A cache, or another leaf, of a Prefix. valid: rows that hold something. node: its shape.
+
+    copies: of each kv head, side by side in the cache; a message has one of them.
+    """
 
     name: str
     node: Any
     valid: int
+    copies: int = 1
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -93,10 +99,24 @@ class _Part:
             return {f"{self.name}.key": self.node.key, f"{self.name}.value": self.node.value}
         return {self.name: self.node}
 
+    def row(self, leaf: Any) -> tuple[int, ...]:
+        """Return the shape of a row of a leaf [1, rows, *row] in a message."""
+        row: tuple[int, ...] = leaf.shape[2:]
+        return (row[0] // self.copies, *row[1:]) if isinstance(self.node, KVCache) else row
 
-def _parts(prefix: Prefix, length: int) -> list[_Part]:
+    def once(self, rows: np.ndarray) -> np.ndarray:
+        """Take one copy of each kv head of a cache's rows [rows, G, H]."""
+        return rows[:, :: self.copies]
+
+    def copied(self, rows: np.ndarray) -> np.ndarray:
+        """Put the copies of each kv head of a message's rows [1, rows, G, H] side by side."""
+        return rows if self.copies == 1 else np.repeat(rows, self.copies, axis=2)
+
+
+def _parts(programs: Programs, prefix: Prefix, length: int) -> list[_Part]:
     """List the target's parts, then the drafter's."""
-    found = [_Part(f"target.{i}", node, length) for i, node in enumerate(nodes(prefix.target_cache))]
+    copies = programs.kv_copies
+    found = [_Part(f"target.{i}", node, length, copies) for i, node in enumerate(nodes(prefix.target_cache))]
     return found + [_Part(f"drafter.{i}", node, length - 1) for i, node in enumerate(nodes(prefix.drafter_state))]
 
 
@@ -112,8 +132,8 @@ def pack(
     """
     length = len(token_ids) - 1
     kept, aux_hidden = programs.cut_snapshot(lane, length)
-    parts, rest = _parts(lane, length), iter(kept)
-    ends = [part if is_full(part.node) else _Part(part.name, next(rest), part.valid) for part in parts]
+    parts, rest = _parts(programs, lane, length), iter(kept)
+    ends = [part if is_full(part.node) else dataclasses.replace(part, node=next(rest)) for part in parts]
     sent = [part for part in ends if drafts or part.name.startswith("target.")]
     shapes: dict[str, Shape] = {TOKEN_IDS: ((length + 1,), np.dtype(np.int32))}
     if lane.drafter_state is not None:
@@ -136,7 +156,7 @@ def pack(
 def _sent_shape(part: _Part, leaf: Any) -> Shape:
     shape = leaf.shape[1:]
     if isinstance(part.node, KVCache):
-        shape = (part.valid if is_full(part.node) else min(part.valid, shape[0]), *shape[1:])
+        shape = (part.valid if is_full(part.node) else min(part.valid, shape[0]), *part.row(leaf))
     return shape, np.dtype(leaf.dtype)
 
 
@@ -146,7 +166,7 @@ def _in_order(part: _Part, leaf: np.ndarray) -> np.ndarray:
         return leaf[0, ...]
     capacity = leaf.shape[1]
     count = min(part.valid, capacity)
-    return leaf[0, np.arange(part.valid - count, part.valid) % capacity]
+    return part.once(leaf[0, np.arange(part.valid - count, part.valid) % capacity])
 
 
 def _fill_blocks(
@@ -164,7 +184,7 @@ def _fill_blocks(
             for name, rows in zip(part.fields, (block.key, block.value), strict=True):
                 if name in tensors:
                     into = tensors[name][first : first + rows.shape[1]]
-                    into[...] = np.asarray(rows)[0, : len(into)]
+                    into[...] = part.once(np.asarray(rows)[0, : len(into)])
 
 
 def _first_row(part: _Part, start: int) -> int:
@@ -276,21 +296,25 @@ def check(programs: Programs, hand_off: HandOff, capacity: int, fingerprints: Fi
                 f"{ours[:12] or 'one of no files'}); expected equal checkpoints, dtype, aux layers and windows"
             )
     kept = iter(programs.kept_shapes)
-    for part in _parts(lane, hand_off.length):
+    for part in _parts(programs, lane, hand_off.length):
         seen_by = next(kept) if not is_full(part.node) else None
         # a full layer may take what was a ring: only its sender's window would tell how many rows that needs
         least = min(part.valid, seen_by.capacity if isinstance(seen_by, KVCache) else 1)
         if hand_off.drafts or part.name.startswith("target."):
             for name, leaf in part.fields.items():
                 rows = (least, part.valid) if isinstance(part.node, KVCache) else None
-                _check_tensor(hand_off, name, leaf, rows)
+                _check_tensor(hand_off, name, leaf, part.row(leaf), rows)
     if drafts:
-        _check_tensor(hand_off, AUX_HIDDEN, lane.aux_hidden, (lane.aux_hidden.shape[1],) * 2)
+        aux_hidden = lane.aux_hidden
+        _check_tensor(hand_off, AUX_HIDDEN, aux_hidden, aux_hidden.shape[2:], (aux_hidden.shape[1],) * 2)
 
 
-def _check_tensor(hand_off: HandOff, name: str, leaf: Any, rows: tuple[int, int] | None) -> None:
-    """Raise InputError unless a tensor is like a leaf of the lane. rows: the least and most it may have; None: any."""
-    given, row = hand_off.tensors.get(name), leaf.shape[2:]
+def _check_tensor(hand_off: HandOff, name: str, leaf: Any, row: tuple[int, ...], rows: tuple[int, int] | None) -> None:
+    """Raise InputError unless a tensor is like a leaf of the lane, of such rows.
+
+    rows: the least and most it may have; None: any.
+    """
+    given = hand_off.tensors.get(name)
     if given is None:
         seen = "is missing"
     elif given.dtype != leaf.dtype or given.ndim != leaf.ndim - 1 or given.shape[1:] != row:
@@ -319,7 +343,7 @@ def check_request(hand_off: HandOff, request: Request, stop_token_ids: tuple[int
 
 def put(programs: Programs, lane: Prefix, hand_off: HandOff) -> Prefix:
     """Load a lane with a hand-off that `check` has passed. The lane is donated."""
-    parts, length = _parts(lane, hand_off.length), hand_off.length
+    parts, length = _parts(programs, lane, hand_off.length), hand_off.length
     full = [part for part in parts if is_full(part.node)]
 
     def blocks() -> Iterator[list[KVCache]]:
@@ -344,13 +368,13 @@ def _block(hand_off: HandOff, part: _Part, first: int) -> KVCache:
         given = hand_off.tensors.get(name)
         sent_from = part.valid if given is None else part.valid - len(given)  # a ring's rows begin later
         if given is not None and sent_from <= first and first + count <= part.valid:
-            found.append(given[None, first - sent_from : first - sent_from + count])
+            found.append(part.copied(given[None, first - sent_from : first - sent_from + count]))
             continue
-        rows = np.zeros((1, count, *leaf.shape[2:]), leaf.dtype)
+        rows = np.zeros((1, count, *part.row(leaf)), leaf.dtype)
         begin, end = max(first, sent_from), min(first + count, part.valid)
         if given is not None and begin < end:
             rows[0, begin - first : end - first] = given[begin - sent_from : end - sent_from]
-        found.append(rows)
+        found.append(part.copied(rows))
     return _cache(found, ring=False)
 
 
@@ -360,16 +384,18 @@ def _at_the_end(hand_off: HandOff, part: _Part, shape: Any) -> Any:
     A longer leaf is cut: what is beyond the sequence is dead.
     """
     found = []
-    for name, leaf in _Part(part.name, shape, part.valid).fields.items():
-        rows, given = np.zeros(leaf.shape, leaf.dtype), hand_off.tensors.get(name)
-        if given is not None and isinstance(part.node, KVCache):
+    is_cache = isinstance(part.node, KVCache)
+    for name, leaf in dataclasses.replace(part, node=shape).fields.items():
+        whole = (1, leaf.shape[1], *part.row(leaf)) if is_cache else leaf.shape
+        rows, given = np.zeros(whole, leaf.dtype), hand_off.tensors.get(name)
+        if given is not None and is_cache:
             count = min(len(given), rows.shape[1])
             rows[0, np.arange(part.valid - count, part.valid) % rows.shape[1]] = given[len(given) - count :]
         elif given is not None:
             room: tuple[Any, ...] = tuple(slice(min(a, b)) for a, b in zip(given.shape, rows.shape[1:], strict=True))
             rows[(0, *room)] = given[room]
-        found.append(rows)
-    return _cache(found, ring=True) if isinstance(part.node, KVCache) else found[0]
+        found.append(part.copied(rows) if is_cache else rows)
+    return _cache(found, ring=True) if is_cache else found[0]
 
 
 def _cache(rows: list[np.ndarray], ring: bool) -> KVCache:

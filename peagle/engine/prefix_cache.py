@@ -89,13 +89,20 @@ class PrefixCache:
         """Find the longest beginning that a request may begin with, shorter than the prompt; it counts as used now."""
         self._num_requests += 1
         self._num_tokens += len(token_ids)
-        best, length = self._shared(token_ids) if self._anywhere else self._with_snapshot(token_ids)
+        best, length = self._longest(token_ids)
         if best is None or length < 1:
             return None
         self._used.move_to_end(_entry_of(best))
         self._num_hits += 1
         self._num_hit_tokens += length
         return Match(length, tuple(node.block for node in _path(best)), best.snapshot)
+
+    def num_known(self, token_ids: Sequence[int]) -> int:
+        """Return the length of what `match` would find. It counts as no use."""
+        return max(self._longest(token_ids)[1], 0)
+
+    def _longest(self, token_ids: Sequence[int]) -> tuple[_Node | None, int]:
+        return self._shared(token_ids) if self._anywhere else self._with_snapshot(token_ids)
 
     def _with_snapshot(self, token_ids: Sequence[int]) -> tuple[_Node | None, int]:
         best, length = None, 0

@@ -25,7 +25,7 @@ from peagle.ops import native
 from peagle.ops.kv_cache import KVCache
 from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
-from peagle.protocols import Drafter, Explains, Target
+from peagle.protocols import Drafter, Explains, OverDevices, Target
 
 _traces: collections.Counter[str] = collections.Counter()
 
@@ -65,35 +65,41 @@ class Programs:
 
     def shapes(self) -> tuple[DecodeState, Prefix]:
         """Return the shapes of the state and the lane."""
-        found: tuple[DecodeState, Prefix] = jax.eval_shape(self._init)
+        found: tuple[DecodeState, Prefix] = jax.eval_shape(self._init, self._models)
         return found
 
     def init(self) -> tuple[DecodeState, Prefix]:
         """Make an empty state and an empty lane."""
-        made: tuple[DecodeState, Prefix] = jax.jit(self._init)()
+        made: tuple[DecodeState, Prefix] = self._init(self._models)
         return made
 
     def init_lane(self) -> Prefix:
         """Make an empty lane alone."""
-        made: Prefix = jax.jit(self._init_lane)()
+        made: Prefix = self._init_lane(self._models)
         return made
 
-    def _init(self) -> tuple[DecodeState, Prefix]:
-        state = init_state(self._target, self._drafter, self._slots, self._capacity, self._num_drafts)
-        return state, self._init_lane()
+    @property
+    def _init(self) -> Any:
+        return _init(self._tree, self._slots, self._capacity, self._num_drafts, self._widest_write)
 
-    def _init_lane(self) -> Prefix:
-        return prefill.empty_prefix(self._target, self._drafter, self._capacity, self._widest_write)
+    @property
+    def _init_lane(self) -> Any:
+        return _init_lane(self._tree, self._capacity, self._widest_write)
 
     @property
     def _widest_write(self) -> int:
         """The most rows that are written to the lane before they attend."""
         return self.chunk_length if self._blocks is None else self._blocks.query_rows
 
+    @property
+    def kv_copies(self) -> int:
+        """How often the target's caches hold each kv head (peagle.protocols.OverDevices)."""
+        return self._target.kv_copies if isinstance(self._target, OverDevices) else 1
+
     @functools.cached_property
     def lane_shapes(self) -> Prefix:
         """The shapes of the lane."""
-        found: Prefix = jax.eval_shape(self._init_lane)
+        found: Prefix = jax.eval_shape(self._init_lane, self._models)
         return found
 
     @functools.cached_property
@@ -307,6 +313,25 @@ class Programs:
     def evict(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """Freeze slots. slots: bool [B]."""
         return dataclasses.replace(state, done=_evict(state.done, slots))
+
+
+@functools.cache
+def _init(models: Any, slots: int, capacity: int, num_drafts: int, widest_write: int) -> Any:
+    def _make(model_leaves: list[jax.Array]) -> tuple[DecodeState, Prefix]:
+        target, drafter = jax.tree.unflatten(models, model_leaves)
+        state = init_state(target, drafter, slots, capacity, num_drafts)
+        return state, prefill.empty_prefix(target, drafter, capacity, widest_write)
+
+    return jax.jit(_make)
+
+
+@functools.cache
+def _init_lane(models: Any, capacity: int, widest_write: int) -> Any:
+    def _make_lane(model_leaves: list[jax.Array]) -> Prefix:
+        target, drafter = jax.tree.unflatten(models, model_leaves)
+        return prefill.empty_prefix(target, drafter, capacity, widest_write)
+
+    return jax.jit(_make_lane)
 
 
 @functools.cache

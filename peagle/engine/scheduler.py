@@ -4,7 +4,8 @@ Host only.
 
 No JAX and no clock: costs are arguments. First come, first served. One prompt at a time is in the lane; its chunks
 alternate with steps of the active slots, so that neither starves. A prompt that is prefilled before a slot is free
-waits in the lane and takes the first free slot.
+waits in the lane and takes the first free slot. Prompts that were prefilled elsewhere are loaded, which takes time, so
+these alternate with steps, too.
 """
 
 import collections
@@ -65,7 +66,11 @@ class Costs:
 class _Lane(Generic[Key]):
     key: Key
     length: int
-    done: int = 0
+    done: int
+    loaded: bool = field(init=False)  # whole, when it began
+
+    def __post_init__(self) -> None:
+        self.loaded = self.done == self.length
 
 
 @dataclass
@@ -78,7 +83,7 @@ class Scheduler(Generic[Key]):
     _waiting: collections.deque[tuple[Key, int]] = field(default_factory=collections.deque, init=False)
     _lane: _Lane[Key] | None = field(default=None, init=False)
     _held: list[Key | None] = field(init=False)
-    _steps_due: bool = field(default=False, init=False)  # a chunk was sent, and no steps since
+    _steps_due: bool = field(default=False, init=False)  # a chunk was sent, or a prompt loaded, and no steps since
     _constrained: set[Key] = field(default_factory=set, init=False)  # requests with a grammar
     _owed: int = field(default=0, init=False)  # whole steps before the next cut one
     _cuts: int = field(default=0, init=False)
@@ -131,11 +136,13 @@ class Scheduler(Generic[Key]):
             self._lane = _Lane(key, length, begin(key))
         lane = self._lane
         prefilled = lane is not None and lane.done == lane.length
-        if lane is not None and prefilled and None in self._held:
+        steps_due = self._steps_due and self.num_active > 0
+        if lane is not None and prefilled and None in self._held and not (lane.loaded and steps_due):
             slot = self._held.index(None)
             self._held[slot], self._lane = lane.key, None
+            self._steps_due |= lane.loaded
             return Admit(lane.key, slot)
-        if lane is not None and not prefilled and not (self._steps_due and self.num_active):
+        if lane is not None and not prefilled and not steps_due:
             start, count = lane.done, min(self.chunk - lane.done % self.chunk, lane.length - lane.done)
             lane.done += count
             self._steps_due = True

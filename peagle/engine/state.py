@@ -260,9 +260,9 @@ def check_integrity(state: DecodeState, capacity: int) -> None:
     assert (length + remaining <= capacity).all(), (length, remaining, capacity)
     if state.drafter_input is not None:
         drafts = np.asarray(state.may_draft)
-        length = np.asarray(state.length)[drafts]
-        num, first = (np.asarray(x)[drafts] for x in (state.drafter_input.num, state.drafter_input.first_position))
-        assert ((num >= 1) & (num <= state.drafter_input.token_ids.shape[1])).all(), num
+        waiting = jax.tree.map(lambda leaf: np.asarray(leaf)[drafts], state.drafter_input)
+        length, num, first = np.asarray(state.length)[drafts], waiting.num, waiting.first_position
+        assert ((num >= 1) & (num <= waiting.token_ids.shape[1])).all(), num
         assert (first + num == length).all(), (first, num, length)
-        last = state.drafter_input.token_ids[jnp.arange(slots), jnp.maximum(state.drafter_input.num - 1, 0)]
-        assert (np.asarray(last)[drafts] == np.asarray(state.pending_token)[drafts]).all()
+        last = np.take_along_axis(waiting.token_ids, num[:, None] - 1, axis=1)[:, 0]
+        assert (last == np.asarray(state.pending_token)[drafts]).all()

@@ -56,20 +56,24 @@ class Curve:
         return max(0.0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
 
 
+CURVES = ("prompt_s", "message_bytes", "pack_s", "load_s")  # of Costs, by tokens of a prompt
+
+
 @dataclass(frozen=True)
 class Costs:
     """What a replica's work takes, measured on its machine.
 
     prompt_s: seconds by tokens of a prompt that is prefilled alone, its first token included. step_s: of each K,
     seconds of a step by active rows. position_s: more of a step for each position in its rows' caches. acceptance: of
-    each K, the share of steps that accept 1, 2, ... drafts or more. message_bytes: of a hand-off, by tokens.
+    each K, the share of steps that accept 1, 2, ... drafts or more. message_bytes, pack_s, load_s: of a hand-off, by
+    tokens of its prompt: its size, and the seconds of packing it and of loading it.
     """
 
     prompt_s: Curve
     step_s: Mapping[int, Curve]
     message_bytes: Curve
-    pack_bytes_per_s: float
-    load_bytes_per_s: float
+    pack_s: Curve
+    load_s: Curve
     network_bytes_per_s: float
     network_s: float = 0.0  # of one way, beside the bytes
     position_s: float = 0.0
@@ -78,9 +82,8 @@ class Costs:
     steps_per_dispatch: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("pack_bytes_per_s", "load_bytes_per_s", "network_bytes_per_s"):
-            if not 0 < getattr(self, name) <= math.inf:
-                raise InputError(f"{name} is {getattr(self, name)}; expected a number above 0")
+        if not 0 < self.network_bytes_per_s <= math.inf:
+            raise InputError(f"network_bytes_per_s is {self.network_bytes_per_s}; expected a number above 0")
         for name in ("network_s", "position_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise InputError(f"{name} is {getattr(self, name)}; expected 0 or more")
@@ -99,7 +102,7 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         """Return what `read_costs` reads."""
         found = dataclasses.asdict(self)
-        found |= {name: getattr(self, name).points for name in ("prompt_s", "message_bytes")}
+        found |= {name: getattr(self, name).points for name in CURVES}
         found["step_s"] = {str(k): curve.points for k, curve in self.step_s.items()}
         found["acceptance"] = {str(k): rates for k, rates in self.acceptance.items()}
         return found
@@ -130,7 +133,7 @@ def costs_of(given: Any, where: str) -> Costs:
         values: dict[str, Any] = {
             name: float(value) if fields[name].type is float else value for name, value in given.items()
         }
-        values |= {name: _curve(given[name]) for name in ("prompt_s", "message_bytes")}
+        values |= {name: _curve(given[name]) for name in CURVES}
         values["step_s"] = {int(k): _curve(points) for k, points in given["step_s"].items()}
         accepted = given.get("acceptance", {})
         values["acceptance"] = {int(k): tuple(map(float, rates)) for k, rates in accepted.items()}
@@ -325,7 +328,7 @@ class _Replica:
                 served.num_read += count
                 last = served.num_read == served.arrival.output_tokens
                 if self.hands_over and not last:
-                    now += self.costs.message_bytes.at(served.arrival.prompt_tokens) / self.costs.pack_bytes_per_s
+                    now += self.costs.pack_s.at(served.arrival.prompt_tokens)
                 read.append((now, served, count, last or self.hands_over))
                 if last or self.hands_over:
                     self._scheduler.remove(served)
@@ -337,7 +340,7 @@ class _Replica:
         if not served.prefilled:
             return 0
         tokens = served.arrival.prompt_tokens
-        self._occupy(now, self.costs.message_bytes.at(tokens) / self.costs.load_bytes_per_s)
+        self._occupy(now, self.costs.load_s.at(tokens))
         return tokens
 
     def _occupy(self, now: float, seconds: float) -> float:

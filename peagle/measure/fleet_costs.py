@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.engine import Engine, Handle, Role
+from peagle.engine.engine import AnyEngine, Handle, Role
 from peagle.engine.handoff import HandOff, parse
 from peagle.engine.request import Request, StepRecord
 from peagle.measure.fleet import Costs, Curve
@@ -54,16 +54,14 @@ def measure_costs(pair: Pair, texts: Sequence[int], shape: Shape, say: Callable[
     say("steps behind long prompts")
     position_s = measure.position_s(steps[0].at(1))
     say("hand-offs")
-    message_bytes, pack, load = measure.hand_offs(steps[shape.k].at(1))
+    hand_offs = measure.hand_offs(steps[shape.k].at(1))
     say("the network of this machine")
     speed, latency_s = loopback()
     config = pair.engine_config(0, capacity=shape.capacity)
     return Costs(
         prompts,
         steps,
-        message_bytes,
-        pack,
-        load,
+        *hand_offs,
         speed,
         latency_s,
         position_s,
@@ -85,7 +83,7 @@ class _Measure:
         most = self.shape.capacity - 16
         return sorted({most, *(length for length in (32, 128, 512, 2048, 8192, 32768) if length < most)})
 
-    def engine(self, k: int, role: Role = "both") -> Engine:
+    def engine(self, k: int, role: Role = "both") -> AnyEngine:
         shape = self.shape
         engine = self.pair.engine(self.pair.engine_config(k, slots=shape.slots, capacity=shape.capacity, role=role))
         engine.warm_up()
@@ -127,27 +125,28 @@ class _Measure:
         found = [steady(engine, [self.request(length, budget, number)])[0] for number in range(3)]
         return max(0.0, statistics.median(found) - step_s) / length
 
-    def hand_offs(self, step_s: float) -> tuple[Curve, float, float]:
-        """Return (bytes by tokens, bytes packed in a second, bytes loaded in a second)."""
+    def hand_offs(self, step_s: float) -> tuple[Curve, Curve, Curve]:
+        """Return (bytes, seconds of packing, seconds of loading) by tokens of the prompt."""
         sender, receiver = self.engine(self.shape.k, "prefill"), self.engine(self.shape.k, "decode")
-        sizes, (short, long) = [], (self.lengths[0], self.lengths[-1])
-        for length in (short, long):
-            sizes.append((length, float(_handed(sender, self.request(length, 2)).data.nbytes)))
 
-        def sending(budget: int, number: int) -> float:
-            return _seconds(lambda: list(sender.follow(sender.add(self.request(long, budget, number)))))
+        def sending(length: int, budget: int, number: int) -> float:
+            return _seconds(lambda: list(sender.follow(sender.add(self.request(length, budget, number)))))
 
         def receiving(length: int, number: int) -> float:
             request = self.request(length, 2, number)
             message = _handed(sender, request)
             return _seconds(lambda: list(receiver.follow(receiver.add(request, hand_off=message))))
 
-        packing = statistics.median(sending(2, number) - sending(1, number) for number in range(ROUNDS))
-        loading = _median(receiving, long) - step_s
-        return Curve(tuple(sizes)), sizes[-1][1] / max(LEAST_S, packing), sizes[-1][1] / max(LEAST_S, loading)
+        sizes, packing, loading = [], [], []
+        for length in (self.lengths[0], self.lengths[-1]):
+            sizes.append((length, float(_handed(sender, self.request(length, 2)).data.nbytes)))
+            more = [sending(length, 2, number) - sending(length, 1, number) for number in range(ROUNDS)]
+            packing.append((length, max(LEAST_S, statistics.median(more))))
+            loading.append((length, max(LEAST_S, _median(receiving, length) - step_s)))
+        return Curve(tuple(sizes)), Curve(tuple(packing)), Curve(tuple(loading))
 
 
-def _handed(sender: Engine, request: Request) -> HandOff:
+def _handed(sender: AnyEngine, request: Request) -> HandOff:
     handle = sender.add(request)
     for _ in sender.follow(handle):
         pass
@@ -155,7 +154,7 @@ def _handed(sender: Engine, request: Request) -> HandOff:
     return parse(handle.hand_off.data)
 
 
-def steady(engine: Engine, requests: Sequence[Request]) -> tuple[float, list[StepRecord]]:
+def steady(engine: AnyEngine, requests: Sequence[Request]) -> tuple[float, list[StepRecord]]:
     """Decode requests together; return (seconds of a step while all of them go on, all of their steps)."""
     handles = engine.add_all(requests)
     begun, seen = set[Handle](), list[StepRecord]()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from peagle.engine.engine import Engine
+from peagle.engine.engine import AnyEngine
 from peagle.engine.request import Request
 from peagle.engine.step import PARTS
 from peagle.ops.errors import InputError
@@ -88,7 +88,7 @@ def writable(directory: Path) -> Path:
 
 
 def profile(
-    engine: Engine,
+    engine: AnyEngine,
     requests: Sequence[Request],
     directory: Path,
     part_of: dict[str, str] | None = None,
@@ -97,10 +97,11 @@ def profile(
     """Decode requests under the profiler: as many as there are slots, MOST_TOKENS tokens at most.
 
     Writes the trace to the directory, for XProf or TensorBoard, and with `perfetto` for Perfetto, too, which takes
-    twice the time. The engine must be warmed up. part_of: the result of `operations_of`, which compiles the programs
-    once more, if you have it. Raises InputError if the profiler gives no trace, or none of the steps' operations, and
-    the profiler's own OSError and RuntimeError.
+    twice the time. The engine must be warmed up; of replicas, one is profiled. part_of: the result of `operations_of`,
+    which compiles the programs once more, if you have it. Raises InputError if the profiler gives no trace, or none of
+    the steps' operations, and the profiler's own OSError and RuntimeError.
     """
+    engine = engine.one
     batch = [
         dataclasses.replace(request, max_new_tokens=min(request.max_new_tokens, MOST_TOKENS))
         for request in requests[: engine.config.slots]
@@ -125,10 +126,10 @@ def _traces(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.glob("**/*.xplane.pb")}
 
 
-def operations_of(engine: Engine, sampled: bool) -> dict[str, str]:
+def operations_of(engine: AnyEngine, sampled: bool) -> dict[str, str]:
     """Map operations of the engine's step programs to parts of the step: {module/operation: part}."""
     found = {}
-    for program in engine.programs(sampled):
+    for program in engine.one.programs(sampled):
         found.update(parts_by_operation(program.as_text() or ""))
     return found
 

@@ -28,7 +28,7 @@ from peagle.ops.memory import aligned
 from peagle.ops.strict_json import dumps
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_PIECE_BYTES = 1 << 24  # read at a time
+_PIECE_BYTES = 1 << 22  # read at a time
 _FINGERPRINT_BLOCKS = 16  # blocks of 64 KiB, spread over a file
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES: dict[str, np.dtype] = {

@@ -29,6 +29,12 @@ def aligned_copy(values: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarr
     return copy
 
 
+def as_aligned(values: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    """Return the values themselves if they are aligned, in C order and of that dtype; else such a copy."""
+    fits = values.dtype == np.dtype(dtype) and values.flags.c_contiguous and not values.ctypes.data % ALIGNMENT
+    return values if fits else aligned_copy(values, dtype)
+
+
 def stack(items: Iterable[tuple[np.ndarray, ...]], count: int) -> tuple[np.ndarray, ...]:
     """Stack `count` items, 1 or more, of equal shapes and dtypes along a new leading axis.
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from peagle.engine.engine import Engine, EngineConfig, Handle
+from peagle.engine.engine import AnyEngine, EngineConfig, Handle
 from peagle.engine.grammar import GrammarError
 from peagle.engine.handoff import HandOff
 from peagle.engine.request import Request, TokenChunk
@@ -63,7 +63,7 @@ async def read_chunks(
 class Call:
     """Requests of one HTTP request, with the chunks that have arrived. Iterate in the event loop that made it."""
 
-    engine: Engine
+    engine: AnyEngine
     loop: asyncio.AbstractEventLoop
     jobs: list[_Job] = field(default_factory=list)
     queue: Chunks = field(default_factory=asyncio.Queue)
@@ -135,7 +135,7 @@ class EngineLoop:
     max_queue: requests that may wait beyond those in slots.
     """
 
-    def __init__(self, engine: Engine, max_queue: int) -> None:
+    def __init__(self, engine: AnyEngine, max_queue: int) -> None:
         self.engine, self.max_queue = engine, max_queue
         self.failure: str | None = None
         self.draining = False

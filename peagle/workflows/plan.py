@@ -38,6 +38,7 @@ class Device:
     name: str
     memory_bytes: float
     bytes_per_s: float  # of its memory
+    flop_per_s: float  # of bfloat16 products, dense
     link_bytes_per_s: float  # to the other devices, one way
     latency_s: float
 
@@ -45,9 +46,9 @@ class Device:
 DEVICES = {
     each.name: each
     for each in (
-        Device("H100", 80e9, 3.35e12, 450e9, 8e-6),
-        Device("H200", 141e9, 4.8e12, 450e9, 8e-6),
-        Device("B200", 180e9, 8e12, 900e9, 8e-6),
+        Device("H100", 80e9, 3.35e12, 989e12, 450e9, 8e-6),
+        Device("H200", 141e9, 4.8e12, 989e12, 450e9, 8e-6),
+        Device("B200", 180e9, 8e12, 2.25e15, 900e9, 8e-6),
     )
 }
 

@@ -4,6 +4,7 @@ Tensors are drawn and written one after the other, so the 20b geometry (13 GB) n
 arguments give equal bytes. Scales are those of a fresh initialisation: activations stay finite, and routing is spread.
 """
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from drafter.config import DrafterConfig
 from peagle.ops.mxfp4 import BLOCK
 from peagle.ops.rope import RopeConfig, Yarn
 from target.config import FULL, SLIDING, TargetConfig
@@ -81,6 +83,37 @@ SIZES = {
         hidden=2880, layers=36, heads=(64, 8), head_dim=64, vocab=201088, experts=(128, 4), expert_width=2880
     ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterShape:
+    """A drafter's shape except for its width, which is the target's."""
+
+    name: str
+    layers: int
+    parallel: bool
+
+    def config(self, target: TargetConfig, draft_vocab: int | None = None) -> DrafterConfig:
+        """Make the config that `peagle train` makes by default."""
+        taps = tuple(sorted((min(1, target.num_layers - 1), target.num_layers // 2, target.num_layers - 1)))
+        return DrafterConfig(
+            hidden_size=target.hidden_size,
+            num_layers=self.layers,
+            num_heads=target.num_heads,
+            num_kv_heads=target.num_kv_heads,
+            head_dim=target.head_dim,
+            mlp_width=2 * target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab or target.vocab_size,
+            mask_token_id=target.vocab_size - 1 if self.parallel else None,
+            rope=RopeConfig(target.head_dim, 10000.0),
+            aux_layer_ids=taps,
+        )
+
+
+IN_TURN = DrafterShape("EAGLE-3, 1 layer", 1, False)
+PARALLEL = DrafterShape("P-EAGLE, 4 layers", 4, True)  # the public 20b drafter's geometry
 
 
 def write_random_checkpoint(directory: Path, config: TargetConfig, *, mxfp4: bool = True, seed: int = 0) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from peagle.api import DEFAULT_MAX_NEW_TOKENS, DEFAULT_NUM_SPECULATIVE_TOKENS, Pair
-from peagle.engine.engine import DRAFTS_ARE_GREEDY, Engine, EngineConfig, Handle
+from peagle.engine.engine import DRAFTS_ARE_GREEDY, AnyEngine, EngineConfig, Handle
 from peagle.engine.grammar import Grammar
 from peagle.engine.prefix_cache import PrefixCacheUse
 from peagle.engine.request import DEFAULT_CHUNK, Request, SamplingParams, check_stop_strings
@@ -183,7 +183,8 @@ class _Session:
         self, pair: Pair, conversations: Sequence[Conversation], config: RunConfig, observer: Observer
     ) -> None:
         self.pair, self.conversations, self.config, self.observer = pair, conversations, config, observer
-        self.slots = min(config.slots, len(conversations))
+        replicas = 1 + len(pair.replicas)
+        self.slots = min(config.slots, -(-len(conversations) // replicas) * replicas)
         counts = [conversation.num_requests for conversation in conversations]
         self.first_index = [sum(counts[:number]) for number in range(len(counts))]
         self.total = sum(counts)
@@ -310,11 +311,11 @@ class _Session:
             grammar=config.grammar,
         )
 
-    def _all_engines(self) -> list[Engine]:
+    def _all_engines(self) -> list[AnyEngine]:
         kinds = [self.config.num_speculative_tokens] + ([0] if self.config.compares else [])
         return [self._engine(kind) for kind in kinds]
 
-    def _engine(self, num_speculative_tokens: int) -> Engine:
+    def _engine(self, num_speculative_tokens: int) -> AnyEngine:
         config, k = self.config, num_speculative_tokens
         shape = self.pair.engine_config(
             k,
@@ -360,7 +361,7 @@ class _Session:
                 self._compare(self.outcomes[plain.request.index], plain)
         self.done += len(decoded)
 
-    def _decode_shown(self, engine: Engine, together: list[tuple[Request, int | None]]) -> list[Request]:
+    def _decode_shown(self, engine: AnyEngine, together: list[tuple[Request, int | None]]) -> list[Request]:
         """Decode requests and the turns that follow them; return all decoded requests.
 
         Stores their outcomes; after an interruption, those of requests that have a token.

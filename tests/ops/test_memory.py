@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from peagle.ops import memory
-from peagle.ops.memory import ALIGNMENT, aligned, aligned_copy, available_memory_bytes, stack, to_device
+from peagle.ops.memory import ALIGNMENT, aligned, aligned_copy, as_aligned, available_memory_bytes, stack, to_device
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint32, np.float32, ml_dtypes.bfloat16, np.bool_])
@@ -50,6 +50,18 @@ def test_an_aligned_copy_is_in_c_order_and_rounded() -> None:
     rounded = aligned_copy(values.T, ml_dtypes.bfloat16)
     assert rounded.flags.c_contiguous
     np.testing.assert_array_equal(rounded, values.T.astype(ml_dtypes.bfloat16))
+
+
+def test_an_array_is_copied_only_if_it_does_not_fit_already() -> None:
+    values = aligned((6, 5), np.float32)
+    assert as_aligned(values, np.float32) is values
+    shifted = aligned((31,), np.float32)[1:].reshape(6, 5)
+    for given, dtype in ((values.T, np.float32), (values, ml_dtypes.bfloat16), (shifted, np.float32)):
+        made = as_aligned(given, dtype)
+        assert not np.shares_memory(made, given)
+        assert made.dtype == dtype
+        assert made.flags.c_contiguous
+        assert made.ctypes.data % ALIGNMENT == 0
 
 
 def test_items_are_stacked_one_after_the_other() -> None:

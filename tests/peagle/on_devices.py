@@ -18,7 +18,10 @@ from drafter.propose import PEagle
 from drafter.train.folder import LOG, read_log, steps_done
 from drafter.train.trainer import devices_for
 from peagle import loading
+from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.handoff import parse
+from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.engine.state import check_integrity
 from peagle.loading import load, load_over
@@ -256,6 +259,21 @@ def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
     assert run(target, replicate(drafter, target.mesh)) == expected
 
 
+@pytest.mark.filterwarnings("ignore:.*no stop token")
+def test_replicas_on_devices_of_their_own_answer_as_one_engine(root: Path) -> None:
+    pair = load(root / "True", "ngram", mesh="dp=2,tp=2", kernels=FAST)
+    assert pair.mesh == "4 devices, dp=2,tp=2,ep=1"
+    config = pair.engine_config(K, slots=4, capacity=64, chunk=8)
+    engine = pair.engine(config)
+    assert isinstance(engine, Replicas)
+    answers = decode(engine, REQUESTS)
+    assert answers == decode(Engine(whole(root, "packed", FAST), NGram(), config), REQUESTS)
+    used = [{each.id for leaf in jax.tree.leaves(one._state) for each in leaf.devices()} for one in engine.engines]
+    assert used == [{0, 1}, {2, 3}]
+    held = [{each.id for leaf in jax.tree.leaves(one.target) for each in leaf.devices()} for one in engine.engines]
+    assert held == used
+
+
 def test_memory_is_counted_by_device(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches are cut, all else is on each device; devices of a CPU share one memory."""
     target, drafter = over(root, TP4, "packed", FAST), PEagle(random_params(DRAFTER), DRAFTER)
@@ -298,6 +316,26 @@ def test_a_prefix_is_found_again(root: Path) -> None:
     assert answers == [[token for chunk in chunks for token in chunk.token_ids]] * 2
 
 
+def test_a_sequence_goes_on_over_other_devices(root: Path) -> None:
+    """From ranks that share kv heads to the whole target, and to other such ranks; and back. A head travels once."""
+    targets = [over(root, TP8, "packed", FAST), over(root, TP4, "packed", FAST), whole(root, "packed", FAST)]
+    config, request = EngineConfig(slots=1, capacity=160, chunk=64), Request((PROMPTS[1] * 8)[:140], 12)
+    expected = decode(Engine(targets[-1], None, config), [request])[0][0]
+    receivers = [Engine(target, None, dataclasses.replace(config, role="decode")) for target in targets[1:]]
+    sizes = set()
+    for target in targets[::2]:
+        sender = Engine(target, None, dataclasses.replace(config, role="prefill"))
+        handle = sender.add(request)
+        first = [token for chunk in sender.follow(handle) for token in chunk.token_ids]
+        assert handle.hand_off is not None
+        message = parse(handle.hand_off.data.tobytes())
+        sizes.add(len(message.data))
+        for receiver in receivers:
+            chunks = receiver.follow(receiver.add(request, hand_off=message))
+            assert first + [token for chunk in chunks for token in chunk.token_ids] == expected
+    assert len(sizes) == 1
+
+
 def test_what_is_not_finite_is_named(root: Path) -> None:
     target = over(root, TP2, "float32", "xla")
     assert isinstance(target, Explains)
@@ -310,15 +348,16 @@ def test_what_is_not_finite_is_named(root: Path) -> None:
 
 
 def test_a_pair_is_loaded_over_a_mesh() -> None:
-    """The demo, which has three heads; its drafter is on every device."""
+    """The demo, which has three heads; its drafter is on every device of both replicas."""
     prompt, seen = "def clamp(value, low, high):", []
-    pair = load(mesh="tp=3", progress=lambda *done: seen.append(done))
-    assert pair.mesh == "3 devices, tp=3,ep=1"
+    pair = load(mesh="dp=2,tp=3", progress=lambda *done: seen.append(done))
+    assert pair.mesh == "6 devices, dp=2,tp=3,ep=1"
     assert isinstance(pair.target, Sharded)
     assert seen[-1][0] == seen[-1][1]
-    given = pair.generate(prompt, max_new_tokens=16, num_speculative_tokens=3)
     expected = load().generate(prompt, max_new_tokens=16, num_speculative_tokens=3)
-    assert (given.output_ids, given.acceptance_length) == (expected.output_ids, expected.acceptance_length)
+    for one in (dataclasses.replace(pair, replicas=()), *pair.replicas):
+        given = one.generate(prompt, max_new_tokens=16, num_speculative_tokens=3)
+        assert (given.output_ids, given.acceptance_length) == (expected.output_ids, expected.acceptance_length)
 
 
 @pytest.mark.parametrize("kernels", ON)

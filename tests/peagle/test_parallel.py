@@ -11,7 +11,7 @@ import pytest
 
 from peagle.cli import main
 from peagle.ops.errors import InputError
-from peagle.parallel import MeshShape, make_mesh, parse_data_mesh, parse_mesh
+from peagle.parallel import MeshShape, make_meshes, parse_data_mesh, parse_mesh
 
 HERE = Path(__file__).parent
 PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # a busy machine is no failure
@@ -31,9 +31,11 @@ def test_a_mesh_is_read() -> None:
     assert parse_mesh("tp=2") == MeshShape(2)
     assert parse_mesh("ep=4, tp=2") == MeshShape(2, 4)
     assert MeshShape(2, 4).ranks == 8
+    assert parse_mesh("dp=3,tp=2") == MeshShape(2, 1, 3)
+    assert (MeshShape(2, 1, 3).ranks, MeshShape(2, 1, 3).devices) == (2, 6)
 
 
-@pytest.mark.parametrize("text", ["", "2", "tp", "tp=0", "tp=x", "tp=2,tp=2", "dp=2", "tp=2,", "tp=-1", "tp=1.5"])
+@pytest.mark.parametrize("text", ["", "2", "tp", "tp=0", "tp=x", "tp=2,tp=2", "dp=0", "tp=2,", "tp=-1", "tp=1.5"])
 def test_what_is_no_mesh_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=re.escape(f"the mesh is {text!r}; expected tp=N")):
         parse_mesh(text)
@@ -49,7 +51,9 @@ def test_what_is_no_mesh_of_a_training_is_refused(text: str) -> None:
 def test_more_devices_than_there_are_are_refused() -> None:
     count = jax.device_count()
     with pytest.raises(InputError, match=rf"needs {count + 1} devices, and there are {count} \(.*JAX_NUM_CPU_DEVICES"):
-        make_mesh(MeshShape(count + 1))
+        make_meshes(MeshShape(count + 1))
+    with pytest.raises(InputError, match=rf"the mesh dp={count + 1},tp=1,ep=1 needs {count + 1} devices"):
+        make_meshes(MeshShape(dp=count + 1))
 
 
 @pytest.mark.parametrize(
@@ -71,3 +75,26 @@ def test_a_bad_mesh_is_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("speculate --mesh dp=2 hello", "--slots is 1; expected a multiple of 2, the replicas (dp) that share them"),
+        ("serve --mesh dp=3,tp=3 --slots 4", "--slots is 4; expected a multiple of 3"),
+        ("info --mesh dp=2,tp=3 --slots 3", "--slots is 3; expected a multiple of 2"),
+        ("chat --mesh dp=2", "--mesh is 'dp=2', but a chat is one conversation; leave dp out"),
+        ("bench --mesh dp=2", "--mesh is 'dp=2', but this measures the passes of one copy; leave dp out"),
+        ("cluster up --mesh dp=2", "--mesh is 'dp=2', but a cluster has replicas of its own, --decode N; leave"),
+        (
+            "speculate --mesh dp=2 --slots 2 --coordinator 7000 --process-id 0 --num-processes 2 hello",
+            "--mesh is 'dp=2', but several processes run one copy of the target together; leave dp out",
+        ),
+    ],
+)
+def test_replicas_where_they_have_no_place_are_one_line(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

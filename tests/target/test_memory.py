@@ -51,16 +51,31 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kernels", ["native", "xla"])
 def test_memory_peaks_within_15_percent_of_weights_and_caches(directory: Path, kernels: str) -> None:
     """While loading, and while decoding, where the compiler's memory comes on top."""
-    if kernels == "native" and not native.available():
-        pytest.skip(native.status()[1])
-    command = [sys.executable, "-c", ON_TWO_PROCESSORS, str(directory), "--kernels", kernels]
-    environment = os.environ | {"MALLOC_ARENA_MAX": "2"}
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True)
-    measured = json.loads(run.stdout)
-    assert measured["weights"] > 250e6
+    measured = measure(directory, kernels)
     assert measured["weights"] <= measured["loading"] + 1e6  # untouched pages do not count, and loading touches all
     assert measured["loading"] <= 1.15 * measured["weights"]
     assert measured["decoding"] <= 1.15 * (measured["weights"] + measured["caches"]) + COMPILER_BYTES[kernels]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_ranks_are_loaded_within_15_percent_of_their_parts(directory: Path) -> None:
+    """Several at once, and put side by side without a copy, in one memory."""
+    measured = measure(directory, "native", "--mesh", "tp=4")
+    assert measured["weights"] > 400e6  # with what is on every one
+    assert measured["weights"] <= measured["loading"] + 1e6
+    assert measured["loading"] <= 1.15 * measured["weights"]
+
+
+def measure(directory: Path, kernels: str, *options: str) -> dict[str, int]:
+    """Measure in a process of its own."""
+    if kernels == "native" and not native.available():
+        pytest.skip(native.status()[1])
+    command = [sys.executable, "-c", ON_TWO_PROCESSORS, str(directory), "--kernels", kernels, *options]
+    environment = os.environ | {"MALLOC_ARENA_MAX": "2", "JAX_NUM_CPU_DEVICES": "4"}
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True)
+    measured: dict[str, int] = json.loads(run.stdout)
+    assert measured["weights"] > 250e6
+    return measured
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,21 @@ class InfoSettings:
         str | None,
         Option(
             "--mesh",
-            metavar="tp=N,ep=N",
+            metavar="tp=N,ep=N,dp=N",
             rich_help_panel=MESH,
             help="Say what each of these devices would hold of the target. None of them needs to be here.",
         ),
     ] = None
     slots: Annotated[
-        int, Option("--slots", min=1, metavar="N", rich_help_panel=MESH, help="Requests decoded at once.")
-    ] = 1
+        int | None,
+        Option(
+            "--slots",
+            min=1,
+            metavar="N",
+            rich_help_panel=MESH,
+            help="Requests decoded at once, by all replicas together. Default: one, or one in each.",
+        ),
+    ] = None
     context: Annotated[
         int, Option("--context", min=2, metavar="N", rich_help_panel=MESH, help="Positions of each slot.")
     ] = 4096

@@ -207,16 +207,17 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshOptions:
-    """The devices that the target is cut over."""
+    """The devices that the target is cut over, and its replicas."""
 
     mesh: Annotated[
         str | None,
         Option(
             "--mesh",
-            metavar="tp=N,ep=N",
+            metavar="tp=N,ep=N,dp=N",
             rich_help_panel=MODEL,
             help="Cut the target over tp x ep devices: heads, caches and vocabulary over all of them, each expert over "
-            "tp, the experts by number over ep. Default: one device.",
+            "tp, the experts by number over ep. dp: that many copies, on devices of their own, share the slots. "
+            "Default: one device.",
         ),
     ] = None
     reduce: Annotated[

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from peagle.api import Pair
-from peagle.engine.engine import Engine
+from peagle.engine.engine import AnyEngine
 from peagle.engine.request import Request, SamplingParams
 from peagle.measure.bound import bound
 from peagle.measure.profile import operations_of, profile
@@ -250,7 +250,7 @@ class SweepRun:
         room = self.pair.max_positions - len(each.prompt_ids)
         return Request(each.prompt_ids, min(self.plan.max_new_tokens, room), sampling, index=each.request)
 
-    def _engine(self, arm: Arm) -> Engine:
+    def _engine(self, arm: Arm) -> AnyEngine:
         pair = self.pairs[loaded(arm)]
         if isinstance(pair, InputError):
             raise pair

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from peagle.ops.kernels import Implementation
-from peagle.ops.memory import aligned, aligned_copy, to_device
+from peagle.ops.memory import aligned, aligned_copy, as_aligned, to_device
 
 ROWS = 16
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -115,8 +115,11 @@ def arrange(rows: np.ndarray, dtype: DTypeLike, implementation: Implementation |
 
 
 def arrange_embedding(table: np.ndarray, dtype: DTypeLike, implementation: Implementation | None) -> jax.Array:
-    """Arrange a table for `embed`: in `dtype`, or, for "native", bfloat16's bits if it is stored or wanted so."""
+    """Arrange a table for `embed`: in `dtype`, or, for "native", bfloat16's bits if it is stored or wanted so.
+
+    The result may share the table's memory: do not write to it any more.
+    """
     bits = implementation == "native" and BFLOAT16 in (table.dtype, np.dtype(dtype))
     # aligned, since the device copies an unaligned array later and holds both copies until then
-    copy = aligned_copy(table, BFLOAT16 if bits else dtype)
-    return to_device(copy.view(np.uint16) if bits else copy)
+    ready = as_aligned(table, BFLOAT16 if bits else dtype)
+    return to_device(ready.view(np.uint16) if bits else ready)

@@ -19,6 +19,7 @@ from peagle.engine.step import StepKind, step
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from peagle.protocols import Drafter
+from tests.compiling import AS_FOR_USERS
 from tests.peagle.toys import CONFIG, WINDOW, FixedLogits, MarkovTarget, Scripted, decode, tiny_target
 
 CAPACITY, NEW = 96, 60
@@ -175,7 +176,10 @@ def test_sampled_drafts_give_the_targets_frequencies() -> None:
         sampling=RowSampling(ones, zeros, ones, 0 * ones, zeros, jnp.arange(rows, dtype=jnp.int32)),
     )
     kind = StepKind(2, sampled=True, draft_sampling=True)
-    run_step = jax.jit(lambda state: step(target, drafter, state, zeros + 2, jnp.float32(0), kind))
+    # so many rows take ten times as long in a program that is compiled quickly
+    run_step = jax.jit(
+        lambda state: step(target, drafter, state, zeros + 2, jnp.float32(0), kind), compiler_options=AS_FOR_USERS
+    )
     tokens: list[list[int]] = [[] for _ in range(rows)]
     for _ in range(3):
         state, output = run_step(state)
@@ -410,7 +414,7 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
     chunks = engine.run([short])
     got = list(next(chunks)[1].token_ids)
     ended, looked = threading.Event(), threading.Event()
-    step, turn = engine._guarded_step, engine._turn
+    step, turn = engine._step, engine._turn
 
     class Turn:
         def __enter__(self) -> None:
@@ -428,7 +432,7 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
             assert looked.wait(600)
         return found
 
-    engine._guarded_step, engine._turn = slow, Turn()
+    engine._step, engine._turn = slow, Turn()
     driver = threading.Thread(target=lambda: list(engine.run([long])))
     driver.start()
     assert ended.wait(600)
@@ -553,7 +557,8 @@ def test_a_table_without_drafts_at_some_load_warms_both_programs(target) -> None
 def test_a_row_whose_drafter_is_too_far_behind_drafts_no_more(target, plain, monkeypatch: pytest.MonkeyPatch) -> None:
     """At two active rows nothing is drafted; the load falls after more plain steps than the drafter's input holds."""
     monkeypatch.setattr("peagle.engine.state.INPUT_ROOM", 8)
-    engine = Engine(target, NGram(), config(3, slots=2, widths=WidthTable({1: 3, 2: 0})))
+    # a capacity of its own, since engines of equal shapes share the program that makes their state
+    engine = Engine(target, NGram(), config(3, slots=2, capacity=CAPACITY + 1, widths=WidthTable({1: 3, 2: 0})))
     tokens, records = decode(engine, [Request(PROMPTS[1], 30), Request(PROMPTS[0], 60)])
     assert tokens == [plain[1][:30], plain[0]]
     assert {len(record.draft_token_ids) for record in records[1]} == {0}

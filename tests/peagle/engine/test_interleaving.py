@@ -1,6 +1,7 @@
 """Any interleaving of add, abort and step gives each request the tokens it gets alone."""
 
 import collections
+import dataclasses
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig, Handle
 from peagle.engine.grammar import Grammar, Vocabulary
 from peagle.engine.prefix_cache import PrefixCache
+from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, SamplingParams
 from peagle.engine.scheduler import Costs
 from peagle.engine.state import check_integrity
@@ -67,6 +69,8 @@ WANTED = (
 class EvenlyPaced(Engine):
     """An engine whose dispatches take given times, so that what it does next depends on its requests alone."""
 
+    ready = True  # always: what is read first must not depend on the device either
+
     def _update_costs(self, sent: Any, now: float) -> None:
         super()._update_costs(sent, now)
         self._costs = Costs(chunk_s=1e-3, step_s=1e-4, cut_s=3e-4)
@@ -76,32 +80,35 @@ class EvenlyPaced(Engine):
         self._prefix_cache = PrefixCache(self.config.prefix_cache_bytes, *self._programs.part_bytes())
 
 
-@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize(("together", "count"), [(1, 1), (3, 1), (1, 2)])
 def test_any_interleaving_gives_each_request_what_it_gets_alone(
-    alone: dict[tuple[int, int], list[int]], together: int
+    alone: dict[tuple[int, int], list[int]], together: int, count: int
 ) -> None:
+    """In one engine, and in two behind one queue."""
     happened: collections.Counter[str] = collections.Counter()
     # at three active rows nothing is drafted; the given costs of a drafted step let rows pause
     table = WidthTable({1: 3, 2: 2, 3: 0}, {1: 1.9, 2: 1.9, 3: 1.9})
-    engine = EvenlyPaced(
-        tiny_target(),
-        NGram(),
-        EngineConfig(
-            3,
-            3,
-            CAPACITY,
-            chunk=8,
-            steps_per_dispatch=together,
-            widths=table,
-            adaptive=True,
-            prefix_cache_bytes=1 << 20,
-        ),
+    config = EngineConfig(
+        3,
+        3,
+        CAPACITY,
+        chunk=8,
+        steps_per_dispatch=together,
+        widths=table,
+        adaptive=True,
+        prefix_cache_bytes=1 << 20,
     )
+    engines = [EvenlyPaced(tiny_target(), NGram(), config) for _ in range(count)]
+    engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))
+
+    def held_now() -> list[Handle | None]:
+        return [handle for each in engines for handle in each._scheduler.held]
 
     class Interleaving(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
-            engine.forget()  # a case repeated must go the same way
+            for each in engines:
+                each.forget()  # a case repeated must go the same way
             self.asked: dict[Handle, list[int]] = {}  # the expected tokens
             self.got: dict[Handle, list[int]] = {}
             self.drafted: dict[Handle, list[int]] = {}
@@ -129,9 +136,9 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
             if random.random() < 0.6:  # else nearly all would be
                 return
             alive = [handle for handle in self.asked if handle.finished is None]
-            in_flight = [handle for handle in alive if handle in engine._scheduler.held]
+            in_flight = [handle for handle in alive if handle in held_now()]
             handle = random.choice(in_flight if in_flight and random.random() < 0.5 else alive)
-            happened["aborted in flight" if handle in engine._scheduler.held else "aborted waiting"] += 1
+            happened["aborted in flight" if handle in held_now() else "aborted waiting"] += 1
             engine.abort(handle)
             engine.abort(handle)
 
@@ -141,7 +148,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
                 for handle, chunk in engine.step():
                     self.got[handle] += chunk.token_ids
                     self.drafted[handle] += [len(record.draft_token_ids) for record in chunk.steps]
-                held = engine._scheduler.held
+                held = held_now()
                 happened["overlapped"] += sum(each is not None for each in held) > 1
                 bound = [each.matcher is not None for each in held if each is not None]
                 happened["beside a grammar"] += any(bound) and not all(bound)
@@ -152,8 +159,9 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
 
         @invariant()
         def the_state_is_whole(self) -> None:
-            if engine._state is not None:
-                check_integrity(engine._state, CAPACITY)
+            for each in engines:
+                if each._state is not None:
+                    check_integrity(each._state, CAPACITY)
 
         def teardown(self) -> None:
             while engine.busy:
@@ -172,7 +180,8 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
                 rested = [place for place, width in enumerate(widths) if width == 0]
                 happened["resumed"] += bool(rested) and any(widths[rested[0] :])
 
+    examples = 40 if count == 1 else 10
     run_state_machine_as_test(
-        Interleaving, settings=settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True)
+        Interleaving, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None, derandomize=True)
     )
     assert not [name for name in WANTED if not happened[name]], happened

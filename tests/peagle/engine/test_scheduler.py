@@ -98,6 +98,16 @@ def test_chunks_and_steps_alternate_so_that_neither_starves(most, costs) -> None
     assert kinds.count(Chunk) >= 9
 
 
+def test_prompts_that_are_loaded_alternate_with_steps_of_those_that_run() -> None:
+    """A burst of hand-offs does not stop the answers that go on."""
+    scheduler = Scheduler[int](slots=4, chunk=8, steps_per_dispatch=4)
+    for key in range(4):
+        scheduler.add(key, 20)
+    sent = [scheduler.next(Costs(0.01, 0.002), lambda _: 20) for _ in range(8)]
+    assert sent == [each for key in range(4) for each in (Admit(key, key), sent[2 * key + 1])]
+    assert all(isinstance(each, Steps) for each in sent[1::2])
+
+
 def test_steps_between_chunks_take_their_share_of_a_chunks_time() -> None:
     simulation = Simulation(slots=2, chunk=4, most=16)
     simulation.add(0, 1, 10_000)

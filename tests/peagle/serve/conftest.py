@@ -1,5 +1,6 @@
 """A server over the toy pair, in the test's process."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -65,12 +66,19 @@ type {{ tool.function.name }} = ({{ typed(tool.function.parameters) if tool.func
 
 
 def service_of(
-    pair: Pair, max_queue: int = 64, k: int | Literal["auto"] = K, context: int = CONTEXT, **options: Any
+    pair: Pair,
+    max_queue: int = 64,
+    k: int | Literal["auto"] = K,
+    context: int = CONTEXT,
+    slots: int = SLOTS,
+    replicas: int = 1,
+    **options: Any,
 ) -> Service:
     # several tests have engines of one shape, and each engine has one driver
     pair._engines.clear()
+    pair = dataclasses.replace(pair, replicas=(pair,) * (replicas - 1))
     most, adaptive = pair.num_drafts(k)
-    shape: dict[str, Any] = {"capacity": context, "slots": SLOTS, "adaptive": adaptive, "k_per_request": True}
+    shape: dict[str, Any] = {"capacity": context, "slots": slots, "adaptive": adaptive, "k_per_request": True}
     engine = pair.engine(pair.engine_config(most, prefix_cache_bytes=1_000_000, **shape))
     return Service(EngineLoop(engine, max_queue), Prompter(pair, context, DATE, most), MODEL, **options)
 

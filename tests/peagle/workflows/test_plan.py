@@ -1,6 +1,7 @@
 """What each device holds, on paper, is what loading puts there."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -75,7 +76,13 @@ def test_info_and_the_script_show_the_plan(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "over tp=3,ep=1                3 devices" in shown
     assert "17 collectives" in shown
+    assert re.search(r"  loading each +reads ([\d.]+) MB of [\d.]+ MB; on CPU", shown)
     assert "--slots 2 --context 256" in shown
+    assert main(["info", "--mesh", "dp=2,tp=3", "--slots", "4", "--context", "256"]) == 0
+    replicated = capsys.readouterr().out
+    assert "over dp=2,tp=3,ep=1           6 devices: 2 replicas on 3 each, of 2 slots each" in replicated
+    rows = [next(line for line in text.splitlines() if "caches of each" in line) for text in (shown, replicated)]
+    assert rows[0] == rows[1].replace("--slots 4", "--slots 2")
     lines = table("B200", 8, 4096)
     assert len({line.count("|") for line in lines}) == 1
     assert any("120b | tp=8,ep=1" in line for line in lines)

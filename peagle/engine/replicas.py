@@ -1,0 +1,180 @@
+"""Several engines with one queue before them: the same models on other devices, each with its share of the slots.
+
+    requests -> | queue | -> engine 0, its lane and slots     devices 0 ..
+                          -> engine 1, its lane and slots     the next ones
+
+One program over all devices would share one lane: every device would compute each prompt, and the steps of all slots
+would wait for each chunk. Engines of their own prefill different prompts at once, and none waits for another.
+
+One thread drives them all. It sends each engine its next dispatch before it reads any, and reads what is ready first.
+So all devices work, whatever a dispatch takes; but while a step is cut for a grammar, the host waits for that engine's
+drafts. Answers are those of one engine: no row depends on its slot or its neighbours.
+"""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+
+from peagle.engine.engine import AnyEngine, Chunks, Engine, EngineConfig, Handle, LoopTimes, Measuring
+from peagle.engine.handoff import HandOff
+from peagle.engine.prefix_cache import PrefixCacheUse
+from peagle.engine.request import Request
+from peagle.engine.widths import WidthTable
+from peagle.ops import interrupt
+
+POLL_S = 1e-4  # between looks at what is ready: little beside a step, and little work
+
+
+class Replicas(AnyEngine):
+    """Decode requests with several engines of equal models and shapes.
+
+    config: of all together, whose slots and bytes the engines share.
+    """
+
+    def __init__(self, engines: Sequence[Engine], config: EngineConfig) -> None:
+        super().__init__(config, engines[0].stop_token_ids)
+        self.engines = tuple(engines)
+        self._waiting: collections.deque[Handle] = collections.deque()  # requests that no engine has
+        self._sent: set[Engine] = set()  # those that `receive` comes next for
+
+    @property
+    def one(self) -> Engine:
+        """See `AnyEngine.one`."""
+        return self.engines[0]
+
+    @property
+    def busy(self) -> bool:
+        """See `AnyEngine.busy`."""
+        return bool(self._waiting) or any(engine.busy for engine in self.engines)
+
+    def check(self, request: Request, hand_off: HandOff | None = None) -> None:
+        """See `AnyEngine.check`."""
+        self.one.check(request, hand_off)
+
+    def add(self, request: Request, timeout_s: float | None = None, hand_off: HandOff | None = None) -> Handle:
+        """See `AnyEngine.add`."""
+        handle = self.one.prepare(request, timeout_s, hand_off)
+        with self._entry, self._lock:
+            for engine in self.engines:
+                engine.raise_failure()
+            self._waiting.append(handle)
+        return handle
+
+    def settle(self) -> None:
+        """See `AnyEngine.settle`."""
+        with self._lock:
+            self._end_aborted()
+            if not self.busy:
+                self._sent.clear()
+        for engine in self.engines:
+            engine.settle()
+
+    def warm_up(
+        self,
+        sampled: bool = False,
+        measuring: Measuring = lambda *_: None,
+        full: bool = False,
+        constrained: bool = False,
+    ) -> None:
+        """See `AnyEngine.warm_up`. One engine after the other; the first one's costs of drafting hold for all."""
+        with self._entry:
+            with self._lock:
+                self._end_aborted()
+                if self.busy:
+                    return
+            for engine in self.engines:
+                if engine is not self.one:
+                    engine.widths = self.one.widths
+                engine.warm_up(sampled, measuring, full, constrained)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of compilation, of all engines together."""
+        return sum(engine.compile_s for engine in self.engines)
+
+    @property
+    def times(self) -> LoopTimes:
+        """Host overhead, of all engines together."""
+        return LoopTimes(*(sum(getattr(each.times, name) for each in self.engines) for name in ("gap_s", "busy_s")))
+
+    @property
+    def widths(self) -> WidthTable:
+        """See `AnyEngine.widths`: by the active rows of one engine."""
+        return self.one.widths
+
+    @property
+    def prefix_cache_use(self) -> PrefixCacheUse | None:
+        """See `AnyEngine.prefix_cache_use`: of all engines together."""
+        uses = [use for engine in self.engines if (use := engine.prefix_cache_use) is not None]
+        return PrefixCacheUse(*map(sum, zip(*map(dataclasses.astuple, uses), strict=True))) if uses else None
+
+    def memory_bytes(self) -> tuple[int, int, int]:
+        """See `AnyEngine.memory_bytes`."""
+        together = len(self.engines) if jax.default_backend() == "cpu" else 1
+        state, lane, logits = self.one.memory_bytes()
+        return together * state, together * lane, together * logits
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def _step(self) -> Chunks:
+        """Send the engines their next dispatches; read those that are ready, or the first that is."""
+        interrupt.check()
+        self._end_aborted()
+        self._end_overdue()
+        self._hand_out()
+        for engine in self.engines:
+            if engine.busy and engine not in self._sent:
+                self._sent.add(engine)
+                if chunks := engine.send():
+                    return chunks  # before another `send` can fail
+        while not (ready := self._ready) and self._sent:
+            time.sleep(POLL_S)
+        self._sent.difference_update(ready)
+        return [found for engine in ready for found in engine.receive()]
+
+    @property
+    def _ready(self) -> list[Engine]:
+        """The engines to read next. One alone is waited for by reading it."""
+        sent = [engine for engine in self.engines if engine in self._sent]
+        return sent if len(sent) == 1 else [engine for engine in sent if engine.ready]
+
+    def _hand_out(self) -> None:
+        """Give waiting requests to engines. As with one engine, one that has no slot yet may wait in a lane."""
+        while self._waiting:
+            roomy = [engine for engine in self.engines if engine.num_open <= engine.config.slots]
+            if not roomy:
+                break
+            handle = self._waiting.popleft()
+            self._best(roomy, handle.request.prompt_ids).enter(handle)
+        for engine in self.engines:
+            engine.num_queued = len(self._waiting) // len(self.engines)
+
+    @staticmethod
+    def _best(engines: Sequence[Engine], prompt_ids: Sequence[int]) -> Engine:
+        """Choose an engine for a prompt: with a free slot, then with most of the prompt known, then the emptiest."""
+
+        def merit(engine: Engine) -> tuple[bool, bool, int]:
+            known = 2 * engine.num_known(prompt_ids) > len(prompt_ids)
+            return engine.num_open < engine.config.slots, known, -engine.num_open
+
+        return max(engines, key=merit)
+
+    def _end_aborted(self) -> None:
+        """See `AnyEngine._end_aborted`."""
+        while self._to_abort:
+            handle = self._to_abort.popleft()
+            if handle in self._waiting:
+                self._waiting.remove(handle)
+                handle.end("aborted")
+            for engine in self.engines:  # does nothing in those that do not have it
+                engine.abort(handle)
+
+    def _end_overdue(self) -> None:
+        """End the waiting requests whose time is over; engines end their own."""
+        now = time.perf_counter()
+        for handle in [each for each in self._waiting if each.deadline_s is not None and now >= each.deadline_s]:
+            self._waiting.remove(handle)
+            handle.end("timeout")

@@ -1,0 +1,183 @@
+"""Several engines behind one queue."""
+
+import collections
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from peagle.drafters.ngram import NGram
+from peagle.engine.engine import Chunks, Engine, EngineConfig, EngineError, Handle
+from peagle.engine.replicas import Replicas
+from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.engine.widths import WidthTable
+from peagle.ops.errors import InputError
+from tests.peagle.toys import MarkovTarget, decode
+
+VOCAB, K = 29, 3
+CONFIG = EngineConfig(K, slots=4, capacity=64, chunk=8, prefix_cache_bytes=1 << 16)
+RNG = np.random.default_rng(0)
+TARGET = MarkovTarget(jnp.asarray(RNG.normal(0, 2, (VOCAB, VOCAB)), jnp.float32))
+PROMPTS = [tuple(RNG.integers(0, VOCAB, size).tolist()) for size in (5, 19, 9, 3, 12, 8, 21)]
+REQUESTS = [
+    Request(prompt, 12 + 4 * place, SamplingParams(0.9 * (place % 2), seed=place), index=place)
+    for place, prompt in enumerate(PROMPTS)
+]
+
+Answers: TypeAlias = tuple[list[list[int]], list[list[StepRecord]]]
+
+
+def replicas(count: int = 2, config: EngineConfig = CONFIG) -> Replicas:
+    return Replicas([Engine(TARGET, NGram(), config.share(count)) for _ in range(count)], config)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Answers:
+    """Decode the requests in one engine."""
+    return decode(Engine(TARGET, NGram(), CONFIG), REQUESTS)
+
+
+def entered(engine: Replicas) -> dict[int, list[int]]:
+    """Record which requests each engine is given."""
+    found: dict[int, list[int]] = collections.defaultdict(list)
+    for number, each in enumerate(engine.engines):
+
+        def record(handle: Handle, number: int = number, enter: Callable[[Handle], None] = each.enter) -> None:
+            found[number].append(handle.request.index)
+            enter(handle)
+
+        each.enter = record  # type: ignore[method-assign]
+    return found
+
+
+def drain(engine: Replicas, got: dict[Handle, list[int]]) -> None:
+    while engine.busy:
+        for handle, chunk in engine.step():
+            got[handle] += chunk.token_ids
+
+
+def test_answers_and_acceptance_are_those_of_one_engine(alone: Answers) -> None:
+    engine = replicas()
+    given = entered(engine)
+    assert decode(engine, REQUESTS) == alone
+    assert sorted(given[0] + given[1]) == list(range(len(REQUESTS)))
+    assert min(map(len, given.values())) > 1
+    assert sum(record.num_accepted for records in alone[1] for record in records) > 20
+
+
+def test_the_first_in_the_queue_is_given_to_the_first_that_has_room() -> None:
+    engine = replicas()
+    given = entered(engine)
+    handles = engine.add_all(REQUESTS)
+    engine.step()
+    assert given == {0: [0, 2, 4], 1: [1, 3, 5]}  # two have slots, one may wait in each lane
+    engine.abort(handles[1])
+    engine.step()
+    assert given[1] == [1, 3, 5, 6]
+    drain(engine, collections.defaultdict(list))
+
+
+def test_requests_are_aborted_wherever_they_are(alone: Answers) -> None:
+    engine = replicas(config=dataclasses.replace(CONFIG, slots=2))
+    handles = engine.add_all(REQUESTS)
+    got: dict[Handle, list[int]] = {handle: [] for handle in handles}
+    for _ in range(3):
+        for handle, chunk in engine.step():
+            got[handle] += chunk.token_ids
+    waiting, in_lane, in_slot = handles[6], handles[3], handles[0]
+    assert waiting in engine._waiting
+    assert in_slot in engine.engines[0]._scheduler.held
+    for handle in (waiting, in_lane, in_slot):
+        engine.abort(handle)
+        engine.abort(handle)
+    assert [each.finish_reason for each in waiting.inbox] == ["aborted"]
+    drain(engine, got)
+    for place, handle in enumerate(handles):
+        left = handle in (waiting, in_lane, in_slot)
+        assert (handle.finished == "aborted") == left
+        assert got[handle] == alone[0][place][: len(got[handle])] if left else got[handle] == alone[0][place]
+
+
+def test_a_request_may_end_while_it_waits() -> None:
+    engine = replicas(config=dataclasses.replace(CONFIG, slots=2))
+    handles = [*engine.add_all(REQUESTS[3:]), engine.add(REQUESTS[0], timeout_s=0.0)]
+    drain(engine, collections.defaultdict(list))
+    assert [handle.finished for handle in handles] == ["length"] * 4 + ["timeout"]
+
+
+def test_a_slow_engine_holds_no_other_up(alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = replicas(config=dataclasses.replace(CONFIG, slots=2))
+    slow = engine.one
+    ready = Engine.ready.fget
+    monkeypatch.setattr(Engine, "ready", property(lambda each: each is not slow and ready(each)))
+    first, second = engine.add_all([REQUESTS[4], REQUESTS[2]])
+    got: dict[Handle, list[int]] = {first: [], second: []}
+    while second.finished is None:
+        for handle, chunk in engine.step():
+            got[handle] += chunk.token_ids
+    assert got == {first: [], second: alone[0][2]}
+    drain(engine, got)
+    assert got[first] == alone[0][4]
+
+
+def test_a_prompt_goes_where_most_of_it_is_known() -> None:
+    engine = replicas()
+    given = entered(engine)
+    for place in (0, 1):  # both engines are idle, so it is the first
+        decode(engine, [REQUESTS[place]])
+    assert given == {0: [0, 1]}
+    busy = engine.add(dataclasses.replace(REQUESTS[0], max_new_tokens=50, index=2))
+    engine.step()
+    known, new = engine.add_all(
+        [Request((*PROMPTS[1], 5), 4, index=3), Request((*PROMPTS[1][:9], *PROMPTS[4]), 4, index=4)]
+    )
+    chunks = {handle: chunk for handle, chunk in engine.run([known, new]) if not chunk.steps}
+    assert given == {0: [0, 1, 2, 3], 1: [4]}
+    assert (chunks[known].num_cached_tokens, chunks[new].num_cached_tokens) == (len(PROMPTS[1]) - 1, 0)
+    engine.abort(busy)
+    use = engine.prefix_cache_use
+    assert use is not None
+    assert (use.num_requests, use.num_hits) == (5, 2)
+
+
+def test_a_failure_ends_all() -> None:
+    engine = replicas()
+    handle = engine.add_all(REQUESTS)[0]
+
+    def fail() -> Chunks:
+        raise RuntimeError("no device")
+
+    engine.engines[1]._send = fail  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="the engine failed: no device"):
+        list(engine.follow(handle))
+    with pytest.raises(EngineError, match="the engine has failed: no device"):
+        engine.add(REQUESTS[0])
+
+
+def test_costs_are_measured_once_and_figures_are_of_all() -> None:
+    table = WidthTable({1: 3})
+    config = dataclasses.replace(CONFIG, widths=table, adaptive=True)
+    engine, measured = replicas(config=config), []
+    engine.warm_up(measuring=lambda done, _: measured.append(done))
+    assert len(measured) == len(set(measured))
+    assert engine.widths.costs is not None
+    assert {id(each.widths) for each in engine.engines} == {id(engine.widths)}
+    assert engine.compile_s == sum(each.compile_s for each in engine.engines)
+    decode(engine, REQUESTS[:2])
+    assert engine.times.busy_s == sum(each.times.busy_s for each in engine.engines) > 0
+    state, lane, logits = engine.one.memory_bytes()
+    together = 2 if jax.default_backend() == "cpu" else 1
+    assert engine.memory_bytes() == (together * state, together * lane, together * logits)
+    handle = engine.add(REQUESTS[0])
+    engine.warm_up(sampled=True)  # does nothing now
+    assert engine.busy
+    engine.abort(handle)
+
+
+def test_slots_that_cannot_be_shared_are_refused() -> None:
+    with pytest.raises(InputError, match="slots are 3; expected a multiple of 2, the replicas"):
+        replicas(config=dataclasses.replace(CONFIG, slots=3))
