@@ -256,10 +256,8 @@ def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
 
     # no date and no random ids, so that the same figures give the same file
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    with matplotlib.rc_context(
-        {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
-        | dict.fromkeys(inked, INK)
-    ):
+    style: Any = {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
+    with matplotlib.rc_context(style | dict.fromkeys(inked, INK)):
         below = 0.1 * num_series if num_series > FEW_SERIES else 0.0  # two columns of lines of .2 inches
         figure, axis = plt.subplots(figsize=(WIDE, HIGH + below), layout="constrained")
         draw(axis)
