@@ -18,10 +18,8 @@ from scripts.demo.longer import MINUTES, SHARES, WHOLE_MINUTES
 from scripts.demo.train_longer import STEP_TOKENS, Mixture, parse_shares
 from scripts.demo.train_target import Rows
 
-SOURCE = (
-    '"""Words about a module, long enough to count as documentation: at least eighty characters."""\n' + "x = 1\n" * 400
-)
-TEXTS = texts_of([{"text": SOURCE} for _ in range(8)])
+SOURCE = Path(json.__file__).read_text(encoding="utf-8")
+TEXTS = texts_of([{"text": SOURCE}])
 TASKS = [{"prompt": f"def f{number}(x):", "reference": f"    return x + {number}\n"} for number in range(30)]
 
 
