@@ -109,6 +109,17 @@ class ServeSettings:
       options from a file    [cyan]peagle serve --config serve.toml[/cyan]   (max-queue = 8)
       and call it
         [cyan]curl localhost:8000/v1/completions --json '{"prompt": "def mean("}'[/cyan]
+      with a tool: the call (the target's chat template must have tools)
+        [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
+        [cyan]{"role": "user", "content": "What time is it?"}], "tools": [{"type":[/cyan]
+        [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "required"}'[/cyan]
+      and then its result, under the id of the call
+        [cyan]curl localhost:8000/v1/chat/completions --json '{"messages": [[/cyan]
+        [cyan]{"role": "user", "content": "What time is it?"}, {"role": "assistant",[/cyan]
+        [cyan]"tool_calls": [{"id": "call_1", "type": "function", "function":[/cyan]
+        [cyan]{"name": "clock", "arguments": "{}"}}]}, {"role": "tool",[/cyan]
+        [cyan]"tool_call_id": "call_1", "content": "12:00"}], "tools": [{"type":[/cyan]
+        [cyan]"function", "function": {"name": "clock"}}], "tool_choice": "auto"}'[/cyan]
     """
 
     served: ServedOptions = ServedOptions()

@@ -1,6 +1,7 @@
 """Tools: rendered by the chat template, called by answers, and their results in the history."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from peagle.cli.settings.serve import ServeSettings
 from peagle.serve import responses, schema
 from peagle.serve.app import Service
 from peagle.serve.errors import ApiError
@@ -163,6 +165,64 @@ def test_an_agent_calls_reads_the_result_and_answers(saying: Making) -> None:
         "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>" + ARGUMENTS + "<|call|>"
         '<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>"rain"<|end|>'
         "<|start|>assistant"
+    )
+
+
+def test_the_example_in_the_help_calls_a_tool_and_answers_from_its_result(saying: Making) -> None:
+    text = re.sub(r"\[/?cyan\]", "", ServeSettings.__doc__ or "")
+    asked, told = (json.loads(body) for body in re.findall(r"chat/completions --json '([^']*)'", text))
+    # the call's header ends the prompt, as a call is required
+    service = saying((asked, "{}<|call|>"), (told, "<|channel|>final<|message|>It is noon.<|return|>"))
+    # greedy, as the toy's script is likeliest, not certain
+    first, second = (ask(service, {**body, "temperature": 0})["choices"][0] for body in (asked, told))
+    assert first["finish_reason"] == "tool_calls"
+    (call,) = first["message"]["tool_calls"]
+    (sent,) = told["messages"][1]["tool_calls"]
+    assert call["function"] == sent["function"] == {"name": "clock", "arguments": "{}"}
+    assert second["message"]["content"] == "It is noon."
+
+
+@pytest.mark.parametrize("spelling", ["reasoning", "reasoning_content"])
+def test_a_history_is_as_the_harmony_format_has_it(saying: Making, spelling: str) -> None:
+    """Compare with text after openai/harmony, docs/format.md ("Handling tool calls", chains of thought).
+
+    The template of the tests has no "# Instructions" and other white space: from the user's message on they compare.
+    """
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    working = [
+        *USER,
+        {"role": "assistant", spelling: "Need to use function get_weather.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": '{"sunny": true}'},
+    ]
+    answered: list[Any] = [*USER, {"role": "assistant", spelling: "Easy.", "content": "Hi."}, *USER]
+    service = saying()
+
+    def shown(messages: list[Any]) -> str:
+        text = prompt(service, messages=messages, tools=[WEATHER])
+        return text[text.index("<|start|>user") :]
+
+    format_has = (
+        "<|start|>user<|message|>hello<|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "Need to use function get_weather.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Rome"}<|call|><|start|>functions.get_weather to=assistant'
+        '<|channel|>commentary<|message|>{"sunny": true}<|end|><|start|>assistant'
+    )
+    differences = {  # of the template from the format
+        # the recipient in the role, which the format allows, and no <|constrain|>
+        "assistant<|channel|>commentary to=functions.get_weather <|constrain|>json": (
+            "assistant to=functions.get_weather<|channel|>commentary json"
+        ),
+        # a result is a string of JSON, whatever is in it
+        '{"sunny": true}': json.dumps('{"sunny": true}'),
+    }
+    for theirs, ours in differences.items():
+        assert theirs in format_has
+        format_has = format_has.replace(theirs, ours)
+    assert shown(working) == format_has
+    # an answer's analysis is dropped in the next turn
+    assert shown(answered) == (
+        "<|start|>user<|message|>hello<|end|><|start|>assistant<|channel|>final<|message|>Hi.<|end|>"
+        "<|start|>user<|message|>hello<|end|><|start|>assistant"
     )
 
 
