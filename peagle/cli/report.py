@@ -1,6 +1,6 @@
 """`peagle report`: render runs of peagle sweep again, or compare several."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import rich.box
@@ -63,13 +63,34 @@ def show(tables: Iterable[tuple[str, pages.Table]], where: Path, quiet: bool) ->
         return
     console = Console(highlight=False)
     for title, table in tables:
-        shown = rich.table.Table(title=Text(title), title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        for place, name in enumerate(table.header):
-            longest = max(len(word) for cell in (name, *(row[place] for row in table.rows)) for word in cell.split())
-            shown.add_column(Text(name), justify="right" if place else "left", vertical="bottom", min_width=longest)
-        for row in table.rows:
-            shown.add_row(*map(Text, row))
-        # no figure is cut: a narrow terminal breaks lines by itself
-        console.width = max(console.width, sum((column.min_width or 0) + BETWEEN for column in shown.columns))
-        console.print(shown)
+        columns = list(zip(table.header, *table.rows, strict=True))
+        least = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+        for part, places in enumerate(fitting(least, console.width)):
+            shown = rich.table.Table(title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+            shown.title = None if part else Text(title)
+            spare = max(0, console.width - _total(least[place] for place in places))
+            for place in places:
+                more = min(spare, max(map(len, columns[place])) - least[place])
+                spare -= more
+                name, justify = Text(table.header[place]), "right" if place else "left"
+                shown.add_column(name, justify=justify, vertical="bottom", width=least[place] + more)  # type: ignore[arg-type]
+            for row in table.rows:
+                shown.add_row(*(Text(row[place]) for place in places))
+            # no figure is cut: a terminal that is narrower than two columns breaks lines by itself
+            console.print(shown, width=max(console.width, _total(least[place] for place in places)), crop=False)
     console.print(f"{where / 'report.html'}", markup=False, soft_wrap=True)
+
+
+def fitting(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Cut a table's columns into tables that fit, each with the first column: at least one other a table."""
+    tables: list[list[int]] = []
+    for place in range(1, len(widths)):
+        if tables and _total(widths[each] for each in (*tables[-1], place)) <= room:
+            tables[-1].append(place)
+        else:
+            tables.append([0, place])
+    return tables
+
+
+def _total(widths: Iterable[int]) -> int:
+    return sum(width + BETWEEN for width in widths) - 1  # the outer columns have one edge each

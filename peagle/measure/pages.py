@@ -48,7 +48,7 @@ td { white-space: nowrap } th { background: var(--head); vertical-align: bottom;
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--page) }
 th:first-child { background: var(--head) }
 figure { display: inline-block; margin: .8em 1.6em 1.6em 0; width: 34em; max-width: 100%; vertical-align: top }
-img { width: 100%; border-radius: 4px; background: #fff } figcaption { font-size: .87em; color: var(--quiet) }
+img { width: 100%; border-radius: 4px } figcaption { font-size: .87em; color: var(--quiet) }
 @media print { body { max-width: none; margin: 0; font-size: 10pt } figure, table { break-inside: avoid }
   table { display: table; font-size: 7pt } th, td { padding: .1em .3em } }
 """

@@ -11,7 +11,19 @@ import numpy as np
 from peagle.measure.sweep.plan import AUTO
 
 Row = Mapping[str, Any]
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # safe for colour-blind readers
+PAGE, INK = "#ffffff", "#222222"
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)  # safe for colour-blind readers
+ON_DARK = {  # what a reader of dark pages sees in place of a colour
+    PAGE: "#16181c",
+    INK: "#e6e6e6",
+    "#0072b2": "#4da3e0",
+    "#d55e00": "#f28a3c",
+    "#009e73": "#2fc49a",
+    "#cc79a7": "#e39bc4",
+    "#56b4e9": "#a6dcff",
+    "#cccccc": "#3a3f46",  # the frame of a legend
+    "#bbbbbb": "#8a929c",
+}
 MARKERS = "osD^vP*"
 WIDE, HIGH = 5.4, 3.6  # inches: letters of 10 points are readable where the picture is 500 pixels wide
 HEADROOM = 1.12  # of an axis, over its highest point
@@ -59,7 +71,7 @@ def cycle(rows: Sequence[Row]) -> str | None:
             bottom += heights
         lengths = [row["tokens_per_step"] for row in profiled]
         shown = [(place, each) for place, each in zip(places, lengths, strict=True) if each is not None]
-        _bars(axis, [place for place, _ in shown], [each for _, each in shown], label="tokens a pass", color="black")
+        _bars(axis, [place for place, _ in shown], [each for _, each in shown], label="tokens a pass", color=INK)
         axis.set(xlabel="K", ylabel="passes of plain decoding")
         _from_zero(axis)
         axis.set_xticks(places, [row["label"] for row in profiled], rotation=_rotation(profiled))
@@ -184,7 +196,7 @@ def _over_k(
                             label=None if hollow or (some is chosen and fixed) else title,
                             color=color,
                             fmt=f"{marker}{line}",
-                            markerfacecolor="white" if hollow else color,
+                            markerfacecolor=PAGE if hollow else color,
                         )
         if level is not None:
             axis.axhline(level, color="grey", linewidth=0.8)
@@ -243,9 +255,9 @@ def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
     import matplotlib.pyplot as plt
 
     # no date and no random ids, so that the same figures give the same file
-    with matplotlib.rc_context(
-        {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
-    ):
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style: Any = {"svg.hashsalt": "peagle", "svg.fonttype": "none", "font.size": 10, "text.parse_math": False}
+    with matplotlib.rc_context(style | dict.fromkeys(inked, INK)):
         below = 0.1 * num_series if num_series > FEW_SERIES else 0.0  # two columns of lines of .2 inches
         figure, axis = plt.subplots(figsize=(WIDE, HIGH + below), layout="constrained")
         draw(axis)
@@ -253,4 +265,16 @@ def _svg(draw: Callable[[Any], None], num_series: int = 1) -> str | None:
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
         plt.close(figure)
-    return text.getvalue()
+    return _for_both_schemes(text.getvalue())
+
+
+def _for_both_schemes(svg: str) -> str:
+    """Let a drawing follow the reader's colour scheme, alone and in a page: its colours are in style attributes."""
+    rules = (
+        f'[style*="{property}: {light}"] {{ {property}: {dark} !important }}'
+        for light, dark in ON_DARK.items()
+        for property in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}</style>"
+    head, end, body = svg.partition("<defs>")
+    return f"{head}{style}\n {end}{body}"

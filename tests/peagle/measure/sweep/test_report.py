@@ -1,6 +1,7 @@
 """Reports of a run, of an unfinished one, of two compared runs; errors of runs that do not compare."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from peagle.cli import main
+from peagle.cli.report import show
+from peagle.measure.pages import Table
 from peagle.measure.sweep import charts, page
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.figures import RESAMPLES, Estimate, estimate, estimate_median, ratio, rows
@@ -94,6 +97,41 @@ def test_the_terminal_shows_all_arms_and_a_winner_only_if_it_is_surely_one(
     assert (title, table.rows[0][1]) == ("the K to use", found[1]["label"])
     slower = [row | {"speedup": {"value": 0.5, "low": 0.4, "high": 0.6}} if row["k"] else row for row in found]
     assert list(page.arms_blocks(folder, slower))[-1][1].rows[0][1] == "0, plain decoding"
+
+
+def test_no_word_of_a_table_is_cut_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Columns that do not fit follow below, each with the first."""
+    monkeypatch.setenv("COLUMNS", "80")
+    header = ("arm", "acceptance length", *(f"figure{place}" for place in range(6)))
+    table = Table(header, [(f"K={k}", *(f"{place}.{k} (12345..67890)" for place in range(7))) for k in range(2)])
+    show([("title", table)], Path("/run"), quiet=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = sorted(word for line in lines for word in line.split() if "─" not in word)
+    expected = [
+        word for cells in zip(table.header, *table.rows, strict=True) for cell in cells for word in cell.split()
+    ]
+    repeated = [cells[0] for cells in (table.header, *table.rows)]
+    assert words == sorted(["title", "/run/report.html", *expected, *repeated])
+
+
+def test_every_colour_of_a_drawing_is_readable_on_a_dark_page() -> None:
+    def luminance(color: str) -> float:
+        return sum(part * int(color[at : at + 2], 16) / 255 for part, at in ((0.2126, 1), (0.7152, 3), (0.0722, 5)))
+
+    row = {"k": 1, "label": "1", "speedup": {"value": 2.0, "low": 1.0, "high": 3.0}}
+    series = {str(place): [row] for place in range(len(charts.COLORS))}
+    drawn = charts.speedup(series) or ""
+    rules, _, body = drawn.partition("</style>")
+    assert "@media (prefers-color-scheme: dark)" in rules
+    used = set(re.findall(r"(?:fill|stroke): (#\w{6})", body))
+    assert used >= {charts.PAGE, *charts.COLORS}
+    assert all(f'fill: {light}"] {{ fill: {dark} !' in rules for light, dark in charts.ON_DARK.items())
+    page = luminance(charts.ON_DARK[charts.PAGE])
+    for color in (charts.INK, *charts.COLORS):
+        assert luminance(charts.ON_DARK.get(color, color)) > page + 0.3
 
 
 def test_an_interval_is_in_the_legend_only_if_it_is_drawn() -> None:
