@@ -45,9 +45,9 @@ def read(
         detokenized = len(text)
         if not tokens:
             break
-    choices = json.loads(dumps([choice for part in parts for choice in form.read(part)]))
+    choices = [choice for part in parts for choice in form.read(part)]
     result = Result(Request(prompt, 100), 0, ids(tokenizer, answer), whole, reason, 0.0, 0.0, 1.0)
-    return choices, json.loads(dumps(form.whole([result])))["choices"][0]
+    return json.loads(dumps(choices)), json.loads(dumps(form.whole([result])["choices"][0]))
 
 
 @pytest.mark.parametrize("sizes", [[1], [2, 3], [1, 7], [1000]])
