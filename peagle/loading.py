@@ -191,8 +191,9 @@ def load_over(
     read: dict[int, float] = {}  # the share of each rank's bytes
     reporting = threading.Lock()
 
-    def of_rank(rank: int) -> GptOss:
+    def of_rank(rank: int, go_on: Callable[[], None]) -> GptOss:
         def watch(done: int, total: int) -> None:
+            go_on()
             if progress is not None:
                 with reporting:
                     read[rank] = done / total

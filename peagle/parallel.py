@@ -18,11 +18,12 @@ With dp, that many such meshes stand side by side. Each has a copy of the target
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import flax.struct
@@ -216,21 +217,37 @@ def _mine(parts: Tree) -> Tree:
     return part
 
 
-def shard(load: Callable[[int], Tree], mesh: Mesh) -> Tree:
+def shard(load: Callable[[int, Callable[[], None]], Tree], mesh: Mesh) -> Tree:
     """Load every rank's part onto its device, several at once, and put them side by side (`Sharded.parts`).
 
-    load(rank) makes the part's arrays on JAX's default device; each process loads its own ranks, in as many threads as
-    it has processors. The parts' trees are equal but for the values. Memory is that of the parts, and what `load` takes
-    beside its own in each thread.
+    load(rank, go_on) makes the part's arrays on JAX's default device; each process loads its own ranks, in as many
+    threads as it has processors. The parts' trees are equal but for the values. Memory is that of the parts, and what
+    `load` takes beside its own in each thread.
+
+    A failure of one rank, or Ctrl-C, is raised as soon as the others have ended: `load` calls go_on() often, which then
+    raises it there, too.
     """
+    failures: list[BaseException] = []
     mine = [(rank, device) for rank, device in enumerate(mesh.devices.flat) if device in mesh.local_devices]
+
+    def go_on() -> None:
+        if failures:
+            raise failures[0]
+
+    @contextlib.contextmanager
+    def failing() -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            failures.append(error)
+            raise
 
     def on_device(place: tuple[int, jax.Device]) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
         rank, device = place
-        with jax.default_device(device):
-            return jax.tree.flatten(load(rank))
+        with failing(), jax.default_device(device):
+            return jax.tree.flatten(load(rank, go_on))
 
-    with concurrent.futures.ThreadPoolExecutor(min(len(mine), os.cpu_count() or 1)) as threads:
+    with concurrent.futures.ThreadPoolExecutor(min(len(mine), os.cpu_count() or 1)) as threads, failing():
         loaded, trees = zip(*threads.map(on_device, mine), strict=True)
     placed, tree = NamedSharding(mesh, OF_PARTS), trees[0]
     together = []

@@ -56,6 +56,8 @@ def serve_command(settings: ServeSettings) -> int:
             say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
         if ANY_ORIGIN in settings.allow_origin and not keys:
             say("warning", "--allow-origin * lets every site that a visitor opens in, and no --api-key-file is given")
+        if not display.live:
+            display.note("loading, and compiling what is not in the cache yet; connections are refused until then")
         engine, prompter, name = chosen.load(display)
         return _serve(settings, engine, prompter, name, keys, address, display)
 

@@ -184,7 +184,7 @@ class EngineConfig:
 def shared_slots(slots: int, count: int) -> int:
     """Return the slots of each of `count` engines. Raises InputError if they cannot share these."""
     if slots % count:
-        raise InputError(f"slots are {slots}; expected a multiple of {count}, the replicas (dp) that share them")
+        raise InputError(f"slots are {slots}; expected a multiple of {count}, the replicas (dp) that share them: give --slots")
     return slots // count
 
 
@@ -606,10 +606,33 @@ class Engine(AnyEngine):
         """See `AnyEngine.busy`."""
         return bool(self._alive)
 
+    def take_back(self) -> Handle:
+        """Drop the request that came last, which has no slot yet; another engine may begin it again.
+
+        Nothing of it was emitted. There must be one (`num_free` below 0).
+        """
+        with self._lock:
+            handle = self._scheduler.last_without_slot
+            assert handle is not None
+            self._scheduler.remove(handle)
+            self._alive.discard(handle)
+            handle.num_cached_tokens = 0
+        return handle
+
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._alive)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no request has or waits for; below 0: requests that wait for a slot. See `__init__` on slots."""
+        return self._scheduler.slots - len(self._alive)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to send or to read."""
+        return not (self._alive or self._in_flight)
 
     @property
     def one(self) -> "Engine":
@@ -622,6 +645,7 @@ class Engine(AnyEngine):
             self._end_aborted()
             if not self._alive and self._lane is not None:
                 self._in_flight.clear()
+                self._last_read_s = None  # until the next request, an idle device is no gap
                 jax.block_until_ready((None if self._state is None else self._state.done, self._lane))
 
     def warm_up(
@@ -902,6 +926,8 @@ class Engine(AnyEngine):
         chunks: Chunks = []
         while len(self._in_flight) > self._unread:
             chunks += self._read(self._in_flight.popleft())
+        if self.idle:
+            self._last_read_s = None  # until the next request, an idle device is no gap
         return chunks
 
     def _allocate(self) -> None:

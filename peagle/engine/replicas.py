@@ -18,7 +18,16 @@ from collections.abc import Sequence
 
 import jax
 
-from peagle.engine.engine import AnyEngine, Chunks, Engine, EngineConfig, Handle, LoopTimes, Measuring
+from peagle.engine.engine import (
+    AnyEngine,
+    Chunks,
+    Engine,
+    EngineConfig,
+    EngineError,
+    Handle,
+    LoopTimes,
+    Measuring,
+)
 from peagle.engine.handoff import HandOff
 from peagle.engine.prefix_cache import PrefixCacheUse
 from peagle.engine.request import Request
@@ -26,6 +35,8 @@ from peagle.engine.widths import WidthTable
 from peagle.ops import interrupt
 
 POLL_S = 1e-4  # between looks at what is ready: little beside a step, and little work
+MOST_POLLING_S = 5e-3  # in one step: then the driver may add requests, which other engines may begin
+STANDS_STILL_S = 60.0  # an engine is waited for alone if a dispatch takes longer, so that the loop's watcher notices
 
 
 class Replicas(AnyEngine):
@@ -38,7 +49,7 @@ class Replicas(AnyEngine):
         super().__init__(config, engines[0].stop_token_ids)
         self.engines = tuple(engines)
         self._waiting: collections.deque[Handle] = collections.deque()  # requests that no engine has
-        self._sent: set[Engine] = set()  # those that `receive` comes next for
+        self._sent: dict[Engine, float] = {}  # those that `receive` comes next for, and since when
 
     @property
     def one(self) -> Engine:
@@ -120,31 +131,49 @@ class Replicas(AnyEngine):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> Chunks:
-        """Send the engines their next dispatches; read those that are ready, or the first that is."""
+        """Send the engines their next dispatches; wait a little until one is ready, and read those that are."""
         interrupt.check()
+        for engine in self.engines:
+            engine.raise_failure()
         self._end_aborted()
         self._end_overdue()
         self._hand_out()
         for engine in self.engines:
-            if engine.busy and engine not in self._sent:
-                self._sent.add(engine)
+            if not engine.idle and engine not in self._sent:
+                self._sent[engine] = time.perf_counter()
                 if chunks := engine.send():
                     return chunks  # before another `send` can fail
-        while not (ready := self._ready) and self._sent:
+        until = time.perf_counter() + MOST_POLLING_S
+        while not (ready := self._ready) and self._sent and time.perf_counter() < until:
             time.sleep(POLL_S)
-        self._sent.difference_update(ready)
-        return [found for engine in ready for found in engine.receive()]
+        chunks = []
+        for engine in ready:
+            del self._sent[engine]
+            try:
+                chunks += engine.receive()
+            except EngineError:
+                if not chunks:
+                    raise
+                break  # the next step raises it
+        return chunks
 
     @property
     def _ready(self) -> list[Engine]:
-        """The engines to read next. One alone is waited for by reading it."""
+        """The engines to read next: those that are ready, or one that stands still."""
         sent = [engine for engine in self.engines if engine in self._sent]
-        return sent if len(sent) == 1 else [engine for engine in sent if engine.ready]
+        still = time.perf_counter() - STANDS_STILL_S
+        return [engine for engine in sent if engine.ready or self._sent[engine] < still]
 
     def _hand_out(self) -> None:
-        """Give waiting requests to engines. As with one engine, one that has no slot yet may wait in a lane."""
+        """Give waiting requests to engines. As with one engine, one that has no slot yet may wait in a lane.
+
+        It leaves that lane if another engine has a slot for it first.
+        """
+        free = sum(max(engine.num_free, 0) for engine in self.engines)
+        full = [engine for engine in self.engines if engine.num_free < 0]
+        self._waiting.extendleft(engine.take_back() for engine in full[:free])
         while self._waiting:
-            roomy = [engine for engine in self.engines if engine.num_open <= engine.config.slots]
+            roomy = [engine for engine in self.engines if engine.num_free >= 0]
             if not roomy:
                 break
             handle = self._waiting.popleft()
@@ -154,11 +183,15 @@ class Replicas(AnyEngine):
 
     @staticmethod
     def _best(engines: Sequence[Engine], prompt_ids: Sequence[int]) -> Engine:
-        """Choose an engine for a prompt: with a free slot, then with most of the prompt known, then the emptiest."""
+        """Choose an engine for a prompt: with a free slot, then with most of the prompt known, then the emptiest.
+
+        What is known does not count where there is far more to do than elsewhere: all requests may begin alike.
+        """
+        most = 2 * min(engine.num_open for engine in engines) + 1
 
         def merit(engine: Engine) -> tuple[bool, bool, int]:
-            known = 2 * engine.num_known(prompt_ids) > len(prompt_ids)
-            return engine.num_open < engine.config.slots, known, -engine.num_open
+            known = engine.num_open <= most and 2 * engine.num_known(prompt_ids) > len(prompt_ids)
+            return engine.num_free > 0, known, -engine.num_open
 
         return max(engines, key=merit)
 

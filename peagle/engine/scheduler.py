@@ -111,6 +111,13 @@ class Scheduler(Generic[Key]):
         return None
 
     @property
+    def last_without_slot(self) -> Key | None:
+        """The request that came last, of those in the queue and the lane."""
+        if self._waiting:
+            return self._waiting[-1][0]
+        return None if self._lane is None else self._lane.key
+
+    @property
     def held(self) -> tuple[Key | None, ...]:
         """Requests by slot."""
         return tuple(self._held)

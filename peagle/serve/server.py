@@ -36,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
         found.bind((host, port))
     except (OSError, OverflowError) as error:
         found.close()
-        why = getattr(error, "strerror", None) or error
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise InputError(
             f"--host {host} --port {port} cannot be listened on: {why}; expected an address of this machine and a free "
             "port from 0 to 65535"

@@ -363,6 +363,7 @@ def test_gaps_are_a_share_of_the_time(target, requests) -> None:
     run(engine, requests)
     assert engine.times.busy_s > 0
     assert engine.times.gap_frac == pytest.approx(engine.times.gap_s / (engine.times.gap_s + engine.times.busy_s))
+    assert engine._last_read_s is None  # the time until the next request is no gap
 
 
 def test_aborts_hit_rows_in_flight_and_free_their_slots(target, plain) -> None:

@@ -35,6 +35,16 @@ def replicas(count: int = 2, config: EngineConfig = CONFIG) -> Replicas:
     return Replicas([Engine(TARGET, NGram(), config.share(count)) for _ in range(count)], config)
 
 
+def shared(config: EngineConfig = CONFIG) -> Replicas:
+    """Two engines with a slot each."""
+    return replicas(config=dataclasses.replace(config, slots=2))
+
+
+def never_ready(monkeypatch: pytest.MonkeyPatch, slow: Engine) -> None:
+    ready = Engine.ready.fget
+    monkeypatch.setattr(Engine, "ready", property(lambda each: each is not slow and ready(each)))
+
+
 @pytest.fixture(scope="module")
 def alone() -> Answers:
     """Decode the requests in one engine."""
@@ -110,16 +120,15 @@ def test_a_request_may_end_while_it_waits() -> None:
 
 
 def test_a_slow_engine_holds_no_other_up(alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = replicas(config=dataclasses.replace(CONFIG, slots=2))
-    slow = engine.one
-    ready = Engine.ready.fget
-    monkeypatch.setattr(Engine, "ready", property(lambda each: each is not slow and ready(each)))
+    engine = shared()
+    never_ready(monkeypatch, engine.one)
     first, second = engine.add_all([REQUESTS[4], REQUESTS[2]])
     got: dict[Handle, list[int]] = {first: [], second: []}
     while second.finished is None:
         for handle, chunk in engine.step():
             got[handle] += chunk.token_ids
     assert got == {first: [], second: alone[0][2]}
+    monkeypatch.undo()
     drain(engine, got)
     assert got[first] == alone[0][4]
 
@@ -181,3 +190,99 @@ def test_costs_are_measured_once_and_figures_are_of_all() -> None:
 def test_slots_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(InputError, match="slots are 3; expected a multiple of 2, the replicas"):
         replicas(config=dataclasses.replace(CONFIG, slots=3))
+
+
+def test_no_request_waits_in_a_lane_while_another_engine_has_a_slot(alone: Answers) -> None:
+    """It begins again there."""
+    engine = shared()
+    given = entered(engine)
+    handles = [engine.add(dataclasses.replace(REQUESTS[0], max_new_tokens=50)), *engine.add_all(REQUESTS[1:3])]
+    got: dict[Handle, list[int]] = {handle: [] for handle in handles}
+    while handles[0].finished is None:
+        for handle, chunk in engine.step():
+            got[handle] += chunk.token_ids
+    assert given == {0: [0, 2], 1: [1, 2]}
+    drain(engine, got)
+    assert {handle.finished for handle in handles} == {"length"}
+    assert [got[handle] for handle in handles[1:]] == alone[0][1:3]
+
+
+def test_an_idle_engine_begins_while_another_is_waited_for(alone: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = shared()
+    never_ready(monkeypatch, engine.one)
+    slow = engine.add(REQUESTS[4])
+    assert engine.step() == []
+    assert engine.one in engine._sent
+    got: dict[Handle, list[int]] = {slow: [], (quick := engine.add(REQUESTS[2])): []}
+    while quick.finished is None:
+        for handle, chunk in engine.step():
+            got[handle] += chunk.token_ids
+    assert got == {slow: [], quick: alone[0][2]}
+    monkeypatch.undo()
+    drain(engine, got)
+    assert got[slow] == alone[0][4]
+
+
+def test_an_engine_that_stands_still_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the loop stands still, too, and its watcher finds that out, although others would go on."""
+    monkeypatch.setattr("peagle.engine.replicas.STANDS_STILL_S", 0.0)
+    engine = shared()
+    never_ready(monkeypatch, engine.one)
+    handles = engine.add_all(REQUESTS[:2])
+    drain(engine, collections.defaultdict(list))
+    assert {handle.finished for handle in handles} == {"length"}
+
+
+def test_an_engine_without_requests_leaves_nothing_in_flight() -> None:
+    """Else it would be read with the next request, and the time between would count as a step's."""
+    engine = shared()
+    long, short = engine.add_all([dataclasses.replace(REQUESTS[0], max_new_tokens=50), REQUESTS[2]])
+    while not long.finished:
+        engine.step()
+    assert short.finished
+    assert not engine.engines[1]._in_flight
+    assert engine.engines[1]._last_read_s is None
+
+
+def test_chunks_that_arrive_beside_a_failure_are_not_lost() -> None:
+    engine = shared()
+    first, second = engine.add_all(REQUESTS[:2])
+    while not (first.length > len(PROMPTS[0]) and second.length > len(PROMPTS[1])):
+        engine.step()
+
+    def fail() -> Chunks:
+        raise RuntimeError("no device")
+
+    engine.engines[1]._receive = fail  # type: ignore[method-assign]
+    got = {handle: list(handle.output_ids) for handle in (first, second)}
+    with pytest.raises(EngineError, match="no device"):
+        drain(engine, got)
+    assert got[first] == first.output_ids
+
+
+def test_a_request_that_waits_hears_of_the_failure_of_an_idle_engine() -> None:
+    engine = shared()
+    waiting = engine.add(REQUESTS[0])
+    engine.engines[1]._failure = RuntimeError("no device")
+    with pytest.raises(EngineError, match="no device"):
+        list(engine.follow(waiting))
+
+
+def test_prompts_alone_are_shared_alike() -> None:
+    engine = replicas(config=dataclasses.replace(CONFIG, slots=8, role="prefill"))
+    decode(engine, REQUESTS[1:2])
+    given = entered(engine)
+    engine.add_all([Request((*PROMPTS[1], 5), 4, index=place) for place in range(6)])
+    engine.step()
+    assert given == {0: [0, 2], 1: [1, 3]}  # one at work and the next one
+    drain(engine, collections.defaultdict(list))
+
+
+def test_a_beginning_known_to_one_engine_does_not_leave_the_other_idle() -> None:
+    engine = replicas(config=dataclasses.replace(CONFIG, slots=8))
+    decode(engine, REQUESTS[1:2])
+    given = entered(engine)
+    engine.add_all([Request((*PROMPTS[1], 5), 4, index=place) for place in range(6)])
+    engine.step()
+    assert given == {0: [0, 1, 3, 4], 1: [2, 5]}
+    drain(engine, collections.defaultdict(list))

@@ -1,12 +1,14 @@
 """The channels of an answer: reasoning, content and calls apart, whole and in a stream, however tokens were cut."""
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from peagle.engine.request import FinishReason, Request, TokenLogprobs
+from peagle.ops.strict_json import dumps
 from peagle.result import Result
 from peagle.serve.answers import Part
 from peagle.serve.replies import ChatForm
@@ -45,7 +47,7 @@ def read(
             break
     choices = [choice for part in parts for choice in form.read(part)]
     result = Result(Request(prompt, 100), 0, ids(tokenizer, answer), whole, reason, 0.0, 0.0, 1.0)
-    return choices, form.whole([result])["choices"][0]
+    return json.loads(dumps(choices)), json.loads(dumps(form.whole([result])["choices"][0]))
 
 
 @pytest.mark.parametrize("sizes", [[1], [2, 3], [1, 7], [1000]])
