@@ -184,7 +184,7 @@ class EngineConfig:
 def shared_slots(slots: int, count: int) -> int:
     """Return the slots of each of `count` engines. Raises InputError if they cannot share these."""
     if slots % count:
-        raise InputError(f"slots are {slots}; expected a multiple of {count}, the replicas (dp) that share them: give --slots")
+        raise InputError(f"slots are {slots}; expected a multiple of {count}, the replicas (dp) that share them")
     return slots // count
 
 
