@@ -44,7 +44,7 @@ p { max-width: 60em; text-wrap: pretty } code { overflow-wrap: anywhere }
 table { display: block; width: fit-content; max-width: 100%; overflow-x: auto; border-collapse: collapse;
   font-size: .87em; margin: .6em 0 1.6em; font-variant-numeric: tabular-nums }
 th, td { border: 1px solid var(--line); padding: .25em .55em; text-align: right }
-td { white-space: nowrap } th { background: var(--head); vertical-align: bottom; max-width: 7.5em }
+th { background: var(--head); vertical-align: bottom; max-width: 7.5em }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--page) }
 th:first-child { background: var(--head) }
 figure { display: inline-block; margin: .8em 1.6em 1.6em 0; width: 34em; max-width: 100%; vertical-align: top }

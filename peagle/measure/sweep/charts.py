@@ -115,7 +115,7 @@ def requests(row: Row, looping_above: float) -> str | None:
         axis.axhline(1, color="grey", linewidth=0.8)
         highest = 1.3 * max(each["speedup"]["value"] for each in found)  # intervals of few repeats reach far beyond
         axis.set(xlabel="requests, slowest first", ylabel="speed-up over plain decoding", ylim=(0, highest))
-        axis.legend()
+        axis.legend(loc="lower right")
 
     return _svg(draw)
 
