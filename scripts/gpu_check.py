@@ -194,7 +194,7 @@ def peers() -> Iterator[Json]:
 def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     """Measure every operation's bytes and time, by the number of rows."""
     contexts = tuple(context for context in (512, 8192) if context + 16 < config.max_positions)
-    for rows in (1, 4, 8, 16):
+    for rows in (1, 4, 8, 16, 128, 512):
         for line in costs(params, config, rows, contexts if rows in (1, 8) else ()):
             yield {"shape": name, **line}
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from peagle.ops import cuda
 from peagle.ops.attention import decode_attention
+from peagle.ops.cuda import calls
 from peagle.ops.expert_matmul import expert_mlp, reference
 from peagle.ops.expert_matmul.routing import route_top_k
 from peagle.ops.kernels import Implementation
@@ -130,11 +131,13 @@ def _experts(
     logits = [jnp.asarray(draw.standard_normal((rows, config.num_experts)), jnp.float32) for _ in weights]
     one_expert = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0])) / config.num_experts
     selected = [np.unique(np.asarray(route_top_k(each, config.top_k)[0])).size for each in logits]
-    forms = [("XLA, all pairs at once", reference.all_pairs)]
-    if rows == 1:  # these loop: over pairs, and over all experts
-        forms += [("XLA, pair by pair", reference.selected), ("XLA, all experts", reference.each_expert_once)]
-    if cuda.available():
-        forms = [("CUDA", expert_mlp), *forms]
+    if rows > calls.MAX_ROWS:  # a prefill's
+        forms = [("XLA, all experts", reference.each_expert_once), ("XLA, in blocks", reference.in_blocks)]
+    else:
+        forms = [("CUDA", expert_mlp)] if cuda.available() else []
+        forms.append(("XLA, all pairs at once", reference.all_pairs))
+        if rows == 1:  # these loop: over pairs, and over all experts
+            forms += [("XLA, pair by pair", reference.selected), ("XLA, all experts", reference.each_expert_once)]
     for name, form in forms:
         one = functools.partial(_routed, form=form, top_k=config.top_k, limit=config.swiglu_limit)
         operands = list(zip(x, logits, weights, strict=True))

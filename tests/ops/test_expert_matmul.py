@@ -107,12 +107,26 @@ def test_all_layouts_are_the_definition(layout: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("form", [reference.all_pairs, reference.each_expert_once, reference.grouped])
+@pytest.mark.parametrize(
+    "form", [reference.all_pairs, reference.each_expert_once, reference.grouped, reference.in_blocks]
+)
 def test_forms_are_the_definition(form: Callable[..., jax.Array], rows: int) -> None:
-    """Called by name here; `expert_mlp` picks the first two on a GPU, and the last for more rows."""
+    """Called by name here; `expert_mlp` picks all but `grouped` on a GPU."""
     weights = random_weights()
     x, logits = rows_and_logits(rows)
     out = jax.jit(form, static_argnums=(3, 4))(x, logits, packed(weights), K, LIMIT)
+    np.testing.assert_allclose(out, by_definition(weights, x, logits), atol=2e-5)
+
+
+@pytest.mark.parametrize("first", [0.0, 30.0])  # spread, or one expert has all rows and three have none
+@pytest.mark.parametrize("layout", ["packed", "expanded"])
+def test_blocks_hold_every_choice(layout: str, first: float) -> None:
+    """As many rows as fill several blocks of an expert, and leave others without one."""
+    weights = random_weights(6)
+    x, logits = rows_and_logits(150, 7)
+    logits[:, 2] += first
+    logits[:, [0, 3, 6]] -= first
+    out = jax.jit(reference.in_blocks, static_argnums=(3, 4))(x, logits, LAYOUTS[layout](weights), K, LIMIT)
     np.testing.assert_allclose(out, by_definition(weights, x, logits), atol=2e-5)
 
 
@@ -121,6 +135,7 @@ FORMS: dict[str, Callable[..., jax.Array]] = {
     "all pairs": reference.all_pairs,
     "each expert once": reference.each_expert_once,
     "grouped": reference.grouped,
+    "in blocks": reference.in_blocks,
 }
 
 

@@ -17,6 +17,7 @@ from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, linear
 from peagle.ops.norm import Norm, rms_norm
 
+BLOCKED_ROWS = 256  # on paper: with fewer a GPU reads experts once each as quickly as blocks of them, twice
 DECODE_ROWS = 16  # the widest verify pass: one sequence with K = 15, or a batch with smaller K
 
 
@@ -116,7 +117,12 @@ def _on_gpu(
         if x.shape[0] <= DECODE_ROWS:
             return reference.all_pairs(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
     # Not `grouped`: a GPU waits for the host at each turn of a loop of dynamic length, and there would be hundreds.
-    form = reference.selected if _few(x, experts, top_k) else reference.each_expert_once
+    if _few(x, experts, top_k):
+        form = reference.selected
+    elif x.shape[0] >= BLOCKED_ROWS and 2 * top_k < experts.num_experts:
+        form = reference.in_blocks
+    else:
+        form = reference.each_expert_once
     return form(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
 
 

@@ -144,12 +144,8 @@ def grouped(
     rows = x.shape[0]
     ids, weights = route_top_k(router_logits, top_k, held)
     active = jnp.ones((rows, 1), bool) if positions is None else positions[:, None] >= 0
-    choices = jnp.where(active, ids, experts.num_experts).reshape(-1)  # those of inactive rows are sorted to the end
-    order = jnp.argsort(choices).astype(jnp.int32)  # stable
+    order, begins, ends = _by_expert(jnp.where(active, ids, experts.num_experts), experts.num_experts)
     row_of = jnp.pad(order // top_k, (0, BLOCK_ROWS))
-    ends = jnp.searchsorted(choices[order], jnp.arange(experts.num_experts, dtype=jnp.int32), side="right")
-    ends = ends.astype(jnp.int32)
-    begins = jnp.pad(ends[:-1], (1, 0))
 
     def one(out: jax.Array, step: tuple) -> tuple[jax.Array, None]:
         expert, begin, end = step
@@ -170,9 +166,64 @@ def grouped(
 
     sorted_out = jnp.zeros((rows * top_k + BLOCK_ROWS, x.shape[1]), x.dtype)
     sorted_out, _ = jax.lax.scan(one, sorted_out, (experts, begins, ends))
-    place = jnp.argsort(order).astype(jnp.int32).reshape(rows, top_k)
-    total = jnp.sum(sorted_out[place].astype(jnp.float32) * weights[:, :, None], axis=1)
-    return jnp.where(active, total, 0.0).astype(dtype or x.dtype)
+    return jnp.where(active, _summed(sorted_out, order, weights), 0.0).astype(dtype or x.dtype)
+
+
+def in_blocks(
+    x: Float[Array, "T D"],
+    router_logits: Float[Array, "T E"],
+    experts: PackedExperts | ExpandedExperts,
+    top_k: int,
+    limit: float,
+    *,
+    held: Held | None = None,
+    dtype: DTypeLike | None = None,
+) -> Float[Array, "T D"]:
+    """Compute blocks of rows of one expert each, as many as there can be at most: `grouped` without dynamic lengths.
+
+    For accelerators, which wait for the host at each turn of a loop of dynamic length. A block has twice the rows that
+    an expert has on average at most, so at least half of all computed rows count; each block reads its expert anew.
+    """
+    rows, num_experts = x.shape[0], experts.num_experts
+    size = BLOCK_ROWS
+    while size * num_experts < rows * top_k:
+        size *= 2
+    ids, weights = route_top_k(router_logits, top_k, held)
+    order, begins, ends = _by_expert(ids, num_experts)
+    row_of = jnp.pad(order // top_k, (0, size))
+    blocks = (ends - begins + size - 1) // size
+    lasts = jnp.cumsum(blocks).astype(jnp.int32)  # behind each expert's last block
+    numbers = jnp.arange(rows * top_k // size + num_experts, dtype=jnp.int32)
+    expert_of = jnp.minimum(jnp.searchsorted(lasts, numbers, side="right"), num_experts - 1).astype(jnp.int32)
+    starts = begins[expert_of] + (numbers - (lasts - blocks)[expert_of]) * size
+    starts = jnp.where(numbers < lasts[-1], starts, rows * top_k)  # empty ones compute what is not read
+
+    def one(out: jax.Array, step: tuple) -> tuple[jax.Array, None]:
+        number, start = step
+        expert = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), experts)
+        # A last block's surplus rows are the next expert's, which overwrites them, or beyond what is read.
+        found = _one_expert(x[jax.lax.dynamic_slice_in_dim(row_of, start, size)], expert, limit)
+        return jax.lax.dynamic_update_slice_in_dim(out, found, start, axis=0), None
+
+    sorted_out = jnp.zeros((rows * top_k + size, x.shape[1]), x.dtype)
+    sorted_out, _ = jax.lax.scan(one, sorted_out, (expert_of, starts))
+    return _summed(sorted_out, order, weights).astype(dtype or x.dtype)
+
+
+def _by_expert(ids: Int[Array, "T K"], num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sort choices by expert, ids beyond num_experts to the end; return (order, begins, ends) with those by expert."""
+    choices = ids.reshape(-1)
+    order = jnp.argsort(choices).astype(jnp.int32)  # stable
+    ends = jnp.searchsorted(choices[order], jnp.arange(num_experts, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return order, jnp.pad(ends[:-1], (1, 0)), ends
+
+
+def _summed(
+    sorted_out: Float[Array, "_ D"], order: Int[Array, " N"], weights: Float[Array, "T K"]
+) -> Float[Array, "T D"]:
+    """Put results back in the order of rows, and sum each row's with its weights."""
+    place = jnp.argsort(order).astype(jnp.int32).reshape(weights.shape)
+    return jnp.sum(sorted_out[place].astype(jnp.float32) * weights[:, :, None], axis=1)
 
 
 def _prepared(
