@@ -264,6 +264,9 @@ class _InFlight:
     num_drafts: int = 0
 
 
+TURN_S = 0.005  # that a reader waits for the turn before it looks for chunks that another thread has delivered
+
+
 class AnyEngine(abc.ABC):
     """What decodes requests: an `Engine`, or several behind one queue (peagle.engine.replicas).
 
@@ -423,15 +426,13 @@ class AnyEngine(abc.ABC):
         gone: set[Handle] = set()
         try:
             while left := [handle for handle in handles if handle not in gone]:
-                with self._turn:
-                    while not any(handle.inbox or handle.finished for handle in left):
-                        self._advance()
-                    # the last chunks of these have arrived; a request that ends later, while another thread drives the
-                    # loop, may still lack its own
-                    ended = {handle for handle in left if handle.finished is not None}
+                ended = self._arrived(left)
                 for handle in left:
                     while handle.inbox:
-                        yield handle, handle.inbox.popleft()
+                        chunk = handle.inbox.popleft()
+                        if chunk.finish_reason is not None:
+                            ended.add(handle)
+                        yield handle, chunk
                     error = handle.error if handle in ended and handle.wanted else None
                     if error is not None and not isinstance(error, GrammarError):
                         raise error
@@ -439,6 +440,24 @@ class AnyEngine(abc.ABC):
         finally:
             for handle in [handle for handle in handles if handle.finished is None]:
                 self.abort(handle)
+
+    def _arrived(self, handles: Sequence[Handle]) -> set[Handle]:
+        """Return as soon as chunks of some of these have arrived: drive the loop, or let another thread do it.
+
+        Returns those that have ended, whose last chunks have arrived, as far as this thread had the turn: a request
+        that ends while another has it may still lack its last chunk.
+        """
+        while True:
+            if self._turn.acquire(timeout=TURN_S):
+                try:
+                    if not any(handle.inbox or handle.finished for handle in handles):
+                        self._advance()
+                    if any(handle.inbox or handle.finished for handle in handles):
+                        return {handle for handle in handles if handle.finished is not None}
+                finally:
+                    self._turn.release()
+            elif any(handle.inbox for handle in handles):
+                return set()
 
     def _advance(self) -> None:
         """Run one iteration of the loop; deliver its chunks before an abort can add its own."""

@@ -418,13 +418,12 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
     step, turn = engine._step, engine._turn
 
     class Turn:
-        def __enter__(self) -> None:
+        release = turn.release
+
+        def acquire(self, timeout: float) -> bool:
             if ended.is_set():
                 looked.set()  # the reader waits for its turn, instead of taking the empty inbox for the end
-            turn.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            turn.release()
+            return turn.acquire(timeout=timeout)
 
     def slow() -> object:
         found = step()
@@ -441,6 +440,33 @@ def test_a_reader_waits_for_the_last_chunk_that_another_thread_hands_out(target,
     looked.set()
     driver.join()
     assert got == plain[0][:2]
+
+
+def test_a_reader_gets_its_chunks_while_another_thread_waits_for_its_own(target, plain) -> None:
+    """The other's request has no slot yet, so its thread has the turn for long."""
+    engine = Engine(target, None, config(0, slots=1))
+    running, queued = engine.add_all([Request(PROMPTS[0], 40), Request(PROMPTS[1], 5)])
+    delivered, read = threading.Event(), threading.Event()
+    step = engine._step
+
+    def held() -> object:
+        if running.inbox:
+            delivered.set()
+            assert read.wait(60)
+        return step()
+
+    engine._step = held
+    driver = threading.Thread(target=lambda: list(engine.run([queued])))
+    driver.start()
+    assert delivered.wait(60)
+    chunks = engine.run([running])
+    got = list(next(chunks)[1].token_ids)
+    assert not read.is_set()
+    assert running.finished is None
+    read.set()
+    got += [token for _, chunk in chunks for token in chunk.token_ids]
+    driver.join()
+    assert got == plain[0][:40]
 
 
 def test_an_abort_never_waits_and_takes_effect_before_the_next_step(target, plain) -> None:
