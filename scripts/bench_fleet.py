@@ -46,10 +46,8 @@ from scripts.runs import (
 )
 
 BOTH, APART = Arrangement(0, 2), Arrangement(1, 1)
-ROLES: dict[Arrangement, tuple[tuple[Role, int], ...]] = {
-    BOTH: (("both", 0), ("both", 1)),
-    APART: (("prefill", 0), ("decode", 1)),
-}
+# by the number of replicas that only prefill: each process's role, and its core
+ROLES: tuple[tuple[tuple[Role, int], ...], ...] = ((("both", 0), ("both", 1)), (("prefill", 0), ("decode", 1)))
 MIXED = Lengths((64, 1024), (32, 160))
 SHORT = Lengths((64, 64), (128, 256))  # the answers that run while long prompts arrive
 LONG_PROMPT, LONG_OUTPUT = 4096, 2
@@ -169,9 +167,10 @@ async def round_of(
     number: int,
 ) -> list[Json]:  # fmt: skip
     """Start a fleet and play all traces to it."""
-    roles = ROLES[dataclasses.replace(fleet, slots=BOTH.slots, num_speculative_tokens=0)]
     found = []
-    async with started(roles, asked.target, asked.drafter, asked.k, fleet.slots, asked.context) as replicas:
+    async with started(
+        ROLES[fleet.prefill], asked.target, asked.drafter, asked.k, fleet.slots, asked.context
+    ) as replicas:
         await play([Arrival(0.0, 64, 8), Arrival(0.0, 64, 8)], replicas, texts, shape)
         for name, trace in traces.items():
             played, records = await play(trace, replicas, texts, shape)

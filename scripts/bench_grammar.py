@@ -14,7 +14,6 @@ import itertools
 import json
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -183,8 +182,7 @@ def valid(text: str | None, schema: Json, check: Any) -> bool:
 def tok_per_s(engine: Engine, beside: Request, others: Sequence[Request]) -> Json:
     """Decode all together; return the tokens a second of the others and of the one beside them, while all go on."""
     handles = engine.add_all([beside, *others])
-    first, counts, ended = 0.0, [0, 0], False
-    last = 0.0
+    first, last, counts, ended = 0.0, 0.0, [0, 0], False
     for handle, chunk in engine.run(handles):
         first = first or (chunk.time_s if all(each.output_ids for each in handles) else 0.0)
         if first and not ended and chunk.time_s > first:
@@ -193,7 +191,7 @@ def tok_per_s(engine: Engine, beside: Request, others: Sequence[Request]) -> Jso
         ended |= chunk.finish_reason is not None
     engine.settle()
     seconds = max(last - first, 1e-9)
-    return {"others_tok_per_s": counts[1] / seconds, "beside_tok_per_s": counts[0] / seconds, "at": time.time()}
+    return {"others_tok_per_s": counts[1] / seconds, "beside_tok_per_s": counts[0] / seconds}
 
 
 def summed_answers(raw: Sequence[Json], ks: Sequence[int]) -> list[Json]:

@@ -60,7 +60,6 @@ def test_a_command_that_fails_is_one_line_with_its_log(tmp_path: Path) -> None:
         run("first", "peagle nothing", tmp_path, tmp_path / "log.txt")
 
 
-@pytest.mark.slow  # reads all of the standard library
 def test_prompts_are_not_held_out_ones(tmp_path: Path) -> None:
     write_prompts(tmp_path, 5)
     prompts, held_out = ((tmp_path / name).read_text("utf-8") for name in ("prompts.jsonl", "heldout.jsonl"))

@@ -182,7 +182,7 @@ def in_blocks(
     """Compute blocks of rows of one expert each, as many as there can be at most: `grouped` without dynamic lengths.
 
     For accelerators, which wait for the host at each turn of a loop of dynamic length. A block has twice the rows that
-    an expert has on average at most, so at least half of all computed rows count; each block reads its expert anew.
+    an expert has on average at most, so more than a third of all computed rows count; each block reads its expert anew.
     """
     rows, num_experts = x.shape[0], experts.num_experts
     size = BLOCK_ROWS
