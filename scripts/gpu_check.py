@@ -154,7 +154,7 @@ def conformance() -> Iterator[Json]:
         yield {"ok": False, "error": f"not run: it needs {', '.join(missing)}; pip install '.[test]'"}
         return
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-x", *SUITE],
+        [sys.executable, "-m", "pytest", "-q", "-n", "4", "--maxfail", "20", "--tb", "line", *SUITE],
         cwd=ROOT,
         capture_output=True,
         text=True,

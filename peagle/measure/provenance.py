@@ -41,7 +41,7 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "command": [*tuning(), "peagle", *(sys.argv[1:] if command is None else command)],
         "git": git_state(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "platform": {"system": platform.system(), "release": platform.release(), "machine": platform.machine()},
         "cpu": cpu_model(),
         "num_threads": num_threads(),
@@ -130,7 +130,8 @@ def _git(directory: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Return a distribution's version; None if it is not installed, as this project is in a bare checkout."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

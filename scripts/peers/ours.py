@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import time
 from collections.abc import Generator
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import peagle
 from peagle.api import Pair
 from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk
 from peagle.measure.bench import BenchOptions, time_steps
+from peagle.measure.provenance import version_of
 from peagle.ops.kv_cache import KVCache, copy_positions
 from peagle.ops.rope import Yarn
 from peagle.ops.row_blocks import BlockedPrefill
@@ -54,7 +54,7 @@ class Ours:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "version": f"peagle {importlib.metadata.version('peagle')}",
+            "version": f"peagle {version_of('peagle') or 'not installed'}",
             "computes": f"{self._pair.kernels}; {self._pair.dtype} activations; experts {self._pair.experts}",
         }
 
