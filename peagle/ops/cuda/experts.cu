@@ -12,8 +12,9 @@
 // The parts are always the same, and their sums are added in the same order. So a row's bits depend neither on the other
 // rows nor on their number.
 //
-// Values of x go through shared memory. Read by each lane as it needs them, they would take most of the time: a warp's
-// loads would touch sixteen lines each, and the same lines four times.
+// Of many rows, x goes through shared memory. Read by each lane as it needs them, its values take most of the time: a
+// warp's load touches sixteen lines, and four loads the same ones. Of few rows the detour takes longer (H100, 20b's shape: 48,
+// 168 and 312 us for 1, 8 and 16 rows, in place of 43, 152 and 254).
 
 namespace {
 
@@ -66,8 +67,6 @@ template <int kTiles>
 struct Shared {
   unsigned present[kMaxExperts / 32];  // a bit per expert that any row selected
   int choice[kTiles * kColumns];       // of a row that selected this block's expert, or -1
-  int source[kTiles * kColumns];       // its row of x, or -1
-  Words staged[kWarps][kTiles * kColumns * kPieces];
   float sums[kWarps][kOutputs][kTiles * kColumns + 2];  // padded by two, else eight lanes write to one bank
 };
 
@@ -119,41 +118,68 @@ struct Codes {
   }
 };
 
+// Eight values in the order in which codes come: j and j + 4.
+__device__ inline Words Paired(const Words& values) {
+  const unsigned(&v)[4] = values.of;
+  return {Lower(v[0], v[2]), Upper(v[0], v[2]), Lower(v[1], v[3]), Upper(v[1], v[3])};
+}
+
+// A lane's values of a chunk of 8 kTiles rows of x, from the rows themselves, from input `start` on; zeros where there is no
+// row, and beyond the inputs.
+template <int kTiles>
+struct Direct {
+  const Half* const (&rows)[kTiles];
+  long long start;
+  int inputs;
+
+  __device__ Words operator()(int tile, int word) const {
+    return Paired(LoadIf(start < inputs && rows[tile] != nullptr, rows[tile] + start + 8 * word));
+  }
+};
+
 // The place of a staged row's piece, so that neither the lanes that write nor those that read wait for the same bank.
 __device__ inline int Slot(int row, int piece) { return row * kPieces + (piece % 4 * 4 + piece / 4 ^ row % 2 * 4); }
 
-// One of kStagers threads' part of a chunk of 8 kTiles rows of x [.., inputs], on its way to shared memory; zeros where
-// `source`, the rows of x, is negative, and beyond the inputs.
-template <int kTiles, int kStagers>
+// A thread's part of a chunk of 8 kTiles rows of x [.., inputs], on its way to shared memory; zeros where `source`, the rows
+// of x, is negative, and beyond the inputs.
+template <int kTiles>
 struct Staging {
-  static constexpr int kCount = kTiles * kColumns * kPieces / kStagers;
+  static constexpr int kCount = kTiles * kColumns * kPieces / kThreads;
   Words held[kCount];
 
   __device__ void Read(const Half* x, const int* source, int inputs, int chunk) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int at = threadIdx.x % kStagers + i * kStagers, row = source[at / kPieces];
+      const int at = threadIdx.x + i * kThreads, row = source[at / kPieces];
       const int input = chunk * kChunk + at % kPieces * 8;
       held[i] = LoadIf(row >= 0 && input < inputs, x + static_cast<long long>(row) * inputs + input);
     }
   }
 
-  // Pairs values as codes come: j and j + 4 of eight.
   __device__ void Write(Words* staged) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int at = threadIdx.x % kStagers + i * kStagers;
-      const unsigned(&v)[4] = held[i].of;
-      staged[Slot(at / kPieces, at % kPieces)] = {Lower(v[0], v[2]), Upper(v[0], v[2]), Lower(v[1], v[3]), Upper(v[1], v[3])};
+      const int at = threadIdx.x + i * kThreads;
+      staged[Slot(at / kPieces, at % kPieces)] = Paired(held[i]);
     }
   }
 };
 
-// sums += a chunk of weights times the same chunk of x, staged. One factor cannot raise 2^-126 to powers above 2^1: `large`
+// A lane's values of a staged chunk.
+struct Staged {
+  const Words* staged;
+
+  __device__ Words operator()(int tile, int word) const {
+    const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+    return staged[Slot(tile * kColumns + group, 4 * quarter + word)];
+  }
+};
+
+// sums += a chunk of weights times the same chunk of x, whose values(tile, word) are this lane's. One factor cannot raise 2^-126 to powers above 2^1: `large`
 // if any lane has one.
-template <int kTiles, bool large>
-__device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, const Words* staged, float (&sums)[kTiles][4]) {
-  const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+template <bool large, int kTiles, typename Values>
+__device__ __forceinline__ void AddScaled(const Codes& low, const Codes& high, const Values& values,
+                                          float (&sums)[kTiles][4]) {
   const unsigned powers[2] = {Power(large ? min(low.scale, 128u) : low.scale), Power(large ? min(high.scale, 128u) : high.scale)};
   const unsigned rest[2] = {Twice((max(low.scale, 128u) - 1) << 7), Twice((max(high.scale, 128u) - 1) << 7)};
 #pragma unroll
@@ -169,37 +195,37 @@ __device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, co
       }
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      const Words values = staged[Slot(tile * kColumns + group, 4 * quarter + word)];
-      const unsigned first[2] = {values.of[0], values.of[1]}, second[2] = {values.of[2], values.of[3]};
+      const Words x = values(tile, word);
+      const unsigned first[2] = {x.of[0], x.of[1]}, second[2] = {x.of[2], x.of[3]};
       MultiplyAdd(sums[tile], a[0], first);
       MultiplyAdd(sums[tile], a[1], second);
     }
   }
 }
 
-template <int kTiles>
-__device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, const Words* staged, float (&sums)[kTiles][4]) {
+template <int kTiles, typename Values>
+__device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, const Values& values,
+                                         float (&sums)[kTiles][4]) {
   if (__any_sync(~0u, max(low.scale, high.scale) > 128))
-    AddChunk<kTiles, true>(low, high, staged, sums);
+    AddScaled<true>(low, high, values, sums);
   else
-    AddChunk<kTiles, false>(low, high, staged, sums);
+    AddScaled<false>(low, high, values, sums);
 }
 
 // shared.sums = this block's outputs of the matrix (its expert's) for each row of x that selected it; x [.., inputs] is by
-// row, or with `by_pair` by pair. Columns of other rows are zero. A warp stages its own chunks.
+// row, or with `by_pair` by pair. Columns of other rows are zero.
 template <int kTiles>
 __device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, const Routing& routing,
                          Shared<kTiles>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const int low = blockIdx.x * kOutputs + group, chunks = (matrix.inputs + kChunk - 1) / kChunk;
-  for (int row = threadIdx.x; row < kTiles * kColumns; row += kThreads)
-    shared.source[row] = shared.choice[row] < 0 ? -1 : by_pair ? row * routing.top_k + shared.choice[row] : row;
-  __syncthreads();
-
-  Words* staged = shared.staged[warp];
-  Staging<kTiles, 32> next;
+  const Half* rows[kTiles];  // of x, or null
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int row = tile * kColumns + group, choice = shared.choice[row];
+    const long long at = by_pair ? row * routing.top_k + choice : row;
+    rows[tile] = choice < 0 ? nullptr : x + at * matrix.inputs;
+  }
   float sums[kTiles][4] = {};
-  next.Read(x, shared.source, matrix.inputs, warp);
   for (int first = warp; first < chunks; first += kWarps * kAhead) {
     Codes lows[kAhead], highs[kAhead];
 #pragma unroll
@@ -210,11 +236,8 @@ __device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, cons
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      __syncwarp();
-      next.Write(staged);
-      __syncwarp();
-      next.Read(x, shared.source, matrix.inputs, first + kWarps * (i + 1));
-      AddChunk(lows[i], highs[i], staged, sums);
+      const int block = 4 * (first + kWarps * i) + quarter;
+      AddChunk(lows[i], highs[i], Direct<kTiles>{rows, static_cast<long long>(block) * kBlock, matrix.inputs}, sums);
     }
   }
 
@@ -299,7 +322,7 @@ __device__ void MultiplyTile(const Matrix& matrix, const Half* x, const int* pai
   for (int i = threadIdx.x; i < kTiles * kColumns; i += kThreads) source[i] = i < count ? pairs[i] / top_k : -1;
   __syncthreads();
 
-  Staging<kTiles, kThreads> next;
+  Staging<kTiles> next;
   Codes next_low, next_high;
   const auto read = [&](int chunk) {
     next.Read(x, source, matrix.inputs, chunk);
@@ -316,7 +339,7 @@ __device__ void MultiplyTile(const Matrix& matrix, const Half* x, const int* pai
       __syncthreads();  // all have read what the next turn overwrites
       const Codes low_codes = next_low, high_codes = next_high;
       read(chunk + kWarps < chunks ? chunk + kWarps : part + 1);
-      AddChunk(low_codes, high_codes, shared.staged[turn], sums);
+      AddChunk(low_codes, high_codes, Staged{shared.staged[turn]}, sums);
     }
     for (int tile = 0; tile < kTiles; ++tile)
       for (int i = 0; i < 4; ++i) totals[tile][i] += sums[tile][i];

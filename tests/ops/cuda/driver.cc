@@ -78,8 +78,6 @@ const T* Gather(const T& mine) {
   return all;
 }
 
-void __syncwarp() { warp_barriers[Warp()].Wait(); }
-
 bool __any_sync(unsigned, bool mine) {
   const bool* all = Gather(mine);
   return std::find(all, all + 32, true) != all + 32;
