@@ -61,11 +61,12 @@ class ClusterUpSettings:
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False
     prefill: Annotated[
-        int, Option("--prefill", metavar="N", rich_help_panel=RUNNING, help="Replicas that only compute prompts.")
+        int,
+        Option("--prefill", min=0, metavar="N", rich_help_panel=RUNNING, help="Replicas that only compute prompts."),
     ] = 0
     decode: Annotated[
         int,
-        Option("--decode", metavar="N", rich_help_panel=RUNNING, help="Replicas that decode."),
+        Option("--decode", min=1, metavar="N", rich_help_panel=RUNNING, help="Replicas that decode."),
     ] = 1
     slots: Annotated[
         int,
@@ -83,7 +84,9 @@ class ClusterUpSettings:
         ),
     ] = 30
     host: Host = "127.0.0.1"
-    port: Annotated[int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")] = 8000
+    port: Annotated[
+        int, Option("--port", min=1, max=65535, metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")
+    ] = 8000
     api_key_file: ApiKeyFile = None
     address: Annotated[
         str | None,
@@ -93,8 +96,9 @@ class ClusterUpSettings:
     ] = None
     num_cpus: Annotated[
         float,
-        Option("--num-cpus", metavar="N", rich_help_panel=RUNNING, help="CPUs of a replica, for Ray's count."),
+        Option("--num-cpus", min=0, metavar="N", rich_help_panel=RUNNING, help="CPUs of a replica, for Ray's count."),
     ] = 1.0
     num_gpus: Annotated[
-        float, Option("--num-gpus", metavar="N", rich_help_panel=RUNNING, help="GPUs of a replica, for Ray to give.")
+        float,
+        Option("--num-gpus", min=0, metavar="N", rich_help_panel=RUNNING, help="GPUs of a replica, for Ray to give."),
     ] = 0.0
