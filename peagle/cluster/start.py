@@ -61,7 +61,7 @@ def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> 
     elif ":" in address and "://" not in address:
         _expect_reached(address)
     # Ray reckons with CPUs, and starts nothing beyond them: its own machine is said to have enough
-    replicas = config.prefill + config.decode
+    replicas = config.most_replicas
     local: Any = {"num_cpus": max(1, round(replicas * config.num_cpus + 1)), "include_dashboard": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     try:

@@ -25,6 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ({"decode": 0}, "decode is 0"),
         ({"prefill": -1}, "prefill is -1"),
         ({"slots": 0}, "slots is 0"),
+        ({"decode": 3, "max_decode": 2}, "max_decode is 2, and decode 3; expected 3 of those or more"),
+        ({"max_prefill": 2}, "max_prefill is 2, and prefill 0; expected 1 of those or more"),
+        ({"busy": -1}, "busy is -1"),
         ({"speed": 1}, "are not understood"),
     ],
 )
@@ -35,6 +38,17 @@ def test_a_config_that_cannot_be_is_refused_and_shows_no_key(fields: dict, match
         build({"target": "demo", "drafter": None, **fields})
     assert "secret" not in str(raised.value)
     assert "secret" not in repr(FleetConfig("demo", None, keys=("secret",)))
+
+
+def test_serve_scales_the_replicas_that_may_be_more_and_room_is_reckoned_with() -> None:
+    from peagle.cluster.deployments import FleetConfig
+
+    config = FleetConfig("demo", None, prefill=1, decode=2, slots=4, max_queue=5, max_decode=6, scale_up_s=7.0)
+    assert (config.most_replicas, config.most_open) == (1 + 6, 6 * 4 + 5)
+    assert config.scaling(1, 0, 2) == {"num_replicas": 1}
+    scaled = config.scaling(2, 6, 4)["autoscaling_config"]
+    assert (scaled.min_replicas, scaled.max_replicas, scaled.target_ongoing_requests) == (2, 6, 4)
+    assert (scaled.upscale_delay_s, scaled.downscale_delay_s) == (7, 600)
 
 
 ARGUMENTS = {"target": "demo", "drafter": None}
