@@ -20,10 +20,11 @@ from typing import Any, Literal
 import numpy as np
 import ray.exceptions
 from ray import serve
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from peagle.api import AUTO, Pair
 from peagle.cluster.fleet import PATIENCE_S, Fleet, ReplicaLost, Shape
+from peagle.cluster.router import PrefixRouter
 from peagle.engine.engine import EngineConfig, Role
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
@@ -56,6 +57,7 @@ class FleetConfig:
     prefill: replicas that only prefill; 0: each replica does both. decode: the other replicas.
     max_prefill, max_decode: Serve starts up to so many while a replica has more requests than `busy` (0: its slots) on
     average for scale_up_s, and ends them again if it has had fewer for scale_down_s; 0: no more than at first.
+    route_by_prefix: prompts go where their beginning went (peagle.cluster.router), if prompts are kept.
     patience_s: peagle.cluster.fleet.Fleet. drain_s: a replica that shall stop may take so long to end its answers.
     num_cpus, num_gpus: of each replica, for Ray's scheduling. LOADING's fields: peagle.loading.load.
     """
@@ -86,6 +88,7 @@ class FleetConfig:
     busy: int = 0
     scale_up_s: float = 30.0
     scale_down_s: float = 600.0
+    route_by_prefix: bool = True
     num_cpus: float = 1.0
     num_gpus: float = 0.0
 
@@ -269,6 +272,8 @@ def build(config: FleetConfig | dict[str, Any]) -> serve.Application:
     options: Any = {"health_check_period_s": 5, "graceful_shutdown_timeout_s": config.drain_s}
 
     def workers(name: str, role: Role, scaling: dict[str, Any]) -> Any:
+        if config.route_by_prefix and config.prefix_cache_bytes and role != "decode":
+            scaling["request_router_config"] = RequestRouterConfig(request_router_class=PrefixRouter)
         made: Any = serve.deployment(Worker, name=name, max_ongoing_requests=MANY, **scaling)
         return made.options(ray_actor_options=actor, **options).bind(config, role)
 
