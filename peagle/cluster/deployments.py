@@ -273,7 +273,8 @@ def build(config: FleetConfig | dict[str, Any]) -> serve.Application:
 
     def workers(name: str, role: Role, scaling: dict[str, Any]) -> Any:
         if config.route_by_prefix and config.prefix_cache_bytes and role != "decode":
-            scaling["request_router_config"] = RequestRouterConfig(request_router_class=PrefixRouter)
+            choice: Any = PrefixRouter
+            scaling["request_router_config"] = RequestRouterConfig(request_router_class=choice)
         made: Any = serve.deployment(Worker, name=name, max_ongoing_requests=MANY, **scaling)
         return made.options(ray_actor_options=actor, **options).bind(config, role)
 
