@@ -14,7 +14,7 @@ from peagle.ops.jax_cure import FLAG, MISCOMPUTING_JAXLIB, takes_the_flag
 
 ROOT = Path(__file__).parents[1]
 JAXLIB = importlib.metadata.version("jaxlib")
-miscomputing = pytest.mark.skipif(JAXLIB != MISCOMPUTING_JAXLIB, reason=f"only jaxlib {MISCOMPUTING_JAXLIB} miscomputes")
+miscomputing = pytest.mark.skipif(JAXLIB != MISCOMPUTING_JAXLIB, reason=f"jaxlib {JAXLIB} computes this right")
 with_the_flag = pytest.mark.skipif(not takes_the_flag(JAXLIB), reason=f"jaxlib {JAXLIB} is run as it comes")
 # 32768 squared is exact in float32; the miscompiled reduction gives 1065369600
 RIGHT = "1073741824"

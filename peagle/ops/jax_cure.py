@@ -36,8 +36,8 @@ def apply() -> None:
     if version == MISCOMPUTING_JAXLIB and _backend_started():
         raise MiscompilingJaxError(
             f"JAX was started before peagle was imported, and jaxlib {MISCOMPUTING_JAXLIB} silently miscomputes "
-            f"reductions on CPU (jax issue 39103). Import peagle (or target, drafter) before the first JAX computation, set "
-            f"XLA_FLAGS={FLAG} in the environment, or install another jaxlib."
+            "reductions on CPU (jax issue 39103). Import peagle (or target, drafter) before the first JAX computation, "
+            f"set XLA_FLAGS={FLAG} in the environment, or install another jaxlib."
         )
     os.environ["XLA_FLAGS"] = f"{flags} {FLAG}".strip()
 
