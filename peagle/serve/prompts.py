@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peagle.api import Pair
-from peagle.engine.grammar import CompiledGrammar, GrammarError
+from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
 from peagle.engine.request import LARGEST_SEED, MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
@@ -24,7 +24,7 @@ from peagle.serve.schema import (
     TokenizeBody,
 )
 from peagle.serve.structured import grammar_of
-from peagle.serve.tools import begin_call, chat_of, offered, takes_tools
+from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
 from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
@@ -55,16 +55,43 @@ class Prompter:
         return takes_tools(self.tokenizer)
 
     def grammar(self, body: Sampled) -> CompiledGrammar | None:
-        """Compile what constrains the answers, if anything does; in a chat, their final messages. Any thread may."""
-        found = grammar_of(body)
-        if found is None:
+        """Compile what constrains the answers, if anything does; in a chat, final messages, calls. Any thread may."""
+        grammar, name = grammar_of(body) or (None, None)
+        if isinstance(body, ChatBody) and body.tools:
+            return self._grammar_with_tools(body, grammar, name)
+        if grammar is None:
             return None
-        grammar, name = found
-        may_call = isinstance(body, ChatBody) and bool(body.tools)
         try:
-            return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody), may_call=may_call)
+            return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody))
         except GrammarError as error:
             raise ApiError(400, str(error), name) from None
+
+    def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, name: str | None) -> CompiledGrammar | None:
+        """Compile what constrains final messages and calls. name: the field of the final message's grammar."""
+        tools, only = offered(body.tools, body.tool_choice, rendered=True)
+        calls = bound_calls(body.tools, body.tool_choice) if tools else {}
+        must_call = only is not None or body.tool_choice == "required"
+        if must_call and grammar is not None:
+            raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
+        if grammar is None and not any(calls.values()):
+            return None
+        try:
+            if only is not None:  # the prompt ends with the call's header
+                return self.pair.compile_grammar(calls[only], channels=False)
+            return self.pair.compile_grammar(grammar, channels=True, calls=calls, must_call=must_call)
+        except GrammarError as error:
+            raise self._blamed(body, calls, ApiError(400, str(error), name)) from None
+
+    def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError) -> ApiError:
+        """Name the function whose parameters make no grammar, if one's do not."""
+        for function, schema in calls.items():
+            try:
+                if schema is not None:
+                    self.pair.compile_grammar(schema, channels=False)
+            except GrammarError as found:
+                where = parameters_of(body.tools, function)
+                return ApiError(400, f"{where}: {found}", where)
+        return error
 
     def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
         """Make the requests of a chat: n answers to its messages. grammar: what `grammar` returns."""
@@ -75,8 +102,6 @@ class Prompter:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools)
-        if forced is not None and grammar is not None:
-            raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)

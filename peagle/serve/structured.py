@@ -5,12 +5,16 @@ from typing import Any
 
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.serve.errors import ApiError
-from peagle.serve.schema import Structured
+from peagle.serve.schema import ChatBody, Structured
 
 
 def constrains(body: Structured) -> bool:
     """Whether a body has any field that may constrain its answers."""
-    return any(getattr(body, name) is not None for name in Structured.model_fields)
+    if any(getattr(body, name) is not None for name in Structured.model_fields):
+        return True
+    if not isinstance(body, ChatBody) or body.tool_choice == "none":
+        return False
+    return bool(body.tools) and (body.tool_choice != "auto" or any(tool.function.strict for tool in body.tools))
 
 
 def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
