@@ -23,7 +23,7 @@ from peagle.serve.schema import (
     Sampled,
     TokenizeBody,
 )
-from peagle.serve.structured import grammar_of
+from peagle.serve.structured import constraint, grammar_of
 from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
@@ -97,6 +97,10 @@ class Prompter:
         """Make the requests of a chat: n answers to its messages. grammar: what `grammar` returns."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
+        if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
+            raise ApiError(
+                400, f"top_logprobs is {brief(body.top_logprobs)}; expected 0..{MOST_LOGPROBS}", "top_logprobs"
+            )
         limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
@@ -106,7 +110,10 @@ class Prompter:
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
         if grammar is not None:
-            grammar = self.pair.begin_grammar(grammar, prompt_ids)
+            try:
+                grammar = self.pair.begin_grammar(grammar, prompt_ids)
+            except GrammarError as error:
+                raise ApiError.of(error, constraint(body)) from None
         limit, ends = limits.pop() if limits else None, self._call_ends(tools)
         return self._requests(body, [prompt_ids], limit, logprobs, grammar, ends)
 
@@ -234,7 +241,7 @@ class Prompter:
         requests = []
         for number, prompt_ids in enumerate(prompts, 1):
             name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-            budget = self._budget(len(prompt_ids), limit, name)
+            budget = self._budget(body, len(prompt_ids), limit, name)
             if body.min_tokens > budget:
                 raise ApiError(
                     400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
@@ -254,26 +261,30 @@ class Prompter:
             raise ApiError(400, message, name)
         return k
 
-    def _budget(self, length: int, limit: int | None, name: str) -> int:
-        room = self.context - length
+    def _budget(self, body: Sampled, length: int, limit: int | None, name: str) -> int:
+        """Return the most tokens of an answer. limit: of the body."""
+        room, field, limits = self.context - length, "prompt", "max_tokens"
+        if isinstance(body, ChatBody):
+            field = "messages"
+            limits = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         if room < 1:
             raise ApiError(
                 400,
                 f"{name} has {length} tokens, but the context holds {self.context} positions; expected at most "
                 f"{self.context - 1}: shorten it",
-                "messages" if name == "the prompt" else "prompt",
+                field,
                 "context_length_exceeded",
             )
         if limit is None:
             return room
         if limit < 1:
-            raise ApiError(400, f"max_tokens is {brief(limit)}; expected 1 or more", "max_tokens")
+            raise ApiError(400, f"{limits} is {brief(limit)}; expected 1 or more", limits)
         if limit > room:
             raise ApiError(
                 400,
-                f"{name} has {length} tokens and max_tokens is {limit}, but the context holds {self.context} "
-                f"positions; expected max_tokens of at most {room}",
-                "max_tokens",
+                f"{name} has {length} tokens and {limits} is {limit}, but the context holds {self.context} "
+                f"positions; expected {limits} of at most {room}",
+                limits,
                 "context_length_exceeded",
             )
         return limit

@@ -96,6 +96,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"stop_token_ids": list(range(17))}, "stop tokens"),
     (COMPLETIONS, {"suffix": "x"}, "suffix is not supported"),
     (COMPLETIONS, {"best_of": 2}, "best_of is not supported"),
+    (CHAT, {"max_completion_tokens": 300, "max_tokens": None}, "expected max_completion_tokens of at most"),
+    (CHAT, {"messages": [{"role": "user", "content": "x y " * 300}]}, "but the context holds 256"),
 ]
 RAW: list[tuple[bytes, str]] = [
     (b"", "not valid JSON"),
@@ -127,7 +129,9 @@ def refused(reply: Any, status: int, part: str) -> None:
 
 @pytest.mark.parametrize(("path", "fields", "part"), BAD, ids=[f"{str(fields)[:40]}" for _, fields, _ in BAD])
 def test_a_bad_field_is_refused_by_name(client: TestClient, path: str, fields: dict[str, Any], part: str) -> None:
-    refused(client.post(path, json={**GOOD[path], **fields}), 400, part)
+    reply = client.post(path, json={**GOOD[path], **fields})
+    refused(reply, 400, part)
+    assert reply.json()["error"]["param"].partition(".")[0] in fields
 
 
 @pytest.mark.parametrize(("body", "part"), RAW)

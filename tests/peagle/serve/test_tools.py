@@ -542,6 +542,7 @@ def test_what_cannot_be_is_refused_by_name(saying: Making, fields: dict[str, Any
     error = ask(saying(), {**BODY, **fields}, 400)["error"]
     assert part in error["message"]
     assert "\n" not in error["message"]
+    assert error["param"].partition(".")[0] in fields
 
 
 def test_a_template_without_tools_refuses_them_in_a_line(shared: Service) -> None:
