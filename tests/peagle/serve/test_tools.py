@@ -226,6 +226,75 @@ def test_a_history_is_as_the_harmony_format_has_it(saying: Making, spelling: str
     )
 
 
+def turn(*calls: tuple[str, str, str], thinks: str = "", says: str | None = None) -> list[Any]:
+    """Make a past step of the assistant: calls (name, arguments, result) of one message, or a final message."""
+    if says is not None:
+        return [{"role": "assistant", "content": says, "reasoning": thinks}]
+    made = [
+        {"id": f"{name}{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments, _) in enumerate(calls)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": result}
+        for call, (_, _, result) in zip(made, calls, strict=True)
+    ]
+    return [{"role": "assistant", "content": None, "reasoning": thinks, "tool_calls": made}, *results[::-1]]
+
+
+def written(messages: list[Any]) -> str:
+    """Write a history as the harmony format has it, after openai/harmony, docs/format.md, from the first user on.
+
+    An analysis is kept if it led to calls and no final message came after it. A call comes directly before its result.
+    Header of calls and quotes of results are those of GPT-OSS's template.
+    """
+    text = ""
+    for place, message in enumerate(messages):
+        if message["role"] == "user":
+            text += f"<|start|>user<|message|>{message['content']}<|end|>"
+        if message["role"] != "assistant":
+            continue
+        if "tool_calls" not in message:
+            text += f"<|start|>assistant<|channel|>final<|message|>{message['content']}<|end|>"
+            continue
+        later = messages[place + 1 :]
+        final = any(each["role"] == "assistant" and "tool_calls" not in each for each in later)
+        if message["reasoning"] and not final:
+            text += f"<|start|>assistant<|channel|>analysis<|message|>{message['reasoning']}<|end|>"
+        for call in message["tool_calls"]:
+            (result,) = (each["content"] for each in later if each.get("tool_call_id") == call["id"])
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            text += f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
+            text += f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{json.dumps(result)}<|end|>"
+    return text + "<|start|>assistant"
+
+
+ASKED, RAIN, NOON = USER[0], ("get_weather", ARGUMENTS, "rain"), ("clock", "{}", "noon")
+HISTORIES: dict[str, list[Any]] = {
+    "two answers": [ASKED, *turn(says="Hi.", thinks="Easy."), ASKED, *turn(says="Yes.", thinks="Hm."), ASKED],
+    "a call and its analysis": [ASKED, *turn(RAIN, thinks="Look.")],
+    "calls after calls keep each analysis": [ASKED, *turn(RAIN, thinks="One."), *turn(NOON, thinks="Two.")],
+    "several calls of a message": [ASKED, *turn(RAIN, NOON, thinks="Both.")],
+    "an answer drops the analyses before it": [
+        *(ASKED, *turn(RAIN, thinks="One."), *turn(NOON, thinks="Two."), *turn(says="Wet.", thinks="So."), ASKED)
+    ],
+    "of the turns after it they are kept": [
+        *(ASKED, *turn(NOON, thinks="Old."), *turn(says="Late."), ASKED, *turn(RAIN, thinks="New."))
+    ],
+    "a call that nothing was thought before": [ASKED, *turn(NOON), *turn(RAIN)],
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.parametrize("role", [None, "system", "developer"])
+def test_histories_of_tools_are_as_the_format_has_them(saying: Making, name: str, role: str | None) -> None:
+    messages = HISTORIES[name]
+    first = [] if role is None else [{"role": role, "content": "Be brief."}]
+    text = prompt(saying(), messages=[*first, *messages], tools=[WEATHER, CLOCK])
+    before, _, _ = text.partition("<|start|>user")
+    assert text[len(before) :] == written(messages)
+    assert ("Be brief." in before.partition("<|start|>developer")[2]) == (role is not None)
+
+
 def past(*calls: tuple[str, str]) -> list[Any]:
     """Make a history of calls (id, arguments) in one message, and their results."""
     made = [{"id": name, "type": "function", "function": {"name": "f", "arguments": text}} for name, text in calls]
