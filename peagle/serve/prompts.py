@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parame
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
 from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
+
+TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of JSON
 
 
 @dataclass(frozen=True)
@@ -290,12 +293,9 @@ class Prompter:
         return limit
 
     def _sampling(self, body: Sampled) -> SamplingParams:
-        try:
-            bias = tuple((int(token), value) for token, value in body.logit_bias.items())
-        except ValueError:
-            raise ApiError(
-                400, f"logit_bias is {brief(body.logit_bias)}; expected token ids as keys", "logit_bias"
-            ) from None
+        if bad := [key for key in body.logit_bias if not TOKEN_ID.fullmatch(key)]:
+            raise ApiError(400, f"logit_bias has the key {brief(bad[0])}; expected token ids as keys", "logit_bias")
+        bias = tuple((int(token), value) for token, value in body.logit_bias.items())
         self.check_ids([token for token, _ in bias], "logit_bias")
         seed = secrets.randbelow(LARGEST_SEED + 1) if body.seed is None else body.seed
         return SamplingParams(
