@@ -71,6 +71,7 @@ class Pair:
     retain_full_kv: bool = False  # layers with a window keep all positions, in place of rings
     widths: WidthTable = DEFAULT_WIDTHS  # drafts of "auto", by active rows
     steps_per_dispatch: int = 1  # of both engines, so that their ratio is fair
+    prefill_chunk: int = DEFAULT_CHUNK  # prompt tokens of one pass
     fingerprints: Fingerprints = Fingerprints()  # noqa: RUF009  # frozen; of the models, for hand-offs
     programs_by_width: bool = False  # peagle.engine.engine.EngineConfig; default: passes skip inactive rows
     lead: Lead | None = None  # of a target over several processes: what it sends to the others
@@ -112,7 +113,7 @@ class Pair:
         stop: str | Sequence[str] = (),
         slots: int = 1,
         context: int | None = None,
-        prefill_chunk: int = DEFAULT_CHUNK,
+        prefill_chunk: int | None = None,
         prefix_cache_bytes: int = 0,
     ) -> "Stream":
         """Stream the answer to a prompt piece by piece; `stream.result` has the figures.
@@ -202,7 +203,7 @@ class Pair:
         slots: int = 1,
         draft_sampling: bool = False,
         synthetic_acceptance: tuple[float, ...] | None = None,
-        chunk: int = DEFAULT_CHUNK,
+        chunk: int | None = None,
         prefix_cache_bytes: int = 0,
         k_per_request: bool = False,
         mask_budget_s: float = MASK_BUDGET_S,
@@ -211,15 +212,15 @@ class Pair:
     ) -> EngineConfig:
         """Make the config of an engine. adaptive: draft by the pair's table of widths, and pause.
 
-        prefix_cache_bytes: memory for prompts and answers that later requests may begin with; 0: none are kept.
-        k_per_request: requests may set num_speculative_tokens. mask_budget_s: of a request's grammar in a step.
-        blocked: prefill each prompt at once.
+        chunk: prompt tokens of one pass; the pair's by default. prefix_cache_bytes: memory for prompts and answers that
+        later requests may begin with; 0: none are kept. k_per_request: requests may set num_speculative_tokens.
+        mask_budget_s: of a request's grammar in a step. blocked: prefill each prompt at once.
         """
         return EngineConfig(
             num_speculative_tokens=num_speculative_tokens,
             slots=slots,
             capacity=capacity,
-            chunk=min(chunk, max(capacity, 1)),
+            chunk=min(self.prefill_chunk if chunk is None else chunk, max(capacity, 1)),
             steps_per_dispatch=self.steps_per_dispatch,
             widths=self.widths if adaptive else None,
             adaptive=adaptive,

@@ -20,6 +20,7 @@ from peagle.api import AUTO, DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.lead import Lead
+from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
 from peagle.engine.widths import OFF, SPECULATION_FILE, read_widths, read_window
 from peagle.hub import cached, is_name
 from peagle.ops import cuda
@@ -132,6 +133,7 @@ def load(
         mesh=None if shape is None else f"{shape.devices} devices, {shape}",
         retain_full_kv=retain_full_kv,
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
+        prefill_chunk=GPU_CHUNK if jax.default_backend() == "gpu" else DEFAULT_CHUNK,
         programs_by_width=implementation != "native",
         fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
         lead=lead,

@@ -42,7 +42,7 @@ from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
 from peagle.api import Pair
 from peagle.engine.engine import AnyEngine
-from peagle.engine.request import Request
+from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK, Request
 from peagle.measure.bench import BenchOptions, Case, bench
 from peagle.measure.metrics import total
 from peagle.measure.profile import profile
@@ -87,6 +87,7 @@ PUBLISHED = tuple(
     )
 )
 ENDS = "memory"  # of a shape: its weights are freed, even if nothing else of it ran to its end
+PATIENCE = 1.25  # a section that takes so many times what it may ends at its next line, for the sake of the others
 ROOM = 1.15  # of the weights: caches, and what a pass needs on the way
 
 
@@ -194,24 +195,24 @@ def peers() -> Iterator[Json]:
 def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     """Measure every operation's bytes and time, by the number of rows."""
     contexts = tuple(context for context in (512, 8192) if context + 16 < config.max_positions)
-    for rows in (1, 4, 8, 16, 128, 512):
+    for rows in (1, 8, 16, 64, 512, 2048):
         for line in costs(params, config, rows, contexts if rows in (1, 8) else ()):
             yield {"shape": name, **line}
 
 
 def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Measure prefill, decoding and verify passes by batch and by context; the first case by XLA's own code, too."""
+    """Measure prefill, decoding and verify passes by batch and by context; decoding by XLA's own code, too."""
     most_rows = calls.MAX_ROWS if cuda.available() else 0
-    cases = [(batch, context, params) for batch, context in ((1, 512), (4, 512), (8, 512), (32, 512), (1, 8192))]
+    cases = [(batch, context, params) for batch, context in ((1, 512), (8, 512), (1, 8192), (32, 512), (4, 512))]
     if cuda.available():
-        cases.insert(1, (1, 512, dataclasses.replace(params, implementation="xla")))
+        cases.append((1, 512, dataclasses.replace(params, implementation="xla")))
     for batch, context, weights in cases:
         pair = pair_of(weights, config, None)
         first = batch == 1 and context == 512 and weights is params
         options = BenchOptions(
             prompt_lengths=(512, 2048) if first else (),
             new_tokens=(NEW_TOKENS,),
-            widths=(1, 2, 4, 8, 16) if batch == 1 else (1, 4) if batch < 32 else (),
+            widths=() if weights is not params or batch == 32 else (1, 2, 4, 8, 16) if batch == 1 else (1, 4),
             context=context,
             slots=(batch,),
             repeats=REPEATS,
@@ -247,7 +248,7 @@ def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one sequence,
     and several together.
     """
-    for vocab, batch, ks in ((None, 1, (1, 3, 5, 7)), (NARROW_VOCAB, 1, (3, 7)), (None, 4, (3,)), (None, 8, (3,))):
+    for vocab, batch, ks in ((None, 1, (5, 7)), (None, 8, (3,)), (NARROW_VOCAB, 1, (7,))):
         if vocab is not None and vocab >= config.vocab_size:
             continue
         for kind in (PARALLEL, IN_TURN):
@@ -349,7 +350,8 @@ def random_drafter(kind: DrafterShape, config: TargetConfig, draft_vocab: int | 
 
 def pair_of(params: Any, config: TargetConfig, drafter: Any) -> Pair:
     taps = () if drafter is None else drafter.aux_layer_ids
-    return Pair(GptOss(params, config, aux_layer_ids=taps), GptOss(params, config), drafter, None)
+    chunk = GPU_CHUNK if on_gpu() else DEFAULT_CHUNK
+    return Pair(GptOss(params, config, aux_layer_ids=taps), GptOss(params, config), drafter, None, prefill_chunk=chunk)
 
 
 def on_gpu() -> bool:
@@ -387,8 +389,8 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
         yield from ()
 
     yield Section(f"{name}: target", alone, seconds)
-    yield Section(f"{name}: operations", lambda: operations(name, weights(), config), seconds / 2)
     yield Section(f"{name}: speculation", speculating, seconds)
+    yield Section(f"{name}: operations", lambda: operations(name, weights(), config), seconds / 2)
     yield Section(f"{name}: {ENDS}", let_go, 0)
 
 
@@ -424,7 +426,7 @@ def check(arguments: argparse.Namespace) -> int:
         Section("conformance", conformance, 120),
         # while this process has not taken the memory
         Section("peers", peers, 150),
-        *(section for name in shapes for section in shape_sections(name, 90)),
+        *(section for name in shapes for section in shape_sections(name, 60)),
     ]
     sections = every
     if arguments.only is not None:
@@ -451,11 +453,15 @@ def check(arguments: argparse.Namespace) -> int:
         if section.seconds and left < section.seconds / 2:
             log(section, {"left_out": f"{max(left, 0):.0f} s are left of --minutes {arguments.minutes:g}"})
             continue
+        begun = time.monotonic()
         try:
             for line in section.run():
                 log(section, line)
                 if time.monotonic() > deadline:
                     log(section, {"left_out": f"what follows, at the end of --minutes {arguments.minutes:g}"})
+                    break
+                if section.seconds and time.monotonic() > begun + PATIENCE * section.seconds:
+                    log(section, {"left_out": f"what follows, after {time.monotonic() - begun:.0f} s"})
                     break
         except TooLarge as error:
             log(section, {"left_out": str(error)})

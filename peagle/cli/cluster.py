@@ -25,6 +25,7 @@ from peagle.loading import (
     resolve,
     without_weights,
 )
+from peagle.ops import interrupt
 from peagle.parallel import refuse_replicas
 from peagle.workflows.run import default_prefix_cache_bytes
 
@@ -47,12 +48,22 @@ def up_command(settings: ClusterUpSettings) -> int:
     if settings.host not in LOOPBACK and settings.api_key_file is None:
         say("warning", f"--host {settings.host} lets other machines in, and no --api-key-file is given")
     stopped = threading.Event()
+
+    pressed = signal.getsignal(signal.SIGINT)
+
+    def stop(number: int, frame: Any) -> None:
+        if stopped.is_set():  # the second time: without waiting for answers
+            raise KeyboardInterrupt
+        stopped.set()
+        if number == signal.SIGINT and callable(pressed):
+            pressed(number, frame)
+            interrupt.forget()  # or the second press would end this process alone, and leave Ray's
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, stop)
     display = Display(text=False, quiet=False, total=1, streaming=True)
     display.note(f"starting {settings.prefill + settings.decode} replicas; each loads and compiles")
-    ready = f"ready: http://{settings.host}:{settings.port}/v1"
-    run(arguments, settings.address, settings.host, settings.port, lambda: display.note(ready), stopped)
+    run(arguments, settings.address, settings.host, settings.port, display.note, stopped)
     return 0
 
 
@@ -77,6 +88,11 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         "name": settings.served_model_name or default_name(target),
         "prefill": settings.prefill,
         "decode": settings.decode,
+        "max_prefill": settings.max_prefill,
+        "max_decode": settings.max_decode,
+        "busy": settings.busy,
+        "scale_up_s": settings.scale_up,
+        "scale_down_s": settings.scale_down,
         "num_speculative_tokens": k,
         "slots": settings.slots,
         "context": context,

@@ -119,7 +119,7 @@ def _config_block(run: Run, pair: Pair, config: RunConfig) -> dict[str, Any]:
         "synthetic_acceptance": config.synthetic_acceptance,
         "slots": config.slots,
         "context": config.context,
-        "prefill_chunk": config.prefill_chunk,
+        "prefill_chunk": pair.prefill_chunk if config.prefill_chunk is None else config.prefill_chunk,
         "prefill": _prefill(run, config),
         "retain_full_kv": pair.retain_full_kv,
         "prefix_cache_bytes": run.prefix_cache_bytes,

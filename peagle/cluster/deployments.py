@@ -20,9 +20,11 @@ from typing import Any, Literal
 import numpy as np
 import ray.exceptions
 from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from peagle.api import AUTO, Pair
 from peagle.cluster.fleet import PATIENCE_S, Fleet, ReplicaLost, Shape
+from peagle.cluster.router import PrefixRouter
 from peagle.engine.engine import EngineConfig, Role
 from peagle.engine.grammar import PortableGrammar
 from peagle.engine.handoff import parse
@@ -36,6 +38,8 @@ from peagle.serve.prompts import Prompter
 from peagle.text.tokenizer import DEFAULT_DATE
 
 MANY = 1_000_000  # ongoing calls of a replica: engines have their own queues
+PROMPTS = 2  # of a replica that prefills: one that is computed, and one that waits
+LOOK_BACK_S = 12.0  # requests are averaged over so long; Serve wants more than the 10 s between two counts
 NO_REQUEST = Request((0,), 1)  # of chunks on their way: the reader has the request
 LOADING = ("dtype", "experts", "kernels", "drafter_window", "mesh", "reduce", "retain_full_kv")
 LOSSES = (
@@ -50,9 +54,12 @@ LOSSES = (
 class FleetConfig:
     """What a fleet runs.
 
-    prefill: replicas that only prefill; 0: each replica does both. decode: the other replicas. patience_s:
-    peagle.cluster.fleet.Fleet. drain_s: a replica that shall stop may take so long to end its answers. num_cpus,
-    num_gpus: of each replica, for Ray's scheduling. LOADING's fields: peagle.loading.load.
+    prefill: replicas that only prefill; 0: each replica does both. decode: the other replicas.
+    max_prefill, max_decode: Serve starts up to so many while a replica has more requests than `busy` (0: its slots) on
+    average for scale_up_s, and ends them again if it has had fewer for scale_down_s; 0: no more than at first.
+    route_by_prefix: prompts go where their beginning went (peagle.cluster.router), if prompts are kept.
+    patience_s: peagle.cluster.fleet.Fleet. drain_s: a replica that shall stop may take so long to end its answers.
+    num_cpus, num_gpus: of each replica, for Ray's scheduling. LOADING's fields: peagle.loading.load.
     """
 
     target: str
@@ -76,11 +83,20 @@ class FleetConfig:
     retain_full_kv: bool = False
     patience_s: float = PATIENCE_S
     drain_s: float = 30.0
+    max_prefill: int = 0
+    max_decode: int = 0
+    busy: int = 0
+    scale_up_s: float = 30.0
+    scale_down_s: float = 600.0
+    route_by_prefix: bool = True
     num_cpus: float = 1.0
     num_gpus: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("prefill", 0), ("decode", 1), ("slots", 1), ("max_queue", 0)):
+        for name, least in (
+            ("prefill", 0), ("decode", 1), ("slots", 1), ("max_queue", 0), ("max_prefill", 0), ("max_decode", 0),
+            ("busy", 0),
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise InputError(f"{name} is {value!r}; expected an integer of {least} or more")
@@ -88,10 +104,34 @@ class FleetConfig:
         if isinstance(self.keys, str) or not all(isinstance(key, str) and key for key in self.keys):
             raise InputError("keys are no list of texts; expected [KEY, ...]")
 
+        for name in ("prefill", "decode"):
+            count, most = getattr(self, name), getattr(self, f"max_{name}")
+            if most and (most < count or not count):
+                raise InputError(f"max_{name} is {most}, and {name} {count}; expected {max(1, count)} of those or more")
+
+    @property
+    def most_replicas(self) -> int:
+        """Engines at once."""
+        return max(self.prefill, self.max_prefill) + max(self.decode, self.max_decode)
+
     @property
     def most_open(self) -> int:
         """Requests at once."""
-        return self.decode * self.slots + self.max_queue
+        return max(self.decode, self.max_decode) * self.slots + self.max_queue
+
+    def scaling(self, count: int, most: int, busy: int) -> dict[str, Any]:
+        """Make Serve's options for `count` replicas, or up to `most` if each has `busy` requests."""
+        if most <= count:
+            return {"num_replicas": count}
+        scaled = AutoscalingConfig(
+            min_replicas=count,
+            max_replicas=most,
+            target_ongoing_requests=float(busy),
+            upscale_delay_s=self.scale_up_s,
+            downscale_delay_s=self.scale_down_s,
+            look_back_period_s=LOOK_BACK_S,
+        )
+        return {"autoscaling_config": scaled}
 
     def engine_config(self, pair: Pair, role: Role) -> EngineConfig:
         return pair.engine_config(
@@ -231,12 +271,19 @@ def build(config: FleetConfig | dict[str, Any]) -> serve.Application:
     actor = {"num_cpus": config.num_cpus, "num_gpus": config.num_gpus}
     options: Any = {"health_check_period_s": 5, "graceful_shutdown_timeout_s": config.drain_s}
 
-    def workers(name: str, role: Role, count: int) -> Any:
-        made: Any = serve.deployment(Worker, name=name, num_replicas=count, max_ongoing_requests=MANY)
+    def workers(name: str, role: Role, scaling: dict[str, Any]) -> Any:
+        if config.route_by_prefix and config.prefix_cache_bytes and role != "decode":
+            choice: Any = PrefixRouter
+            scaling["request_router_config"] = RequestRouterConfig(request_router_class=choice)
+        made: Any = serve.deployment(Worker, name=name, max_ongoing_requests=MANY, **scaling)
         return made.options(ray_actor_options=actor, **options).bind(config, role)
 
-    prefill = workers("Prefill", "prefill", config.prefill) if config.prefill else None
-    decode = workers("Decode", "decode", config.decode) if config.prefill else workers("Both", "both", config.decode)
+    prefill = None
+    if config.prefill:  # one prompt is computed at a time
+        scaling = config.scaling(config.prefill, config.max_prefill, config.busy or PROMPTS)
+        prefill = workers("Prefill", "prefill", scaling)
+    scaling = config.scaling(config.decode, config.max_decode, config.busy or config.slots)
+    decode = workers("Decode", "decode", scaling) if config.prefill else workers("Both", "both", scaling)
     app: Any = serve.deployment(Application, name="Application", max_ongoing_requests=MANY)
     made: serve.Application = app.options(ray_actor_options={"num_cpus": 0}, **options).bind(config, prefill, decode)
     return made

@@ -1,7 +1,11 @@
 """Start Ray, if none is running, and a fleet on it; end both."""
 
+import logging
+import socket
 import threading
+import warnings
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import ray
@@ -10,8 +14,11 @@ from ray.serve.config import HTTPOptions
 
 from peagle.cluster.deployments import FleetConfig, build
 from peagle.ops.errors import InputError
+from peagle.serve.server import bind
 
 NAME = "peagle"
+LOOKS_S = 0.5  # between looks at what runs
+REACHED_S = 5.0  # an address of a cluster must answer in so long; Ray itself tries for minutes
 
 
 def run(
@@ -19,34 +26,112 @@ def run(
     address: str | None,
     host: str,
     port: int,
-    ready: Callable[[], None],
+    note: Callable[[str], None],
     stopped: threading.Event,
 ) -> None:
-    """Run a fleet until `stopped` is set. address: of a Ray cluster; None: one is started on this machine.
+    """Run a fleet until `stopped` is set, then wait for its answers, but for a KeyboardInterrupt.
 
-    A cluster that was running keeps Serve and what others serve there. Raises InputError for arguments that cannot be
-    used, and for an address at which there is no cluster.
+    note: called with a line at each change of what runs.
+    address: of a Ray cluster; None: one is started on this machine. A cluster that was running keeps Serve and what
+    others serve there. Raises InputError for arguments that cannot be used, for an address at which there is no
+    cluster, and if no replica can be started.
     """
     config = FleetConfig(**arguments)
-    replicas = (config.prefill + config.decode) * config.num_cpus
-    # Ray reckons with CPUs, and starts nothing beyond them: its own machine is said to have enough
-    local: Any = {"num_cpus": max(1, round(replicas + 1)), "include_dashboard": False} if address is None else {}
+    _connect(config, address, host, port)
     try:
-        ray.init(address=address, **local)
-    except (ConnectionError, ValueError) as error:
-        raise InputError(
-            f"--address {address}: {' '.join(str(error).split())[:300]}; expected a Ray cluster that is running, or "
-            "leave it out"
-        ) from None
-    try:
-        serve.start(http_options=HTTPOptions(host=host, port=port))
-        serve.run(build(config), name=NAME)
-        ready()
-        while not stopped.wait(1.0):
-            pass
+        if not stopped.is_set():
+            serve.start(http_options=HTTPOptions(host=host, port=port))
+            # without waiting: what can never be started must not keep Ctrl-C from ending it
+            serve.run_many([serve.RunTarget(build(config), name=NAME)], wait_for_applications_running=False)
+            try:
+                _watch(f"ready: http://{host}:{port}/v1", note, stopped)
+            finally:
+                serve.delete(NAME)  # the HTTP proxy stays until answers have ended
+    except KeyboardInterrupt:
+        note("ended without waiting for answers")
     finally:
-        if address is None:
-            serve.shutdown()
-        else:
-            serve.delete(NAME)
-        ray.shutdown()
+        ray.shutdown()  # ends what was started here, Serve with it
+
+
+def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> None:
+    """Start Ray, or join the cluster at an address."""
+    if address is None:
+        with closing(bind(host, port)):  # Serve finds out in another process, much later
+            pass
+    elif ":" in address and "://" not in address:
+        _expect_reached(address)
+    # Ray reckons with CPUs, and starts nothing beyond them: its own machine is said to have enough
+    replicas = config.most_replicas
+    local: Any = {"num_cpus": max(1, round(replicas * config.num_cpus + 1)), "include_dashboard": False}
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            # Ray's processes are other programs: nothing of JAX runs in the moment before they begin
+            warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+            ray.init(
+                address=address,
+                log_to_driver=False,  # a line for each request
+                logging_level=logging.ERROR,
+                **(local if address is None else {}),
+            )
+    except (ConnectionError, ValueError) as error:
+        raise InputError(_no_cluster(address, str(error))) from None
+    if address is None and config.num_gpus:
+        found, needed = ray.cluster_resources().get("GPU", 0), replicas * config.num_gpus
+        if found < needed:
+            ray.shutdown()
+            raise InputError(
+                f"--num-gpus {config.num_gpus:g} for {replicas} replicas needs {needed:g} GPUs, and Ray finds "
+                f"{found:g}; take fewer replicas, or a share of a GPU for each, as 0.5"
+            )
+
+
+def _expect_reached(address: str) -> None:
+    """Raise InputError if nobody listens at host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACHED_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise InputError(_no_cluster(address, str(error))) from None
+
+
+def _no_cluster(address: str | None, why: str) -> str:
+    where = f"--address {address}: " if address is not None else "Ray cannot be started: "
+    return f"{where}{' '.join(why.split())[:300]}; expected a Ray cluster that is running, or leave it out"
+
+
+def _watch(ready: str, note: Callable[[str], None], stopped: threading.Event) -> None:
+    """Note when the fleet is ready, and each change of what runs, until `stopped` is set.
+
+    Raises InputError if it cannot be started.
+    """
+    shown, answers = "", False
+    while not stopped.wait(LOOKS_S):
+        found = serve.status().applications.get(NAME)
+        if found is None:
+            continue
+        if found.status == "DEPLOY_FAILED":
+            why = (found.message.strip() or "without a reason").splitlines()[-1]
+            raise InputError(f"the fleet cannot be started: {why}; more is in Ray's logs, /tmp/ray/session_latest/logs")
+        if found.status == "RUNNING" and not answers:
+            answers = True
+            note(ready)
+        line = running(found.deployments)
+        if line != shown and answers:
+            note(line)
+        shown = line
+    note("ending: answers are waited for")
+
+
+def running(deployments: dict[str, Any]) -> str:
+    """Describe how many replicas of each deployment run, or start, or stop.
+
+    >>> running({})
+    'replicas: none'
+    """
+    parts = [
+        f"{name} {', '.join(f'{count} {state.lower()}' for state, count in sorted(each.replica_states.items()))}"
+        for name, each in sorted(deployments.items())
+        if name != "Application" and each.replica_states
+    ]
+    return f"replicas: {'; '.join(parts) or 'none'}"

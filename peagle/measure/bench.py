@@ -299,7 +299,7 @@ def _prepare_prefill(
     """Prepare prefill in the engine's lane, one sequence after the other."""
     target = pair.plain_target
     token_ids = _random_ids(rng, target, options.batch, size)
-    widest = chunk = min(DEFAULT_CHUNK, size)
+    widest = chunk = min(pair.prefill_chunk, size)
     if blocked is not None:
         widest = blocked.rows(size).query_rows
 
@@ -378,6 +378,7 @@ class _Verify:
 
     def __init__(self, pair: Pair, options: BenchOptions, rng: np.random.Generator) -> None:
         self._target, self._options, self._rng = pair.plain_target, options, rng
+        self._chunk = min(pair.prefill_chunk, options.context)
         self._caches: PyTree = None
         self._turn = 0  # of the sets of tokens
 
@@ -396,7 +397,7 @@ class _Verify:
         widest = max(case.size for case in self._options.cases if case.kind == "verify")
         _refuse_caches(self._target, batch, context + widest, widest)
         token_ids = _random_ids(self._rng, self._target, batch, context)
-        self._caches = _prefill(self._target, token_ids, context + widest, min(DEFAULT_CHUNK, context), widest)
+        self._caches = _prefill(self._target, token_ids, context + widest, self._chunk, widest)
 
     def _time(self, token_ids: np.ndarray, passes: int) -> float:
         lengths = np.full((self._options.batch,), self._options.context, np.int32)

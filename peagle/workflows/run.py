@@ -49,7 +49,7 @@ class RunConfig:
     baseline: bool = True
     show_drafts: bool = False  # tell the observer which tokens were accepted drafts
     logprobs: int | None = None  # how many of the likeliest tokens to return with each emitted one
-    prefill_chunk: int = DEFAULT_CHUNK
+    prefill_chunk: int | None = None  # None: the pair's
     prefix_cache_bytes: int | None = None  # None: a tenth of the free memory if there are several requests, else 0
     blocked: BlockedPrefill | None = None  # prefill each prompt at once, without a prefix cache
     profile: Path | None = None  # the directory for a trace of some of the steps (peagle.measure.profile)
@@ -59,7 +59,7 @@ class RunConfig:
         EngineConfig(  # check the options of an engine
             self.num_speculative_tokens,
             self.slots,
-            chunk=self.prefill_chunk,
+            chunk=DEFAULT_CHUNK if self.prefill_chunk is None else self.prefill_chunk,
             prefix_cache_bytes=self.prefix_cache_bytes or 0,
             blocked=self.blocked and BlockedPrefill(),  # its numbers of blocks depend on the context
             draft_sampling=self.draft_sampling,

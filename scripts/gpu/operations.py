@@ -1,8 +1,8 @@
 """Measure each operation of a pass through the target by itself: the bytes it has to read, and its time.
 
-Each runs with the weights (or caches) of all layers, one layer after the other in one program, as in a model; a figure
-is one layer's. A bandwidth is given only if all layers' bytes exceed the device's own caches: else it would be theirs,
-and such small operations take as long as their launch. Experts run in every form that there is, on the same
+Each runs with the weights (or caches) of several layers, one layer after the other in one program, as in a model; a
+figure is one layer's. A bandwidth is given only if all layers' bytes exceed the device's own caches: else it would be
+theirs, and such small operations take as long as their launch. Experts run in every form that there is, on the same
 routing.
 """
 
@@ -32,6 +32,7 @@ from target.params import TargetParams
 
 Json = dict[str, Any]
 CACHED = 128e6  # bytes: twice a large GPU's second-level cache
+MOST_LAYERS = 12  # a program of all of them compiles for long
 FORMS: tuple[tuple[str, Implementation | None], ...] = (("XLA", "xla"), ("CUDA", None))  # of attention
 REPEATS, PASSES = 5, 10  # so many times, so many passes dispatched together
 
@@ -90,7 +91,7 @@ def measure(operation: Operation) -> list[float]:
 
 def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: tuple[int, ...]) -> Iterator[Operation]:
     """See `costs`."""
-    layers, dtype = params.layers, params.lm_head.dtype
+    layers, dtype = params.layers[:MOST_LAYERS], params.lm_head.dtype
     draw = np.random.default_rng(rows)
 
     def drawn(*shape: int) -> jax.Array:
@@ -109,9 +110,9 @@ def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: 
         heads = config.num_heads + 2 * config.num_kv_heads
         positions = context + jnp.arange(rows, dtype=jnp.int32)[None]
         cos_sin = rope_tables(config.rope, positions, dtype)
-        caches = init_caches(config, 1, context + rows, rows, dtype)
+        caches = init_caches(config, 1, context + rows, rows, dtype)[: len(layers)]
         for kind, name in ((SLIDING, f"attention, window {config.sliding_window}"), (FULL, "attention, all")):
-            own = [cache for cache, each in zip(caches, config.layer_types, strict=True) if each == kind]
+            own = [cache for cache, each in zip(caches, config.layer_types, strict=False) if each == kind]
             window = config.sliding_window if kind == SLIDING else None
             operands = [(drawn(1, rows, heads * config.head_dim), *cos_sin, positions) for _ in own]
             seen = context + rows if window is None else min(context, window - 1) + rows
@@ -127,14 +128,14 @@ def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: 
 def _experts(
     params: TargetParams, config: TargetConfig, x: list[jax.Array], draw: np.random.Generator
 ) -> Iterator[Operation]:
-    rows, weights = x[0].shape[0], [layer.moe.experts for layer in params.layers]
+    rows, weights = x[0].shape[0], [layer.moe.experts for layer in params.layers[: len(x)]]
     logits = [jnp.asarray(draw.standard_normal((rows, config.num_experts)), jnp.float32) for _ in weights]
     one_expert = sum(leaf.nbytes for leaf in jax.tree.leaves(weights[0])) / config.num_experts
     selected = [np.unique(np.asarray(route_top_k(each, config.top_k)[0])).size for each in logits]
-    if rows > calls.MAX_ROWS:  # a prefill's
-        forms = [("XLA, all experts", reference.each_expert_once), ("XLA, in blocks", reference.in_blocks)]
+    forms = [("CUDA", expert_mlp)] if cuda.available() else []
+    if rows > calls.FEW_ROWS:  # a prefill's
+        forms += [("XLA, all experts", reference.each_expert_once), ("XLA, in blocks", reference.in_blocks)]
     else:
-        forms = [("CUDA", expert_mlp)] if cuda.available() else []
         forms.append(("XLA, all pairs at once", reference.all_pairs))
         if rows == 1:  # these loop: over pairs, and over all experts
             forms += [("XLA, pair by pair", reference.selected), ("XLA, all experts", reference.each_expert_once)]

@@ -18,6 +18,8 @@ from peagle.cli.settings.shared import (
     Target,
 )
 
+SCALING = "Scaling by load"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterUpSettings:
@@ -34,6 +36,8 @@ class ClusterUpSettings:
       two replicas of the demo pair     [cyan]peagle cluster up --decode 2[/cyan]
       prompts elsewhere than answers
         [cyan]peagle cluster up --prefill 1 --decode 2 --target DIR --drafter DIR[/cyan]
+      more replicas while there is much to do
+        [cyan]peagle cluster up --decode 1 --max-decode 4 --drain 120[/cyan]
       in a Ray cluster that is running
         [cyan]peagle cluster up --address auto --decode 8 --num-gpus 1[/cyan]
     """
@@ -61,12 +65,57 @@ class ClusterUpSettings:
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False
     prefill: Annotated[
-        int, Option("--prefill", metavar="N", rich_help_panel=RUNNING, help="Replicas that only compute prompts.")
+        int,
+        Option("--prefill", min=0, metavar="N", rich_help_panel=RUNNING, help="Replicas that only compute prompts."),
     ] = 0
     decode: Annotated[
         int,
-        Option("--decode", metavar="N", rich_help_panel=RUNNING, help="Replicas that decode."),
+        Option("--decode", min=1, metavar="N", rich_help_panel=RUNNING, help="Replicas that decode."),
     ] = 1
+    max_prefill: Annotated[
+        int,
+        Option(
+            "--max-prefill",
+            min=0,
+            metavar="N",
+            rich_help_panel=SCALING,
+            help="Start up to N replicas that compute prompts while there is much to do. 0: as many as --prefill.",
+        ),
+    ] = 0
+    max_decode: Annotated[
+        int,
+        Option(
+            "--max-decode",
+            min=0,
+            metavar="N",
+            rich_help_panel=SCALING,
+            help="Start up to N replicas that decode while there is much to do. 0: as many as --decode.",
+        ),
+    ] = 0
+    busy: Annotated[
+        int,
+        Option(
+            "--busy",
+            min=0,
+            metavar="N",
+            rich_help_panel=SCALING,
+            help="Requests of a replica, on average, beyond which there is much to do. 0: its slots; 2 prompts.",
+        ),
+    ] = 0
+    scale_up: Annotated[
+        float,
+        Option("--scale-up", min=0, metavar="SECONDS", rich_help_panel=SCALING, help="Start more after so long."),
+    ] = 30.0
+    scale_down: Annotated[
+        float,
+        Option(
+            "--scale-down",
+            min=0,
+            metavar="SECONDS",
+            rich_help_panel=SCALING,
+            help="End those that are not needed after so long; they have --drain to end their answers.",
+        ),
+    ] = 600.0
     slots: Annotated[
         int,
         Option("--slots", min=1, metavar="N", rich_help_panel=RUNNING, help="Requests at once in a replica."),
@@ -83,7 +132,9 @@ class ClusterUpSettings:
         ),
     ] = 30
     host: Host = "127.0.0.1"
-    port: Annotated[int, Option("--port", metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")] = 8000
+    port: Annotated[
+        int, Option("--port", min=1, max=65535, metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")
+    ] = 8000
     api_key_file: ApiKeyFile = None
     address: Annotated[
         str | None,
@@ -93,8 +144,9 @@ class ClusterUpSettings:
     ] = None
     num_cpus: Annotated[
         float,
-        Option("--num-cpus", metavar="N", rich_help_panel=RUNNING, help="CPUs of a replica, for Ray's count."),
+        Option("--num-cpus", min=0, metavar="N", rich_help_panel=RUNNING, help="CPUs of a replica, for Ray's count."),
     ] = 1.0
     num_gpus: Annotated[
-        float, Option("--num-gpus", metavar="N", rich_help_panel=RUNNING, help="GPUs of a replica, for Ray to give.")
+        float,
+        Option("--num-gpus", min=0, metavar="N", rich_help_panel=RUNNING, help="GPUs of a replica, for Ray to give."),
     ] = 0.0

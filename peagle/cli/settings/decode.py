@@ -28,7 +28,7 @@ from peagle.cli.settings.shared import (
     Strict,
     quiet_option,
 )
-from peagle.engine.request import DEFAULT_CHUNK
+from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,14 +76,15 @@ class DecodeSettings:
     slots: Slots = None
     batch: Batch = None
     prefill_chunk: Annotated[
-        int,
+        int | None,
         Option(
             "--prefill-chunk",
             metavar="N",
             rich_help_panel=RUNNING,
-            help="Tokens of a prompt in one pass. More: prompts are read sooner; fewer: other requests wait less.",
+            help="Tokens of a prompt in one pass. More: prompts are read sooner; fewer: other requests wait less. "
+            f"Default: {DEFAULT_CHUNK}, on a GPU {GPU_CHUNK}.",
         ),
-    ] = DEFAULT_CHUNK
+    ] = None
     prefill: PrefillOptions = PrefillOptions()
     prefix_cache: PrefixCache = "auto"
     retain_full_kv: RetainFullKV = False

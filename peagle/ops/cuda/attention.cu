@@ -16,49 +16,52 @@ constexpr int kChunkSlots = kSlots * kWarps;
 constexpr int kRows = 16;  // queries per product
 constexpr float kNothing = -1e30f;
 
-// The map between a sequence's positions and its cache's slots.
+// The map between a sequence's positions and its cache's slots. `newest` is the largest position that the pass has written;
+// negative if it wrote none.
 struct Slots {
   int capacity;
-  int ring;
-  int newest;  // the largest position that the pass has written; negative if it wrote none
+  int newest;
+  int begun;   // the position that was, or will be, in slot 0 when `newest` was written: of a ring, of its last round
+  int before;  // a slot beyond the newest holds a position so far before: a ring's last round, or nothing
+
+  __device__ Slots(int capacity, int ring, int newest)
+      : capacity(capacity), newest(newest), begun(ring ? newest / capacity * capacity : 0), before(ring ? capacity : 1 << 30) {}
 
   // The position in a slot; negative for an empty slot.
   __device__ int Position(int slot) const {
-    if (slot >= capacity || newest < 0) return -1;
-    if (!ring) return slot <= newest ? slot : -1;
-    const int position = newest / capacity * capacity + slot;
-    return position > newest ? position - capacity : position;
+    const int position = begun + slot;
+    return slot >= capacity ? -1 : position > newest ? position - before : position;
   }
 };
 
 }  // namespace
 
 // query [B, T, N, H] = the queries of qkv [B, T, (N + 2G) H], rotated by cosine and sine [B, T, H/2]. Also writes rotated
-// keys, and values, to the caches [B, C, G, H] for rows whose position [B, T] is not negative. A block for each row.
+// keys, and values, to the caches [B, C, G, H] for rows whose position [B, T] is not negative. A thread for each two values:
+// blocks (B T, (N + 2G) H / 2 / kThreads, rounded up).
 extern "C" __global__ void __launch_bounds__(kThreads) peagle_rotate(
     const Half* qkv, const Half* cosine, const Half* sine, Half* key, Half* value, const int* positions, int rows,
     int capacity, int heads, int kv_heads, int ring, Half* query) {
-  const int row = blockIdx.x, b = row / rows, position = positions[row];  // row of [B, T]
-  const int slot = ring ? position % capacity : position;
-  const bool written = position >= 0 && slot < capacity;
-  const Half* own = qkv + static_cast<long long>(row) * (heads + 2 * kv_heads) * kHead;
-  for (int i = threadIdx.x; i < (heads + kv_heads) * kHalf; i += kThreads) {
-    const int head = i / kHalf, at = i % kHalf;
+  const int row = blockIdx.x, b = row / rows;  // row of [B, T]
+  const int i = blockIdx.y * kThreads + threadIdx.x, head = i / kHalf, at = i % kHalf;
+  if (head >= heads + 2 * kv_heads) return;
+  const Half* own = qkv + (static_cast<long long>(row) * (heads + 2 * kv_heads) + head) * kHead + at;
+  Half first = own[0], second = own[kHalf];
+  if (head < heads + kv_heads) {
     const float c = ToFloat(cosine[row * kHalf + at]), s = ToFloat(sine[row * kHalf + at]);
-    const float first = ToFloat(own[head * kHead + at]), second = ToFloat(own[head * kHead + kHalf + at]);
-    Half* to = nullptr;
-    if (head < heads)
-      to = query + (static_cast<long long>(row) * heads + head) * kHead;
-    else if (written)
-      to = key + ((static_cast<long long>(b) * capacity + slot) * kv_heads + head - heads) * kHead;
-    if (to == nullptr) continue;
-    to[at] = ToHalf(first * c - second * s);
-    to[at + kHalf] = ToHalf(second * c + first * s);
+    const float x = ToFloat(first), y = ToFloat(second);
+    first = ToHalf(x * c - y * s);
+    second = ToHalf(y * c + x * s);
   }
-  if (!written) return;
-  const Half* values = own + (heads + kv_heads) * kHead;
-  for (int i = threadIdx.x; i < kv_heads * kHead; i += kThreads)
-    value[(static_cast<long long>(b) * capacity + slot) * kv_heads * kHead + i] = values[i];
+  Half* to = query + (static_cast<long long>(row) * heads + head) * kHead + at;
+  if (head >= heads) {
+    const int position = positions[row], slot = ring ? position % capacity : position;
+    if (position < 0 || slot >= capacity) return;
+    const int own_head = (head - heads) % kv_heads;
+    to = (head < heads + kv_heads ? key : value) + ((static_cast<long long>(b) * capacity + slot) * kv_heads + own_head) * kHead + at;
+  }
+  to[0] = first;
+  to[kHalf] = second;
 }
 
 namespace {
@@ -101,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
   int oldest = newest;
   for (int t = 0; t < rows; ++t)
     if (positions[b * rows + t] >= 0) oldest = min(oldest, positions[b * rows + t]);
-  const Slots slots = {capacity, ring, newest};
+  const Slots slots(capacity, ring, newest);
   oldest = window > 0 ? max(0, oldest - window + 1) : 0;
   const long long row_stride = static_cast<long long>(kv_heads) * kHead;
   const Half* keys = key + static_cast<long long>(b) * capacity * row_stride + g * kHead;
@@ -121,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
       const bool there = index < queries;
       own_position[half] = there ? positions[b * rows + t] : -1;
       const Half* from = query + (static_cast<long long>(b * rows + (there ? t : 0)) * heads + (there ? head : 0)) * kHead;
-      for (int i = 0; i < 2; ++i) q[half][i] = there ? Load(from + 16 * quarter + 8 * i) : Words{};
+      for (int i = 0; i < 2; ++i) q[half][i] = LoadIf(there, from + 16 * quarter + 8 * i);
     }
     float scores[kSlots / 8][4];
     float peak[2] = {kNothing, kNothing};
@@ -130,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
       const int slot = first_slot + 8 * n + group, position = slots.Position(slot);
       const bool seen = position >= oldest && position <= newest;
       Words k[2];
-      for (int i = 0; i < 2; ++i) k[i] = seen ? Load(keys + slot * row_stride + 16 * quarter + 8 * i) : Words{};
+      for (int i = 0; i < 2; ++i) k[i] = LoadIf(seen, keys + slot * row_stride + 16 * quarter + 8 * i);
       for (int i = 0; i < 4; ++i) scores[n][i] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -168,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
       for (int i = 0; i < 4; ++i) {
         const int slot = first_slot + 8 * n + 2 * quarter + i % 2 + i / 2 * 8, position = slots.Position(slot);
         const bool seen = position >= oldest && position <= newest;
-        v[i] = seen ? Load(values + slot * row_stride + 8 * group) : Words{};
+        v[i] = LoadIf(seen, values + slot * row_stride + 8 * group);
       }
 #pragma unroll
       for (int h = 0; h < kHead / 8; ++h) {
@@ -212,18 +215,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
 // out [B, T, N, H] = the chunks' results combined with the sinks, if any. A row that attends to nothing gets zeros. A block
 // for each row and head, a thread for each value.
 extern "C" __global__ void __launch_bounds__(kHead) peagle_combine(
-    const float* partial, const float* peaks, const float* totals, const float* sinks, int rows, int heads, int kv_heads,
+    const float* partial, const float* peaks, const float* totals, const Half* sinks, int rows, int heads, int kv_heads,
     int num_chunks, Half* out) {
   const int row = blockIdx.x / heads, head = blockIdx.x % heads, b = row / rows, h = threadIdx.x;
   const int shared_heads = heads / kv_heads, queries = rows * shared_heads;
   const int index = row % rows * shared_heads + head % shared_heads;
   const long long first = (static_cast<long long>(b) * kv_heads + head / shared_heads) * num_chunks * queries + index;
-  float top = sinks == nullptr ? kNothing : sinks[head];
+  const float sink = sinks == nullptr ? kNothing : ToFloat(sinks[head]);
+  float top = sink;
   for (int c = 0; c < num_chunks; ++c) {
     const long long at = first + static_cast<long long>(c) * queries;
     if (totals[at] > 0) top = fmaxf(top, peaks[at]);
   }
-  float sum = sinks == nullptr ? 0 : expf(sinks[head] - top), result = 0;
+  float sum = sinks == nullptr ? 0 : expf(sink - top), result = 0;
   for (int c = 0; c < num_chunks; ++c) {
     const long long at = first + static_cast<long long>(c) * queries;
     if (!(totals[at] > 0)) continue;

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 
-MAX_ROWS = 64  # rows of `experts`: kMaxRows in launch.cc
+FEW_ROWS, MAX_ROWS = 16, 4096  # rows of `experts`, in two ways: kFewRows and kMaxRows in launch.cc
+TILE_ROWS, TILE_WORDS = 64, 3  # of `experts` of many rows: kTileRows and kTileWords
 HEAD_DIM, CHUNK = 64, 256  # CHUNK slots give one partial result: kHead and kChunkSlots in attention.cu
 Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array, "E _"]]
 
@@ -15,14 +16,18 @@ Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array
 def experts(
     x: BFloat16[Array, "T D"], ids: Int32[Array, "T k"], gate_up: Matrices, down: Matrices, *, limit: float
 ) -> Float32[Array, "T k D"]:
-    """Compute each row's output of each expert in its `ids`; each expert is read once. T is at most MAX_ROWS.
+    """Compute each row's output of each expert in its `ids`. T is at most MAX_ROWS.
 
-    Matrices are the MXFP4 blocks [E, out, in / 32, 16], their scales, and the bias, of all experts.
+    Each expert is read once for TILE_ROWS rows that selected it. An id of E or more selects nothing, and nothing is
+    written to its output. A row's bits depend neither on the other rows nor on T. Matrices are the MXFP4 blocks
+    [E, out, in / 32, 16], their scales, and the bias, of all experts.
     """
-    (rows, width), top_k = x.shape, ids.shape[1]
-    out, _ = _call(
+    (rows, width), top_k, (num_experts, outputs) = x.shape, ids.shape[1], gate_up[2].shape
+    pairs = rows * top_k
+    sorted_pairs = 0 if rows <= FEW_ROWS else pairs + TILE_WORDS * (pairs // TILE_ROWS + num_experts)
+    out, *_ = _call(
         "experts",
-        (_floats(rows, top_k, width), _halves(rows * top_k, gate_up[2].shape[1] // 2)),
+        (_floats(rows, top_k, width), _halves(pairs, outputs // 2), jax.ShapeDtypeStruct((sorted_pairs,), jnp.int32)),
         *(x, ids, *gate_up, *down),
         limit=np.float32(limit),
     )
@@ -41,7 +46,10 @@ def decode_attention(
     window: int | None,
     ring: bool,
 ) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "B C G H"], BFloat16[Array, "B C G H"]]:
-    """Write the new keys and values, then attend; return (output, key cache, value cache). H is HEAD_DIM."""
+    """Write the new keys and values, then attend; return (output, key cache, value cache). H is HEAD_DIM.
+
+    Sinks are taken in bfloat16, as checkpoints have them.
+    """
     (batch, width, values), (_, capacity, kv_heads, head_dim) = qkv.shape, key.shape
     heads = values // head_dim - 2 * kv_heads
     parts = (batch, kv_heads, -(-capacity // CHUNK), width * heads // kv_heads)
@@ -52,7 +60,7 @@ def decode_attention(
             *(_halves(batch, width, heads, head_dim), _floats(*parts, head_dim), _floats(*parts), _floats(*parts)),
         ),
         *(qkv, cos, sin, key, value, positions),
-        jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        jnp.zeros((0,), jnp.bfloat16) if sinks is None else sinks.astype(jnp.bfloat16),
         in_place={3: 1, 4: 2},
         window=np.int64(window or 0),
         ring=np.bool_(ring),

@@ -13,8 +13,12 @@ from peagle.ops.mxfp4 import BLOCK, dequantize
 
 EXPERTS, TOP_K, EXPERT_WIDTH, LIMIT = 6, 3, 96, 7.0
 SMALL, LARGE = 121, 128  # the first of four scales; scales above 128 take another code path
-# (rows, width, scales): one row and a full tile; two, four and eight tiles; inputs for several rounds
-CASES = ((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (30, 160, SMALL), (64, 160, SMALL))
+# (rows, width, scales): few rows: one and two tiles, inputs for several rounds; many rows, of which experts get one to
+# several tiles
+CASES = (
+    *((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (16, 160, SMALL)),
+    *((17, 160, SMALL), (70, 1632, SMALL), (200, 160, LARGE)),
+)
 # (rows, of them padding at the end, capacity, window, ring, tokens before): several chunks and tiles of queries, a
 # window, a ring that wraps
 ATTENDED = (
@@ -62,7 +66,7 @@ def check_attention(width: int, padding: int, capacity: int, window: int, ring: 
     rng, kv_heads, heads, active = np.random.default_rng(1), 2, 8, width - padding
     halves = functools.partial(_halves, rng)
     qkv, key, value = halves(1, width, (heads + 2 * kv_heads) * HEAD_DIM), *halves(2, 1, capacity, kv_heads, HEAD_DIM)
-    angles, sinks = rng.standard_normal((1, width, HEAD_DIM // 2)), rng.standard_normal(heads).astype(np.float32)
+    angles, sinks = rng.standard_normal((1, width, HEAD_DIM // 2)), halves(heads)
     cos, sin = np.cos(angles).astype(jnp.bfloat16), np.sin(angles).astype(jnp.bfloat16)
     places = length + np.arange(active, dtype=np.int32)
     positions = np.pad(places, (0, padding), constant_values=-1)[None]
@@ -86,7 +90,9 @@ def check_attention(width: int, padding: int, capacity: int, window: int, ring: 
     for t, n in np.ndindex(active, heads):
         seen = (at <= places[t]) & ((at > places[t] - window) | (window == 0))
         scores = np.exp(all_keys[seen, n // (heads // kv_heads)] @ queries[t, n] / HEAD_DIM**0.5)
-        expected[t, n] = scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n]))
+        expected[t, n] = (
+            scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n].astype(np.float64)))
+        )
     found = found.reshape(width, heads, HEAD_DIM)[:active]
     _expect_near(found, expected, f"attention of {width} rows, {padding} padding, {'a ring' if ring else 'all'}")
 

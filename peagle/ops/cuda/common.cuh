@@ -19,7 +19,15 @@ __device__ inline Words LoadOnce(const void* from) {
   return words;
 }
 
-__device__ inline Words Load(const void* from) { return *static_cast<const Words*>(from); }
+// Loads, or gives zeros: without a branch, so that many loads are in flight together. Only for what this kernel does not
+// write.
+__device__ inline Words LoadIf(bool wanted, const void* from) {
+  Words words = {};
+  asm("{ .reg .pred wanted; setp.ne.s32 wanted, %5, 0; @wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(words.of[0]), "+r"(words.of[1]), "+r"(words.of[2]), "+r"(words.of[3])
+      : "l"(from), "r"(static_cast<int>(wanted)));
+  return words;
+}
 
 // Two bfloat16 products; exact if representable, denormal ones too. The addend is -0.
 __device__ inline unsigned MultiplyPairs(unsigned a, unsigned b) {

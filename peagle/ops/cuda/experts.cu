@@ -1,11 +1,20 @@
-// MXFP4 experts for passes of few rows.
+// MXFP4 experts.
 //
-// Reading the weights takes most of such a pass. So each selected expert is read once for all rows that selected it, up to
-// 64 rows. Codes become bfloat16 in registers, and tensor cores multiply them by up to eight rows at a time, at the cost of
-// one.
+// Codes become bfloat16 in registers, and tensor cores multiply them by up to eight rows at a time, at the cost of one.
 //
-// A block computes 16 outputs of one expert for all rows. Its warps always split the inputs in the same way and add their
-// sums in the same order, so a row's bits do not depend on the other rows.
+// A pass of few rows, up to 16, is decoding or verification. Reading the weights takes most of it, so each selected expert
+// is read once for all rows that selected it: a block computes 16 outputs of one expert for all rows, and its warps split
+// the inputs into kWarps parts.
+//
+// A pass of many rows is a part of a prompt, or many requests'. Its pairs of a row and an expert are sorted by expert and
+// cut into tiles of up to 64: a block computes 64 outputs of a tile, 16 a warp, and reads the weights once for a tile.
+//
+// The parts are always the same, and their sums are added in the same order. So a row's bits depend neither on the other
+// rows nor on their number.
+//
+// Of many rows, x goes through shared memory. Read by each lane as it needs them, its values take most of the time: a
+// warp's load touches sixteen lines, and four loads the same ones. Of few rows the detour takes longer (H100, 20b's shape: 48,
+// 168 and 312 us for 1, 8 and 16 rows, in place of 43, 152 and 254).
 
 namespace {
 
@@ -13,8 +22,12 @@ constexpr int kOutputs = 16;        // per block
 constexpr int kColumns = 8;         // rows of x per product
 constexpr int kBlock = 32;          // inputs that share a scale: 16 bytes
 constexpr int kChunk = 4 * kBlock;  // inputs that a warp multiplies at a time: a block for each quarter
-constexpr int kAhead = 3;           // chunks whose loads are in flight together
+constexpr int kPieces = kChunk / 8;  // of 16 bytes, of a row's chunk of x
+constexpr int kAhead = 3;           // chunks whose weights are in flight together, in a pass of few rows
 constexpr int kMaxExperts = 1024;
+constexpr int kSortThreads = 512;
+constexpr int kPanel = kWarps * kOutputs;  // outputs of a block, of a pass of many rows
+constexpr int kTileRows = 64;              // pairs of a tile
 
 // 2^(scale - 1) as two bfloat16, for scales up to 128.
 __device__ inline unsigned Power(unsigned scale) { return Twice((scale + 126) << 7); }
@@ -41,7 +54,8 @@ struct Matrix {
   }
 };
 
-// The selected experts, ids [rows, top_k]. A pair is a row and one of its choices, row * top_k + choice.
+// The selected experts, ids [rows, top_k]. A pair is a row and one of its choices, row * top_k + choice. An id of
+// num_experts or more selects nothing.
 struct Routing {
   const int* ids;
   int rows;
@@ -65,7 +79,7 @@ __device__ int FindExpert(const Routing& routing, Shared<kTiles>& shared) {
   __syncthreads();
   for (int pair = thread; pair < pairs; pair += kThreads) {
     const unsigned id = routing.ids[pair];
-    if (id < kMaxExperts) atomicOr(&shared.present[id / 32], 1u << id % 32);
+    if (id < routing.num_experts) atomicOr(&shared.present[id / 32], 1u << id % 32);
   }
   __syncthreads();
   int before = blockIdx.y, expert = -1;
@@ -104,36 +118,98 @@ struct Codes {
   }
 };
 
-// sums += a chunk of weights times the same chunk of x, whose rows are `rows`, from this lane's block on. One factor cannot
-// raise 2^-126 to powers above 2^1: `large` if any lane has one.
-template <int kTiles, bool large>
-__device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, const Half* const (&rows)[kTiles], bool any,
-                                         long long start, float (&sums)[kTiles][4]) {
+// Eight values in the order in which codes come: j and j + 4.
+__device__ inline Words Paired(const Words& values) {
+  const unsigned(&v)[4] = values.of;
+  return {Lower(v[0], v[2]), Upper(v[0], v[2]), Lower(v[1], v[3]), Upper(v[1], v[3])};
+}
+
+// A lane's values of a chunk of 8 kTiles rows of x, from the rows themselves, from input `start` on; zeros where there is no
+// row, and beyond the inputs.
+template <int kTiles>
+struct Direct {
+  const Half* const (&rows)[kTiles];
+  long long start;
+  int inputs;
+
+  __device__ Words operator()(int tile, int word) const {
+    return Paired(LoadIf(start < inputs && rows[tile] != nullptr, rows[tile] + start + 8 * word));
+  }
+};
+
+// The place of a staged row's piece, so that neither the lanes that write nor those that read wait for the same bank.
+__device__ inline int Slot(int row, int piece) { return row * kPieces + (piece % 4 * 4 + piece / 4 ^ row % 2 * 4); }
+
+// A thread's part of a chunk of 8 kTiles rows of x [.., inputs], on its way to shared memory; zeros where `source`, the rows
+// of x, is negative, and beyond the inputs.
+template <int kTiles>
+struct Staging {
+  static constexpr int kCount = kTiles * kColumns * kPieces / kThreads;
+  Words held[kCount];
+
+  __device__ void Read(const Half* x, const int* source, int inputs, int chunk) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int at = threadIdx.x + i * kThreads, row = source[at / kPieces];
+      const int input = chunk * kChunk + at % kPieces * 8;
+      held[i] = LoadIf(row >= 0 && input < inputs, x + static_cast<long long>(row) * inputs + input);
+    }
+  }
+
+  __device__ void Write(Words* staged) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int at = threadIdx.x + i * kThreads;
+      staged[Slot(at / kPieces, at % kPieces)] = Paired(held[i]);
+    }
+  }
+};
+
+// A lane's values of a staged chunk.
+struct Staged {
+  const Words* staged;
+
+  __device__ Words operator()(int tile, int word) const {
+    const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
+    return staged[Slot(tile * kColumns + group, 4 * quarter + word)];
+  }
+};
+
+// sums += a chunk of weights times the same chunk of x, whose values(tile, word) are this lane's. One factor cannot raise 2^-126 to powers above 2^1: `large`
+// if any lane has one.
+template <bool large, int kTiles, typename Values>
+__device__ __forceinline__ void AddScaled(const Codes& low, const Codes& high, const Values& values,
+                                          float (&sums)[kTiles][4]) {
   const unsigned powers[2] = {Power(large ? min(low.scale, 128u) : low.scale), Power(large ? min(high.scale, 128u) : high.scale)};
   const unsigned rest[2] = {Twice((max(low.scale, 128u) - 1) << 7), Twice((max(high.scale, 128u) - 1) << 7)};
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
-    Words values[kTiles];  // eight of x
+    unsigned a[2][4];
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
-      values[tile] = any && rows[tile] != nullptr ? Load(rows[tile] + start + 8 * word) : Words{};
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      unsigned a[4];
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const Codes& codes = i % 2 == 0 ? low : high;
-        a[i] = MultiplyPairs(Pair(codes.words.of[word], j + i / 2), powers[i % 2]);
-        if (large) a[i] = MultiplyPairs(a[i], rest[i % 2]);
+        a[half][i] = MultiplyPairs(Pair(codes.words.of[word], 2 * half + i / 2), powers[i % 2]);
+        if (large) a[half][i] = MultiplyPairs(a[half][i], rest[i % 2]);
       }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const unsigned(&v)[4] = values[tile].of;
-        const unsigned b[2] = {Lower(v[j / 2], v[j / 2 + 2]), Upper(v[j / 2], v[j / 2 + 2])};
-        MultiplyAdd(sums[tile], a, b);
-      }
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const Words x = values(tile, word);
+      const unsigned first[2] = {x.of[0], x.of[1]}, second[2] = {x.of[2], x.of[3]};
+      MultiplyAdd(sums[tile], a[0], first);
+      MultiplyAdd(sums[tile], a[1], second);
     }
   }
+}
+
+template <int kTiles, typename Values>
+__device__ __forceinline__ void AddChunk(const Codes& low, const Codes& high, const Values& values,
+                                         float (&sums)[kTiles][4]) {
+  if (__any_sync(~0u, max(low.scale, high.scale) > 128))
+    AddScaled<true>(low, high, values, sums);
+  else
+    AddScaled<false>(low, high, values, sums);
 }
 
 // shared.sums = this block's outputs of the matrix (its expert's) for each row of x that selected it; x [.., inputs] is by
@@ -142,16 +218,13 @@ template <int kTiles>
 __device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, const Routing& routing,
                          Shared<kTiles>& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
-  const int low = blockIdx.x * kOutputs + group, high = low + 8;
-  const int blocks = matrix.inputs / kBlock, chunks = (matrix.inputs + kChunk - 1) / kChunk;
-
+  const int low = blockIdx.x * kOutputs + group, chunks = (matrix.inputs + kChunk - 1) / kChunk;
   const Half* rows[kTiles];  // of x, or null
   for (int tile = 0; tile < kTiles; ++tile) {
     const int row = tile * kColumns + group, choice = shared.choice[row];
     const long long at = by_pair ? row * routing.top_k + choice : row;
     rows[tile] = choice < 0 ? nullptr : x + at * matrix.inputs;
   }
-
   float sums[kTiles][4] = {};
   for (int first = warp; first < chunks; first += kWarps * kAhead) {
     Codes lows[kAhead], highs[kAhead];
@@ -159,16 +232,12 @@ __device__ void Multiply(const Matrix& matrix, const Half* x, bool by_pair, cons
     for (int i = 0; i < kAhead; ++i) {
       const int block = 4 * (first + kWarps * i) + quarter;
       lows[i].Read(matrix, low, block);
-      highs[i].Read(matrix, high, block);
+      highs[i].Read(matrix, low + 8, block);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int block = 4 * (first + kWarps * i) + quarter;
-      const long long start = static_cast<long long>(block) * kBlock;
-      if (__any_sync(~0u, max(lows[i].scale, highs[i].scale) > 128))
-        AddChunk<kTiles, true>(lows[i], highs[i], rows, block < blocks, start, sums);
-      else
-        AddChunk<kTiles, false>(lows[i], highs[i], rows, block < blocks, start, sums);
+      AddChunk(lows[i], highs[i], Direct<kTiles>{rows, static_cast<long long>(block) * kBlock, matrix.inputs}, sums);
     }
   }
 
@@ -189,6 +258,12 @@ __device__ inline float Total(const Shared<kTiles>& shared, int output, int row)
   return total;
 }
 
+__device__ inline Half Activated(float gate, float up, float limit) {
+  gate = fminf(gate, limit);
+  up = fmaxf(fminf(up, limit), -limit);
+  return ToHalf(gate / (1 + expf(-1.702f * gate)) * (up + 1));
+}
+
 // hidden [pairs, F] = swiglu of the pairs' gates and ups, which alternate among the outputs.
 template <int kTiles>
 __device__ void GateUp(const Half* x, const Routing& routing, const Matrix& experts, float limit, Half* hidden) {
@@ -200,10 +275,10 @@ __device__ void GateUp(const Half* x, const Routing& routing, const Matrix& expe
   for (int i = threadIdx.x; i < kOutputs / 2 * kTiles * kColumns; i += kThreads) {
     const int output = 2 * (i % (kOutputs / 2)), row = i / (kOutputs / 2), at = blockIdx.x * kOutputs + output;
     if (shared.choice[row] < 0) continue;
-    const float gate = fminf(Total(shared, output, row) + ToFloat(matrix.bias[at]), limit);
-    const float up = fmaxf(fminf(Total(shared, output + 1, row) + ToFloat(matrix.bias[at + 1]), limit), -limit);
+    const float gate = Total(shared, output, row) + ToFloat(matrix.bias[at]);
+    const float up = Total(shared, output + 1, row) + ToFloat(matrix.bias[at + 1]);
     const long long pair = row * routing.top_k + shared.choice[row];
-    hidden[pair * (matrix.outputs / 2) + at / 2] = ToHalf(gate / (1 + expf(-1.702f * gate)) * (up + 1));
+    hidden[pair * (matrix.outputs / 2) + at / 2] = Activated(gate, up, limit);
   }
 }
 
@@ -223,7 +298,133 @@ __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& e
   }
 }
 
+// Up to kTileRows pairs of one expert: count of them, from `begin` on among the sorted ones. No tile: expert -1.
+struct Tile {
+  int expert;
+  int begin;
+  int count;
+};
+
+union ManyShared {
+  Words staged[2][kTileRows * kPieces];  // in turns
+  float sums[kPanel][kTileRows + 2];     // padded as Shared's
+};
+
+// shared.sums = this block's outputs for the tile's pairs, up to 8 kTiles; x [.., inputs] is by row, or with top_k 1 by pair.
+template <int kTiles>
+__device__ void MultiplyTile(const Matrix& matrix, const Half* x, const int* pairs, int count, int top_k,
+                             ManyShared& shared) {
+  __shared__ int source[kTiles * kColumns];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
+  const int chunks = (matrix.inputs + kChunk - 1) / kChunk, first = warp * kOutputs;
+  // a warp beyond the outputs computes the last ones once more
+  const int low = min(static_cast<int>(blockIdx.x) * kPanel + first, matrix.outputs - kOutputs) + group;
+  for (int i = threadIdx.x; i < kTiles * kColumns; i += kThreads) source[i] = i < count ? pairs[i] / top_k : -1;
+  __syncthreads();
+
+  Staging<kTiles> next;
+  Codes next_low, next_high;
+  const auto read = [&](int chunk) {
+    next.Read(x, source, matrix.inputs, chunk);
+    next_low.Read(matrix, low, 4 * chunk + quarter);
+    next_high.Read(matrix, low + 8, 4 * chunk + quarter);
+  };
+  read(0);
+  float totals[kTiles][4] = {};
+  int turn = 0;
+  for (int part = 0; part < kWarps; ++part) {
+    float sums[kTiles][4] = {};
+    for (int chunk = part; chunk < chunks; chunk += kWarps, turn ^= 1) {
+      next.Write(shared.staged[turn]);
+      __syncthreads();  // all have read what the next turn overwrites
+      const Codes low_codes = next_low, high_codes = next_high;
+      read(chunk + kWarps < chunks ? chunk + kWarps : part + 1);
+      AddChunk(low_codes, high_codes, Staged{shared.staged[turn]}, sums);
+    }
+    for (int tile = 0; tile < kTiles; ++tile)
+      for (int i = 0; i < 4; ++i) totals[tile][i] += sums[tile][i];
+  }
+  __syncthreads();
+  for (int tile = 0; tile < kTiles; ++tile)
+    for (int i = 0; i < 4; ++i)
+      shared.sums[first + group + i / 2 * 8][tile * kColumns + 2 * quarter + i % 2] = totals[tile][i];
+  __syncthreads();
+}
+
+__device__ inline void MultiplyTile(const Matrix& matrix, const Half* x, const int* pairs, int count, int top_k,
+                                    ManyShared& shared) {
+  if (count <= kColumns)
+    MultiplyTile<1>(matrix, x, pairs, count, top_k, shared);
+  else if (count <= 2 * kColumns)
+    MultiplyTile<2>(matrix, x, pairs, count, top_k, shared);
+  else if (count <= 4 * kColumns)
+    MultiplyTile<4>(matrix, x, pairs, count, top_k, shared);
+  else
+    MultiplyTile<8>(matrix, x, pairs, count, top_k, shared);
+}
+
 }  // namespace
+
+// sorted [pairs] = the pairs of ids [pairs] by expert, in any order within one; pairs of none are left out. tiles
+// [num_tiles]: those of all experts, then none. One block.
+extern "C" __global__ void __launch_bounds__(kSortThreads) peagle_sort(const int* ids, int pairs, int num_experts,
+                                                                       int num_tiles, int* sorted, Tile* tiles) {
+  __shared__ int next[kMaxExperts];  // an expert's number of pairs, then the place of its next one
+  for (int i = threadIdx.x; i < num_experts; i += kSortThreads) next[i] = 0;
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < pairs; pair += kSortThreads)
+    if (static_cast<unsigned>(ids[pair]) < num_experts) atomicAdd(&next[ids[pair]], 1);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int begin = 0, tile = 0;
+    for (int expert = 0; expert < num_experts; ++expert) {
+      const int count = next[expert];
+      next[expert] = begin;
+      for (int i = 0; i < count; i += kTileRows) tiles[tile++] = {expert, begin + i, min(count - i, kTileRows)};
+      begin += count;
+    }
+    while (tile < num_tiles) tiles[tile++] = {-1, 0, 0};
+  }
+  __syncthreads();
+  for (int pair = threadIdx.x; pair < pairs; pair += kSortThreads)
+    if (static_cast<unsigned>(ids[pair]) < num_experts) sorted[atomicAdd(&next[ids[pair]], 1)] = pair;
+}
+
+// As peagle_gate_up_*, of many rows. Grids: (outputs / kPanel, rounded up; num_tiles); blocks of kThreads.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_gate_up_many(
+    const Half* x, const int* sorted, const Tile* tiles, int top_k, Bytes blocks, Bytes scales, const Half* bias,
+    int outputs, int inputs, float limit, Half* hidden) {
+  __shared__ ManyShared shared;
+  const Tile tile = tiles[blockIdx.y];
+  if (tile.expert < 0) return;
+  const Matrix matrix = Matrix{blocks, scales, bias, outputs, inputs}.Of(tile.expert);
+  const int* pairs = sorted + tile.begin;
+  MultiplyTile(matrix, x, pairs, tile.count, top_k, shared);
+  for (int i = threadIdx.x; i < kPanel / 2 * tile.count; i += kThreads) {
+    const int output = 2 * (i % (kPanel / 2)), row = i / (kPanel / 2), at = blockIdx.x * kPanel + output;
+    if (at >= outputs) continue;
+    const float gate = shared.sums[output][row] + ToFloat(matrix.bias[at]);
+    const float up = shared.sums[output + 1][row] + ToFloat(matrix.bias[at + 1]);
+    hidden[static_cast<long long>(pairs[row]) * (outputs / 2) + at / 2] = Activated(gate, up, limit);
+  }
+}
+
+// As peagle_down_*, of many rows.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_down_many(
+    const Half* hidden, const int* sorted, const Tile* tiles, Bytes blocks, Bytes scales, const Half* bias, int outputs,
+    int inputs, float* out) {
+  __shared__ ManyShared shared;
+  const Tile tile = tiles[blockIdx.y];
+  if (tile.expert < 0) return;
+  const Matrix matrix = Matrix{blocks, scales, bias, outputs, inputs}.Of(tile.expert);
+  const int* pairs = sorted + tile.begin;
+  MultiplyTile(matrix, hidden, pairs, tile.count, 1, shared);
+  for (int i = threadIdx.x; i < kPanel * tile.count; i += kThreads) {
+    const int output = i % kPanel, row = i / kPanel, at = blockIdx.x * kPanel + output;
+    if (at < outputs)
+      out[static_cast<long long>(pairs[row]) * outputs + at] = shared.sums[output][row] + ToFloat(matrix.bias[at]);
+  }
+}
 
 // Grids: (outputs / 16, the most experts that can be selected); blocks of kThreads. A tile is up to 8 rows. blocks_together
 // blocks at least fit into a multiprocessor, so that some compute while others wait for memory.
@@ -241,5 +442,3 @@ __device__ void Down(const Half* hidden, const Routing& routing, const Matrix& e
 
 PEAGLE_KERNELS(1, 5)
 PEAGLE_KERNELS(2, 4)
-PEAGLE_KERNELS(4, 3)
-PEAGLE_KERNELS(8, 2)

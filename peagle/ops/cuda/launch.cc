@@ -44,7 +44,8 @@ using StreamContext = ffi::PlatformStream<Stream>;
 namespace {
 
 // common.cuh, experts.cu, attention.cu
-constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kMaxRows = 64, kMaxExperts = 1024, kBlock = 32;
+constexpr int64_t kThreads = 128, kOutputs = 16, kColumns = 8, kFewRows = 16, kMaxRows = 4096, kMaxExperts = 1024;
+constexpr int64_t kBlock = 32, kSortThreads = 512, kPanel = 64, kTileRows = 64, kTileWords = 3;
 constexpr int64_t kHead = 64, kChunkSlots = 256;
 
 struct Driver {
@@ -79,8 +80,9 @@ struct Driver {
 };
 
 struct Kernels {
-  CUfunc_st* gate_up[4];  // for up to kColumns rows, twice as many, ...: kMaxRows
-  CUfunc_st* down[4];
+  CUfunc_st* gate_up[2];  // for up to kColumns rows, and for twice as many: kFewRows
+  CUfunc_st* down[2];
+  CUfunc_st *sort, *gate_up_many, *down_many;
   CUfunc_st *rotate, *attend, *combine;
 };
 
@@ -118,11 +120,14 @@ ffi::Error Load(CUctx_st* context, Kernels& kernels) {
   const Relaxed relaxed;
   CUmod_st* module;
   PEAGLE_TRY(ModuleLoadData(&module, image.data()));
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 2; ++i) {
     const std::string tiles = std::to_string(1 << i);
     PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up[i], module, ("peagle_gate_up_" + tiles).c_str()));
     PEAGLE_TRY(ModuleGetFunction(&kernels.down[i], module, ("peagle_down_" + tiles).c_str()));
   }
+  PEAGLE_TRY(ModuleGetFunction(&kernels.sort, module, "peagle_sort"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.gate_up_many, module, "peagle_gate_up_many"));
+  PEAGLE_TRY(ModuleGetFunction(&kernels.down_many, module, "peagle_down_many"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.rotate, module, "peagle_rotate"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.attend, module, "peagle_attend"));
   PEAGLE_TRY(ModuleGetFunction(&kernels.combine, module, "peagle_combine"));
@@ -179,8 +184,8 @@ class Launcher {
 
 ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_blocks, AnyBuffer gate_up_scales,
                    AnyBuffer gate_up_bias, AnyBuffer down_blocks, AnyBuffer down_scales, AnyBuffer down_bias, Out result,
-                   Out scratch, float limit) {
-  const AnyBuffer &out = *result, &hidden = *scratch;
+                   Out scratch, Out by_expert, float limit) {
+  const AnyBuffer &out = *result, &hidden = *scratch, &order = *by_expert;
   if (ids.dimensions().size() != 2 || x.dimensions().size() != 2 || gate_up_bias.dimensions().size() != 2)
     return ffi::Error::InvalidArgument("experts: x " + Shape(x) + ", ids " + Shape(ids) + " and gate_up_bias " +
                                        Shape(gate_up_bias) + " are not [T, D], [T, k] and [E, 2F]");
@@ -188,7 +193,8 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   const int64_t E = gate_up_bias.dimensions()[0], F = gate_up_bias.dimensions()[1] / 2;
   if (T > kMaxRows || E > kMaxExperts || D % kBlock || F % kBlock || T * k == 0 || D * F == 0)
     return ffi::Error::InvalidArgument("experts: x " + Shape(x) + ", ids " + Shape(ids) + " and gate_up_bias " +
-                                       Shape(gate_up_bias) + ": expected up to 64 rows, 1024 experts, and whole MXFP4 blocks");
+                                       Shape(gate_up_bias) + ": expected up to 4096 rows, 1024 experts, and whole MXFP4 blocks");
+  const int64_t most_tiles = T > kFewRows ? T * k / kTileRows + E : 0;
   PEAGLE_EXPECT(x, BF16, T, D);
   PEAGLE_EXPECT(ids, S32, T, k);
   PEAGLE_EXPECT(gate_up_blocks, U8, E, 2 * F, D / kBlock, kBlock / 2);
@@ -199,6 +205,7 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   PEAGLE_EXPECT(down_bias, BF16, E, D);
   PEAGLE_EXPECT(out, F32, T, k, D);
   PEAGLE_EXPECT(hidden, BF16, T * k, F);
+  PEAGLE_EXPECT(order, S32, most_tiles == 0 ? 0 : T * k + kTileWords * most_tiles);
 
   Launcher on;
   if (ffi::Error error = on.Open(stream); error.failure()) return error;
@@ -207,8 +214,18 @@ ffi::Error Experts(Stream stream, AnyBuffer x, AnyBuffer ids, AnyBuffer gate_up_
   void *gate_up[3] = {Address(gate_up_blocks), Address(gate_up_scales), Address(gate_up_bias)};
   void *down[3] = {Address(down_blocks), Address(down_scales), Address(down_bias)};
   int rows = T, top_k = k, num_experts = E, width = D, twice = 2 * F, expert_width = F;
-  int which = 0;
-  while (kColumns << which < T) ++which;
+  if (most_tiles > 0) {
+    int pairs = T * k, num_tiles = most_tiles;
+    void *sorted_at = Address(order), *tiles_at = static_cast<int32_t*>(Address(order)) + pairs;
+    on.Launch(on.kernels.sort, 1, 1, kSortThreads, {&ids_at, &pairs, &num_experts, &num_tiles, &sorted_at, &tiles_at});
+    on.Launch(on.kernels.gate_up_many, (twice + kPanel - 1) / kPanel, num_tiles, kThreads,
+              {&x_at, &sorted_at, &tiles_at, &top_k, &gate_up[0], &gate_up[1], &gate_up[2], &twice, &width, &limit,
+               &hidden_at});
+    on.Launch(on.kernels.down_many, (width + kPanel - 1) / kPanel, num_tiles, kThreads,
+              {&hidden_at, &sorted_at, &tiles_at, &down[0], &down[1], &down[2], &width, &expert_width, &out_at});
+    return on.Error();
+  }
+  const int which = T <= kColumns ? 0 : 1;
   on.Launch(on.kernels.gate_up[which], twice / kOutputs, experts, kThreads,
             {&x_at, &ids_at, &rows, &top_k, &num_experts, &gate_up[0], &gate_up[1], &gate_up[2], &twice, &width, &limit,
              &hidden_at});
@@ -235,7 +252,7 @@ ffi::Error DecodeAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBu
   PEAGLE_EXPECT(key, BF16, B, C, G, H);
   PEAGLE_EXPECT(value, BF16, B, C, G, H);
   PEAGLE_EXPECT(positions, S32, B, T);
-  if (sinks.element_count() != 0) PEAGLE_EXPECT(sinks, F32, N);
+  if (sinks.element_count() != 0) PEAGLE_EXPECT(sinks, BF16, N);
   PEAGLE_EXPECT(out, BF16, B, T, N * H);
   PEAGLE_EXPECT(query, BF16, B, T, N, H);
   PEAGLE_EXPECT(partial, F32, B, G, chunks, T * (N / G), H);
@@ -251,7 +268,7 @@ ffi::Error DecodeAttention(Stream stream, AnyBuffer qkv, AnyBuffer cosine, AnyBu
   void *sinks_at = sinks.element_count() == 0 ? nullptr : Address(sinks);
   void *partial_at = Address(partial), *peaks_at = Address(peaks), *totals_at = Address(totals);
   int rows = T, capacity = C, heads = N, kv_heads = G, seen = window, is_ring = ring, num_chunks = chunks;
-  on.Launch(on.kernels.rotate, B * T, 1, kThreads,
+  on.Launch(on.kernels.rotate, B * T, ((N + 2 * G) * kHead / 2 + kThreads - 1) / kThreads, kThreads,
             {&qkv_at, &cosine_at, &sine_at, &key_at, &value_at, &positions_at, &rows, &capacity, &heads, &kv_heads,
              &is_ring, &query_at});
   on.Launch(on.kernels.attend, chunks, B * G, kThreads,
@@ -288,6 +305,7 @@ PEAGLE_EXPORT XLA_FFI_Error* peagle_cuda_experts(XLA_FFI_CallFrame* frame) {
                              .Arg<xla::ffi::AnyBuffer>()  // down_bias
                              .Ret<xla::ffi::AnyBuffer>()  // out
                              .Ret<xla::ffi::AnyBuffer>()  // hidden
+                             .Ret<xla::ffi::AnyBuffer>()  // order
                              .Attr<float>("limit")
                              .To(peagle::Experts, {xla::ffi::Traits::kCmdBufferCompatible})
                              .release();

@@ -78,9 +78,8 @@ def expert_mlp(
     """Sum softmax(selected logits)_e * (down_e(swiglu(gate_up_e(x))) + bias_e) over the top_k selected experts e.
 
     All layouts but NativeExperts, which only `expert_block` takes, give the same function, in `dtype`, by default x's.
-    held: sum over these experts only, the ones in `experts`. Rows of
-    negative position are inactive, as in `linear`; XLA on CPU skips them if the rows are many. Raises InputError as
-    `expert_block` does.
+    held: sum over these experts only, the ones in `experts`. Rows of negative position are inactive, as in `linear`;
+    the CUDA kernels skip them, and XLA on CPU if they are many. Raises InputError as `expert_block` does.
     """
     if isinstance(experts, NativeExperts):
         raise TypeError("the native kernels compute experts with their norm and router; call expert_block")
@@ -89,12 +88,14 @@ def expert_mlp(
     if implementation == "cuda":
         if not isinstance(experts, PackedExperts) or not cuda.takes(x, experts):
             raise not_taken(f"MXFP4 experts, bfloat16 activations and up to {MAX_ROWS} rows")
-        return cuda.routed(x, router_logits, experts, top_k, swiglu_limit, held=held, dtype=dtype)
+        return cuda.routed(x, router_logits, experts, top_k, swiglu_limit, positions, held=held, dtype=dtype)
     if isinstance(experts, FusedExperts):
         return reference.fused(x, router_logits, experts, top_k, swiglu_limit, held=held, dtype=dtype)
     first = None if held is None else held.first
-    on_gpu = functools.partial(_on_gpu, top_k=top_k, limit=swiglu_limit, dtype=dtype, implementation=implementation)
     elsewhere = functools.partial(_elsewhere, top_k=top_k, limit=swiglu_limit, dtype=dtype, positions=positions)
+    on_gpu = functools.partial(
+        _on_gpu, top_k=top_k, limit=swiglu_limit, dtype=dtype, positions=positions, implementation=implementation
+    )
     out: jax.Array = jax.lax.platform_dependent(x, router_logits, experts, first, cuda=on_gpu, default=elsewhere)
     return out
 
@@ -108,12 +109,13 @@ def _on_gpu(
     top_k: int,
     limit: float,
     dtype: DTypeLike | None,
+    positions: Int[Array, " T"] | None,
     implementation: Implementation | None,
 ) -> Float[Array, "T D"]:
     held = None if first is None else Held(first, experts.num_experts)
     if isinstance(experts, PackedExperts):
         if implementation != "xla" and cuda.takes(x, experts):
-            return cuda.routed(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
+            return cuda.routed(x, router_logits, experts, top_k, limit, positions, held=held, dtype=dtype)
         if x.shape[0] <= DECODE_ROWS:
             return reference.all_pairs(x, router_logits, experts, top_k, limit, held=held, dtype=dtype)
     # Not `grouped`: a GPU waits for the host at each turn of a loop of dynamic length, and there would be hundreds.

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from peagle.ops import cuda
 from peagle.ops.collectives import Held
@@ -25,17 +25,21 @@ def routed(
     experts: PackedExperts,
     top_k: int,
     limit: float,
+    positions: Int[Array, " T"] | None = None,
     *,
     held: Held | None = None,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "T D"]:
-    """See `expert_mlp`. T is at most calls.MAX_ROWS.
+    """See `expert_mlp`. T is at most calls.MAX_ROWS. The output of an inactive row is 0.
 
-    Each selected expert is read once for all rows that selected it. A row's bits do not depend on the other rows.
+    Experts that only inactive rows or other ranks' choices select are not read. A row's bits depend neither on the
+    other rows nor on their number.
     """
     ids, weights = route_top_k(router_logits, top_k, held)
-    ids = jnp.minimum(ids, experts.num_experts - 1)  # another rank's expert has weight 0: any will do
+    if positions is not None:
+        ids = jnp.where(positions[:, None] >= 0, ids, experts.num_experts)
     gate_up = experts.gate_up_blocks, experts.gate_up_scales, experts.gate_up_bias
     down = experts.down_blocks, experts.down_scales, experts.down_bias
     out = calls.experts(x, ids, gate_up, down, limit=limit)
-    return jnp.sum(out * weights[:, :, None], axis=1).astype(dtype or x.dtype)
+    weighted = jnp.where((ids < experts.num_experts)[:, :, None], out * weights[:, :, None], 0.0)
+    return jnp.sum(weighted, axis=1).astype(dtype or x.dtype)

@@ -40,14 +40,14 @@ void Attend() {
   const int number = buffers;
   int* positions = Make<int>(kBatch * kWide, 0);
   for (int i = 0; i < kBatch * kWide - (shorter == number); ++i) positions[i] = kCapacity - kWide + i % kWide;
-  const float* sinks = Make<float>(kHeads, 0);
+  const Half* sinks = Make<Half>(kHeads, one);
   Half* query = Make<Half>(kBatch * kWide * kHeads * kHead, one);
   float* partial = Make<float>(parts * kHead, 0);
   float* peaks = Make<float>(parts, 0);
   float* totals = Make<float>(parts, 0);
   Half* out = Make<Half>(kBatch * kWide * kHeads * kHead, one);
   for (int ring = 0; ring < 2; ++ring) {
-    Launch(peagle_rotate, "peagle_rotate", kBatch * kWide, 1, kThreads, qkv, cosine, sine, key, value,
+    Launch(peagle_rotate, "peagle_rotate", kBatch * kWide, (all * kHalf + kThreads - 1) / kThreads, kThreads, qkv, cosine, sine, key, value,
            static_cast<const int*>(positions), kWide, kCapacity, kHeads, kKvHeads, ring, query);
     Launch(peagle_attend, "peagle_attend", chunks, kBatch * kKvHeads, kThreads, static_cast<const Half*>(query),
            static_cast<const Half*>(key), static_cast<const Half*>(value), static_cast<const int*>(positions), kWide,
@@ -81,6 +81,17 @@ int main(int count, char** words) {
   Launch(peagle_down_2, "peagle_down_2", kWidth / kOutputs, kExpertCount, kThreads, static_cast<const Half*>(hidden),
          static_cast<const int*>(ids), kRowCount, kTopK, kExpertCount, down, down_scales, down_bias, kWidth, kExpertWidth,
          out);
+  const int pairs = kRowCount * kTopK, num_tiles = pairs / kTileRows + kExpertCount;
+  int* sorted = Make<int>(pairs, 0);
+  Tile* tiles = Make<Tile>(num_tiles, {});
+  Launch(peagle_sort, "peagle_sort", 1, 1, kSortThreads, static_cast<const int*>(ids), pairs, kExpertCount, num_tiles,
+         sorted, tiles);
+  Launch(peagle_gate_up_many, "peagle_gate_up_many", 1, num_tiles, kThreads, x, static_cast<const int*>(sorted),
+         static_cast<const Tile*>(tiles), kTopK, gate_up, gate_up_scales, gate_up_bias, 2 * kExpertWidth, kWidth, 7.0f,
+         hidden);
+  Launch(peagle_down_many, "peagle_down_many", (kWidth + kPanel - 1) / kPanel, num_tiles, kThreads,
+         static_cast<const Half*>(hidden), static_cast<const int*>(sorted), static_cast<const Tile*>(tiles), down,
+         down_scales, down_bias, kWidth, kExpertWidth, out);
   Attend();
   std::printf("%d buffers\n", buffers);
 }

@@ -89,6 +89,7 @@ float __shfl_xor_sync(unsigned, float mine, int with) {
 }
 
 void atomicOr(unsigned* where, unsigned bits) { *where |= bits; }
+int atomicAdd(int* where, int more) { return std::exchange(*where, *where + more); }
 int __popc(unsigned bits) { return __builtin_popcount(bits); }
 int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 template <typename T>
@@ -116,14 +117,14 @@ struct alignas(16) Words {
   unsigned of[4];
 };
 
-Words Load(const void* from) {
+Words LoadOnce(const void* from) {
   if (reinterpret_cast<uintptr_t>(from) % sizeof(Words) != 0) {
     std::fprintf(stderr, "16 bytes are read from %p, which is not a multiple of 16\n", from);
     std::abort();
   }
   return *static_cast<const Words*>(from);
 }
-Words LoadOnce(const void* from) { return Load(from); }
+Words LoadIf(bool wanted, const void* from) { return wanted ? LoadOnce(from) : Words{}; }
 
 float Lower16(unsigned pair) { return __uint_as_float(pair << 16); }
 float Upper16(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
@@ -258,8 +259,8 @@ int cuModuleGetFunction(CUfunc_st** found, CUmod_st*, const char* name) {
   static std::map<std::string, CUfunc_st> functions = {
       {"peagle_gate_up_1", {Call<peagle_gate_up_1>}}, {"peagle_down_1", {Call<peagle_down_1>}},
       {"peagle_gate_up_2", {Call<peagle_gate_up_2>}}, {"peagle_down_2", {Call<peagle_down_2>}},
-      {"peagle_gate_up_4", {Call<peagle_gate_up_4>}}, {"peagle_down_4", {Call<peagle_down_4>}},
-      {"peagle_gate_up_8", {Call<peagle_gate_up_8>}}, {"peagle_down_8", {Call<peagle_down_8>}},
+      {"peagle_sort", {Call<peagle_sort>}},           {"peagle_gate_up_many", {Call<peagle_gate_up_many>}},
+      {"peagle_down_many", {Call<peagle_down_many>}},
       {"peagle_rotate", {Call<peagle_rotate>}},       {"peagle_attend", {Call<peagle_attend>}},
       {"peagle_combine", {Call<peagle_combine>}},
   };

@@ -102,7 +102,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(ring: bool, window: int | None,
 @pytest.mark.usefixtures("opened")
 def test_shapes_that_do_not_fit_are_refused() -> None:
     qkv, cos, sin, cache, positions, sinks = random_case(2, 64, 4, 2, False, (3,))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"sinks \[3\] is not F32 \[N\]"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"sinks \[3\] is not BF16 \[N\]"):
         jax.block_until_ready(kernels(qkv, cos, sin, cache, positions, sinks[:3], window=None))
 
 

@@ -100,6 +100,9 @@ def expect_definition(x: jax.Array, logits: jax.Array, experts: PackedExperts, t
         (17, 4, 2, 64, 32),
         (64, 9, 4, 64, 32),
         (3, 4, 2, 1632, 32),  # several rounds of loads in flight
+        (65, 9, 3, 96, 160),  # many rows: the fewest; a panel of 64 outputs that is not filled
+        (150, 2, 2, 64, 32),  # several tiles an expert
+        (80, 40, 1, 1632, 32),  # a few rows an expert, or none
     ],
 )
 def test_the_definition(rows: int, num_experts: int, top_k: int, width: int, expert_width: int) -> None:
@@ -114,16 +117,30 @@ def test_the_definition(rows: int, num_experts: int, top_k: int, width: int, exp
 
 @pytest.mark.usefixtures("opened")
 def test_a_rows_bits_do_not_depend_on_the_others() -> None:
-    """So verification computes decoding's bits."""
+    """So verification computes decoding's bits, and so does the prefill of a prompt."""
     experts = random_experts(5, 160, 32)
-    x, logits = random_rows(33, 160, 5)
+    x, logits = random_rows(170, 160, 5)
     picked = (0, 6, 7, 8, 15, 16, 32)
     alone = {t: np.asarray(routed(x[t : t + 1], logits[t : t + 1], experts, 2, 7.0))[0] for t in picked}
-    for rows in (8, 9, 17, 33):  # tiles of one product, two, four and eight
+    for rows in (8, 9, 17, 33, 170):  # tiles of one product, two, four and eight; many rows
         found = np.asarray(routed(x[:rows], logits[:rows], experts, 2, 7.0))
         for t in picked:
             if t < rows:
                 np.testing.assert_array_equal(found[t], alone[t])
+
+
+@pytest.mark.usefixtures("opened")
+@pytest.mark.parametrize("rows", [6, 70])
+def test_inactive_rows_are_zero_and_change_no_others_bits(rows: int) -> None:
+    experts = random_experts(5, 64, 32)
+    x, logits = random_rows(rows, 64, 5)
+    active = np.arange(rows) % 3 != 1
+    positions = jnp.asarray(np.where(active, np.arange(rows), -1), jnp.int32)
+    whole = np.asarray(routed(x, logits, experts, 2, 7.0))
+    nan = jnp.where(active[:, None], logits, jnp.nan)
+    found = np.asarray(routed(x, nan, experts, 2, 7.0, positions))
+    np.testing.assert_array_equal(found[active], whole[active])
+    assert not found[~active].any()
 
 
 @pytest.mark.usefixtures("opened")
@@ -174,8 +191,8 @@ def test_the_check_passes_and_finds_errors(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("opened")
 def test_shapes_that_do_not_fit_are_refused() -> None:
     experts = random_experts(4, 64, 32)
-    x, logits = random_rows(65, 64, 4)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="up to 64 rows"):
+    x, logits = random_rows(4097, 64, 4)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="up to 4096 rows"):
         jax.block_until_ready(routed(x, logits, experts, 2, 7.0))
     cut = experts.replace(down_scales=experts.down_scales[:, :-1])  # type: ignore[attr-defined]
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"down_scales \[4, 63, 1\] is not U8"):
@@ -202,8 +219,8 @@ def within_bounds(program: Path, *shorter: str) -> subprocess.CompletedProcess[s
 def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
     """The sanitizer would find it: each buffer in turn is an element too short."""
     whole = within_bounds(bounds)
-    assert (whole.returncode, whole.stdout) == (0, "22 buffers\n"), whole.stderr
-    for number in range(22):
+    assert (whole.returncode, whole.stdout) == (0, "24 buffers\n"), whole.stderr
+    for number in range(24):
         assert "AddressSanitizer: heap-buffer-overflow" in within_bounds(bounds, str(number)).stderr, number
 
 
@@ -214,7 +231,8 @@ def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
         ("bfloat16", 2, True),
         ("float32", 2, False),
         ("bfloat16", 17, True),
-        ("bfloat16", 65, False),
+        ("bfloat16", 65, True),
+        ("bfloat16", 4097, False),
         ("float32", 17, False),
     ],
 )
@@ -226,7 +244,7 @@ def test_what_a_gpu_runs(monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int,
     )
     x, logits = random_rows(rows, 64, 4)
     x = x.astype(dtype)
-    on_gpu = functools.partial(api._on_gpu, first=None, top_k=2, limit=7.0, dtype=None)
+    on_gpu = functools.partial(api._on_gpu, first=None, top_k=2, limit=7.0, dtype=None, positions=None)
     chosen = jax.jit(functools.partial(on_gpu, implementation=None))
     without = jax.jit(functools.partial(on_gpu, implementation="xla"))
     assert ("peagle_cuda_experts" in chosen.lower(x, logits, experts).as_text()) == runs

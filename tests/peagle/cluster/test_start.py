@@ -2,10 +2,15 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from peagle.ops.errors import InputError
+from peagle.serve.server import bind
+from scripts.serving.servers import free_port
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'peagle[cluster]'")
 
@@ -20,6 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ({"decode": 0}, "decode is 0"),
         ({"prefill": -1}, "prefill is -1"),
         ({"slots": 0}, "slots is 0"),
+        ({"decode": 3, "max_decode": 2}, "max_decode is 2, and decode 3; expected 3 of those or more"),
+        ({"max_prefill": 2}, "max_prefill is 2, and prefill 0; expected 1 of those or more"),
+        ({"busy": -1}, "busy is -1"),
         ({"speed": 1}, "are not understood"),
     ],
 )
@@ -32,25 +40,109 @@ def test_a_config_that_cannot_be_is_refused_and_shows_no_key(fields: dict, match
     assert "secret" not in repr(FleetConfig("demo", None, keys=("secret",)))
 
 
+def test_serve_scales_the_replicas_that_may_be_more_and_room_is_reckoned_with() -> None:
+    from peagle.cluster.deployments import FleetConfig
+
+    config = FleetConfig("demo", None, prefill=1, decode=2, slots=4, max_queue=5, max_decode=6, scale_up_s=7.0)
+    assert (config.most_replicas, config.most_open) == (1 + 6, 6 * 4 + 5)
+    assert config.scaling(1, 0, 2) == {"num_replicas": 1}
+    scaled = config.scaling(2, 6, 4)["autoscaling_config"]
+    assert (scaled.min_replicas, scaled.max_replicas, scaled.target_ongoing_requests) == (2, 6, 4)
+    assert (scaled.upscale_delay_s, scaled.downscale_delay_s) == (7, 600)
+
+
+ARGUMENTS = {"target": "demo", "drafter": None}
+Done = list[str]
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> Done:
+    """What is called of Ray, which does nothing."""
+    from peagle.cluster import start
+
+    calls: Done = []
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda *arguments, **_: calls.append(" ".join([name, *(each for each in arguments if each == "peagle")]))
+
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(start.ray, name, noting(f"ray.{name}"))
+    for name in ("start", "run_many", "delete", "shutdown"):
+        monkeypatch.setattr(start.serve, name, noting(f"serve.{name}"))
+    return calls
+
+
+def status_of(monkeypatch: pytest.MonkeyPatch, *found: Any) -> None:
+    """Let Serve tell each of these statuses of the fleet in turn, then the last of them."""
+    from peagle.cluster import start
+
+    left = list(found)
+
+    def status() -> Any:
+        return SimpleNamespace(applications={"peagle": left.pop(0) if len(left) > 1 else left[0]})
+
+    monkeypatch.setattr(start.serve, "status", status)
+    monkeypatch.setattr(start, "LOOKS_S", 0.001)
+
+
+def of(status: str, message: str = "", **replicas: dict[str, int]) -> Any:
+    deployments = {name: SimpleNamespace(replica_states=states) for name, states in replicas.items()}
+    return SimpleNamespace(status=status, message=message, deployments=deployments)
+
+
 @pytest.mark.parametrize("address", [None, "auto"])
 def test_a_cluster_that_was_running_keeps_what_others_serve_there(
-    monkeypatch: pytest.MonkeyPatch, address: str | None
+    monkeypatch: pytest.MonkeyPatch, done: Done, address: str | None
+) -> None:
+    """Its own application alone is deleted, which waits for answers, before Ray is left or ended."""
+    from peagle.cluster import start
+
+    status_of(
+        monkeypatch,
+        of("DEPLOYING", Both={"STARTING": 2}),
+        of("RUNNING", Both={"RUNNING": 2}),
+        of("RUNNING", Both={"RUNNING": 1, "STARTING": 1}),
+    )
+    stopped, notes = threading.Event(), list[str]()
+
+    def note(line: str) -> None:
+        notes.append(line)
+        if "1 running" in line:
+            stopped.set()
+
+    start.run(ARGUMENTS, address, "127.0.0.1", free_port(), note, stopped)
+    assert [line.split(":")[0] for line in notes] == ["ready", "replicas", "replicas", "ending"]
+    assert notes[1:3] == ["replicas: Both 2 running", "replicas: Both 1 running, 1 starting"]
+    assert done == ["ray.init", "serve.start", "serve.run_many", "serve.delete peagle", "ray.shutdown"]
+
+
+def test_a_fleet_that_cannot_be_started_is_one_line_and_is_ended(monkeypatch: pytest.MonkeyPatch, done: Done) -> None:
+    from peagle.cluster import start
+
+    status_of(monkeypatch, of("DEPLOY_FAILED", "Traceback\n  of theirs\nMemoryError: no room"))
+    with pytest.raises(InputError, match="the fleet cannot be started: MemoryError: no room"):
+        start.run(ARGUMENTS, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
+    assert done[-2:] == ["serve.delete peagle", "ray.shutdown"]
+
+
+def test_what_is_stopped_early_starts_nothing_and_the_second_time_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, done: Done
 ) -> None:
     from peagle.cluster import start
 
-    done: list[str] = []
-
-    def noting(name: str) -> Callable[..., None]:
-        return lambda *arguments, **_: done.append(" ".join([name, *map(str, arguments)]))
-
-    for module, names in ((start.ray, ("init", "shutdown")), (start.serve, ("start", "run", "delete", "shutdown"))):
-        for name in names:
-            monkeypatch.setattr(module, name, noting(f"{module.__name__}.{name}"))
     stopped = threading.Event()
     stopped.set()
-    start.run({"target": "demo", "drafter": None}, address, "127.0.0.1", 8000, lambda: None, stopped)
-    assert ("ray.serve.delete peagle" in done, "ray.serve.shutdown" in done) == (address is not None, address is None)
-    assert done[-1] == "ray.shutdown"
+    start.run(ARGUMENTS, None, "127.0.0.1", free_port(), lambda _: None, stopped)
+    assert done == ["ray.init", "ray.shutdown"]
+
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start.serve, "run_many", lambda *_, **__: stopped.set())
+    monkeypatch.setattr(start.serve, "delete", pressed)
+    stopped.clear()
+    start.run(ARGUMENTS, None, "127.0.0.1", free_port(), lambda _: None, stopped)
+    assert done[-2:] == ["serve.start", "ray.shutdown"]
 
 
 def test_an_address_without_a_cluster_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +152,25 @@ def test_an_address_without_a_cluster_is_one_line(monkeypatch: pytest.MonkeyPatc
         raise ConnectionError("could not find any\nrunning cluster")
 
     monkeypatch.setattr(start.ray, "init", refused)
-    arguments = {"target": "demo", "drafter": None}
     with pytest.raises(InputError, match="--address auto: could not find any running cluster; expected a Ray cluster"):
-        start.run(arguments, "auto", "127.0.0.1", 8000, lambda: None, threading.Event())
+        start.run(ARGUMENTS, "auto", "127.0.0.1", 8000, lambda _: None, threading.Event())
+    with pytest.raises(InputError, match=r"--address 127.0.0.1:\d+: .*refused; expected a Ray cluster"):
+        start.run(ARGUMENTS, f"127.0.0.1:{free_port()}", "127.0.0.1", 8000, lambda _: None, threading.Event())
+
+
+def test_a_port_that_is_taken_and_gpus_that_are_not_there_are_refused_before_anything_is_served(
+    monkeypatch: pytest.MonkeyPatch, done: Done
+) -> None:
+    from peagle.cluster import start
+
+    with closing(bind("127.0.0.1", 0)) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"--port {port} cannot be listened on: Address already in use"):
+            start.run(ARGUMENTS, None, "127.0.0.1", port, lambda _: None, threading.Event())
+    assert done == []
+    monkeypatch.setattr(start.ray, "cluster_resources", dict)
+    more = {"prefill": 1, "decode": 2, "num_gpus": 0.5}
+    with pytest.raises(InputError, match=r"--num-gpus 0\.5 for 3 replicas needs 1\.5 GPUs, and Ray finds 0"):
+        start.run(ARGUMENTS | more, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
+    assert done == ["ray.init", "ray.shutdown"]

@@ -1,0 +1,45 @@
+"""Send a request to the replica that has its prompt's beginning: Ray Serve's router, with peagle.cluster.affinity.
+
+Serve makes one in each process that calls the replicas. Its interface for routers (`ray.serve.request_router`) is
+public, and alpha. Ray's own router by prefixes is private.
+"""
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from peagle.cluster.affinity import Affinity
+from peagle.engine.request import Request
+
+
+class PrefixRouter(RequestRouter):
+    """Choose the replica that knows most of a prompt, else the one with the fewest requests."""
+
+    def initialize_state(self, **_: Any) -> None:
+        """Begin without known prompts. Serve calls it."""
+        self._affinity = Affinity[ReplicaID]()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return replicas in ranks: Serve takes the emptiest of the first rank that has one which answers."""
+        if pending_request is None or not (prompt_ids := _prompt(pending_request)):
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # between tries of all ranks
+        lengths = self.replica_queue_len_cache
+        num_open = {each.replica_id: lengths.get(each.replica_id) or 0 for each in candidate_replicas}
+        preferred = self._affinity.prefer(prompt_ids, num_open) if num_open else None
+        first = [each for each in candidate_replicas if each.replica_id == preferred]
+        return [first, candidate_replicas] if first else [candidate_replicas]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Keep where a prompt went. Serve calls it."""
+        del result
+        if prompt_ids := _prompt(pending_request):
+            self._affinity.note(prompt_ids, replica_id)
+
+
+def _prompt(pending: PendingRequest) -> tuple[int, ...]:
+    """Return the prompt of a call of a replica's `prefill` or `decode`."""
+    request = pending.args[0] if pending.args else None
+    return request.prompt_ids if isinstance(request, Request) else ()
