@@ -64,7 +64,10 @@ class Body(pydantic.BaseModel):
 
 
 class StreamOptions(Body):
+    """continuous_usage_stats: with include_usage, each chunk has the usage so far, as in vLLM."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
