@@ -41,7 +41,7 @@ from peagle.serve.prompts import Prompter
 from peagle.serve.replies import ChatForm, CompletionForm, Form
 from peagle.serve.responses import ResponsesBody, ResponsesForm, as_chat
 from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
-from peagle.serve.structured import constrains
+from peagle.serve.structured import constraint
 
 DEFAULT_MAX_BODY = 4_000_000
 POLL_S = 0.02
@@ -86,7 +86,8 @@ class Service:
 
         Raises ApiError for one that takes too long, and after a while for one that waits for another.
         """
-        if not constrains(body):
+        field = constraint(body)
+        if field is None:
             return None
         end = time.monotonic() + GRAMMAR_PATIENCE_S
         while self._num_compiling:
@@ -99,9 +100,8 @@ class Service:
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
         except TimeoutError:
-            raise ApiError(
-                400, f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
-            ) from None
+            message = f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
+            raise ApiError(400, message, field) from None
 
     def _compiled(self, _: concurrent.futures.Future[Any]) -> None:
         self._num_compiling -= 1
@@ -379,7 +379,7 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
 
     @app.exception_handler(InputError)
     async def bad_input(_: fastapi.Request, error: InputError) -> JsonReply:
-        return reply(ApiError(400, str(error)))
+        return reply(ApiError.of(error))
 
     @app.exception_handler(HTTPException)
     async def no_route(request: fastapi.Request, error: HTTPException) -> JsonReply:
