@@ -233,7 +233,7 @@ def _add_answers(router: fastapi.APIRouter, service: Service) -> None:
     @router.post("/v1/completions")
     async def answer(request: fastapi.Request) -> fastapi.Response:
         body = await read_body(request, service.max_body)
-        asked = await until_disconnect(request.receive, CALLS[request.url.path](service, body))
+        asked = await until_disconnect(request.receive, CALLS[request.scope["route"].path](service, body))
         return await _reply(service, request, asked)
 
 
