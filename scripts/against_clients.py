@@ -2,8 +2,8 @@
 
     python -m scripts.against_clients --out DIR
 
-needs `pip install litellm langchain-openai 'lm-eval[api]' schemathesis guidellm` beside the test extra. It serves the demo pair
-twice, with K = 3 and plainly; every client must give the same answers by both, whole and streamed.
+needs `pip install litellm langchain-openai 'lm-eval[api]' schemathesis guidellm` beside the test extra. It serves the
+demo pair twice, with K = 3 and plainly; every client must give the same answers by both, whole and streamed.
 """
 
 import argparse
