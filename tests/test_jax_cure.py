@@ -1,4 +1,5 @@
-"""JAX issue 39103: right sums whatever jaxlib is installed and however we are imported; each case is a new process."""
+"""Right sums, and the same bits for any number of rows, whatever jaxlib is installed and however we are imported; each
+case is a new process."""
 
 import importlib.metadata
 import os
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from peagle.ops.jax_cure import AFFECTED_JAXLIB, FLAG
+from peagle.ops.jax_cure import FLAG, MISCOMPUTING_JAXLIB, takes_the_flag
 
 ROOT = Path(__file__).parents[1]
-affected = pytest.mark.skipif(
-    importlib.metadata.version("jaxlib") != AFFECTED_JAXLIB, reason=f"only jaxlib {AFFECTED_JAXLIB} miscompiles"
-)
+JAXLIB = importlib.metadata.version("jaxlib")
+miscomputing = pytest.mark.skipif(JAXLIB != MISCOMPUTING_JAXLIB, reason=f"jaxlib {JAXLIB} computes this right")
+with_the_flag = pytest.mark.skipif(not takes_the_flag(JAXLIB), reason=f"jaxlib {JAXLIB} is run as it comes")
 # 32768 squared is exact in float32; the miscompiled reduction gives 1065369600
 RIGHT = "1073741824"
 PROBE = """
@@ -23,6 +24,19 @@ PROBE = """
     rows = jnp.stack([ramp, jnp.zeros_like(ramp), jnp.zeros_like(ramp)], axis=1)
     sums = jax.jit(jax.vmap(lambda row: jnp.sum((jnp.eye(3) @ row) ** 2)))(rows)
     print(int(sums[-1]))
+"""
+# a norm and a softmax of 256 rows at once, and of some of them: how many numbers differ
+ROWS_PROBE = """
+    import jax, jax.numpy as jnp, numpy as np
+
+    @jax.jit
+    def both(x):
+        normed = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+        return jnp.stack([normed, jax.nn.softmax(x, axis=-1)])
+
+    x = np.random.default_rng(1).standard_normal((256, 64), np.float32)
+    whole = np.asarray(both(x))
+    print(sum(int((np.asarray(both(x[:rows])) != whole[:, :rows]).sum()) for rows in (1, 4, 17)))
 """
 
 
@@ -41,7 +55,7 @@ def printed(code: str, flags: str | None = None) -> str:
     return done.stdout.strip()
 
 
-@affected
+@miscomputing
 def test_without_the_cure_the_sum_is_wrong() -> None:
     """If this fails, the test below proves nothing: the probe has lost its bite."""
     assert printed(PROBE) != RIGHT
@@ -52,11 +66,21 @@ def test_importing_any_of_ours_makes_it_right(package: str) -> None:
     assert printed(f"import {package}\n" + textwrap.dedent(PROBE)) == RIGHT
 
 
+@with_the_flag
+def test_without_the_cure_bits_depend_on_the_number_of_rows() -> None:
+    """If this fails, the test below proves nothing."""
+    assert printed(ROWS_PROBE) != "0"
+
+
+def test_importing_ours_gives_a_row_the_same_bits_beside_any_number_of_rows() -> None:
+    assert printed("import peagle\n" + textwrap.dedent(ROWS_PROBE)) == "0"
+
+
 def test_importing_jax_first_is_fine_while_it_has_not_started() -> None:
     assert printed("import jax, peagle\n" + textwrap.dedent(PROBE)) == RIGHT
 
 
-@affected
+@miscomputing
 def test_a_jax_that_started_without_the_cure_is_refused() -> None:
     done = python("import jax\njax.devices()\nimport peagle")
     assert done.returncode != 0
@@ -65,17 +89,17 @@ def test_a_jax_that_started_without_the_cure_is_refused() -> None:
 
 
 def test_a_jax_that_started_with_the_cure_is_welcome() -> None:
-    flags = FLAG if importlib.metadata.version("jaxlib") == AFFECTED_JAXLIB else ""
+    flags = FLAG if takes_the_flag(JAXLIB) else ""
     assert printed("import jax\njax.devices()\nimport peagle\nprint('in')", flags) == "in"
 
 
-@affected
+@with_the_flag
 def test_a_users_own_flags_are_kept() -> None:
     own = "--xla_cpu_enable_fast_math=false"
     assert printed("import os, peagle\nprint(os.environ['XLA_FLAGS'])", own) == f"{own} {FLAG}"
 
 
-@affected
+@with_the_flag
 def test_a_users_own_choice_of_this_flag_is_kept() -> None:
     """Whoever sets the flag knows of it; a second one behind it would silently win."""
     own = f"{FLAG}LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"

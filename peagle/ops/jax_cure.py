@@ -1,15 +1,18 @@
-"""Work around a miscompiling jaxlib before JAX starts, or refuse to run.
+"""Switch off one way of XLA to compile sums on CPU before JAX starts.
 
-jaxlib 0.10.2 on CPU silently miscomputes some fused reductions (jax issue 39103: a sum comes out 1065369600 instead of
-1073741824). An XLA flag, set before the backend starts, disables the fusion. Other jaxlibs may abort on an unknown
-flag, so it is set for the affected version only.
+From jaxlib 0.10.2 on, XLA on CPU hands some fused reductions to YNNPACK. jaxlib 0.10.2 silently miscomputes them (jax
+issue 39103: a sum comes out 1065369600 instead of 1073741824). Later ones compute them right, but a row's last bits
+depend on the number of rows, in a norm, say, so that verifying several tokens is not decoding bit for bit. An XLA flag,
+set before the backend starts, disables the fusion. A jaxlib aborts on a flag that it does not have, so it is set for
+those only that were tried with it.
 """
 
 import importlib.metadata
 import os
 import sys
 
-AFFECTED_JAXLIB = "0.10.2"
+MISCOMPUTING_JAXLIB = "0.10.2"
+LINES_WITH_THE_FLAG = ("0.11.", "0.12.")  # and MISCOMPUTING_JAXLIB; tried with 0.11.2 and 0.12.0.1
 FLAG = "--xla_cpu_experimental_ynn_fusion_type="
 
 
@@ -18,23 +21,30 @@ class MiscompilingJaxError(RuntimeError):
 
 
 def apply() -> None:
-    """Set the flag, for this process and its children.
+    """Set the flag, for this process and its children, if the installed jaxlib has it.
 
-    Raises MiscompilingJaxError if an affected backend has already started without it: the process's results cannot be
-    trusted, and the flag comes too late.
+    Raises MiscompilingJaxError if a miscomputing backend has already started without it: the process's results cannot
+    be trusted, and the flag comes too late. A later jaxlib that has started goes on: its results are right but for
+    near-ties.
     """
-    if importlib.metadata.version("jaxlib") != AFFECTED_JAXLIB:
+    version = importlib.metadata.version("jaxlib")
+    if not takes_the_flag(version):
         return
     flags = os.environ.get("XLA_FLAGS", "")
     if any(flag.startswith(FLAG) for flag in flags.split()):
         return
-    if _backend_started():
+    if version == MISCOMPUTING_JAXLIB and _backend_started():
         raise MiscompilingJaxError(
-            f"JAX was started before peagle was imported, and jaxlib {AFFECTED_JAXLIB} silently miscomputes reductions "
-            f"on CPU (jax issue 39103). Import peagle (or target, drafter) before the first JAX computation, set "
-            f"XLA_FLAGS={FLAG} in the environment, or install another jaxlib."
+            f"JAX was started before peagle was imported, and jaxlib {MISCOMPUTING_JAXLIB} silently miscomputes "
+            "reductions on CPU (jax issue 39103). Import peagle (or target, drafter) before the first JAX computation, "
+            f"set XLA_FLAGS={FLAG} in the environment, or install another jaxlib."
         )
     os.environ["XLA_FLAGS"] = f"{flags} {FLAG}".strip()
+
+
+def takes_the_flag(version: str) -> bool:
+    """Return whether this jaxlib has the flag and the fusion."""
+    return version == MISCOMPUTING_JAXLIB or version.startswith(LINES_WITH_THE_FLAG)
 
 
 def _backend_started() -> bool:
