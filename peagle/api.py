@@ -25,7 +25,7 @@ from typing import Any, Literal
 import jax
 
 from peagle.engine.engine import MASK_BUDGET_S, AnyEngine, Engine, EngineConfig, Handle, Role
-from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary
+from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError, Vocabulary, inlined
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.lead import Lead
 from peagle.engine.replicas import Replicas
@@ -277,16 +277,31 @@ class Pair:
         request.check_vocabulary(self.target.vocab_size)
         return request
 
-    def compile_grammar(self, grammar: Grammar, *, channels: bool, may_call: bool = False) -> CompiledGrammar:
+    def compile_grammar(
+        self,
+        grammar: Grammar | None,
+        *,
+        channels: bool,
+        calls: Mapping[str, Grammar | None] | None = None,
+        must_call: bool = False,
+    ) -> CompiledGrammar:
         """Compile a grammar for the target's vocabulary. Any thread may; equal grammars are compiled once.
 
-        channels: the grammar is that of the final message, in a vocabulary that has channels (peagle.text.channels).
-        may_call: the answer may call a function instead.
+        channels: the grammar is that of the final message, in a vocabulary that has channels (peagle.text.channels);
+        None: any text, with preambles. calls: functions that the answer may call instead, by name, with the JSON
+        schemas of their arguments; None: any text. must_call: it must call one. Raises GrammarError for such schemas
+        in a vocabulary without channels.
         """
         vocabulary, tokenizer = self.vocabulary(), self.tokenizer
         assert tokenizer is not None
-        around = answer_rules(tokenizer, may_call) if channels and has_channels(tokenizer) else ""
-        return vocabulary.compile(grammar, around)
+        final = Grammar.any_text() if grammar is None else grammar
+        if channels and has_channels(tokenizer):
+            written = {name: None if schema is None else inlined(schema) for name, schema in (calls or {}).items()}
+            rules = answer_rules(tokenizer, written, final=not must_call, preambles=grammar is None)
+            return vocabulary.compile(final, rules)
+        if any((calls or {}).values()):
+            raise GrammarError("the model's vocabulary has no channels, so no call can be told from an answer")
+        return vocabulary.compile(final)
 
     def vocabulary(self) -> Vocabulary:
         """Return the target's tokens as grammars need them. Any thread may; they are read once, which takes a while.

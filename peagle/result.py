@@ -344,7 +344,8 @@ def refuse_stop_strings_without(tokenizer: Tokenizer | None, stop: Sequence[str]
     """Raise InputError for stop strings without a tokenizer, since they are searched in text."""
     if stop and tokenizer is None:
         raise InputError(
-            "stop strings are text, but the target's directory has no tokenizer.json; leave them out, or add the file"
+            "stop strings are text, but the target's directory has no tokenizer.json; leave them out, or add the file",
+            "stop",
         )
 
 

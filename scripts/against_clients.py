@@ -2,13 +2,14 @@
 
     python -m scripts.against_clients --out DIR
 
-needs `pip install litellm langchain-openai 'lm-eval[api]' schemathesis` beside the test extra. It serves the demo pair
-twice, with K = 3 and plainly; every client must give the same answers by both, whole and streamed.
+needs `pip install litellm langchain-openai 'lm-eval[api]' schemathesis guidellm` beside the test extra. It serves the
+demo pair twice, with K = 3 and plainly; every client must give the same answers by both, whole and streamed.
 """
 
 import argparse
 import importlib
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from peagle.loading import DEMO_DIRECTORY
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -129,12 +131,46 @@ def by_schemathesis(url: str) -> Json:
     return {"failures of the server or of its own schema": "none"}
 
 
+def by_guidellm(url: str) -> Json:
+    """Sweep from one request after another to as many as the server queues, by its own count of tokens."""
+    program = str(Path(sys.executable).with_name("guidellm"))
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, report = Path(folder) / "prompts.jsonl", Path(folder) / "report.json"
+        prompts.write_text(
+            "".join(dumps({"prompt": f"def f{number}(values):"}) + "\n" for number in range(200)), "utf-8"
+        )
+        options = {
+            "backend": f"kind=openai_http,target={url},model={MODEL},max_tokens=32,http2=false",
+            "profile": "kind=sweep,sweep_size=3,max_concurrency=32",
+            "constraint": "kind=max_requests,count=40",
+            "data": f"kind=json_file,path={prompts}",
+            "data-loader": "kind=pytorch,num_workers=1,prefetch_factor=2,samples=200",
+            "tokenizer": f"kind=huggingface_auto,model={DEMO_DIRECTORY / 'target'}",
+            "output": f"kind=json,path={report}",
+        }
+        command = [
+            program,
+            "run",
+            "--disable-console",
+            *(part for key in options for part in (f"--{key}", options[key])),
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        if run.returncode:
+            raise AssertionError(run.stdout[-2000:] + run.stderr[-500:])
+        benchmarks = json.loads(report.read_text("utf-8"))["benchmarks"]
+    for each in benchmarks:
+        if each["requests"]["errored"] or not each["requests"]["successful"]:
+            raise AssertionError(f"{len(each['requests']['errored'])} requests of the sweep failed")
+    return {f"a sweep of {len(benchmarks)} rates": "no request failed"}
+
+
 CLIENTS: dict[str, Callable[[str], Json]] = {
     "openai": by_openai,
     "litellm": by_litellm,
     "langchain-openai": by_langchain,
     "lm-eval": by_lm_eval,
     "schemathesis": by_schemathesis,
+    "guidellm": by_guidellm,
 }
 
 

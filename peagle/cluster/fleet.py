@@ -123,7 +123,7 @@ class Fleet:
             self.engine.check(request)
         if len(requests) > self.most_open:
             message = f"{len(requests)} answers are asked for at once; expected at most {self.most_open}: ask for fewer"
-            raise ApiError(400, message)
+            raise ApiError(400, message, "n")
         if self._open + len(requests) > self.most_open:
             message = f"{self._open} requests are running, and at most {self.most_open} may; try again later"
             raise ApiError(429, message, retry_after_s=RETRY_AFTER_S)
@@ -137,7 +137,8 @@ class Fleet:
 
     async def run(self, function: Callable[[], Found]) -> Found:  # noqa: ARG002
         """Raise ApiError: the weights are elsewhere."""
-        raise ApiError(400, "log-probabilities of prompts are not computed by a fleet; leave out echo or logprobs")
+        message = "log-probabilities of prompts are not computed by a fleet; leave out echo or logprobs"
+        raise ApiError(400, message, "echo")
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         self._open -= 1
@@ -165,7 +166,7 @@ class Fleet:
         except ApiError as error:
             call.queue.put_nowait((place, error))
         except InputError as error:
-            end(400, str(error))
+            call.queue.put_nowait((place, ApiError.of(error)))
         except ReplicaLost:
             end(503, LOST)
         except TimeoutError:

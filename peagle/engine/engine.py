@@ -178,7 +178,7 @@ class EngineConfig:
         if asked is not None and not self.k_per_request:
             raise InputError("K is set for one request; expected an engine with k_per_request")
         if self.draft_sampling and request.sampling.greedy:
-            raise InputError(DRAFTS_ARE_GREEDY)
+            raise InputError(DRAFTS_ARE_GREEDY, "temperature")
 
 
 def shared_slots(slots: int, count: int) -> int:
@@ -195,7 +195,8 @@ def check_grammar(request: Request, stop_token_ids: Sequence[int], vocab_size: i
     if not any(0 <= token < vocab_size for token in stop_token_ids):
         raise InputError(
             f"{request.name} has a grammar, but no stop token, so nothing can end its answer; leave out ignore_eos, or "
-            "name stop tokens"
+            "name stop tokens",
+            "ignore_eos",
         )
     size = request.grammar.vocabulary.size
     if size != vocab_size:

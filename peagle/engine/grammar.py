@@ -88,6 +88,11 @@ class Grammar:
         return cls("json_schema", text)
 
     @classmethod
+    def any_text(cls) -> "Grammar":
+        """Describe any text."""
+        return cls("lark", "start: /(.|\\n)*/")
+
+    @classmethod
     def json_object(cls) -> "Grammar":
         """Describe any JSON object."""
         return cls.json_schema({"type": "object"})
@@ -110,6 +115,19 @@ class Grammar:
     def lark(cls, text: str) -> "Grammar":
         """Describe a text by a grammar in Lark's notation, or in GBNF."""
         return cls("lark", text)
+
+
+def inlined(schema: Grammar) -> str:
+    """Write a JSON schema as the right side of a rule in Lark's notation, for the rules around a grammar."""
+    assert schema.kind == "json_schema"
+    return f"%json {dumps(_of_short_spaces(schema.text))}"
+
+
+def _of_short_spaces(schema: str) -> dict[str, Any]:
+    """Bound the white space between the parts of a schema's texts."""
+    found = json.loads(schema)
+    given = found if isinstance(found, dict) else {"allOf": [found]}
+    return {**given, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _check_schema(*schemas: Any) -> None:
@@ -221,9 +239,7 @@ class Vocabulary:
         """Make an entry of llguidance's list of grammars."""
         text, library = grammar.text, self._library
         if grammar.kind == "json_schema":
-            schema = json.loads(text)
-            given = schema if isinstance(schema, dict) else {"allOf": [schema]}
-            return {"json_schema": {**given, "x-guidance": {"whitespace_pattern": WHITESPACE}}}
+            return {"json_schema": _of_short_spaces(text)}
         if grammar.kind == "choice":
             return {"lark_grammar": "start: " + " | ".join(map(dumps, json.loads(text)))}
         if grammar.kind == "regex":

@@ -47,19 +47,22 @@ def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling
 def check_stop_strings(stop: tuple[str, ...]) -> None:
     """Raise InputError for stop strings that are empty, not Unicode text, too long or too many."""
     if len(stop) > MOST_STOP_STRINGS:
-        raise InputError(f"{len(stop)} stop strings are given; expected at most {MOST_STOP_STRINGS}: leave some out")
+        raise InputError(
+            f"{len(stop)} stop strings are given; expected at most {MOST_STOP_STRINGS}: leave some out", "stop"
+        )
     for number, text in enumerate(stop, 1):
         which = f"stop string {number} of {len(stop)}"
         if not text:
-            raise InputError(f"{which} is empty; expected a character or more: leave it out")
+            raise InputError(f"{which} is empty; expected a character or more: leave it out", "stop")
         if len(text) > LONGEST_STOP_STRING:
             raise InputError(
-                f"{which} has {len(text)} characters; expected at most {LONGEST_STOP_STRING}: give only its beginning"
+                f"{which} has {len(text)} characters; expected at most {LONGEST_STOP_STRING}: give only its beginning",
+                "stop",
             )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise InputError(f"{which} is not valid Unicode text; expected UTF-8") from None
+            raise InputError(f"{which} is not valid Unicode text; expected UTF-8", "stop") from None
 
 
 @dataclass(frozen=True)
@@ -87,39 +90,47 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= HOTTEST:
-            raise InputError(f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g}")
+            raise InputError(
+                f"temperature is {self.temperature}; expected a number between 0 (greedy) and {HOTTEST:g}",
+                "temperature",
+            )
         if not 0 <= self.top_k < 2**31:
-            raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more")
+            raise InputError(f"top-k is {self.top_k}; expected 0 (off) or more", "top_k")
         if not 0 < self.top_p <= 1:
-            raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)")
+            raise InputError(f"top-p is {self.top_p}; expected a number above 0 and at most 1 (off)", "top_p")
         if not 0 <= self.min_p <= 1:
-            raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1")
+            raise InputError(f"min-p is {self.min_p}; expected a number from 0 (off) to 1", "min_p")
         if not 0 <= self.seed <= LARGEST_SEED:
-            raise InputError(f"seed is {self.seed}; expected an integer in 0..{LARGEST_SEED}")
+            raise InputError(f"seed is {self.seed}; expected an integer in 0..{LARGEST_SEED}", "seed")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             if not -LARGEST_PENALTY <= value <= LARGEST_PENALTY:
                 raise InputError(
                     f"{name.replace('_', ' ')} is {value}; expected a number from {-LARGEST_PENALTY:g} to "
-                    f"{LARGEST_PENALTY:g}"
+                    f"{LARGEST_PENALTY:g}",
+                    name,
                 )
         if not 1 / HOTTEST <= self.repetition_penalty <= HOTTEST:
             raise InputError(
                 f"repetition penalty is {self.repetition_penalty}; expected a number from {1 / HOTTEST:g} to "
-                f"{HOTTEST:g} (1 is off)"
+                f"{HOTTEST:g} (1 is off)",
+                "repetition_penalty",
             )
         if len(self.logit_bias) > MOST_BIASES:
-            raise InputError(f"{len(self.logit_bias)} logit biases are given; expected at most {MOST_BIASES}")
+            raise InputError(
+                f"{len(self.logit_bias)} logit biases are given; expected at most {MOST_BIASES}", "logit_bias"
+            )
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
-            raise InputError("logit bias names a token twice; expected one value for each")
+            raise InputError("logit bias names a token twice; expected one value for each", "logit_bias")
         for token, value in self.logit_bias:
             if token < 0 or not -LARGEST_BIAS <= value <= LARGEST_BIAS:
                 raise InputError(
                     f"logit bias of token {token} is {value}; expected a token id of 0 or more and a number from "
-                    f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}"
+                    f"{-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
+                    "logit_bias",
                 )
         if not 0 <= self.min_tokens < 2**31:
-            raise InputError(f"min tokens are {self.min_tokens}; expected 0 (off) or more")
+            raise InputError(f"min tokens are {self.min_tokens}; expected 0 (off) or more", "min_tokens")
 
     @property
     def adjusts(self) -> bool:
@@ -165,15 +176,18 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
-            raise InputError(f"{self.name} is empty; expected at least one token")
+            raise InputError(f"{self.name} is empty; expected at least one token", "prompt")
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected 1 or more")
         if not 0 <= self.index <= LARGEST_SEED:
             raise InputError(f"the request's index is {self.index}; expected an integer in 0..{LARGEST_SEED}")
         if self.stop_token_ids is not None and len(self.stop_token_ids) > MOST_STOP_TOKENS:
-            raise InputError(f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}")
+            raise InputError(
+                f"{len(self.stop_token_ids)} stop tokens are given; expected at most {MOST_STOP_TOKENS}",
+                "stop_token_ids",
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise InputError(f"logprobs is {self.logprobs}; expected 0..{MOST_LOGPROBS}")
+            raise InputError(f"logprobs is {self.logprobs}; expected 0..{MOST_LOGPROBS}", "logprobs")
         if self.num_speculative_tokens is not None and not 0 <= self.num_speculative_tokens <= MAX_NUM_DRAFTS:
             raise InputError(
                 f"K is {self.num_speculative_tokens}; expected 0 (plain decoding) to {MAX_NUM_DRAFTS} drafted tokens"

@@ -40,8 +40,8 @@ from peagle.serve.page import HEADERS, PAGE
 from peagle.serve.prompts import Prompter
 from peagle.serve.replies import ChatForm, CompletionForm, Form
 from peagle.serve.responses import ResponsesBody, ResponsesForm, as_chat
-from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, parse
-from peagle.serve.structured import constrains
+from peagle.serve.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, StreamOptions, TokenizeBody, parse
+from peagle.serve.structured import constraint
 
 DEFAULT_MAX_BODY = 4_000_000
 POLL_S = 0.02
@@ -86,7 +86,8 @@ class Service:
 
         Raises ApiError for one that takes too long, and after a while for one that waits for another.
         """
-        if not constrains(body):
+        field = constraint(body)
+        if field is None:
             return None
         end = time.monotonic() + GRAMMAR_PATIENCE_S
         while self._num_compiling:
@@ -99,9 +100,8 @@ class Service:
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiled)), GRAMMAR_PATIENCE_S)
         except TimeoutError:
-            raise ApiError(
-                400, f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
-            ) from None
+            message = f"the grammar was not compiled within {GRAMMAR_PATIENCE_S:g} seconds; make it smaller"
+            raise ApiError(400, message, field) from None
 
     def _compiled(self, _: concurrent.futures.Future[Any]) -> None:
         self._num_compiling -= 1
@@ -233,7 +233,7 @@ def _add_answers(router: fastapi.APIRouter, service: Service) -> None:
     @router.post("/v1/completions")
     async def answer(request: fastapi.Request) -> fastapi.Response:
         body = await read_body(request, service.max_body)
-        asked = await until_disconnect(request.receive, CALLS[request.url.path](service, body))
+        asked = await until_disconnect(request.receive, CALLS[request.scope["route"].path](service, body))
         return await _reply(service, request, asked)
 
 
@@ -278,8 +278,10 @@ def _add_descriptions(router: fastapi.APIRouter, service: Service) -> None:
         return fastapi.Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _include_usage(body: Sampled) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
+def _usage_options(body: Sampled) -> tuple[bool, bool]:
+    """Return (whether the last chunk has the usage, whether each one has)."""
+    options = body.stream_options or StreamOptions()
+    return options.include_usage, options.include_usage and options.continuous_usage_stats
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ async def ask_chat(service: Service, given: bytes) -> Asked:
     body = await service.parse(ChatBody, given)
     requests = await service.encode(service.prompter.chat, body, await service.grammar(body))
     tokenizer = service.prompter.tokenizer
-    form = ChatForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs)
+    form = ChatForm(service.model, tokenizer, *_usage_options(body), logprobs=body.logprobs)
     form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
     return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
 
@@ -317,7 +319,7 @@ async def ask_completions(service: Service, given: bytes) -> Asked:
     body = await service.parse(CompletionBody, given)
     requests, echoed = await service.encode(service.prompter.completion, body, await service.grammar(body))
     tokenizer = service.prompter.pair.tokenizer
-    form = CompletionForm(service.model, tokenizer, _include_usage(body), logprobs=body.logprobs is not None)
+    form = CompletionForm(service.model, tokenizer, *_usage_options(body), logprobs=body.logprobs is not None)
     form.echoed = echoed
     if body.echo and body.logprobs is not None:
         form.prompts = [each.prompt_ids for each in requests]
@@ -360,6 +362,7 @@ async def _events(form: Form, answers: Answers) -> AsyncIterator[str]:
                 yield begun
             async for part in parts:
                 if choices := form.read(part):
+                    form.used = usage(answers.results()) if form.continuous_usage else None
                     yield "".join(map(form.event, choices))
     except ApiError as error:
         yield form.failed(error)
@@ -379,7 +382,7 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
 
     @app.exception_handler(InputError)
     async def bad_input(_: fastapi.Request, error: InputError) -> JsonReply:
-        return reply(ApiError(400, str(error)))
+        return reply(ApiError.of(error))
 
     @app.exception_handler(HTTPException)
     async def no_route(request: fastapi.Request, error: HTTPException) -> JsonReply:

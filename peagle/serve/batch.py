@@ -259,7 +259,7 @@ class Batch:
             body, name = await self._reply(line)
             status = 200
         except (ApiError, InputError) as error:
-            refused = error if isinstance(error, ApiError) else ApiError(400, str(error))
+            refused = error if isinstance(error, ApiError) else ApiError.of(error)
             body, status = refused.body(), refused.status
         except Exception as error:
             LOG.exception("the request %s failed", brief(line.custom_id))

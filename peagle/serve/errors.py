@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from peagle.ops.errors import InputError
+
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -17,6 +19,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of(cls, error: InputError, param: str | None = None) -> "ApiError":
+        """Make the error of bad input. param: unless the input's own error names the field."""
+        return cls(400, str(error), error.field or param)
 
     def __reduce__(self) -> tuple[Any, ...]:  # between processes, too
         return type(self), (self.status, self.message, self.param, self.code, self.retry_after_s)

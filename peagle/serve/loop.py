@@ -182,9 +182,8 @@ class EngineLoop:
             self.engine.check(request, hand_off)
         most = self.engine.config.slots + self.max_queue
         if len(requests) > most:
-            raise ApiError(
-                400, f"{len(requests)} answers are asked for at once; expected at most {most}: ask for fewer"
-            )
+            message = f"{len(requests)} answers are asked for at once; expected at most {most}: ask for fewer"
+            raise ApiError(400, message, "n")
         call = Call(self.engine, asyncio.get_running_loop())
         pairs = enumerate(zip(requests, begun, strict=True))
         call.jobs = [_Job(call, place, request, hand_off) for place, (request, hand_off) in pairs]

@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from peagle.api import Pair
-from peagle.engine.grammar import CompiledGrammar, GrammarError
+from peagle.engine.grammar import CompiledGrammar, Grammar, GrammarError
 from peagle.engine.request import LARGEST_SEED, MOST_LOGPROBS, Request, SamplingParams, TokenLogprobs
 from peagle.measure.logprobs import output_logprobs
 from peagle.ops.errors import InputError
@@ -23,11 +24,13 @@ from peagle.serve.schema import (
     Sampled,
     TokenizeBody,
 )
-from peagle.serve.structured import grammar_of
-from peagle.serve.tools import begin_call, chat_of, offered, takes_tools
+from peagle.serve.structured import constraint, grammar_of
+from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
 from peagle.text.tokenizer import TemplateError, Tokenizer, detokenize, encode_characters
+
+TOKEN_ID = re.compile(r"[0-9]{1,10}")  # as a key of JSON
 
 
 @dataclass(frozen=True)
@@ -55,33 +58,65 @@ class Prompter:
         return takes_tools(self.tokenizer)
 
     def grammar(self, body: Sampled) -> CompiledGrammar | None:
-        """Compile what constrains the answers, if anything does; in a chat, their final messages. Any thread may."""
-        found = grammar_of(body)
-        if found is None:
+        """Compile what constrains the answers, if anything does; in a chat, final messages, calls. Any thread may."""
+        grammar, name = grammar_of(body) or (None, None)
+        if isinstance(body, ChatBody) and body.tools:
+            return self._grammar_with_tools(body, grammar, name)
+        if grammar is None:
             return None
-        grammar, name = found
-        may_call = isinstance(body, ChatBody) and bool(body.tools)
         try:
-            return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody), may_call=may_call)
+            return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody))
         except GrammarError as error:
             raise ApiError(400, str(error), name) from None
+
+    def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, name: str | None) -> CompiledGrammar | None:
+        """Compile what constrains final messages and calls. name: the field of the final message's grammar."""
+        tools, only = offered(body.tools, body.tool_choice, rendered=True)
+        calls = bound_calls(body.tools, body.tool_choice) if tools else {}
+        must_call = only is not None or body.tool_choice == "required"
+        if must_call and grammar is not None:
+            raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
+        if grammar is None and not any(calls.values()):
+            return None
+        try:
+            if only is not None:  # the prompt ends with the call's header
+                return self.pair.compile_grammar(calls[only], channels=False)
+            return self.pair.compile_grammar(grammar, channels=True, calls=calls, must_call=must_call)
+        except GrammarError as error:
+            raise self._blamed(body, calls, ApiError(400, str(error), name)) from None
+
+    def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError) -> ApiError:
+        """Name the function whose parameters make no grammar, if one's do not."""
+        for function, schema in calls.items():
+            try:
+                if schema is not None:
+                    self.pair.compile_grammar(schema, channels=False)
+            except GrammarError as found:
+                where = parameters_of(body.tools, function)
+                return ApiError(400, f"{where}: {found}", where)
+        return error
 
     def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:
         """Make the requests of a chat: n answers to its messages. grammar: what `grammar` returns."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
+        if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
+            raise ApiError(
+                400, f"top_logprobs is {brief(body.top_logprobs)}; expected 0..{MOST_LOGPROBS}", "top_logprobs"
+            )
         limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError(400, "max_tokens and max_completion_tokens differ; leave out max_tokens", "max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         tools, forced = offered(body.tools, body.tool_choice, bool(body.tools) and self.takes_tools)
-        if forced is not None and grammar is not None:
-            raise ApiError(400, "tool_choice makes a call of the answer, so nothing else can bind it", "tool_choice")
         prompt_ids = self.encode_chat(body.messages, body.reasoning_effort, tools)
         if forced is not None:
             prompt_ids = begin_call(self.tokenizer, prompt_ids, forced)
         if grammar is not None:
-            grammar = self.pair.begin_grammar(grammar, prompt_ids)
+            try:
+                grammar = self.pair.begin_grammar(grammar, prompt_ids)
+            except GrammarError as error:
+                raise ApiError.of(error, constraint(body)) from None
         limit, ends = limits.pop() if limits else None, self._call_ends(tools)
         return self._requests(body, [prompt_ids], limit, logprobs, grammar, ends)
 
@@ -209,7 +244,7 @@ class Prompter:
         requests = []
         for number, prompt_ids in enumerate(prompts, 1):
             name = "the prompt" if len(prompts) == 1 else f"prompt {number}"
-            budget = self._budget(len(prompt_ids), limit, name)
+            budget = self._budget(body, len(prompt_ids), limit, name)
             if body.min_tokens > budget:
                 raise ApiError(
                     400, f"min_tokens is {body.min_tokens}; expected at most {budget}, the most tokens", "min_tokens"
@@ -229,37 +264,38 @@ class Prompter:
             raise ApiError(400, message, name)
         return k
 
-    def _budget(self, length: int, limit: int | None, name: str) -> int:
-        room = self.context - length
+    def _budget(self, body: Sampled, length: int, limit: int | None, name: str) -> int:
+        """Return the most tokens of an answer. limit: of the body."""
+        room, field, limits = self.context - length, "prompt", "max_tokens"
+        if isinstance(body, ChatBody):
+            field = "messages"
+            limits = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         if room < 1:
             raise ApiError(
                 400,
                 f"{name} has {length} tokens, but the context holds {self.context} positions; expected at most "
                 f"{self.context - 1}: shorten it",
-                "messages" if name == "the prompt" else "prompt",
+                field,
                 "context_length_exceeded",
             )
         if limit is None:
             return room
         if limit < 1:
-            raise ApiError(400, f"max_tokens is {brief(limit)}; expected 1 or more", "max_tokens")
+            raise ApiError(400, f"{limits} is {brief(limit)}; expected 1 or more", limits)
         if limit > room:
             raise ApiError(
                 400,
-                f"{name} has {length} tokens and max_tokens is {limit}, but the context holds {self.context} "
-                f"positions; expected max_tokens of at most {room}",
-                "max_tokens",
+                f"{name} has {length} tokens and {limits} is {limit}, but the context holds {self.context} "
+                f"positions; expected {limits} of at most {room}",
+                limits,
                 "context_length_exceeded",
             )
         return limit
 
     def _sampling(self, body: Sampled) -> SamplingParams:
-        try:
-            bias = tuple((int(token), value) for token, value in body.logit_bias.items())
-        except ValueError:
-            raise ApiError(
-                400, f"logit_bias is {brief(body.logit_bias)}; expected token ids as keys", "logit_bias"
-            ) from None
+        if bad := [key for key in body.logit_bias if not TOKEN_ID.fullmatch(key)]:
+            raise ApiError(400, f"logit_bias has the key {brief(bad[0])}; expected token ids as keys", "logit_bias")
+        bias = tuple((int(token), value) for token, value in body.logit_bias.items())
         self.check_ids([token for token, _ in bias], "logit_bias")
         seed = secrets.randbelow(LARGEST_SEED + 1) if body.seed is None else body.seed
         return SamplingParams(

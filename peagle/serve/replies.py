@@ -27,6 +27,8 @@ class Form:
     model: str
     tokenizer: Tokenizer | None
     include_usage: bool = False
+    continuous_usage: bool = False  # `used`, which whoever makes events sets, is in every chunk
+    used: dict[str, Any] | None = None
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)  # answers of which a part was read
@@ -61,7 +63,7 @@ class Form:
 
     def event(self, choice: dict[str, Any]) -> str:
         """Make the event of one choice."""
-        extra = {"usage": None} if self.include_usage else {}
+        extra = {"usage": self.used} if self.include_usage else {}
         return _event({**self._head(self.chunk_kind), "choices": [choice], **extra})
 
     def end(self, results: Sequence[Result]) -> str:

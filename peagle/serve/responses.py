@@ -186,7 +186,7 @@ def as_chat(body: ResponsesBody) -> AsChat:
 NAMES = {  # of a chat's fields here
     r"\bresponse_format\.json_schema\b": "text.format",
     r"\bresponse_format\b": "text.format",
-    r"(?<![\w'])max_tokens(?![\w'])": "max_output_tokens",
+    r"(?<![\w'])max_completion_tokens(?![\w'])": "max_output_tokens",
     r"(?<![\w'])(tools\.\d+)\.function\b": r"\1",
     r"^messages\b": "input",
 }

@@ -64,7 +64,10 @@ class Body(pydantic.BaseModel):
 
 
 class StreamOptions(Body):
+    """continuous_usage_stats: with include_usage, each chunk has the usage so far, as in vLLM."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -310,4 +313,9 @@ def _refusal(error: pydantic.ValidationError, where: str) -> ApiError:
 def _in_words(message: str) -> str:
     """Say what the type checker expected."""
     message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message.removeprefix("Value error, "))
-    return message.replace("Input should be", "expected").replace("a valid string", "a text").replace("a valid ", "a ")
+    return (
+        message.replace("Input should be", "expected")
+        .replace("a valid string", "a text")
+        .replace("a valid i", "an i")
+        .replace("a valid ", "a ")
+    )

@@ -5,12 +5,18 @@ from typing import Any
 
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.serve.errors import ApiError
-from peagle.serve.schema import Structured
+from peagle.serve.schema import ChatBody, Structured
 
 
-def constrains(body: Structured) -> bool:
-    """Whether a body has any field that may constrain its answers."""
-    return any(getattr(body, name) is not None for name in Structured.model_fields)
+def constraint(body: Structured) -> str | None:
+    """Name a field of a body that may constrain its answers; None if it has none."""
+    for name in Structured.model_fields:
+        if getattr(body, name) is not None:
+            return name
+    if not isinstance(body, ChatBody) or body.tool_choice == "none":
+        return None
+    binds = body.tool_choice != "auto" or any(tool.function.strict for tool in body.tools)
+    return "tools" if binds and body.tools else None
 
 
 def grammar_of(body: Structured) -> tuple[Grammar, str] | None:

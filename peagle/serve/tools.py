@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from peagle.engine.grammar import Grammar, GrammarError
 from peagle.serve.errors import ApiError
-from peagle.serve.schema import ChatMessage, NamedTool, Tool
+from peagle.serve.schema import ChatMessage, Function, NamedTool, Tool
 from peagle.text.channels import CHANNEL, FUNCTIONS, MESSAGE, ROLE, START, control_ids, final_message
 from peagle.text.prompts import brief
 from peagle.text.tokenizer import Message, TemplateError, Tokenizer, Verbatim, detokenize, encode_characters
@@ -35,7 +36,7 @@ def takes_tools(tokenizer: Tokenizer) -> bool:
 
 
 def offered(tools: Sequence[Tool], choice: Choice, rendered: bool) -> tuple[list[dict[str, Any]], str | None]:
-    """Return (tools as templates take them, the name of the function that must be called, if one must).
+    """Return (tools as templates take them, the name of the only function that must be called: `forced`).
 
     With the choice "none" there are no tools. rendered: the chat template takes tools (`takes_tools`). Raises ApiError
     for tools or a choice that cannot be rendered.
@@ -50,16 +51,47 @@ def offered(tools: Sequence[Tool], choice: Choice, rendered: bool) -> tuple[list
         raise ApiError(
             400, f"tool_choice names {brief(choice.function.name)}, which is not among the tools", "tool_choice"
         )
-    if choice == "required" and len(names) > 1:
-        message = "tool_choice 'required' is not supported here for several tools; name one, or leave it out"
-        raise ApiError(400, message, "tool_choice", "unsupported_parameter")
     if choice == "none":
         return [], None
     if not rendered:
         message = "tools are not supported here: the model's chat template has none; leave them out"
         raise ApiError(400, message, "tools", "unsupported_parameter")
-    forced = names[0] if choice == "required" else choice.function.name if isinstance(choice, NamedTool) else None
-    return [_definition(tool) for tool in tools], forced
+    return [_definition(tool) for tool in tools], forced(tools, choice)
+
+
+def forced(tools: Sequence[Tool], choice: Choice) -> str | None:
+    """Return the name of the only function that the answer may call, and must; None if it may answer otherwise."""
+    if isinstance(choice, NamedTool):
+        return choice.function.name
+    return tools[0].function.name if choice == "required" and len(tools) == 1 else None
+
+
+def bound_calls(tools: Sequence[Tool], choice: Choice) -> dict[str, Grammar | None]:
+    """Map the functions that an answer may call to the grammars of their arguments; None: any text.
+
+    Bound are functions that are strict, and all that the choice makes the answer call. Raises ApiError for a schema
+    that is too large.
+    """
+    only, must = forced(tools, choice), choice == "required"
+    functions = [(place, tool.function) for place, tool in enumerate(tools) if only in (None, tool.function.name)]
+    is_bound = must or only is not None
+    return {each.name: _arguments(place, each) if is_bound or each.strict else None for place, each in functions}
+
+
+def parameters_of(tools: Sequence[Tool], name: str) -> str:
+    """Name the field of a function's parameters."""
+    (place,) = (place for place, tool in enumerate(tools) if tool.function.name == name)
+    return f"tools.{place}.function.parameters"
+
+
+def _arguments(place: int, function: Function) -> Grammar:
+    """Describe a function's arguments: an object, by the schema of its parameters. Without one it takes none."""
+    schema = {"properties": {}, "additionalProperties": False} if function.parameters is None else function.parameters
+    try:
+        return Grammar.json_schema({"type": "object", **schema})
+    except GrammarError as error:
+        where = f"tools.{place}.function.parameters"
+        raise ApiError(400, f"{where}: {error}", where) from None
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
@@ -75,13 +107,6 @@ def check_tools(tools: Sequence[Tool]) -> None:
             )
         if name in names:
             raise ApiError(400, f"{where}.name is {brief(name)}, as that of a tool before it", f"{where}.name")
-        if tool.function.strict:
-            raise ApiError(
-                400,
-                f"{where}.strict is not supported here: arguments are not held to their schema; leave it out",
-                f"{where}.strict",
-                "unsupported_parameter",
-            )
         names.add(name)
     _check_parameters(tools)
 

@@ -28,7 +28,7 @@ import collections
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from peagle.text.stop_strings import StopStrings
@@ -388,26 +388,34 @@ def answer_begun(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> tuple[int, 
     return tuple(prompt_ids[last:])
 
 
-def answer_rules(tokenizer: Tokenizer, may_call: bool = False) -> str:
+def answer_rules(
+    tokenizer: Tokenizer, calls: Mapping[str, str | None] | None = None, *, final: bool = True, preambles: bool = False
+) -> str:
     """Write the rules of an answer whose final message is @answer, in Lark's notation (peagle.engine.grammar).
 
-    They begin with <|start|>, which the prompt holds. Analysis is free text. may_call: the answer may end with the call
-    of a function instead, whose arguments are free text.
+    They begin with <|start|>, which the prompt holds. Analysis is free text. calls: functions that the answer may call
+    instead at its end, by name, each with its arguments as the right side of a rule; None: free text. final: there may
+    be a final message; else a call must end the answer. preambles: so may be commentary before the end, free text.
     """
     ids = {name: f"<[{token_id}]>" for name, token_id in control_ids(tokenizer).items()}
-    kind = f'(" "? {ids[CONSTRAIN]} /[a-zA-Z]+/)?' if CONSTRAIN in ids else ""
+    constrained = f'" "? {ids[CONSTRAIN]} /[a-zA-Z]+/' if CONSTRAIN in ids else ""
+    kind = f"({constrained})?" if constrained else ""
+    before = f'("{ANALYSIS}" | "{COMMENTARY}")' if preambles else f'"{ANALYSIS}"'
+    ends = [*(["final"] if final else []), *(f"call{place}" for place, _ in enumerate(calls or ()))]
     rules = [
-        f'start: begin ({ids[CHANNEL]} "{ANALYSIS}" {ids[MESSAGE]} TEXT {ids["<|end|>"]} begin)* '
-        + ("(final | call)" if may_call else "final"),
+        f"start: begin ({ids[CHANNEL]} {before} {ids[MESSAGE]} TEXT {ids['<|end|>']} begin)* ({' | '.join(ends)})",
         f'begin: {ids[START]} "{ROLE}"',
-        f'final: {ids[CHANNEL]} "final" {kind} {ids[MESSAGE]} @answer',
         "TEXT: /(.|\\n)*/",
     ]
-    if may_call:
-        channel = f'{ids[CHANNEL]} "{COMMENTARY}"'
+    if final:
+        rules.append(f'final: {ids[CHANNEL]} "final" {kind} {ids[MESSAGE]} @answer')
+    channel = f'{ids[CHANNEL]} "{COMMENTARY}"'
+    json_kind = " | ".join(['" json"', constrained][: 1 + bool(constrained)])  # templates leave <|constrain|> out
+    for place, (name, arguments) in enumerate((calls or {}).items()):
+        to = f'" {RECIPIENT}{FUNCTIONS}{name}"'
         rules += [
-            f"call: (NAME {channel} | {channel} NAME) {kind} {ids[MESSAGE]} TEXT",
-            f'NAME: " {RECIPIENT}" /[^ \\n]+/',
+            f"call{place}: ({to} {channel} | {channel} {to}) ({json_kind})? {ids[MESSAGE]} arguments{place}",
+            f"arguments{place}: {arguments or 'TEXT'}",
         ]
     return "\n".join(rules)
 

@@ -143,6 +143,8 @@ ANSWERS = [
     ("<|channel|>final<|message|>42<|end|><|start|>assistant", False, False),
     ("<|channel|>commentary to=functions.f<|message|>{any", False, True),
     (HEAD + " to=functions.f<|channel|>commentary<|message|>{any", False, True),
+    (HEAD + " to=functions.f<|channel|>commentary json<|message|>{any", False, True),
+    (HEAD + " to=functions.g<|channel|>commentary<|message|>{any", False, False),
 ]
 
 
@@ -151,8 +153,8 @@ def test_answers_in_channels(
     toy: Pair, tokenizer: ByteLevelTokenizer, answer: str, plainly: bool, with_tools: bool
 ) -> None:
     prompt = spelled(tokenizer, "<|start|>user<|message|>hi<|end|><|start|>assistant")
-    for may_call, expected in ((False, plainly), (True, with_tools)):
-        compiled = toy.compile_grammar(Grammar.regex("[0-9]{2}"), channels=True, may_call=may_call)
+    for calls, expected in (({}, plainly), ({"f": None}, with_tools)):
+        compiled = toy.compile_grammar(Grammar.regex("[0-9]{2}"), channels=True, calls=calls)
         matcher = toy.begin_grammar(compiled, prompt).begin((RETURN,))
         matcher.read(spelled(tokenizer, answer))
         assert matcher.may_end == expected

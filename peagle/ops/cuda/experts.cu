@@ -18,12 +18,12 @@
 
 namespace {
 
-constexpr int kOutputs = 16;        // per block
-constexpr int kColumns = 8;         // rows of x per product
-constexpr int kBlock = 32;          // inputs that share a scale: 16 bytes
-constexpr int kChunk = 4 * kBlock;  // inputs that a warp multiplies at a time: a block for each quarter
+constexpr int kOutputs = 16;         // of a block, of a pass of few rows; of a warp
+constexpr int kColumns = 8;          // rows of x per product
+constexpr int kBlock = 32;           // inputs that share a scale: 16 bytes
+constexpr int kChunk = 4 * kBlock;   // inputs that a warp multiplies at a time: a block for each quarter
 constexpr int kPieces = kChunk / 8;  // of 16 bytes, of a row's chunk of x
-constexpr int kAhead = 3;           // chunks whose weights are in flight together, in a pass of few rows
+constexpr int kAhead = 3;            // chunks whose weights are in flight together, in a pass of few rows
 constexpr int kMaxExperts = 1024;
 constexpr int kSortThreads = 512;
 constexpr int kPanel = kWarps * kOutputs;  // outputs of a block, of a pass of many rows
@@ -137,7 +137,7 @@ struct Direct {
   }
 };
 
-// The place of a staged row's piece, so that neither the lanes that write nor those that read wait for the same bank.
+// The place of a staged row's piece, so that lanes that read together do not wait for the same bank.
 __device__ inline int Slot(int row, int piece) { return row * kPieces + (piece % 4 * 4 + piece / 4 ^ row % 2 * 4); }
 
 // A thread's part of a chunk of 8 kTiles rows of x [.., inputs], on its way to shared memory; zeros where `source`, the rows
@@ -175,8 +175,8 @@ struct Staged {
   }
 };
 
-// sums += a chunk of weights times the same chunk of x, whose values(tile, word) are this lane's. One factor cannot raise 2^-126 to powers above 2^1: `large`
-// if any lane has one.
+// sums += a chunk of weights times the same chunk of x, whose values(tile, word) are this lane's. One factor cannot raise
+// 2^-126 to powers above 2^1: `large` if any lane has one.
 template <bool large, int kTiles, typename Values>
 __device__ __forceinline__ void AddScaled(const Codes& low, const Codes& high, const Values& values,
                                           float (&sums)[kTiles][4]) {

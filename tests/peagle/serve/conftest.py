@@ -48,7 +48,11 @@ type {{ tool.function.name }} = ({{ typed(tool.function.parameters) if tool.func
 {%- for message in (messages[1:] if first else messages) -%}
 {%- if message.role == "assistant" and message.tool_calls -%}
 {%- set call = message.tool_calls[0].function -%}
-{%- if message.thinking -%}
+{%- set answered = namespace(later=false) -%}
+{%- for later in messages[(loop.index + 1 if first else loop.index):] -%}
+{%- if later.role == "assistant" and not later.tool_calls %}{% set answered.later = true %}{% endif -%}
+{%- endfor -%}
+{%- if message.thinking and not answered.later -%}
 <|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>
 {%- endif -%}
 <|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>{{ call.arguments|tojson }}<|call|>

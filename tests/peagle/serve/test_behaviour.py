@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import jax.numpy as jnp
 import pytest
+from fastapi.testclient import TestClient
 
 from peagle.serve import loop as engine_loop
-from peagle.serve.app import Service
+from peagle.serve.app import Service, create_app
 from peagle.text.tokenizer import ByteLevelTokenizer
 from tests.peagle.conftest import toy_pair
 from tests.peagle.serve.conftest import SLOTS, client_of, service_of
@@ -50,6 +51,12 @@ def _all(connection: socket.socket) -> bytes:
 def is_idle(service: Service) -> bool:
     engine = service.loop.engine
     return service.loop.num_open == 0 and not engine.busy and engine._scheduler.num_active == 0
+
+
+def test_it_answers_below_a_prefix(shared: Service) -> None:
+    """As Ray Serve mounts it with a route_prefix."""
+    client = TestClient(create_app(shared), root_path="/models")
+    assert client.post(f"/models{PATH}", json=BODY).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -79,11 +79,12 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"top_k": -2}, "top-k is -2"),
     (COMPLETIONS, {"min_p": 2}, "min-p is 2"),
     (COMPLETIONS, {"seed": -1}, "seed is -1"),
+    (COMPLETIONS, {"seed": 1.5}, "seed is 1.5; expected an integer"),
     (COMPLETIONS, {"seed": 2**31}, "seed is 2147483648"),
     (COMPLETIONS, {"presence_penalty": 3}, "presence penalty is 3"),
     (COMPLETIONS, {"frequency_penalty": -3}, "frequency penalty is -3"),
     (COMPLETIONS, {"repetition_penalty": 0}, "repetition penalty is 0"),
-    (COMPLETIONS, {"logit_bias": {"a": 1}}, "token ids as keys"),
+    *((COMPLETIONS, {"logit_bias": {key: 1}}, "token ids as keys") for key in ("a", "-1", "１", "1_0", "9" * 5000)),
     (COMPLETIONS, {"logit_bias": {"320": 1}}, "logit_bias holds token id 320"),
     (COMPLETIONS, {"logit_bias": {str(token): 1 for token in range(301)}}, "301 logit biases"),
     (COMPLETIONS, {"logprobs": 21}, "expected 0..20"),
@@ -96,6 +97,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"stop_token_ids": list(range(17))}, "stop tokens"),
     (COMPLETIONS, {"suffix": "x"}, "suffix is not supported"),
     (COMPLETIONS, {"best_of": 2}, "best_of is not supported"),
+    (CHAT, {"max_completion_tokens": 300, "max_tokens": None}, "expected max_completion_tokens of at most"),
+    (CHAT, {"messages": [{"role": "user", "content": "x y " * 300}]}, "but the context holds 256"),
 ]
 RAW: list[tuple[bytes, str]] = [
     (b"", "not valid JSON"),
@@ -127,7 +130,9 @@ def refused(reply: Any, status: int, part: str) -> None:
 
 @pytest.mark.parametrize(("path", "fields", "part"), BAD, ids=[f"{str(fields)[:40]}" for _, fields, _ in BAD])
 def test_a_bad_field_is_refused_by_name(client: TestClient, path: str, fields: dict[str, Any], part: str) -> None:
-    refused(client.post(path, json={**GOOD[path], **fields}), 400, part)
+    reply = client.post(path, json={**GOOD[path], **fields})
+    refused(reply, 400, part)
+    assert reply.json()["error"]["param"].partition(".")[0] in fields
 
 
 @pytest.mark.parametrize(("body", "part"), RAW)

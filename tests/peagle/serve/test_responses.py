@@ -312,7 +312,10 @@ def test_several_calls_and_only_the_first_without_parallel_calls(saying: Making)
         ({"reasoning": {"effort": "xhigh"}}, "reasoning.effort is 'xhigh'; expected 'low'"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary is 'detailed'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type is 'web_search'; expected 'function'"),
-        ({"tools": [{**TOOL, "strict": True}]}, "strict is not supported"),
+        (
+            {"tools": [{**TOOL, "strict": True, "parameters": {"$ref": "#/x", "properties": {}}}]},
+            "tools.0.parameters: the JSON schema cannot be used",
+        ),
         ({"tool_choice": "required"}, "tool_choice is given without tools"),
         ({"input": 5}, "input is 5; expected a text or a list of items"),
         ({"input": []}, "input is empty"),
@@ -354,6 +357,7 @@ def test_what_cannot_be_is_refused_by_name(saying: Making, fields: dict[str, Any
     error = reply.json()["error"]
     assert part in error["message"]
     assert "\n" not in error["message"]
+    assert error["param"].partition(".")[0] in {"input", *fields}
 
 
 def test_a_failure_in_a_stream_is_an_event(saying: Making) -> None:

@@ -61,6 +61,19 @@ def test_the_parts_are_the_whole(client: TestClient, path: str, fields: dict[str
                 assert joined == choice["logprobs"][key]
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_each_chunk_may_have_the_usage_so_far(client: TestClient, path: str) -> None:
+    """As guidellm asks for: it counts tokens by it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *parts, last = events(client, path, {**BODIES[path], "stream_options": options})
+    counts = [each["usage"]["completion_tokens"] for each in parts]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert parts[-1]["usage"] == last["usage"]
+    alone = {**BODIES[path], "stream_options": {"continuous_usage_stats": True}}
+    assert not any("usage" in each for each in events(client, path, alone))
+
+
 def test_a_completion_streams_its_echo_first(client: TestClient) -> None:
     found = events(client, COMPLETIONS, {"prompt": ["ab", "cd"], "echo": True, "max_tokens": 2})
     first = {each["choices"][0]["index"]: each["choices"][0]["text"] for each in reversed(found)}

@@ -226,6 +226,75 @@ def test_a_history_is_as_the_harmony_format_has_it(saying: Making, spelling: str
     )
 
 
+def turn(*calls: tuple[str, str, str], thinks: str = "", says: str | None = None) -> list[Any]:
+    """Make a past step of the assistant: calls (name, arguments, result) of one message, or a final message."""
+    if says is not None:
+        return [{"role": "assistant", "content": says, "reasoning": thinks}]
+    made = [
+        {"id": f"{name}{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for number, (name, arguments, _) in enumerate(calls)
+    ]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": result}
+        for call, (_, _, result) in zip(made, calls, strict=True)
+    ]
+    return [{"role": "assistant", "content": None, "reasoning": thinks, "tool_calls": made}, *results[::-1]]
+
+
+def written(messages: list[Any]) -> str:
+    """Write a history as the harmony format has it, after openai/harmony, docs/format.md, from the first user on.
+
+    An analysis is kept if it led to calls and no final message came after it. A call comes directly before its result.
+    Header of calls and quotes of results are those of GPT-OSS's template.
+    """
+    text = ""
+    for place, message in enumerate(messages):
+        if message["role"] == "user":
+            text += f"<|start|>user<|message|>{message['content']}<|end|>"
+        if message["role"] != "assistant":
+            continue
+        if "tool_calls" not in message:
+            text += f"<|start|>assistant<|channel|>final<|message|>{message['content']}<|end|>"
+            continue
+        later = messages[place + 1 :]
+        final = any(each["role"] == "assistant" and "tool_calls" not in each for each in later)
+        if message["reasoning"] and not final:
+            text += f"<|start|>assistant<|channel|>analysis<|message|>{message['reasoning']}<|end|>"
+        for call in message["tool_calls"]:
+            (result,) = (each["content"] for each in later if each.get("tool_call_id") == call["id"])
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            text += f"<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>{arguments}<|call|>"
+            text += f"<|start|>functions.{name} to=assistant<|channel|>commentary<|message|>{json.dumps(result)}<|end|>"
+    return text + "<|start|>assistant"
+
+
+ASKED, RAIN, NOON = USER[0], ("get_weather", ARGUMENTS, "rain"), ("clock", "{}", "noon")
+HISTORIES: dict[str, list[Any]] = {
+    "two answers": [ASKED, *turn(says="Hi.", thinks="Easy."), ASKED, *turn(says="Yes.", thinks="Hm."), ASKED],
+    "a call and its analysis": [ASKED, *turn(RAIN, thinks="Look.")],
+    "calls after calls keep each analysis": [ASKED, *turn(RAIN, thinks="One."), *turn(NOON, thinks="Two.")],
+    "several calls of a message": [ASKED, *turn(RAIN, NOON, thinks="Both.")],
+    "an answer drops the analyses before it": [
+        *(ASKED, *turn(RAIN, thinks="One."), *turn(NOON, thinks="Two."), *turn(says="Wet.", thinks="So."), ASKED)
+    ],
+    "of the turns after it they are kept": [
+        *(ASKED, *turn(NOON, thinks="Old."), *turn(says="Late."), ASKED, *turn(RAIN, thinks="New."))
+    ],
+    "a call that nothing was thought before": [ASKED, *turn(NOON), *turn(RAIN)],
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+@pytest.mark.parametrize("role", [None, "system", "developer"])
+def test_histories_of_tools_are_as_the_format_has_them(saying: Making, name: str, role: str | None) -> None:
+    messages = HISTORIES[name]
+    first = [] if role is None else [{"role": role, "content": "Be brief."}]
+    text = prompt(saying(), messages=[*first, *messages], tools=[WEATHER, CLOCK])
+    before, _, _ = text.partition("<|start|>user")
+    assert text[len(before) :] == written(messages)
+    assert ("Be brief." in before.partition("<|start|>developer")[2]) == (role is not None)
+
+
 def past(*calls: tuple[str, str]) -> list[Any]:
     """Make a history of calls (id, arguments) in one message, and their results."""
     made = [{"id": name, "type": "function", "function": {"name": "f", "arguments": text}} for name, text in calls]
@@ -390,18 +459,103 @@ def test_no_tool_is_offered_with_the_choice_none(saying: Making) -> None:
 @pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "clock"}}, "required"])
 def test_a_function_that_must_be_called_is_called(saying: Making, choice: Any) -> None:
     body = {**BODY, "tools": [CLOCK], "tool_choice": choice}
-    service = saying((body, '{"now": true}<|call|>'))
+    service = saying((body, "{}<|call|>"))
     found = ask(service, body)["choices"][0]
-    assert found["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": '{"now": true}'}
+    assert found["message"]["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
     assert found["finish_reason"] == "tool_calls"
     chunks = client_of(service).post(PATH, json={**body, "stream": True}).text
     assert chunks.count('"name": "clock"') == 1
 
 
+TRIP = {
+    "type": "object",
+    "properties": {
+        "città": {"enum": ["東京", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "with": {"type": "array", "items": {"$ref": "#/$defs/person"}, "maxItems": 2},
+    },
+    "required": ["città", "days"],
+    "additionalProperties": False,
+    "$defs": {"person": {"type": "object", "properties": {"who": {"type": "boolean"}}, "required": ["who"]}},
+}
+BOOK = {"type": "function", "function": {"name": "book", "parameters": TRIP}}
+STRICT = {"type": "function", "function": {**BOOK["function"], "strict": True}}  # type: ignore[dict-item]
+WRONG = '{"città": "Paris", "days": 77, "extra": [1]}'
+
+
+def is_a_trip(arguments: str) -> bool:
+    found = json.loads(arguments)
+    days, people = found["days"], found.get("with", [])
+    good = found["città"] in ("東京", "Rome") and type(days) is int and 1 <= days <= 9
+    return good and {*found} <= {"città", "days", "with"} and all(type(each["who"]) is bool for each in people)
+
+
+def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
+    for call in choice["message"].get("tool_calls", ()):
+        del call["id"]
+    return choice
+
+
+NAMED = {"type": "function", "function": {"name": "book"}}
+HEADER = "<|channel|>commentary to=functions.book <|constrain|>json<|message|>"
+BINDING: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [BOOK, CLOCK], "tool_choice": NAMED}, ""),
+    ({"tools": [STRICT], "tool_choice": "required"}, ""),
+    ({"tools": [CLOCK, BOOK], "tool_choice": "required"}, THINKS + HEADER),
+    ({"tools": [STRICT, CLOCK]}, THINKS + HEADER),
+    ({"tools": [STRICT]}, " to=functions.book<|channel|>commentary json<|message|>"),
+]
+
+
+@pytest.mark.parametrize(("fields", "before"), BINDING)
+def test_arguments_follow_the_schema_whatever_the_model_would_write(
+    saying: Making, fields: dict[str, Any], before: str
+) -> None:
+    service = saying(({**BODY, **fields}, before + WRONG + "<|call|>"), k=7)
+    greedy, sampled = {"temperature": 0}, {"temperature": 3, "seed": 5, "max_tokens": 48}
+    for sampling in (greedy, sampled):
+        replies = []
+        for k in (0, 3, 7):
+            body = {**BODY, **fields, **sampling, "speculative": {"num_speculative_tokens": k}}
+            choice = without_ids(ask(service, body)["choices"][0])
+            replies.append(choice)
+            if sampling is greedy or choice["finish_reason"] == "tool_calls":
+                (call,) = choice["message"]["tool_calls"]
+                assert (call["function"]["name"], choice["finish_reason"]) == ("book", "tool_calls")
+                assert is_a_trip(call["function"]["arguments"])
+        assert replies[0] == replies[1] == replies[2]
+
+
+@pytest.mark.parametrize("answer", ["<|channel|>final<|message|>so {!<|return|>", THINKS + CALLS])
+def test_beside_a_strict_function_answers_and_other_calls_are_free(saying: Making, answer: str) -> None:
+    """The model may answer, and call what is not strict, as without the strict function."""
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    body, replies = {**BODY, "tools": [WEATHER, STRICT]}, []
+    for tools in ([WEATHER, STRICT], [WEATHER, BOOK]):
+        service = saying((body, preamble + answer), k=7)
+        replies.append(without_ids(ask(service, {**body, "tools": tools})["choices"][0]))
+    assert replies[0] == replies[1]
+
+
+def test_a_schema_that_cannot_bind_a_call_is_named(saying: Making) -> None:
+    parameters = {"$ref": "http://127.0.0.1:1/x", "properties": {}}
+    remote = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    strict = {"type": "function", "function": {**remote["function"], "strict": True}}  # type: ignore[dict-item]
+    service = saying()
+    client = client_of(service)
+    for fields in ({"tools": [CLOCK, strict]}, {"tools": [CLOCK, remote], "tool_choice": "required"}):
+        error = ask(service, {**BODY, **fields}, 400)["error"]
+        assert error["param"] == "tools.1.function.parameters"
+        assert error["message"].startswith("tools.1.function.parameters: the JSON schema cannot be used: ")
+    free = client.post(PATH, json={**BODY, "tools": [CLOCK, remote], "max_tokens": 1})
+    assert free.status_code == 200
+    both = {**BODY, "tools": [CLOCK], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert ask(service, both, 400)["error"]["param"] == "tool_choice"
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [
-        ({"tool_choice": "required"}, "tool_choice 'required' is not supported here for several tools"),
         ({"tool_choice": "sometimes"}, "tool_choice is 'sometimes'; expected 'none'"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "names 'g', which is not among"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice is given without tools"),
@@ -409,7 +563,6 @@ def test_a_function_that_must_be_called_is_called(saying: Making, choice: Any) -
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is 'a b'"),
         ({"tools": [CLOCK, CLOCK]}, "tools.1.function.name is 'clock', as that of"),
         ({"tools": [CLOCK] * 129}, "129 tools"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "strict is not supported"),
         ({"functions": [{"name": "f"}]}, "functions is not supported"),
         ({"messages": [*USER, {"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages.1 is a tool's result"),
         (
@@ -458,6 +611,7 @@ def test_what_cannot_be_is_refused_by_name(saying: Making, fields: dict[str, Any
     error = ask(saying(), {**BODY, **fields}, 400)["error"]
     assert part in error["message"]
     assert "\n" not in error["message"]
+    assert error["param"].partition(".")[0] in fields
 
 
 def test_a_template_without_tools_refuses_them_in_a_line(shared: Service) -> None:
