@@ -95,7 +95,7 @@ def test_a_section_that_there_is_not_is_told_in_a_line(
     assert call(monkeypatch, "--out", tmp_path / "run", *given) == 2
     error = capsys.readouterr().err
     assert "--only speed names no section; they are kernels, bandwidth, parity" in error
-    assert "conformance, peers, tiny: target, tiny: operations, tiny: speculation\n" in error
+    assert "conformance, peers, tiny: target, tiny: speculation, tiny: operations\n" in error
     assert not (tmp_path / "run").exists()
 
 

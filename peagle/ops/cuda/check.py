@@ -17,7 +17,7 @@ SMALL, LARGE = 121, 128  # the first of four scales; scales above 128 take anoth
 # several tiles
 CASES = (
     *((1, 1632, SMALL), (8, 160, LARGE), (13, 160, SMALL), (16, 160, SMALL)),
-    *((17, 160, SMALL), (70, 1632, SMALL), (200, 160, LARGE)),
+    *((17, 1632, SMALL), (70, 160, SMALL), (200, 160, LARGE)),
 )
 # (rows, of them padding at the end, capacity, window, ring, tokens before): several chunks and tiles of queries, a
 # window, a ring that wraps
