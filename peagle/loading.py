@@ -133,7 +133,7 @@ def load(
         mesh=None if shape is None else f"{shape.devices} devices, {shape}",
         retain_full_kv=retain_full_kv,
         steps_per_dispatch=_steps_per_dispatch(loaded.params),
-        prefill_chunk=GPU_CHUNK if jax.default_backend() == "gpu" else DEFAULT_CHUNK,
+        prefill_chunk=default_chunk(),
         programs_by_width=implementation != "native",
         fingerprints=Fingerprints(_digest(fingerprint(target_directory), dtype)),
         lead=lead,
@@ -647,6 +647,11 @@ def doubtful_aux_layers(
         kind = "outputs" if flipped.are_outputs else "inputs"
         return line(f"{kind} usually begin with {used.ids[0]}", flipped.outputs)
     return None
+
+
+def default_chunk() -> int:
+    """Return how many tokens of a prompt go through one pass on JAX's default device."""
+    return GPU_CHUNK if jax.default_backend() == "gpu" else DEFAULT_CHUNK
 
 
 def _steps_per_dispatch(params: PyTree) -> int:

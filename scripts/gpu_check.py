@@ -42,7 +42,8 @@ from drafter.params import init_params as init_drafter
 from drafter.propose import drafter_of
 from peagle.api import Pair
 from peagle.engine.engine import AnyEngine
-from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK, Request
+from peagle.engine.request import Request
+from peagle.loading import default_chunk
 from peagle.measure.bench import BenchOptions, Case, bench
 from peagle.measure.metrics import total
 from peagle.measure.profile import profile
@@ -350,8 +351,8 @@ def random_drafter(kind: DrafterShape, config: TargetConfig, draft_vocab: int | 
 
 def pair_of(params: Any, config: TargetConfig, drafter: Any) -> Pair:
     taps = () if drafter is None else drafter.aux_layer_ids
-    chunk = GPU_CHUNK if on_gpu() else DEFAULT_CHUNK
-    return Pair(GptOss(params, config, aux_layer_ids=taps), GptOss(params, config), drafter, None, prefill_chunk=chunk)
+    targets = GptOss(params, config, aux_layer_ids=taps), GptOss(params, config)
+    return Pair(*targets, drafter, None, prefill_chunk=default_chunk())
 
 
 def on_gpu() -> bool:
@@ -422,7 +423,7 @@ def check(arguments: argparse.Namespace) -> int:
         Section("kernels", kernels, 30),
         Section("bandwidth", bandwidth, 10),
         Section("parity", parity, 30),
-        Section("losslessness", losslessness, 40),
+        Section("losslessness", losslessness, 80),
         Section("conformance", conformance, 120),
         # while this process has not taken the memory
         Section("peers", peers, 150),

@@ -81,6 +81,10 @@ def bound_calls(tools: Sequence[Tool], choice: Choice) -> dict[str, Grammar | No
 def parameters_of(tools: Sequence[Tool], name: str) -> str:
     """Name the field of a function's parameters."""
     (place,) = (place for place, tool in enumerate(tools) if tool.function.name == name)
+    return _parameters(place)
+
+
+def _parameters(place: int) -> str:
     return f"tools.{place}.function.parameters"
 
 
@@ -90,8 +94,7 @@ def _arguments(place: int, function: Function) -> Grammar:
     try:
         return Grammar.json_schema({"type": "object", **schema})
     except GrammarError as error:
-        where = f"tools.{place}.function.parameters"
-        raise ApiError(400, f"{where}: {error}", where) from None
+        raise ApiError(400, f"{_parameters(place)}: {error}", _parameters(place)) from None
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
@@ -115,7 +118,7 @@ def _check_parameters(tools: Sequence[Tool]) -> None:
     """Raise ApiError for parameters of too many values or levels. Looks at no more than those that are allowed."""
     count = 0
     for place, tool in enumerate(tools):
-        where = f"tools.{place}.function.parameters"
+        where = _parameters(place)
         open_values: list[tuple[int, Any]] = [(1, tool.function.parameters)]
         while open_values:
             depth, value = open_values.pop()

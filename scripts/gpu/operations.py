@@ -111,8 +111,9 @@ def operations(params: TargetParams, config: TargetConfig, rows: int, contexts: 
         positions = context + jnp.arange(rows, dtype=jnp.int32)[None]
         cos_sin = rope_tables(config.rope, positions, dtype)
         caches = init_caches(config, 1, context + rows, rows, dtype)[: len(layers)]
+        kinds = config.layer_types[: len(layers)]
         for kind, name in ((SLIDING, f"attention, window {config.sliding_window}"), (FULL, "attention, all")):
-            own = [cache for cache, each in zip(caches, config.layer_types, strict=False) if each == kind]
+            own = [cache for cache, each in zip(caches, kinds, strict=True) if each == kind]
             window = config.sliding_window if kind == SLIDING else None
             operands = [(drawn(1, rows, heads * config.head_dim), *cos_sin, positions) for _ in own]
             seen = context + rows if window is None else min(context, window - 1) + rows

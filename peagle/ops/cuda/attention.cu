@@ -25,7 +25,10 @@ struct Slots {
   int before;  // a slot beyond the newest holds a position so far before: a ring's last round, or nothing
 
   __device__ Slots(int capacity, int ring, int newest)
-      : capacity(capacity), newest(newest), begun(ring ? newest / capacity * capacity : 0), before(ring ? capacity : 1 << 30) {}
+      : capacity(capacity),
+        newest(newest),
+        begun(ring ? newest / capacity * capacity : 0),
+        before(ring ? capacity : 1 << 30) {}
 
   // The position in a slot; negative for an empty slot.
   __device__ int Position(int slot) const {
@@ -57,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) peagle_rotate(
   if (head >= heads) {
     const int position = positions[row], slot = ring ? position % capacity : position;
     if (position < 0 || slot >= capacity) return;
-    const int own_head = (head - heads) % kv_heads;
-    to = (head < heads + kv_heads ? key : value) + ((static_cast<long long>(b) * capacity + slot) * kv_heads + own_head) * kHead + at;
+    Half* cache = head < heads + kv_heads ? key : value;
+    to = cache + ((static_cast<long long>(b) * capacity + slot) * kv_heads + (head - heads) % kv_heads) * kHead + at;
   }
   to[0] = first;
   to[kHalf] = second;
