@@ -62,7 +62,7 @@ def up_command(settings: ClusterUpSettings) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     display = Display(text=False, quiet=False, total=1, streaming=True)
-    display.note(f"starting {settings.prefill + settings.decode} replicas; each loads and compiles")
+    display.note(f"starting replicas: {settings.prefill + settings.decode}; each loads and compiles")
     run(arguments, settings.address, settings.host, settings.port, display.note, stopped)
     return 0
 
@@ -81,6 +81,7 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
         known = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
         k = ((None if beside is None else read_widths(beside)) or known).most
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
+    pair.engine_config(k, capacity=context, slots=settings.slots)  # refuses here what no replica could run
     # replicas run in directories of their own
     return {
         "target": target if target == DEMO else str(directory.resolve()),

@@ -13,6 +13,7 @@ Ray serialises the arguments of calls by pickle. Whoever reaches its ports runs 
 import asyncio
 import contextlib
 import dataclasses
+import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -100,6 +101,9 @@ class FleetConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise InputError(f"{name} is {value!r}; expected an integer of {least} or more")
+        for name in ("patience_s", "drain_s", "scale_up_s", "scale_down_s", "num_cpus", "num_gpus"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(f"{name} is {getattr(self, name)}; expected a number of 0 or more, and not infinity")
         # a text would be a key for each of its letters
         if isinstance(self.keys, str) or not all(isinstance(key, str) and key for key in self.keys):
             raise InputError("keys are no list of texts; expected [KEY, ...]")

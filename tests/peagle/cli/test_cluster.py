@@ -35,6 +35,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Di
         (ClusterUpSettings(target=str(tmp_path / "none"), drafter="ngram"), "does not exist"),
         (ClusterUpSettings(target=str(directories.target), drafter="demo"), "needs its own drafter"),
         (ClusterUpSettings(context=1), "context is 1"),
+        (ClusterUpSettings(num_speculative_tokens=-1), "K is -1; expected 0"),
     ):
         with pytest.raises(InputError, match=match):
             fleet_arguments(settings)

@@ -1,5 +1,6 @@
 """What a fleet is told, and what it leaves behind; with Ray's modules, and no cluster. Needs `peagle[cluster]`."""
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -28,6 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ({"decode": 3, "max_decode": 2}, "max_decode is 2, and decode 3; expected 3 of those or more"),
         ({"max_prefill": 2}, "max_prefill is 2, and prefill 0; expected 1 of those or more"),
         ({"busy": -1}, "busy is -1"),
+        ({"num_cpus": math.inf}, "num_cpus is inf; expected a number"),
+        ({"drain_s": math.nan}, "drain_s is nan"),
         ({"speed": 1}, "are not understood"),
     ],
 )
