@@ -12,6 +12,7 @@ turns after the first: the share of their tokens that the replica knew, and the 
 import argparse
 import contextlib
 import http.client
+import itertools
 import os
 import statistics
 import sys
@@ -68,7 +69,12 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
     expect_new(asked.out)
     if min(asked.rounds, asked.conversations) < 1 or asked.turns < 2 or asked.think < 0:
         raise InputError("--rounds and --conversations must be 1 or more, --turns 2 or more, --think 0 or more")
-    texts = [each[0] for each in read_prompt_file(asked.prompts, strict=True).conversations]
+    conversations = read_prompt_file(asked.prompts, strict=True).conversations[: asked.num_prompts]
+    texts = [text for each in conversations for text in each.turns[:1]]
+    if not texts:
+        raise InputError(
+            f"{asked.prompts} holds no texts in its first {asked.num_prompts} prompts; expected one or more"
+        )
     raw, progress = RawLines(asked.out), Progress()
     progress("starting four replicas")
     with running(asked) as urls:
@@ -128,13 +134,13 @@ def played(asked: argparse.Namespace, url: str, texts: Sequence[str], number: in
 
     def one(place: int) -> list[Reply]:
         rng, replies = np.random.default_rng([number + 1, place]), list[Reply]()
-        left = iter(np.roll(np.arange(len(texts)), -int(rng.integers(len(texts)))))
-        prompt = "\n".join(texts[next(left)] for _ in range(BEGINNING))
+        left = itertools.cycle(np.roll(texts, -int(rng.integers(len(texts)))).tolist())
+        prompt = "\n".join(itertools.islice(left, BEGINNING))
         for _ in range(asked.turns):
             time.sleep(float(rng.exponential(asked.think)))
             body = {"prompt": prompt, "max_tokens": asked.max_new_tokens, "temperature": 0, "ignore_eos": True}
             replies.append(stream(url, body))
-            prompt += "\n".join([replies[-1].text, *(texts[next(left)] for _ in range(QUESTION))])
+            prompt += "\n".join([replies[-1].text, *itertools.islice(left, QUESTION)])
         return replies[1:]
 
     with ThreadPoolExecutor(asked.conversations) as pool:

@@ -1,13 +1,20 @@
 """What a hand-off adds is the difference of one prompt; routes are compared within a round; pages have both."""
 
+import argparse
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from peagle.measure.fleet import Costs, Curve
+from peagle.measure.fleet import Arrival, Costs, Curve, Served
 from peagle.measure.pages import markdown
 from scripts import bench_fleet, bench_routing, measure_handoff
-from scripts.bench_fleet import ALONE, APART, BOTH, FIGURES, added
+from scripts.bench_fleet import ALONE, APART, BOTH, FIGURES, added, alone
+from scripts.serving.client import Reply
 
 MADE = {
     "command": "python", "cpu": "a CPU", "num_threads": 2, "time": "now",
@@ -22,6 +29,29 @@ COSTS = Costs(
     network_bytes_per_s=1e9,
     network_s=0.001,
 )
+
+
+def test_prompts_go_alone_to_both_fleets_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int]] = []
+
+    @contextlib.asynccontextmanager
+    async def started(roles: Sequence[Any], *_: object) -> AsyncIterator[str]:
+        yield "both" if len(roles) == 1 else "apart"
+
+    async def play(trace: list[Arrival], replicas: str, *_: object) -> tuple[list[Served], list[Any]]:
+        sent.append((replicas, trace[0].prompt_tokens))
+        return [Served(trace[0], [(0.25, 1), (0.5, 3), (0.75, 3)])], []
+
+    monkeypatch.setattr(bench_fleet, "started", started)
+    monkeypatch.setattr(bench_fleet, "play", play)
+    asked: Any = argparse.Namespace(target="", drafter="", k=3, slots=2, context=1, alone=2)
+    shape: Any = None
+    lines = asyncio.run(alone(asked, [1, 2, 3], shape))
+    assert [replicas for replicas, _ in sent[:: 2 * len(ALONE)]] == ["both", "apart", "both"]
+    assert [(line["prompt"], line["prompt_tokens"]) for line in lines[::2]] == [
+        (number, length) for number in range(2) for length in ALONE
+    ]  # without those that warm up
+    assert {(line["first"], line["next"]) for line in lines} == {(250, 500)}
 
 
 def test_what_a_hand_off_adds_is_the_median_of_differences_of_the_same_prompt() -> None:
@@ -48,6 +78,21 @@ def test_what_a_hand_off_adds_is_the_median_of_differences_of_the_same_prompt() 
     )
     assert "| 1024 | 9.0 | 2.0 | 90.0 | 0.0 | 9.0 |" in text
     assert "| mixed | 2 of both | ttft p50 | 8.0 (7.0..9.0) | 6.0 | 0.75 |" in text
+
+
+def test_a_turn_begins_with_all_that_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[str] = []
+
+    def stream(_: str, body: dict[str, Any]) -> Reply:
+        prompts.append(body["prompt"])
+        return Reply(1.0, (1.5, 2.0), 48, "an answer", num_prompt=100, num_cached=30 * (len(prompts) - 1))
+
+    monkeypatch.setattr(bench_routing, "stream", stream)
+    asked: Any = argparse.Namespace(conversations=1, turns=3, think=0.0, max_new_tokens=48)
+    found = bench_routing.played(asked, "url", ["a", "b", "c"], 0)
+    assert found == {"known_frac": pytest.approx(0.45), "ttft_p50_s": 0.5, "ttft_p90_s": 0.5}
+    assert all(after.startswith(before + "an answer\n") for before, after in itertools.pairwise(prompts))
+    assert len(prompts) == 3
 
 
 def test_routes_are_compared_within_a_round() -> None:
