@@ -1,14 +1,17 @@
-"""A fleet on Ray Serve, with replicas that are killed. Needs `peagle[cluster]`:
+"""A fleet on Ray Serve, with replicas that are scaled away, and killed. Needs `peagle[cluster]`:
 
     python -m pytest -m slow -n 1 tests/peagle/cluster/test_ray.py
 
-Last run: 26 November 2026, ray 2.60.0, jax 0.10.2, two cores: 3 passed in 65 s, 34 of them to start.
+Last run of all but the one that scales: 26 November 2026, ray 2.60.0, jax 0.10.2, two cores: 3 passed in 65 s, 34 of
+them to start.
 """
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -18,6 +21,8 @@ from peagle.cli.cluster import LOOPBACK_ALONE
 from peagle.engine.request import Request
 from peagle.text.tokenizer import detokenize
 from scripts.kill_fleet import processes
+from scripts.peers.bystanders import cpu_s
+from scripts.serving import client
 from scripts.serving.servers import free_port
 from tests.peagle.conftest import Directories
 
@@ -25,7 +30,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 os.environ.setdefault(LOOPBACK_ALONE, "0")
 ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'peagle[cluster]'")
 
-K, CONTEXT, PATIENCE_S = 3, 4096, 120
+K, CONTEXT, PATIENCE_S = 3, 4096, 300.0
+LONG, BUSY = CONTEXT - 100, 4
+Alone = Callable[[int], str]
 PROMPT = [5, 9, 2, 11, 30, 4]
 BODY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True}
 
@@ -38,12 +45,13 @@ def url(directories: Directories) -> Iterator[str]:
     from peagle.cluster.deployments import FleetConfig, build
 
     port = free_port()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
         config = FleetConfig(
-            str(directories.target), str(directories.drafter), "toy", 1, 2, K, slots=2, context=CONTEXT
-        )
+            str(directories.target), str(directories.drafter), "toy", 1, 1, K, slots=2, context=CONTEXT,
+            max_decode=2, busy=BUSY, scale_up_s=0.0, scale_down_s=0.0, drain_s=PATIENCE_S,
+        )  # fmt: skip
         serve.run(build(config), name="peagle")
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -58,23 +66,72 @@ def ask(url: str, tokens: int) -> dict:
 
 
 @pytest.fixture(scope="module")
-def expected(directories: Directories) -> str:
+def alone(directories: Directories) -> Alone:
+    """Return the text of so many tokens, as an engine alone answers."""
     pair = peagle.load(directories.target, directories.drafter)
     engine = pair.engine(pair.engine_config(K, capacity=CONTEXT))
-    chunks = list(engine.follow(engine.add(Request(tuple(PROMPT), 40, stop_token_ids=()))))
-    assert pair.tokenizer is not None
-    return detokenize(pair.tokenizer, [token for chunk in chunks for token in chunk.token_ids])
+    chunks = list(engine.follow(engine.add(Request(tuple(PROMPT), LONG, stop_token_ids=()))))
+    tokenizer, tokens = pair.tokenizer, [token for chunk in chunks for token in chunk.token_ids]
+    assert tokenizer is not None
+    return lambda count: detokenize(tokenizer, tokens[:count])
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Alone) -> str:
+    return alone(40)
 
 
 def test_it_answers_as_one_engine_does(url: str, expected: str) -> None:
-    for _ in range(4):  # by either replica
+    for _ in range(4):
         reply = ask(url, 40)
         assert reply["choices"][0]["text"] == expected
         assert reply["usage"]["completion_tokens"] == 40
 
 
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what must come true."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def decoding(state: str) -> int:
+    """Count the decode replicas of a state of Serve's."""
+    from ray import serve
+
+    return int(serve.status().applications["peagle"].deployments["Decode"].replica_states.get(state, 0))
+
+
+def test_a_replica_that_is_scaled_away_ends_its_streams_whole(url: str, alone: Alone) -> None:
+    """Serve ends the newest first. That is halted amid its streams until Serve has told it to stop."""
+    (first,) = processes("Decode")
+    scaled = threading.Event()
+
+    def busy() -> set[str]:
+        return {client.stream(url, {**BODY, "max_tokens": LONG}).text for _ in iter(scaled.is_set, True)}
+
+    with ThreadPoolExecutor(BUSY + 2) as pool:
+        load = [pool.submit(busy) for _ in range(BUSY + 2)]
+        try:
+            until(lambda: decoding("RUNNING") == 2)
+            (newest,) = set(processes("Decode")) - {first}
+            idle_s = cpu_s(newest) or 0.0
+            until(lambda: (cpu_s(newest) or 0.0) > idle_s + 0.3)  # it decodes
+        finally:
+            scaled.set()
+        os.kill(newest, signal.SIGSTOP)
+        try:
+            until(lambda: decoding("STOPPING") == 1)
+            assert not all(each.done() for each in load)
+        finally:
+            os.kill(newest, signal.SIGCONT)
+        assert {text for each in load for text in each.result()} == {alone(LONG)}
+    until(lambda: processes("Decode") == [first])
+
+
 def test_a_killed_decode_replica_ends_its_streams_with_an_error_and_the_rest_go_on(url: str, expected: str) -> None:
-    body = {**BODY, "max_tokens": CONTEXT - 100, "stream": True}
+    body = {**BODY, "max_tokens": LONG, "stream": True}
     lines: list[str] = []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as reply:
         for line in reply.iter_lines():
