@@ -168,8 +168,8 @@ class Programs:
         lane_leaves, lane_tree = jax.tree.flatten(lane)
         param_leaves, params_tree = jax.tree.flatten(params)
         program = _insert(tree, lane_tree, params_tree)
-        after, first = program(leaves, lane_leaves, first, np.int32(slot), param_leaves)
-        return jax.tree.unflatten(tree, after), first
+        after, token = program(leaves, lane_leaves, first, np.int32(slot), param_leaves)
+        return jax.tree.unflatten(tree, after), token
 
     def steps(
         self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind
