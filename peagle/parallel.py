@@ -102,7 +102,9 @@ def make_meshes(shape: MeshShape) -> list[Mesh]:
     """
     devices, processes = jax.devices(), jax.process_count()
     if shape.dp > 1 and processes > 1:
-        raise InputError(f"the mesh {shape} has dp, but there are {processes} processes; expected dp within one alone")
+        raise InputError(
+            f"the mesh {shape} has dp, but {processes} processes run one copy of the target together; leave dp out"
+        )
     if shape.ranks % processes:
         raise InputError(
             f"the mesh {shape} has {shape.ranks} devices; expected a multiple of the {processes} processes, which have "

@@ -268,6 +268,7 @@ def test_replicas_on_devices_of_their_own_answer_as_one_engine(root: Path) -> No
     config = pair.engine_config(K, slots=4, capacity=64, chunk=8)
     engine = pair.engine(config)
     assert isinstance(engine, Replicas)
+    engine.warm_up(sampled=True)
     answers = decode(engine, REQUESTS)
     assert answers == decode(Engine(whole(root, "packed", FAST), NGram(), config), REQUESTS)
     used = [{each.id for leaf in jax.tree.leaves(one._state) for each in leaf.devices()} for one in engine.engines]

@@ -88,7 +88,8 @@ def test_a_bad_mesh_is_one_line(
         ("cluster up --mesh dp=2", "--mesh is 'dp=2', but a cluster has replicas of its own, --decode N; leave"),
         (
             "speculate --mesh dp=2 --slots 2 --coordinator 7000 --process-id 0 --num-processes 2 hello",
-            "--mesh is 'dp=2', but several processes run one copy of the target together; leave dp out",
+            "--mesh is 'dp=2', but several processes run one copy of the target together, and peagle cluster up "
+            "--decode N runs copies apart; leave dp out",
         ),
     ],
 )
