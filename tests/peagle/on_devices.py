@@ -36,6 +36,7 @@ from peagle.ops.messages import DrafterInput
 from peagle.parallel import MeshShape, Sharded, make_meshes, replicate, shard
 from peagle.protocols import Explains, Target
 from peagle.workflows.random_checkpoint import random_tensors
+from scripts import check_mesh, gpu_check
 from scripts.check_mesh import loud
 from target import load as target_load
 from target.load import load_target, write_target
@@ -428,6 +429,31 @@ def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, monkeypatch:
     embedding, lm_head = loading._ends(target, root / "False", jnp.dtype(jnp.float32), root)
     np.testing.assert_array_equal(embedding, reference.embedding)
     np.testing.assert_array_equal(as_matrix(lm_head), as_matrix(reference.lm_head))
+
+
+# The check for machines with several GPUs
+
+
+@pytest.mark.parametrize(("off", "token", "right"), [(1e-5, 5, True), (1e-2, 5, False), (1e-5, 6, False)])
+def test_gpu_check_compares_over_a_mesh(off: float, token: int, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and tokens, the copies' too. It is its first line; the others are times."""
+    seen = []
+
+    def facts(*targets: Target) -> dict[str, object]:
+        seen.append([isinstance(target, Sharded) for target in targets])
+        over = seen[-1][0]
+        logits = np.asarray([1.0, 2.0 + over * off, 3.0])
+        return {"logits": logits, "answers": [[[4, token if over else 5], 1]], "collectives": 9}
+
+    monkeypatch.setattr(check_mesh, "facts", facts)
+    line = next(gpu_check.over_devices(MeshShape(2, dp=2)))
+    assert seen == [[False], [True, True]]
+    assert (line["ok"], line["mesh"], line["same_tokens"]) == (right, "dp=2,tp=2,ep=1", int(token == 5))
+
+
+def test_gpu_check_refuses_meshes_that_nothing_fits() -> None:
+    with pytest.raises(InputError, match="tp is 3, but there are 8 heads"):
+        gpu_check.checked_mesh("tp=3")
 
 
 # Training
