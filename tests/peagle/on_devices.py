@@ -39,13 +39,15 @@ from peagle.workflows.random_checkpoint import random_tensors
 from scripts import check_mesh, gpu_check
 from scripts.check_mesh import loud
 from target import load as target_load
-from target.load import load_target, write_target
+from target.load import load_target, save_target, write_target
 from target.model import GptOss
 from target.shard import Hint, Part, Place
 from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import random_params
 from tests.drafter.train.test_trainer import RECIPE, initial, trainer
-from tests.peagle.toys import Scripted, decode, drafter_config
+from tests.peagle.engine.test_interleaving import decoded_alone, interleave
+from tests.peagle.toys import CONFIG as TINY
+from tests.peagle.toys import Scripted, decode, drafter_config, tiny_target
 from tests.target.test_shard import CONFIG
 
 AUX = (0, 1)
@@ -281,6 +283,17 @@ def test_a_drafters_head_is_cut_by_vocabulary_and_gathered_once(kernels: Kernels
     assert (none, one) == ([], ["all-gather"])
     np.testing.assert_array_equal(alone.token_ids, together.token_ids)
     np.testing.assert_allclose(alone.logits, together.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_any_interleaving_gives_each_request_what_it_gets_alone(tmp_path: Path) -> None:
+    """Over three devices; alone it is decoded by the whole target. Grammars and known prompts are among them."""
+    params = tiny_target().params
+    save_target(tmp_path / "tiny", params, TINY, dtype=np.float32, mxfp4=False)
+    target, _ = load_over(tmp_path / "tiny", MeshShape(3), implementation=FAST)
+    loaded = load_target(tmp_path / "tiny", implementation=FAST)
+    happened = interleave([target], decoded_alone(GptOss(loaded.params, loaded.config)), 10, 1)
+    assert min(happened[name] for name in ("slot reused", "aborted in flight", "paused", "beside a grammar")) > 0
 
 
 def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
