@@ -140,15 +140,11 @@ class Programs:
     ) -> tuple[DecodeState, jax.Array]:
         """Insert the lane's prompt into a slot; return (the state, the first token).
 
-        The token is packed with its log-probabilities, and its copy to the host is started.
+        The token is packed with its log-probabilities, and its copy to the host is started. What chooses it depends on
+        no shape of the engine: engines of one vocabulary share that program, which is the larger one.
         """
-        leaves, tree = jax.tree.flatten(state)
-        lane_leaves, lane_tree = jax.tree.flatten(lane)
-        param_leaves, params_tree = jax.tree.flatten(params)
-        program = _admit(tree, lane_tree, params_tree)
-        after, token = program(leaves, lane_leaves, logits, np.int32(slot), param_leaves)
-        token.copy_to_host_async()
-        return jax.tree.unflatten(tree, after), token
+        first = self.first_token(lane, logits, params)
+        return self._inserted(state, lane, first, slot, params)[0], first
 
     def first_token(self, lane: Prefix, logits: jax.Array, params: SlotParams) -> jax.Array:
         """Choose the token that follows the lane's prompt; return it as `admit` does."""
@@ -161,13 +157,21 @@ class Programs:
         self, state: DecodeState, lane: Prefix, pending_token: int, slot: int, params: SlotParams
     ) -> tuple[DecodeState, jax.Array]:
         """Insert the lane's sequence into a slot, with the token that was emitted last; return (the state, that)."""
+        return self._inserted(state, lane, np.asarray([pending_token], np.int32), slot, params)
+
+    def _inserted(
+        self, state: DecodeState, lane: Prefix, first: jax.Array | np.ndarray, slot: int, params: SlotParams
+    ) -> tuple[DecodeState, jax.Array]:
+        """Insert the lane's sequence and the token after it into a slot; return (the state, `first`).
+
+        first: the token, and what is packed with it.
+        """
         leaves, tree = jax.tree.flatten(state)
         lane_leaves, lane_tree = jax.tree.flatten(lane)
         param_leaves, params_tree = jax.tree.flatten(params)
-        pending = np.asarray([pending_token], np.int32)
-        program = _resume(tree, lane_tree, params_tree)
-        after, token = program(leaves, lane_leaves, pending, np.int32(slot), param_leaves)
-        return jax.tree.unflatten(tree, after), token
+        program = _insert(tree, lane_tree, params_tree)
+        after, first = program(leaves, lane_leaves, first, np.int32(slot), param_leaves)
+        return jax.tree.unflatten(tree, after), first
 
     def steps(
         self, state: DecodeState, widths: np.ndarray, cost: float, count: int, kind: StepKind
@@ -365,26 +369,6 @@ def _extend(models: Any, lane: Any, blocks: RowBlocks | None) -> Any:
     return jax.jit(_chunk, donate_argnums=1)
 
 
-@_once
-def _admit(state: Any, lane: Any, params_tree: Any) -> Any:
-    def _insert(
-        leaves: list[jax.Array],
-        lane_leaves: list[jax.Array],
-        logits: jax.Array,
-        slot: jax.Array,
-        param_leaves: list[jax.Array],
-    ) -> tuple[list[jax.Array], jax.Array]:
-        _traces["insert"] += 1
-        prefix: Prefix = jax.tree.unflatten(lane, lane_leaves)
-        params: SlotParams = jax.tree.unflatten(params_tree, param_leaves)
-        token, packed = _choose_first(logits, prefix.length, params)
-        after = insert(jax.tree.unflatten(state, leaves), prefix, token[:, 0], slot, params)
-        result = jnp.concatenate([token[0], packed[0, 0]])
-        return jax.tree.leaves(after), _counted_as_long(result, prefix.length[0])  # the token may be negative: NO_TOKEN
-
-    return jax.jit(_insert, donate_argnums=0)
-
-
 def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> tuple[jax.Array, jax.Array]:
     """Choose the token that follows a prompt; return (it [1, 1], its log-probabilities, packed [1, 1, W])."""
     random = uniforms(params.sampling, length[:, None])[..., TARGET]
@@ -414,18 +398,18 @@ def _first_token(params_tree: Any) -> Any:
 
 
 @_once
-def _resume(state: Any, lane: Any, params_tree: Any) -> Any:
+def _insert(state: Any, lane: Any, params_tree: Any) -> Any:
     def _insert_sequence(
         leaves: list[jax.Array],
         lane_leaves: list[jax.Array],
-        pending_token: jax.Array,
+        first: jax.Array,
         slot: jax.Array,
         param_leaves: list[jax.Array],
     ) -> tuple[list[jax.Array], jax.Array]:
-        _traces["resume"] += 1
+        _traces["insert"] += 1
         prefix, params = jax.tree.unflatten(lane, lane_leaves), jax.tree.unflatten(params_tree, param_leaves)
-        after = insert(jax.tree.unflatten(state, leaves), prefix, pending_token, slot, params)
-        return jax.tree.leaves(after), _counted_as_long(pending_token, slot)
+        after = insert(jax.tree.unflatten(state, leaves), prefix, first[:1], slot, params)
+        return jax.tree.leaves(after), _counted_as_long(first, slot)  # the token may be negative: NO_TOKEN
 
     return jax.jit(_insert_sequence, donate_argnums=0)
 
