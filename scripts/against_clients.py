@@ -23,7 +23,7 @@ from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.ops.strict_json import dumps
-from scripts.runs import Json, Progress, in_one_line, new_parser, origin, where, write_run
+from scripts.runs import Json, Progress, add_run_options, in_one_line, new_parser, origin, where, write_run
 from scripts.serving.servers import ours
 
 MODEL, TEXT, RAW = "peagle-demo", "def mean(values):", "def clamp(value, low, high):"
@@ -190,7 +190,7 @@ def _refused(kind: type[Exception], call: Callable[[], object]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser)
     return in_one_line("against_clients", lambda: compare(parser.parse_args(arguments)))
 
 

@@ -42,6 +42,7 @@ from scripts.runs import (
     RawLines,
     add_drafter_option,
     add_prompt_options,
+    add_run_options,
     in_one_line,
     new_parser,
     origin,
@@ -64,7 +65,7 @@ class Answer:
 def main() -> int:
     """Run the command."""
     parser = new_parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser)
     parser.add_argument("--llama-python", required=True, metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument("-k", default="3,auto", help="drafts a step, as 1-3,5,auto (default %(default)s)")
     add_prompt_options(parser)

@@ -30,6 +30,7 @@ from scripts.runs import (
     RawLines,
     add_drafter_option,
     add_prompt_options,
+    add_run_options,
     in_one_line,
     new_parser,
     origin,
@@ -47,13 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     add_prompt_options(parser)
     add_drafter_option(parser)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser, 5, "of both, in turns")
     parser.add_argument("-k", default=AUTO, help="drafts of a step, or auto (default %(default)s)")
     parser.add_argument("--slots", type=int, default=8, help="requests decoded at once (default %(default)s)")
     parser.add_argument("--long", type=int, default=4096, help="tokens of the long prompt (default %(default)s)")
     parser.add_argument("--load", type=float, default=0.8, help="share of the capacity (default %(default)s)")
     parser.add_argument("--chunk", type=int, default=128, help="tokens of a prefill chunk (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of both, in turns (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the arrivals (default %(default)s)")
     given = sys.argv[1:] if arguments is None else arguments
     return in_one_line("bench_arrivals", lambda: bench(parser.parse_args(given), given))

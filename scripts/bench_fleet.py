@@ -5,7 +5,9 @@
 First this machine's costs are measured on one core. Then traces are played to two replicas that do both, and to one
 that prefills and one that decodes, in turns, through the fleet's own router (peagle.cluster.fleet) and sockets
 (scripts.fleet_processes); and simulated. The first trace is a Poisson process of mixed requests. In the second, long
-prompts arrive among short ones. Afterwards `--out` (which must not exist yet) holds run.json, raw.jsonl and README.md.
+prompts arrive among short ones. Before them, prompts that nobody else waits for go to a replica that does both, and to
+two that share them, in turns: what a hand-off adds. Afterwards `--out` (which must not exist yet) holds run.json,
+raw.jsonl and README.md.
 """
 
 import argparse
@@ -25,8 +27,9 @@ from peagle.cluster.fleet import Fleet, Shape
 from peagle.engine.engine import Role
 from peagle.engine.request import Request, StepRecord
 from peagle.loading import load
-from peagle.measure.fleet import Arrangement, Arrival, Costs, Lengths, Served, poisson, read_costs, simulate
+from peagle.measure.fleet import HOPS, Arrangement, Arrival, Costs, Lengths, Served, poisson, read_costs, simulate
 from peagle.measure.pages import Block, Table, heading
+from peagle.measure.sweep.figures import estimate_median
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts.fleet_processes import SocketReplicas, started
@@ -36,6 +39,7 @@ from scripts.runs import (
     RawLines,
     add_drafter_option,
     add_prompt_options,
+    add_run_options,
     in_one_line,
     new_parser,
     origin,
@@ -51,6 +55,7 @@ ROLES: tuple[tuple[tuple[Role, int], ...], ...] = ((("both", 0), ("both", 1)), (
 MIXED = Lengths((64, 1024), (32, 160))
 SHORT = Lengths((64, 64), (128, 256))  # the answers that run while long prompts arrive
 LONG_PROMPT, LONG_OUTPUT = 4096, 2
+ALONE, ALONE_OUTPUT = (64, 1024, LONG_PROMPT), 32  # tokens of prompts that nobody else waits for, and of their answers
 FIGURES = ("ttft p50", "ttft p90", "itl p50", "itl p90", "itl p99", "itl p99 later")
 
 
@@ -59,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     add_prompt_options(parser)
     add_drafter_option(parser)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser, 2, "of all, in turns")
     parser.add_argument("--costs", type=Path, help="costs that were measured before, on one core")
     parser.add_argument("-k", type=int, default=3, help="drafts of a step (default %(default)s)")
     parser.add_argument("--slots", type=int, default=8, help="of all replicas that decode (default %(default)s)")
@@ -72,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--long", type=int, default=6, help="prompts that arrive while answers run (default %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="of all, in turns (default %(default)s)")
+    parser.add_argument("--alone", type=int, default=30, help="prompts of a length, alone (default %(default)s)")
     given = sys.argv[1:] if arguments is None else arguments
     return in_one_line("bench_fleet", lambda: bench(parser.parse_args(given), given))
 
@@ -81,14 +86,14 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
     """Measure costs, play the traces, simulate them, and write the page."""
     expect_new(asked.out)
     if (
-        min(asked.rounds, asked.requests, asked.long) < 1
+        min(asked.rounds, asked.requests, asked.long, asked.alone) < 1
         or asked.slots < 2
         or asked.slots % 2
         or min(asked.load, asked.short_load) <= 0
         or asked.context <= LONG_PROMPT
     ):
         raise InputError(
-            "--rounds, --requests and --long must be 1 or more, --slots even, loads above 0, --context above "
+            "--rounds, --requests, --long and --alone must be 1 or more, --slots even, loads above 0, --context above "
             f"{LONG_PROMPT}"
         )
     pair = load(asked.target, asked.drafter)
@@ -103,6 +108,9 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
         dataclasses.replace(fleet, slots=asked.slots // fleet.decode, num_speculative_tokens=asked.k)
         for fleet in (BOTH, APART)
     ]
+    progress("prompts alone")
+    lone = asyncio.run(alone(asked, texts, shape))
+    raw.extend({"trace": "alone", **line} for line in lone)
     for number in range(asked.rounds):
         order = (both, apart) if number % 2 == 0 else (apart, both)
         for fleet in order:
@@ -119,14 +127,15 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
     config = prompt_config(asked, len(texts)) | {
         "drafter": Path(asked.drafter).name, "k": asked.k, "slots": asked.slots, "context": asked.context,
         "load": asked.load, "short_load": asked.short_load, "requests": asked.requests, "long": asked.long,
-        "rounds": asked.rounds, "requests_per_s": rate,
+        "rounds": asked.rounds, "alone": asked.alone, "requests_per_s": rate,
     }  # fmt: skip
     record = {
         "schema": 1,
         "provenance": origin("scripts.bench_fleet", given),
         "config": config,
         "costs": costs.to_json(),
-        "figures": summed(raw.lines),
+        "hand_off": added(lone, costs),
+        "figures": summed(raw.lines[len(lone) :]),
     }
     write_run(asked.out, record, page(record))
     return 0
@@ -178,6 +187,48 @@ async def round_of(
             kept = [float(np.mean(np.asarray(steps) > place)) for place in range(asked.k)]
             line = {"round": number, "fleet": str(fleet), "trace": name, "kept": kept}
             found.append(line | figures(played, name))
+    return found
+
+
+async def alone(asked: argparse.Namespace, texts: Sequence[int], shape: Shape) -> list[Json]:
+    """Send prompts one at a time, each to a replica that does both and to two that share it, in turns.
+
+    Returns the ms to the first tokens and to those that come next. The first prompt of a length is not counted.
+    """
+    made, found = (asked.target, asked.drafter, asked.k, asked.slots, asked.context), []
+    async with started(ROLES[0][:1], *made) as both, started(ROLES[1], *made) as apart:
+        for number in range(-1, asked.alone):
+            moved = np.roll(texts, -97 * number)
+            for length in ALONE:
+                for replicas in (both, apart) if number % 2 else (apart, both):
+                    (served,), _ = await play([Arrival(0.0, length, ALONE_OUTPUT)], replicas, moved, shape)
+                    first, then = (1e3 * seconds for seconds, _ in served.times[:2])
+                    found.append({
+                        "prompt": number, "prompt_tokens": length, "apart": replicas is apart, "first": first,
+                        "next": then,
+                    })  # fmt: skip
+    return [line for line in found if line["prompt"] >= 0]
+
+
+def added(lines: Sequence[Json], costs: Costs) -> list[Json]:
+    """Estimate the ms that a hand-off adds: medians of differences of the same prompt, with 95 % intervals.
+
+    counted: by the costs of its parts: packing, both ways over the network, and loading.
+    """
+    found = []
+    for length in ALONE:
+        whole, parted = (
+            [line for line in lines if line["prompt_tokens"] == length and line["apart"] is apart]
+            for apart in (False, True)
+        )
+        packed, loaded = costs.pack_s.at(length), costs.load_s.at(length)
+        sent = HOPS * (costs.message_bytes.at(length) / costs.network_bytes_per_s + costs.network_s)
+        line: Json = {"prompt_tokens": length, "counted": 1e3 * (packed + sent + loaded)}
+        for name in ("first", "next"):
+            line[name] = statistics.median(each[name] for each in whole)
+            more = [after[name] - before[name] for before, after in zip(whole, parted, strict=True)]
+            line[f"{name} added"] = dataclasses.asdict(estimate_median(more, range(len(more))))
+        found.append(line)
     return found
 
 
@@ -247,6 +298,11 @@ def page(record: Json) -> list[Block]:
     ratio, later = (
         by["long prompts", str(APART), name] / by["long prompts", str(BOTH), name] for name in ("itl p99", FIGURES[-1])
     )
+    lone = [
+        (str(each["prompt_tokens"]), f"{each['first']:.1f}", spread(each["first added"]), f"{each['next']:.1f}",
+         spread(each["next added"]), f"{each['counted']:.1f}")
+        for each in record["hand_off"]
+    ]  # fmt: skip
     return [
         heading("A fleet of two processes, and the simulator", 1),
         f"Two processes, each on a core of its own; K = {config['k']}, {config['slots']} slots of {config['context']} "
@@ -258,8 +314,22 @@ def page(record: Json) -> list[Block]:
         Table(("trace", "fleet", "figure", "real", "simulated", "simulated over real"), rows),
         f"**itl p99 of running answers while long prompts arrive, disaggregated over aggregated: {ratio:.2f}; later "
         f"(without each answer's first gap, in which it is handed over): {later:.2f}.**",
+        f"Without other requests, {config['alone']} prompts of each length, each to one replica that does both and to "
+        "two that share it, in turns. The first token comes from the replica that prefills, after the hand-off is "
+        "packed; the next ones after it is loaded elsewhere. Added: medians of differences of the same prompt, with "
+        "95 % intervals. Counted: the costs of its parts (packing, both ways over the network, loading).",
+        Table(
+            ("prompt's tokens", "first token", "added", "next tokens", "added", "counted"),
+            lone,
+        ),
         f"`{source['command']}`; {where(source)}.",
     ]
+
+
+def spread(estimate: Json) -> str:
+    """Write an estimate with its interval."""
+    interval = "" if estimate["low"] is None else f" ({estimate['low']:.1f}..{estimate['high']:.1f})"
+    return f"{estimate['value']:.1f}{interval}"
 
 
 if __name__ == "__main__":

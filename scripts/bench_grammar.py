@@ -35,6 +35,7 @@ from scripts.runs import (
     RawLines,
     add_drafter_option,
     add_prompt_options,
+    add_run_options,
     in_one_line,
     new_parser,
     numbers,
@@ -85,10 +86,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     add_prompt_options(parser, num_prompts=6)
     add_drafter_option(parser)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser, 5)
     parser.add_argument("-k", default="3,7", help="drafts of a step (default %(default)s)")
     parser.add_argument("--free", type=int, default=3, help="free answers beside one (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="default %(default)s")
     given = sys.argv[1:] if arguments is None else arguments
     return in_one_line("bench_grammar", lambda: bench(parser.parse_args(given), given))
 

@@ -34,7 +34,7 @@ from scripts.peers.measure import CHECKED_WIDE, Settings, measure
 from scripts.peers.ours import budget_of_many
 from scripts.peers.page import page
 from scripts.peers.roster import DEFAULT, MOST_REQUESTS, NAMES, OURS, unavailable
-from scripts.runs import Json, Progress, RawLines, in_one_line, new_parser, numbers, origin, write_run
+from scripts.runs import Json, Progress, RawLines, add_run_options, in_one_line, new_parser, numbers, origin, write_run
 from target.load import inspect_target
 
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="directories, one or several")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser, 5, "after one that warms up")
     parser.add_argument("--llama-python", metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument(
         "--engines", default=",".join(DEFAULT), help=f"of {', '.join(NAMES)}, with commas (default %(default)s)"
@@ -50,7 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="default %(default)s")
     parser.add_argument("-n", "--new-tokens", type=int, default=64, help="decoded each time (default %(default)s)")
     parser.add_argument("--widths", default="1,2,4,8", help="rows of verify passes (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="after one that warms up (default %(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=0.5, help="for passes of one width, each time (default %(default)s)"
     )

@@ -31,7 +31,18 @@ from scripts.peers.gguf_file import write_gguf
 from scripts.peers.measure import rotated
 from scripts.peers.remote import Remote
 from scripts.peers.roster import LLAMA, OURS, Entry, Site, entry, unavailable
-from scripts.runs import Json, Progress, RawLines, in_one_line, new_parser, numbers, origin, where, write_run
+from scripts.runs import (
+    Json,
+    Progress,
+    RawLines,
+    add_run_options,
+    in_one_line,
+    new_parser,
+    numbers,
+    origin,
+    where,
+    write_run,
+)
 from target.load import inspect_target
 
 BLOCKED = f"{OURS}, blocked"
@@ -43,11 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
     parser.add_argument("checkpoints", nargs="+", type=Path, metavar="CHECKPOINT", help="directories, one or several")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser, 3, "after one that warms up")
     parser.add_argument("--llama-python", metavar="PATH", help="a Python that has llama-cpp-python")
     parser.add_argument("--lengths", default="128,512,2048,8192", help="of the prompts (default %(default)s)")
     parser.add_argument("--history", type=int, default=2048, help="of the second turn (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="after one that warms up (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all tokens (default %(default)s)")
     given = sys.argv[1:] if arguments is None else arguments
     return in_one_line("bench_prompts", lambda: bench(parser.parse_intermixed_args(given), given))

@@ -50,7 +50,7 @@ from scripts.long_prompts import documentation
 from scripts.peers.bystanders import Bystanders
 from scripts.peers.gguf_file import write_gguf
 from scripts.peers.measure import rotated
-from scripts.runs import Json, Progress, RawLines, in_one_line, new_parser, numbers, origin, write_run
+from scripts.runs import Json, Progress, RawLines, add_run_options, in_one_line, new_parser, numbers, origin, write_run
 from scripts.serving import servers
 from scripts.serving.client import Counted, Reply, figures, together
 from scripts.serving.page import PEER, PLAIN, page
@@ -98,7 +98,7 @@ class Models:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser, 3, "after one that warms up")
     parser.add_argument("--target", default=DEMO, help="a target's directory (default: the demo's)")
     parser.add_argument("--drafter", help="a drafter's directory, or ngram (default: the demo's with it, else none)")
     parser.add_argument("-k", default="3,auto", help="drafts of a step, as 1-3,5,auto (default %(default)s)")
@@ -109,7 +109,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--round-requests", type=int, default=32, help="at least, a round (default %(default)s)")
     parser.add_argument("--round-in", type=int, default=128, help="tokens of their prompts (default %(default)s)")
     parser.add_argument("--round-out", type=int, default=256, help="tokens of their answers (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="after one that warms up (default %(default)s)")
     parser.add_argument("--engine-alone", default="1,8", help="of --clients, those to compare (default %(default)s)")
     parser.add_argument("--peer", metavar="PROGRAM|URL", help="llama.cpp's server (default: none)")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="soak instead")

@@ -29,7 +29,7 @@ from peagle.ops.files import expect_new
 from peagle.ops.strict_json import dumps
 from scripts.demo.corpus import build_corpus, collect_sources
 from scripts.demo.tasks import digest
-from scripts.runs import Json, Progress, in_one_line, new_parser, origin, where, write_run
+from scripts.runs import Json, Progress, add_run_options, in_one_line, new_parser, origin, where, write_run
 from scripts.screenshots import chromium
 
 PROMPTS, HELDOUT = "prompts.jsonl", "heldout.jsonl"
@@ -79,7 +79,7 @@ def steps(budget: Budget) -> Iterator[tuple[str, str]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser)
     parser.add_argument(
         "--target", type=Path, help="folder of a target that the demo's drafter fits (default: its own)"
     )

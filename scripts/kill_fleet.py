@@ -33,7 +33,18 @@ from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from peagle.text.tokenizer import detokenize
 from scripts.peers.bystanders import cpu_s
-from scripts.runs import Json, Progress, RawLines, add_drafter_option, in_one_line, new_parser, origin, where, write_run
+from scripts.runs import (
+    Json,
+    Progress,
+    RawLines,
+    add_drafter_option,
+    add_run_options,
+    in_one_line,
+    new_parser,
+    origin,
+    where,
+    write_run,
+)
 from scripts.serving.servers import free_port
 
 APPLICATION = "Application"
@@ -46,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("--target", default="demo")
     add_drafter_option(parser)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    add_run_options(parser)
     parser.add_argument("-k", type=int, default=3)
     parser.add_argument("--requests", type=int, default=200, help="default %(default)s")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second (default %(default)s)")

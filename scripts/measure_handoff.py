@@ -1,11 +1,12 @@
 """Measure packing and loading the hand-off of a prompt: GB/s each way, and the peak memory beside the caches.
 
-    python -m scripts.measure_handoff [--tokens 4096] [--rounds 9]
+    python -m scripts.measure_handoff --out RUN [--tokens 4096]
 
 Caches have the geometry of gpt-oss-20b and of a P-EAGLE drafter of four layers, in bfloat16; no weights are needed.
-Prints JSON: medians with the extremes. Linux only.
+Afterwards `--out` (which must not exist yet) holds run.json and README.md. Linux only.
 """
 
+import argparse
 import dataclasses
 import statistics
 import sys
@@ -20,12 +21,14 @@ import numpy as np
 from peagle.engine import handoff
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.programs import Programs
+from peagle.measure.pages import Block, Table, heading
+from peagle.ops.errors import InputError
+from peagle.ops.files import expect_new
 from peagle.ops.kv_cache import cache_bytes, init_kv_cache
 from peagle.ops.messages import VerifyOutput
-from peagle.ops.strict_json import dumps
 from peagle.workflows.random_checkpoint import SIZES
 from scripts.measure_memory import Peak, anonymous_bytes
-from scripts.runs import in_one_line, new_parser, origin
+from scripts.runs import Json, add_run_options, in_one_line, new_parser, origin, where, write_run
 from target.model import init_caches
 
 CONFIG = SIZES["20b"]
@@ -96,19 +99,50 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=9)
-    given = parser.parse_args()
+    add_run_options(parser, 9, "after one that compiles")
+    parser.add_argument("--tokens", type=int, default=4096, help="of the prompt (default %(default)s)")
+    given = sys.argv[1:] if arguments is None else arguments
+    return in_one_line("measure_handoff", lambda: run(parser.parse_args(given), given))
 
-    def run() -> int:
-        found = measure(given.tokens, given.rounds)
-        print(dumps({**found, "provenance": origin("scripts.measure_handoff")}, indent=1))
-        return 0
 
-    return in_one_line("measure_handoff", run)
+def run(asked: argparse.Namespace, given: list[str]) -> int:
+    """Measure, and write the page."""
+    expect_new(asked.out)
+    if min(asked.tokens, asked.rounds) < 1:
+        raise InputError("--tokens and --rounds must be 1 or more")
+    record = {
+        "schema": 1,
+        "provenance": origin("scripts.measure_handoff", given),
+        "config": {"tokens": asked.tokens, "rounds": asked.rounds},
+        "figures": measure(asked.tokens, asked.rounds),
+    }
+    write_run(asked.out, record, page(record))
+    return 0
+
+
+def page(record: Json) -> list[Block]:
+    """Lay out README.md of the run."""
+    config, found, source = record["config"], record["figures"], record["provenance"]
+    named = {
+        "pack_gb_per_s": "packing, GB/s",
+        "load_gb_per_s": "loading, GB/s",
+        "peak_over_message": "memory beside the caches, over the message",
+    }
+    rows = [
+        (name, f"{found[key]['median']:.2f}", f"{found[key]['least']:.2f}..{found[key]['most']:.2f}")
+        for key, name in named.items()
+    ]
+    return [
+        heading("Packing and loading a hand-off", 1),
+        f"Caches of gpt-oss-20b and of a P-EAGLE drafter of {DRAFTER_LAYERS} layers, bfloat16, after a prompt of "
+        f"{config['tokens']:,} tokens: a message of {found['message_bytes'] / 1e6:.0f} MB. Medians of "
+        f"{config['rounds']} rounds with the extremes.",
+        Table(("", "median", "least..most"), rows),
+        f"`{source['command']}`; {where(source)}.",
+    ]
 
 
 if __name__ == "__main__":

@@ -49,6 +49,13 @@ def numbers(option: str, typed: str) -> list[int]:
     return found
 
 
+def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:
+    """Add the options of the folder that is written, and, if it has rounds, of how many."""
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"{of} (default %(default)s)".lstrip())
+
+
 def add_prompt_options(parser: argparse.ArgumentParser, num_prompts: int = 60, max_new_tokens: int = 256) -> None:
     """Add the options of the target, its prompts and the length of their answers."""
     parser.add_argument("--target", default=DEMO, help="a target's directory (default: the demo's)")

@@ -74,7 +74,8 @@ def _connect(config: FleetConfig, address: str | None, host: str, port: int) -> 
                 logging_level=logging.ERROR,
                 **(local if address is None else {}),
             )
-    except (ConnectionError, ValueError) as error:
+    except Exception as error:  # a bare one where the machine is too busy to start Ray in its half minute
+        ray.shutdown()
         raise InputError(_no_cluster(address, str(error))) from None
     if address is None and config.num_gpus:
         found, needed = ray.cluster_resources().get("GPU", 0), replicas * config.num_gpus
@@ -96,8 +97,10 @@ def _expect_reached(address: str) -> None:
 
 
 def _no_cluster(address: str | None, why: str) -> str:
-    where = f"--address {address}: " if address is not None else "Ray cannot be started: "
-    return f"{where}{' '.join(why.split())[:300]}; expected a Ray cluster that is running, or leave it out"
+    why = " ".join(why.split())[:300]
+    if address is None:
+        return f"Ray cannot be started: {why}; more is in /tmp/ray/session_latest/logs; a busy machine may try again"
+    return f"--address {address}: {why}; expected a Ray cluster that is running, or leave it out"
 
 
 def _watch(ready: str, note: Callable[[str], None], stopped: threading.Event) -> None:

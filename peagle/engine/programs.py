@@ -8,8 +8,9 @@ request's parameters, except that steps have greedy, sampled and full variants.
 import collections
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, Explains, OverDevices, Target
 
+Make = TypeVar("Make", bound=Callable[..., Any])
 _traces: collections.Counter[str] = collections.Counter()
 
 
@@ -319,7 +321,19 @@ class Programs:
         return dataclasses.replace(state, done=_evict(state.done, slots))
 
 
-@functools.cache
+def _once(make: Make) -> Make:
+    """Keep what `make` returns, as functools.cache does, but make it once if threads need it at once."""
+    kept, lock = functools.cache(make), threading.Lock()
+
+    @functools.wraps(make)
+    def made(*arguments: Any) -> Any:
+        with lock:
+            return kept(*arguments)
+
+    return cast(Make, made)
+
+
+@_once
 def _init(models: Any, slots: int, capacity: int, num_drafts: int, widest_write: int) -> Any:
     def _make(model_leaves: list[jax.Array]) -> tuple[DecodeState, Prefix]:
         target, drafter = jax.tree.unflatten(models, model_leaves)
@@ -329,7 +343,7 @@ def _init(models: Any, slots: int, capacity: int, num_drafts: int, widest_write:
     return jax.jit(_make)
 
 
-@functools.cache
+@_once
 def _init_lane(models: Any, capacity: int, widest_write: int) -> Any:
     def _make_lane(model_leaves: list[jax.Array]) -> Prefix:
         target, drafter = jax.tree.unflatten(models, model_leaves)
@@ -338,7 +352,7 @@ def _init_lane(models: Any, capacity: int, widest_write: int) -> Any:
     return jax.jit(_make_lane)
 
 
-@functools.cache
+@_once
 def _extend(models: Any, lane: Any, blocks: RowBlocks | None) -> Any:
     def _chunk(
         model_leaves: list[jax.Array], lane_leaves: list[jax.Array], token_ids: jax.Array, counts: jax.Array
@@ -373,7 +387,7 @@ def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> t
     return found
 
 
-@functools.cache
+@_once
 def _first_token(params_tree: Any) -> Any:
     def _choose(logits: jax.Array, length: jax.Array, param_leaves: list[jax.Array]) -> jax.Array:
         _traces["first token"] += 1
@@ -383,7 +397,7 @@ def _first_token(params_tree: Any) -> Any:
     return jax.jit(_choose)
 
 
-@functools.cache
+@_once
 def _insert(state: Any, lane: Any, params_tree: Any) -> Any:
     def _insert_sequence(
         leaves: list[jax.Array],
@@ -400,7 +414,7 @@ def _insert(state: Any, lane: Any, params_tree: Any) -> Any:
     return jax.jit(_insert_sequence, donate_argnums=0)
 
 
-@functools.cache
+@_once
 def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
     def _run(
         model_leaves: list[jax.Array],
@@ -420,7 +434,7 @@ def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
     return jax.jit(_run, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _propose(model: Any, drafter_state: Any, others: Any, kind: StepKind) -> Any:
     def _propose_drafts(
         model_leaves: list[jax.Array], drafter: list[jax.Array], leaves: list[jax.Array], widths: jax.Array
@@ -436,7 +450,7 @@ def _propose(model: Any, drafter_state: Any, others: Any, kind: StepKind) -> Any
     return jax.jit(_propose_drafts, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _verify(model: Any, target_cache: Any, others: Any) -> Any:
     def _verify_drafts(
         model_leaves: list[jax.Array], cache: list[jax.Array], leaves: list[jax.Array], proposed: Proposed
@@ -452,7 +466,7 @@ def _verify(model: Any, target_cache: Any, others: Any) -> Any:
     return jax.jit(_verify_drafts, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _accept_and_commit(state: Any, kind: StepKind) -> Any:
     def _accept_drafts(
         leaves: list[jax.Array],
@@ -471,7 +485,7 @@ def _accept_and_commit(state: Any, kind: StepKind) -> Any:
     return jax.jit(_accept_drafts, donate_argnums=0)
 
 
-@functools.cache
+@_once
 def _cut_block(lane: Any) -> Any:
     def _cut(leaves: list[jax.Array], start: jax.Array) -> list[KVCache]:
         _traces["cut block"] += 1
@@ -482,7 +496,7 @@ def _cut_block(lane: Any) -> Any:
     return jax.jit(_cut)
 
 
-@functools.cache
+@_once
 def _cut_snapshot(lane: Any, chunk: int) -> Any:
     def _cut_rest(leaves: list[jax.Array]) -> prefill.Snapshot:
         _traces["cut snapshot"] += 1
@@ -493,7 +507,7 @@ def _cut_snapshot(lane: Any, chunk: int) -> Any:
     return jax.jit(_cut_rest)
 
 
-@functools.cache
+@_once
 def _put_block(lane: Any) -> Any:
     def _put(leaves: list[jax.Array], block: list[KVCache], start: jax.Array) -> list[jax.Array]:
         _traces["put block"] += 1
@@ -503,7 +517,7 @@ def _put_block(lane: Any) -> Any:
     return jax.jit(_put, donate_argnums=0)
 
 
-@functools.cache
+@_once
 def _relearn(models: Any, lane: Any) -> Any:
     def _absorb_tokens(
         model_leaves: list[jax.Array], leaves: list[jax.Array], token_ids: jax.Array, positions: jax.Array
@@ -516,7 +530,7 @@ def _relearn(models: Any, lane: Any) -> Any:
     return jax.jit(_absorb_tokens, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _put_snapshot(lane: Any) -> Any:
     def _put_rest(leaves: list[jax.Array], snapshot: prefill.Snapshot, length: jax.Array) -> list[jax.Array]:
         _traces["put snapshot"] += 1
@@ -527,7 +541,7 @@ def _put_snapshot(lane: Any) -> Any:
     return jax.jit(_put_rest, donate_argnums=0)
 
 
-@functools.cache
+@_once
 def _extract(state: Any, lane: Any) -> Any:
     def _take(leaves: list[jax.Array], lane_leaves: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
         _traces["extract"] += 1
@@ -538,7 +552,7 @@ def _extract(state: Any, lane: Any) -> Any:
     return jax.jit(_take, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _absorb(models: Any, state: Any) -> Any:
     def _catch_up(model_leaves: list[jax.Array], leaves: list[jax.Array]) -> list[jax.Array]:
         _traces["absorb"] += 1

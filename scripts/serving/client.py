@@ -20,7 +20,7 @@ from peagle.ops.strict_json import dumps
 from scripts.runs import Json
 from scripts.serving.servers import Server
 
-PATH = "/v1/completions"
+PATH = "/v1/completions"  # below a server's address
 PATIENCE_S = 600.0
 COUNTED_S = 5.0  # for the server to count a request after its last event
 ITL, TTFT, E2E = (
@@ -52,6 +52,8 @@ class Reply:
     num_steps: int = 0  # that drafted
     num_accepted: int = 0
     left: bool = False
+    num_prompt: int = 0  # tokens
+    num_cached: int = 0  # of them
 
 
 @dataclass
@@ -78,8 +80,9 @@ class _Read:
 @contextlib.contextmanager
 def sent(url: str, body: Json) -> Iterator[http.client.HTTPConnection]:
     """Send a completion; the connection is closed at the end of the context, whatever has been read."""
-    with contextlib.closing(http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=PATIENCE_S)) as found:
-        found.request("POST", PATH, dumps(body), {"Content-Type": "application/json"})
+    parts = urllib.parse.urlsplit(url)
+    with contextlib.closing(http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)) as found:
+        found.request("POST", parts.path + PATH, dumps(body), {"Content-Type": "application/json"})
         yield found
 
 
@@ -133,6 +136,8 @@ def stream(url: str, body: Json, leave: Callable[[int], bool] = lambda _: False)
         read.drafted.get("num_spec_steps", 0),
         read.drafted.get("num_accepted_draft_tokens", 0),
         left,
+        read.usage.get("prompt_tokens", 0),
+        (read.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
     )
 
 

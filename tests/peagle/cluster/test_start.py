@@ -158,6 +158,18 @@ def test_an_address_without_a_cluster_is_one_line(monkeypatch: pytest.MonkeyPatc
         start.run(ARGUMENTS, f"127.0.0.1:{free_port()}", "127.0.0.1", 8000, lambda _: None, threading.Event())
 
 
+def test_a_machine_that_cannot_start_ray_is_one_line(monkeypatch: pytest.MonkeyPatch, done: Done) -> None:
+    from peagle.cluster import start
+
+    def too_busy(**_: object) -> None:
+        raise Exception("the node timed out\nduring startup")
+
+    monkeypatch.setattr(start.ray, "init", too_busy)
+    with pytest.raises(InputError, match=r"^Ray cannot be started: the node timed out during startup; more is in"):
+        start.run(ARGUMENTS, None, "127.0.0.1", free_port(), lambda _: None, threading.Event())
+    assert done == ["ray.shutdown"]  # of the processes that did start
+
+
 def test_a_port_that_is_taken_and_gpus_that_are_not_there_are_refused_before_anything_is_served(
     monkeypatch: pytest.MonkeyPatch, done: Done
 ) -> None:
