@@ -34,7 +34,7 @@ from drafter.params import DrafterParams, LayerParams
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation
-from peagle.ops.linear import PackedMatrix, arrange, arrange_embedding, as_matrix, take_outputs
+from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, arrange_embedding, as_matrix, take_outputs
 from peagle.ops.linear.packed import BFLOAT16
 from peagle.ops.rope import RopeConfig, Yarn, parse_rope
 
@@ -299,6 +299,7 @@ def to_tensors(params: DrafterParams, config: DrafterConfig, dialect: Dialect = 
     put(_EMBEDDING, params.embedding.T)
     put(_FC, params.fc)
     put("norm.weight", params.norm)
+    assert not isinstance(params.lm_head, SplitMatrix)  # one that is read, or trained
     put(_LM_HEAD, params.lm_head)
     if params.mask_hidden is not None:
         tensors[_MASK_HIDDEN] = np.asarray(params.mask_hidden)[None]

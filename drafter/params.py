@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from drafter.config import DrafterConfig
 from peagle.ops.kernels import Implementation
-from peagle.ops.linear import PackedMatrix
+from peagle.ops.linear import PackedMatrix, SplitMatrix
 
 
 @flax.struct.dataclass
@@ -46,7 +46,7 @@ class DrafterParams:
     mask_hidden: jax.Array | None  # [M, A]: aux_hidden of mask slots, one per depth or one for all; None: EAGLE-3
     layers: tuple[LayerParams, ...]
     norm: jax.Array  # [D]
-    lm_head: jax.Array | PackedMatrix  # [D, U]
+    lm_head: jax.Array | PackedMatrix | SplitMatrix  # [D, U]
     draft_to_target: jax.Array | None  # [U] int32, absolute ids; None: the draft vocabulary is the target's
     implementation: Implementation | None = flax.struct.field(pytree_node=False, default=None)
 

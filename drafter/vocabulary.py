@@ -19,7 +19,7 @@ import numpy as np
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.errors import InputError
-from peagle.ops.linear import take_outputs
+from peagle.ops.linear import SplitMatrix, take_outputs
 from peagle.ops.strict_json import dumps
 
 FREQUENT_TOKENS = "frequent_tokens.json"
@@ -62,6 +62,7 @@ def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> t
     kept = np.flatnonzero(np.isin(before, vocab.token_ids))
     if not len(kept):
         raise InputError(f"none of the {len(vocab.token_ids)} tokens by {vocab.source} is one the drafter can propose")
+    assert not isinstance(params.lm_head, SplitMatrix)  # it is narrowed before
     narrowed = dataclasses.replace(
         params,
         lm_head=take_outputs(params.lm_head, kept),

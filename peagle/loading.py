@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from peagle.api import AUTO, DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
@@ -85,8 +86,9 @@ def load(
     "auto" takes the window in speculation.json beside the drafter, else those of its config.json (see
     `Pair.drafter_window`). aux_layer_ids: the 0-based layers of the target whose outputs the drafter reads, instead of
     those in its config.json (see `Pair.aux_layers`). mesh: cut the target over devices, as "tp=2" or "tp=2,ep=4"
-    (peagle.parallel); the drafter is on each of them. With "dp=2" there are two such copies, which share the slots of
-    an engine (`Pair.replicas`). reduce: sum over devices in order, or by "psum", an all-reduce.
+    (peagle.parallel); the drafter is on each of them, but for its head, which is cut. With "dp=2" there are two such
+    copies, which share the slots of an engine (`Pair.replicas`). reduce: sum over devices in order, or by "psum", an
+    all-reduce.
     retain_full_kv: layers with a window keep all positions, in place of rings, so that requests begin anywhere in what
     the prefix cache holds. progress(bytes of the target read, total bytes) is called during the load. lead: of a mesh
     over several processes, what this one sends to the others (peagle.workflows.follow).
@@ -341,8 +343,19 @@ def _drafting(pair: Pair, drafter: Drafter | None, aux_layer_ids: tuple[int, ...
     plain = pair.plain_target
     with_aux = local_model(plain).replace(aux_layer_ids=aux_layer_ids)  # type: ignore[attr-defined]
     target = plain.replace(parts=with_aux) if isinstance(plain, Sharded) else with_aux  # type: ignore[attr-defined]
-    own = replicate(drafter, plain.mesh) if isinstance(plain, Sharded) else drafter
+    own = drafter_over(drafter, plain.mesh) if isinstance(plain, Sharded) else drafter
     return dataclasses.replace(pair, target=target, drafter=own, _engines={})
+
+
+def drafter_over(drafter: Drafter | None, mesh: Mesh) -> Drafter | None:
+    """Put a drafter on the devices of a mesh: its head cut, if it has one (drafter.shard), the rest on each."""
+    from drafter.params import DrafterParams
+    from drafter.shard import split
+
+    params = getattr(drafter, "params", None)
+    if isinstance(params, DrafterParams) and mesh.size > 1:
+        drafter = drafter.replace(params=split(params, mesh))  # type: ignore[union-attr]
+    return replicate(drafter, mesh)
 
 
 def _digest(*parts: object) -> str:

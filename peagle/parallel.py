@@ -1,7 +1,8 @@
 """A target cut over several devices: a mesh, and `Sharded`, which satisfies peagle.protocols.Target.
 
 Each rank holds a smaller model, its part (target.shard), and its own kv heads of every cache. One `shard_map` stands
-around the target's pass; everything else, the drafter included, runs on every rank alike.
+around the target's pass; everything else runs on every rank alike, the drafter included, but for its head
+(drafter.shard).
 
     tokens, positions     the same on every rank
       embed ..              |  |  |  |
@@ -102,7 +103,9 @@ def make_meshes(shape: MeshShape) -> list[Mesh]:
     """
     devices, processes = jax.devices(), jax.process_count()
     if shape.dp > 1 and processes > 1:
-        raise InputError(f"the mesh {shape} has dp, but there are {processes} processes; expected dp within one alone")
+        raise InputError(
+            f"the mesh {shape} has dp, but {processes} processes run one copy of the target together; leave dp out"
+        )
     if shape.ranks % processes:
         raise InputError(
             f"the mesh {shape} has {shape.ranks} devices; expected a multiple of the {processes} processes, which have "
@@ -272,10 +275,12 @@ def _as_row(leaf: jax.Array, device: jax.Device) -> jax.Array:
 
 
 def replicate(tree: Tree, mesh: Mesh) -> Tree:
-    """Copy every array to all devices of the mesh, for what runs on every rank alike."""
-    everywhere = NamedSharding(mesh, SAME)
+    """Copy every array to all devices of the mesh, for what runs on every rank alike; what is cut over it stays."""
+    everywhere, cut = NamedSharding(mesh, SAME), NamedSharding(mesh, OF_PARTS)
 
     def copy(leaf: jax.Array) -> jax.Array:
+        if leaf.sharding == cut:
+            return leaf
         copies = [jax.device_put(leaf, device) for device in mesh.local_devices]
         return jax.make_array_from_single_device_arrays(leaf.shape, everywhere, copies)
 

@@ -4,7 +4,8 @@
 
 A random target whose widths no mesh shares evenly, with sinks that differ by head and large biases, is decoded whole
 and over each mesh: logits of one pass, tokens and acceptance of several requests with n-gram drafts, collectives of the
-compiled pass. On fake devices of one CPU this shows that the results are right, and nothing about speed.
+compiled pass. With dp, engines over copies of it share the requests. On fake devices of one CPU this shows that the
+results are right, and nothing about speed.
 
 RUN, which must not exist yet, then holds run.json and README.md.
 """
@@ -12,7 +13,7 @@ RUN, which must not exist yet, then holds run.json and README.md.
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import numpy as np
 
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request
 from peagle.loading import load_over
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops import native
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from peagle.parallel import MeshShape
+from peagle.parallel import MeshShape, make_meshes
 from peagle.protocols import Target
 from peagle.workflows.plan import device_named, pass_s, rank_bytes, rank_cache_bytes
 from peagle.workflows.random_checkpoint import SIZES, geometry, random_tensors
@@ -39,8 +41,9 @@ CONFIG = geometry(
     hidden=96, layers=4, heads=(8, 2), head_dim=12, vocab=101, experts=(8, 2), expert_width=160, window=11
 )
 SHAPES = (*map(MeshShape, (2, 4, 8)), MeshShape(1, 2), MeshShape(1, 4), MeshShape(2, 2), MeshShape(2, 4))
+SHAPES += (MeshShape(dp=2), MeshShape(2, dp=4))
 PLANNED = (*map(MeshShape, (1, 2, 4, 8)), MeshShape(1, 8), MeshShape(2, 4))
-K, TOKENS, CHUNK = 3, 48, 40
+K, TOKENS, CHUNK, SEVERAL = 3, 48, 40, 4
 DEVICE, SLOTS, CONTEXT, ROWS = "B200", 8, 8192, (1, 4, 8)
 PUBLISHED = "412 to 452 tok/s, a factor of 1.10, or 400 to 371, a factor of .93, by version and settings"
 
@@ -56,16 +59,25 @@ def loud(tensors: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.nd
             yield name, tensor
 
 
-def facts(target: Target) -> Json:
-    """Compute logits [1, CHUNK, V], tokens and acceptance of requests, and count collectives by kind."""
+def loud_target(into: Path) -> Path:
+    """Write the target that meshes are compared by."""
+    directory = into / "loud"
+    write_target(directory, CONFIG, loud(random_tensors(CONFIG, True, 1)), mxfp4=True)
+    return directory
+
+
+def facts(target: Target, *copies: Target) -> Json:
+    """Compute logits [1, CHUNK, V] and count collectives of a target; decode requests by it and its copies."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, CONFIG.vocab_size, (1, CHUNK)).astype(np.int32)
     positions = np.arange(CHUNK, dtype=np.int32)[None]
     cache = jax.jit(lambda: target.init_cache(1, CHUNK, CHUNK))()
     program = jax.jit(type(target).extend).lower(target, tokens, positions, cache).compile()
     logits = np.asarray(program(target, tokens, positions, cache)[0].logits)
-    engine = Engine(target, NGram(), EngineConfig(K, slots=2, capacity=128, chunk=16))
-    prompts = [tuple(rng.integers(0, CONFIG.vocab_size, size).tolist()) for size in (7, 30, 19)]
+    config = EngineConfig(K, slots=SEVERAL, capacity=128, chunk=16)
+    engines = [Engine(each, NGram(), config.share(1 + len(copies))) for each in (target, *copies)]
+    engine = Replicas(engines, config) if copies else engines[0]
+    prompts = [tuple(rng.integers(0, CONFIG.vocab_size, size).tolist()) for size in (7, 30, 19, 4, 12, 9)]
     found: list[list[Any]] = [[[], 0] for _ in prompts]
     for place, chunk in engine.generate([Request(prompt, TOKENS) for prompt in prompts]):
         found[place][0] += chunk.token_ids
@@ -75,16 +87,16 @@ def facts(target: Target) -> Json:
     return {"logits": logits, "answers": found, "collectives": len(kinds)}
 
 
-def compare(directory: Path, kernels: Any, progress: Progress) -> list[Json]:
-    """Compare every mesh with the whole target."""
+def compare(directory: Path, kernels: Any, shapes: Sequence[MeshShape], progress: Progress) -> list[Json]:
+    """Compare the target over each mesh with the whole one."""
     loaded = load_target(directory, experts="packed", implementation=kernels)
     alone = facts(GptOss(loaded.params, loaded.config))
     whole_bytes = _bytes_of(loaded.params)
     rows = []
-    for shape in SHAPES:
+    for shape in shapes:
         progress.part(f"{kernels}, {shape}")
         target, over = load_over(directory, shape, experts="packed", implementation=kernels)
-        given = facts(target)
+        given = facts(target, *(target.on(mesh) for mesh in make_meshes(shape)[1:]))
         error = float(np.abs(given["logits"] - alone["logits"]).max() / alone["logits"].std())
         answers = zip(given["answers"], alone["answers"], strict=True)
         same = [(mine[0] == theirs[0], mine[1] == theirs[1]) for mine, theirs in answers]
@@ -172,7 +184,8 @@ def page(record: Json) -> list[Block]:
         "five blocks of expert width, and a vocabulary, which no mesh shares evenly; from four ranks on, several of "
         "them hold the same kv head. Sinks differ by head, and biases are large. Error: the greatest of the logits of "
         f"{CHUNK} rows, in spreads of the whole target's. Tokens and accepted drafts: answers of {TOKENS} tokens with "
-        f"n-gram drafts, K = {K}, {record['parity'][0]['accepted']} accepted in all. Collectives: of a compiled pass; "
+        f"n-gram drafts, K = {K}, {record['parity'][0]['accepted']} accepted in all, {SEVERAL} at once; with dp so "
+        "many copies share them. Collectives: of a compiled pass of one copy; "
         f"two a layer and one at the head are {count}. Bytes: of a rank's weights, by those of the whole target.",
         Table(("kernels", "mesh", "error", "same tokens", "same accepted", "collectives", "bytes"), parity),
         heading(f"The 20b and the 120b on {DEVICE}, on paper"),
@@ -206,15 +219,14 @@ def main() -> int:
 
     def run() -> int:
         expect_new(arguments.out)
-        needed = max(shape.ranks for shape in SHAPES)
+        needed = max(shape.devices for shape in SHAPES)
         if jax.device_count() < needed:
             raise InputError(f"there are {jax.device_count()} devices; expected {needed}: JAX_NUM_CPU_DEVICES={needed}")
         progress, kernels = Progress(), ("xla", "native") if native.available() else ("xla",)
         progress.begin(len(SHAPES) * len(kernels))
         with tempfile.TemporaryDirectory() as made:
-            directory = Path(made) / "target"
-            write_target(directory, CONFIG, loud(random_tensors(CONFIG, True, 1)), mxfp4=True)
-            parity = [row for each in kernels for row in compare(directory, each, progress)]
+            directory = loud_target(Path(made))
+            parity = [row for each in kernels for row in compare(directory, each, SHAPES, progress)]
         progress.end()
         record = {"provenance": origin("scripts.check_mesh"), "parity": parity, "plan": plan()}
         write_run(arguments.out, record, page(record))

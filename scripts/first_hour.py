@@ -2,11 +2,12 @@
 
     python -m scripts.first_hour --out RUN
     python -m scripts.first_hour --out RUN --minutes 0.5 --num-prompts 48 --held-out 8 --repeats 1     # a rehearsal
+    python -m scripts.first_hour --out RUN --target DIR --minutes 20       # a drafter for the demo's target, changed
 
-The target is the demo's. Its drafter goes on from the shipped one on answers to functions of the standard library, and
-is compared with the shipped one on held-out prompts. `--out` (which must not exist yet) holds README.md, run.json, the
-whole output of each command in logs/, the folders that the commands wrote in work/, and pictures of the report in
-pictures/ if playwright and Chromium are installed.
+The target is the demo's, or one of its shape. Its drafter goes on from the shipped one on answers to functions of the
+standard library, and is compared with the shipped one on held-out prompts. `--out` (which must not exist yet) holds
+README.md, run.json, the whole output of each command in logs/, the folders that the commands wrote in work/, and
+pictures of the report in pictures/ if playwright and Chromium are installed.
 """
 
 import argparse
@@ -46,6 +47,7 @@ class Budget:
     num_prompts: int
     held_out: int
     repeats: int
+    target: str | None = None  # a folder; None: the demo's
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,16 @@ class Done:
 
 def steps(budget: Budget) -> Iterator[tuple[str, str]]:
     """Yield (what it is for, the command as in the README)."""
-    asked = f"--prompts {HELDOUT} --num-prompts {budget.held_out}"
-    yield "first command", "peagle speculate -k 3"
-    yield "data", f"peagle data --prompt-file {PROMPTS} --out data"
-    yield "train", f"peagle train --data data --out run --init demo --minutes {budget.minutes:g} --evaluate {HELDOUT}"
-    yield "use it", f"peagle speculate --drafter {TRAINED}"
-    yield "sweep", f"peagle sweep --out sweep -k 3,7 --drafter {TRAINED},{DEMO} {asked} --repeats {budget.repeats}"
+    asked = f"--prompts {HELDOUT} --num-prompts {budget.held_out} --repeats {budget.repeats}"
+    of = "" if budget.target is None else f" --target {shlex.quote(budget.target)}"
+    yield "first command", f"peagle speculate{of} --drafter {DEMO} -k 3" if of else "peagle speculate -k 3"
+    yield "data", f"peagle data{of} --prompt-file {PROMPTS} --out data"
+    trained = f"--out run --init {DEMO} --minutes {budget.minutes:g} --evaluate {HELDOUT}"
+    yield "train", f"peagle train{of} --data data {trained}"
+    yield "use it", f"peagle speculate{of} --drafter {TRAINED}"
+    yield "sweep", f"peagle sweep{of} --out sweep -k 3,7 --drafter {TRAINED},{DEMO} {asked}"
     yield "report", "peagle report sweep --out report"
-    yield "parity", f"peagle parity --drafter {TRAINED}"
+    yield "parity", f"peagle parity{of} --drafter {TRAINED}"
     yield "export", f"peagle export {TRAINED} --out theirs --dialect speculators"
 
 
@@ -76,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = new_parser(__doc__)
     add_run_options(parser)
+    parser.add_argument(
+        "--target", type=Path, help="folder of a target that the demo's drafter fits (default: its own)"
+    )
     parser.add_argument("--minutes", type=float, default=10, help="of training (default %(default)s)")
     parser.add_argument("--num-prompts", type=int, default=2000, help="that the target answers (default %(default)s)")
     parser.add_argument("--held-out", type=int, default=60, help="prompts of the comparison (default %(default)s)")
@@ -86,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def first_hour(given: argparse.Namespace, arguments: Sequence[str] | None) -> int:
     """Run all commands, then write the page. Raises InputError for one that fails."""
-    budget = Budget(given.minutes, given.num_prompts, given.held_out, given.repeats)
+    target = None if given.target is None else str(given.target.resolve())
+    budget = Budget(given.minutes, given.num_prompts, given.held_out, given.repeats, target)
     for option, least in (("num_prompts", 1), ("held_out", 1), ("repeats", 1)):
         if getattr(budget, option) < least:
             raise InputError(f"--{option.replace('_', '-')} is {getattr(budget, option)}; expected {least} or more")
@@ -170,7 +178,8 @@ def page(record: Json) -> list[Block]:
     return [
         heading("The first hour", 1),
         f"`{source['command']}`",
-        f"The README's commands, one after the other, with the demo target: {minutes:.0f} minutes. {where(source)}.",
+        f"The README's commands, one after the other, with {_target_text(config)}: {minutes:.0f} minutes. "
+        f"{where(source)}.",
         Table(("step", "command", "time"), times),
         f"Acceptance after {config['minutes']:g} minutes of training from the shipped drafter, beside it, on "
         f"{config['held_out']} held-out prompts, {config['repeats']} repeats; intervals: 95 %, bootstrap over prompts. "
@@ -186,6 +195,12 @@ def page(record: Json) -> list[Block]:
         f"The last {LINES} lines of each.",
         f"```text\n{said}\n```",
     ]
+
+
+def _target_text(config: Json) -> str:
+    if config["target"] is None:
+        return "the demo target"
+    return f"a changed target, `{Path(config['target']).name}`, for which the shipped drafter was not trained"
 
 
 if __name__ == "__main__":

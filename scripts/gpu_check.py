@@ -3,6 +3,7 @@
     python -m scripts.gpu_check --out DIR                          # on a GPU: 20b and 120b shapes, about ten minutes
     python -m scripts.gpu_check --out DIR --shapes 20b --minutes 5
     python -m scripts.gpu_check --out DIR --only peers,120b             # these sections alone, for a second call
+    python -m scripts.gpu_check --out DIR --mesh tp=2 --mesh tp=4 --only mesh       # several GPUs: over these, too
     python -m scripts.gpu_check --out DIR --shapes tiny --any-device    # the same on any device, to try it out
 
 Needs no network, no checkpoint and no installation (run it in the checkout), but for the conformance suite, which
@@ -10,7 +11,8 @@ needs what the tests do: weights are random and made in the device's memory. Fir
 `peagle check` (the kernels' launcher is compiled if it is not there) and the conformance suite. Then, for each shape:
 prefill, decoding and verify passes, by XLA's own code, too; each operation's bytes and time; steps of speculation whose
 acceptance is drawn at given rates (marked synthetic: it says what a step costs, nothing of any drafter), by drafter,
-head and batch, and where a step's time goes; and this project beside transformers (scripts.bench_peers).
+head and batch, and where a step's time goes; and this project beside transformers (scripts.bench_peers). With --mesh
+also: a small target over those devices against the whole one, and the time of a larger one's passes over them.
 
 `--out` (which must not exist yet) gets a line in raw.jsonl as soon as a figure is known, so that a run that is cut off
 has lost nothing, and run.json and README.md after each section. What does not fit into --minutes is named as left out;
@@ -20,6 +22,7 @@ Exit code 1: something is wrong, or could not be measured.
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib.util
 import json
@@ -30,6 +33,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,26 +47,31 @@ from drafter.propose import drafter_of
 from peagle.api import Pair
 from peagle.engine.engine import AnyEngine
 from peagle.engine.request import Request
-from peagle.loading import default_chunk
-from peagle.measure.bench import BenchOptions, Case, bench
+from peagle.loading import default_chunk, load
+from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, bench
 from peagle.measure.metrics import total
 from peagle.measure.profile import profile
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
-from peagle.ops.errors import InputError
+from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.files import expect_new
+from peagle.ops.kernels import for_weights
+from peagle.ops.kernels import in_words as kernels_in_words
 from peagle.ops.kv_cache import cache_bytes
 from peagle.ops.native.build import LAUNCHER, BuildError, build_launcher
 from peagle.ops.strict_json import dumps
+from peagle.parallel import MeshShape, make_meshes, parse_mesh, refuse_replicas
 from peagle.result import Counters
-from peagle.workflows.check import CHECKED, Finding, check_kernels, check_logits, check_losslessness
+from peagle.workflows.check import CHECKED, MOST_OFF, Finding, check_kernels, check_logits, check_losslessness
 from peagle.workflows.random_checkpoint import IN_TURN, PARALLEL, SIZES, DrafterShape, write_random_checkpoint
+from scripts.check_mesh import CONFIG, compare, loud_target
 from scripts.gpu.operations import costs
 from scripts.gpu.page import page
-from scripts.runs import Json, RawLines, in_one_line, new_parser, origin, write_run
+from scripts.runs import Json, Progress, RawLines, in_one_line, new_parser, origin, write_run
 from target.config import TargetConfig
 from target.model import GptOss, init_caches
 from target.random import random_bytes, random_params
+from target.shard import check_ranks
 
 ROOT = Path(__file__).parents[1]
 NARROW_VOCAB = 32768  # a reduced draft vocabulary, as drafters of large vocabularies have
@@ -193,6 +202,30 @@ def peers() -> Iterator[Json]:
         yield {"peer": row["engine"], **row}
 
 
+def over_devices(shape: MeshShape) -> Iterator[Json]:
+    """Compare a small target over a mesh with the whole one; then time passes of a larger one, over it and whole."""
+    name = PEERS if on_gpu() else PEERS_TRIED_OUT
+    with tempfile.TemporaryDirectory() as scratch:
+        small, large = loud_target(Path(scratch)), Path(scratch) / name
+        with jax.default_matmul_precision("highest"):  # not TF32 on a GPU, which has ten bits
+            (row,) = compare(small, for_weights(), (shape,), Progress())
+        yield {"ok": row["error_in_spreads"] < MOST_OFF and row["same_tokens"] == row["answers"], **row}
+        write_random_checkpoint(large, SIZES[name])
+        for mesh in (str(shape), None):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", InputWarning)  # it has no tokenizer and no stop token
+                pair = load(large, None, mesh=mesh)
+            yield from passes(f"{name}, {mesh or 'one device'}", pair, kernels_in_words())
+
+
+def passes(name: str, pair: Pair, kernels: str) -> Iterator[Json]:
+    """Measure prefill, decoding and verify passes of one sequence."""
+    options = BenchOptions(prompt_lengths=(512,), new_tokens=(64,), widths=(1, 4, 8), repeats=REPEATS)
+    found = bench(pair, options)
+    for each in found.measurements:
+        yield line_of_pass(name, kernels, found, each, 1, options.context)
+
+
 def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     """Measure every operation's bytes and time, by the number of rows."""
     contexts = tuple(context for context in (512, 8192) if context + 16 < config.max_positions)
@@ -224,18 +257,24 @@ def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]
             continue
         found = bench(pair, options)
         for each in found.measurements:
-            yield {
-                "shape": name,
-                "kernels": "CUDA" if weights is params and rows_of(each.case, batch) <= most_rows else "XLA",
-                "kind": each.case.kind,
-                "size": each.case.size,
-                "batch": batch,
-                "context": context,
-                "ms_per_pass": dataclasses.asdict(each.ms_per_pass),
-                "tok_per_s": dataclasses.asdict(each.tok_per_s),
-                "v": found.v(each),
-                "peak_bytes": peak_bytes(),
-            }
+            by = "CUDA" if weights is params and rows_of(each.case, batch) <= most_rows else "XLA"
+            yield line_of_pass(name, by, found, each, batch, context)
+
+
+def line_of_pass(name: str, kernels: str, found: Bench, each: Measurement, batch: int, context: int) -> Json:
+    """Make a line of raw.jsonl from a measurement."""
+    return {
+        "shape": name,
+        "kernels": kernels,
+        "kind": each.case.kind,
+        "size": each.case.size,
+        "batch": batch,
+        "context": context,
+        "ms_per_pass": dataclasses.asdict(each.ms_per_pass),
+        "tok_per_s": dataclasses.asdict(each.tok_per_s),
+        "v": found.v(each),
+        "peak_bytes": peak_bytes(),
+    }
 
 
 def rows_of(case: Case, batch: int) -> int:
@@ -363,6 +402,16 @@ def peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
+def checked_mesh(text: str) -> MeshShape:
+    """Read a mesh. Raises InputError for dp, too few devices, and what the compared targets cannot be cut over."""
+    refuse_replicas(text, "this measures the passes of one copy")
+    shape = parse_mesh(text)
+    for config in (CONFIG, SIZES[PEERS if on_gpu() else PEERS_TRIED_OUT]):
+        check_ranks(config, shape.tp, shape.ep)
+    make_meshes(shape)
+    return shape
+
+
 def shape_sections(name: str, seconds: float) -> Iterator[Section]:
     config = SIZES[name]
     held: list[Any] = []  # the weights, made when they are first needed and let go after the last
@@ -402,6 +451,9 @@ def main() -> int:
     parser.add_argument("--shapes", default="20b,120b", help=f"of {', '.join(SIZES)} (default %(default)s)")
     parser.add_argument("--minutes", type=float, default=9.5, help="nothing is begun after them (default %(default)s)")
     parser.add_argument("--only", metavar="SECTIONS", help="those whose names begin so, with commas between")
+    parser.add_argument(
+        "--mesh", metavar="tp=N,ep=N", action="append", default=[], help="several devices, too; may be repeated"
+    )
     parser.add_argument("--any-device", action="store_true", help="go on without a GPU")
     arguments = parser.parse_args()
     # the suite and the peers are processes of their own
@@ -419,6 +471,7 @@ def check(arguments: argparse.Namespace) -> int:
         raise InputError(
             f"JAX computes on {jax.default_backend()}, not on a GPU; give --any-device to go on all the same"
         )
+    meshes = [checked_mesh(text) for text in arguments.mesh]
     every = [
         Section("kernels", kernels, 30),
         Section("bandwidth", bandwidth, 10),
@@ -427,6 +480,7 @@ def check(arguments: argparse.Namespace) -> int:
         Section("conformance", conformance, 120),
         # while this process has not taken the memory
         Section("peers", peers, 150),
+        *(Section(f"mesh {shape}", functools.partial(over_devices, shape), 90) for shape in meshes),
         *(section for name in shapes for section in shape_sections(name, 60)),
     ]
     sections = every

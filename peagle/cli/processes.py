@@ -35,7 +35,8 @@ def run_together(
         return run(settings)
     if devices.mesh is None:
         raise InputError("--coordinator is given without --mesh, which says how the target lies over the processes")
-    refuse_replicas(devices.mesh, "several processes run one copy of the target together")
+    why = "several processes run one copy of the target together, and peagle cluster up --decode N runs copies apart"
+    refuse_replicas(devices.mesh, why)
     hello = {"versions": _versions(), "options": _comparable(settings)}
     if place.process:
         warnings.simplefilter("ignore", InputWarning)  # process 0 speaks

@@ -674,14 +674,15 @@ class Engine(AnyEngine):
         measuring: Measuring = lambda *_: None,
         full: bool = False,
         constrained: bool = False,
+        measure: bool = True,
     ) -> None:
-        """See `AnyEngine.warm_up`."""
+        """See `AnyEngine.warm_up`. measure=False: another engine's costs of drafting will hold (`widths`)."""
         with self._entry:
             with self._lock:
                 self._end_aborted()
                 if self._alive:
                     return
-            self._warm_up(sampled, full, measuring)
+            self._warm_up(sampled, full, measuring if measure else None)
             if constrained and self.config.role != "prefill":
                 self._warm_up_cut_steps()
 
@@ -689,6 +690,7 @@ class Engine(AnyEngine):
         started = time.perf_counter()
         with self._lock:
             for kind in self._kinds_with_grammars - self._warm_cut:
+                interrupt.check()
                 assert self._state is not None
                 widths = np.zeros((self.config.slots,), np.int32)
                 self._state, proposed = self._programs.propose(self._state, widths, kind)
@@ -700,9 +702,11 @@ class Engine(AnyEngine):
                 self._warm_cut.add(kind)
         self.compile_s += time.perf_counter() - started
 
-    def _warm_up(self, sampled: bool, full: bool, measuring: Measuring) -> None:
+    def _warm_up(self, sampled: bool, full: bool, measuring: Measuring | None) -> None:
+        """measuring: None: measure nothing."""
         started = time.perf_counter()
-        measures = self.config.adaptive and self._table.costs is None and self.config.role != "prefill"  # greedy steps
+        unknown = self.config.adaptive and self._table.costs is None and self.config.role != "prefill"
+        measures = unknown and measuring is not None  # greedy steps
         variants = {(sampled, full), (False, False)} if measures else {(sampled, full)}
         kinds = [self._kind(drafts, *variant) for variant in variants for drafts in self._possible_drafts]
         if self.drafter is not None:
@@ -719,6 +723,7 @@ class Engine(AnyEngine):
             self._warm.update(missing)
             self.compile_s += time.perf_counter() - started
         if measures:
+            assert measuring is not None
             with self._lock:
                 self._table = self._table.paying(self._measure_costs(measuring))
         if missing or measures:
@@ -746,6 +751,7 @@ class Engine(AnyEngine):
             return
         widths = np.zeros((self.config.slots,), np.int32)
         for kind in kinds:
+            interrupt.check()
             self._state, _ = self._programs.steps(self._state, widths, 0.0, 1, kind)
         if self._prefix_cache is not None:
             self._warm_up_prefix_cache()

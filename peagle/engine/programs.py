@@ -8,8 +8,9 @@ request's parameters, except that steps have greedy, sampled and full variants.
 import collections
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, Explains, OverDevices, Target
 
+Make = TypeVar("Make", bound=Callable[..., Any])
 _traces: collections.Counter[str] = collections.Counter()
 
 
@@ -138,15 +140,11 @@ class Programs:
     ) -> tuple[DecodeState, jax.Array]:
         """Insert the lane's prompt into a slot; return (the state, the first token).
 
-        The token is packed with its log-probabilities, and its copy to the host is started.
+        The token is packed with its log-probabilities, and its copy to the host is started. What chooses it depends on
+        no shape of the engine: engines of one vocabulary share that program, which is the larger one.
         """
-        leaves, tree = jax.tree.flatten(state)
-        lane_leaves, lane_tree = jax.tree.flatten(lane)
-        param_leaves, params_tree = jax.tree.flatten(params)
-        program = _admit(tree, lane_tree, params_tree)
-        after, token = program(leaves, lane_leaves, logits, np.int32(slot), param_leaves)
-        token.copy_to_host_async()
-        return jax.tree.unflatten(tree, after), token
+        first = self.first_token(lane, logits, params)
+        return self._inserted(state, lane, first, slot, params)[0], first
 
     def first_token(self, lane: Prefix, logits: jax.Array, params: SlotParams) -> jax.Array:
         """Choose the token that follows the lane's prompt; return it as `admit` does."""
@@ -159,12 +157,20 @@ class Programs:
         self, state: DecodeState, lane: Prefix, pending_token: int, slot: int, params: SlotParams
     ) -> tuple[DecodeState, jax.Array]:
         """Insert the lane's sequence into a slot, with the token that was emitted last; return (the state, that)."""
+        return self._inserted(state, lane, np.asarray([pending_token], np.int32), slot, params)
+
+    def _inserted(
+        self, state: DecodeState, lane: Prefix, first: jax.Array | np.ndarray, slot: int, params: SlotParams
+    ) -> tuple[DecodeState, jax.Array]:
+        """Insert the lane's sequence and the token after it into a slot; return (the state, `first`).
+
+        first: the token, and what is packed with it.
+        """
         leaves, tree = jax.tree.flatten(state)
         lane_leaves, lane_tree = jax.tree.flatten(lane)
         param_leaves, params_tree = jax.tree.flatten(params)
-        pending = np.asarray([pending_token], np.int32)
-        program = _resume(tree, lane_tree, params_tree)
-        after, token = program(leaves, lane_leaves, pending, np.int32(slot), param_leaves)
+        program = _insert(tree, lane_tree, params_tree)
+        after, token = program(leaves, lane_leaves, first, np.int32(slot), param_leaves)
         return jax.tree.unflatten(tree, after), token
 
     def steps(
@@ -315,7 +321,19 @@ class Programs:
         return dataclasses.replace(state, done=_evict(state.done, slots))
 
 
-@functools.cache
+def _once(make: Make) -> Make:
+    """Keep what `make` returns, as functools.cache does, but make it once if threads need it at once."""
+    kept, lock = functools.cache(make), threading.Lock()
+
+    @functools.wraps(make)
+    def made(*arguments: Any) -> Any:
+        with lock:
+            return kept(*arguments)
+
+    return cast(Make, made)
+
+
+@_once
 def _init(models: Any, slots: int, capacity: int, num_drafts: int, widest_write: int) -> Any:
     def _make(model_leaves: list[jax.Array]) -> tuple[DecodeState, Prefix]:
         target, drafter = jax.tree.unflatten(models, model_leaves)
@@ -325,7 +343,7 @@ def _init(models: Any, slots: int, capacity: int, num_drafts: int, widest_write:
     return jax.jit(_make)
 
 
-@functools.cache
+@_once
 def _init_lane(models: Any, capacity: int, widest_write: int) -> Any:
     def _make_lane(model_leaves: list[jax.Array]) -> Prefix:
         target, drafter = jax.tree.unflatten(models, model_leaves)
@@ -334,7 +352,7 @@ def _init_lane(models: Any, capacity: int, widest_write: int) -> Any:
     return jax.jit(_make_lane)
 
 
-@functools.cache
+@_once
 def _extend(models: Any, lane: Any, blocks: RowBlocks | None) -> Any:
     def _chunk(
         model_leaves: list[jax.Array], lane_leaves: list[jax.Array], token_ids: jax.Array, counts: jax.Array
@@ -349,26 +367,6 @@ def _extend(models: Any, lane: Any, blocks: RowBlocks | None) -> Any:
         return jax.tree.leaves(after), _counted_as_long(logits, after.length[0])
 
     return jax.jit(_chunk, donate_argnums=1)
-
-
-@functools.cache
-def _admit(state: Any, lane: Any, params_tree: Any) -> Any:
-    def _insert(
-        leaves: list[jax.Array],
-        lane_leaves: list[jax.Array],
-        logits: jax.Array,
-        slot: jax.Array,
-        param_leaves: list[jax.Array],
-    ) -> tuple[list[jax.Array], jax.Array]:
-        _traces["insert"] += 1
-        prefix: Prefix = jax.tree.unflatten(lane, lane_leaves)
-        params: SlotParams = jax.tree.unflatten(params_tree, param_leaves)
-        token, packed = _choose_first(logits, prefix.length, params)
-        after = insert(jax.tree.unflatten(state, leaves), prefix, token[:, 0], slot, params)
-        result = jnp.concatenate([token[0], packed[0, 0]])
-        return jax.tree.leaves(after), _counted_as_long(result, prefix.length[0])  # the token may be negative: NO_TOKEN
-
-    return jax.jit(_insert, donate_argnums=0)
 
 
 def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> tuple[jax.Array, jax.Array]:
@@ -389,7 +387,7 @@ def _choose_first(logits: jax.Array, length: jax.Array, params: SlotParams) -> t
     return found
 
 
-@functools.cache
+@_once
 def _first_token(params_tree: Any) -> Any:
     def _choose(logits: jax.Array, length: jax.Array, param_leaves: list[jax.Array]) -> jax.Array:
         _traces["first token"] += 1
@@ -399,24 +397,24 @@ def _first_token(params_tree: Any) -> Any:
     return jax.jit(_choose)
 
 
-@functools.cache
-def _resume(state: Any, lane: Any, params_tree: Any) -> Any:
+@_once
+def _insert(state: Any, lane: Any, params_tree: Any) -> Any:
     def _insert_sequence(
         leaves: list[jax.Array],
         lane_leaves: list[jax.Array],
-        pending_token: jax.Array,
+        first: jax.Array,
         slot: jax.Array,
         param_leaves: list[jax.Array],
     ) -> tuple[list[jax.Array], jax.Array]:
-        _traces["resume"] += 1
+        _traces["insert"] += 1
         prefix, params = jax.tree.unflatten(lane, lane_leaves), jax.tree.unflatten(params_tree, param_leaves)
-        after = insert(jax.tree.unflatten(state, leaves), prefix, pending_token, slot, params)
-        return jax.tree.leaves(after), _counted_as_long(pending_token, slot)
+        after = insert(jax.tree.unflatten(state, leaves), prefix, first[:1], slot, params)
+        return jax.tree.leaves(after), _counted_as_long(first, slot)  # the token may be negative: NO_TOKEN
 
     return jax.jit(_insert_sequence, donate_argnums=0)
 
 
-@functools.cache
+@_once
 def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
     def _run(
         model_leaves: list[jax.Array],
@@ -436,7 +434,7 @@ def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
     return jax.jit(_run, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _propose(model: Any, drafter_state: Any, others: Any, kind: StepKind) -> Any:
     def _propose_drafts(
         model_leaves: list[jax.Array], drafter: list[jax.Array], leaves: list[jax.Array], widths: jax.Array
@@ -452,7 +450,7 @@ def _propose(model: Any, drafter_state: Any, others: Any, kind: StepKind) -> Any
     return jax.jit(_propose_drafts, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _verify(model: Any, target_cache: Any, others: Any) -> Any:
     def _verify_drafts(
         model_leaves: list[jax.Array], cache: list[jax.Array], leaves: list[jax.Array], proposed: Proposed
@@ -468,7 +466,7 @@ def _verify(model: Any, target_cache: Any, others: Any) -> Any:
     return jax.jit(_verify_drafts, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _accept_and_commit(state: Any, kind: StepKind) -> Any:
     def _accept_drafts(
         leaves: list[jax.Array],
@@ -487,7 +485,7 @@ def _accept_and_commit(state: Any, kind: StepKind) -> Any:
     return jax.jit(_accept_drafts, donate_argnums=0)
 
 
-@functools.cache
+@_once
 def _cut_block(lane: Any) -> Any:
     def _cut(leaves: list[jax.Array], start: jax.Array) -> list[KVCache]:
         _traces["cut block"] += 1
@@ -498,7 +496,7 @@ def _cut_block(lane: Any) -> Any:
     return jax.jit(_cut)
 
 
-@functools.cache
+@_once
 def _cut_snapshot(lane: Any, chunk: int) -> Any:
     def _cut_rest(leaves: list[jax.Array]) -> prefill.Snapshot:
         _traces["cut snapshot"] += 1
@@ -509,7 +507,7 @@ def _cut_snapshot(lane: Any, chunk: int) -> Any:
     return jax.jit(_cut_rest)
 
 
-@functools.cache
+@_once
 def _put_block(lane: Any) -> Any:
     def _put(leaves: list[jax.Array], block: list[KVCache], start: jax.Array) -> list[jax.Array]:
         _traces["put block"] += 1
@@ -519,7 +517,7 @@ def _put_block(lane: Any) -> Any:
     return jax.jit(_put, donate_argnums=0)
 
 
-@functools.cache
+@_once
 def _relearn(models: Any, lane: Any) -> Any:
     def _absorb_tokens(
         model_leaves: list[jax.Array], leaves: list[jax.Array], token_ids: jax.Array, positions: jax.Array
@@ -532,7 +530,7 @@ def _relearn(models: Any, lane: Any) -> Any:
     return jax.jit(_absorb_tokens, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _put_snapshot(lane: Any) -> Any:
     def _put_rest(leaves: list[jax.Array], snapshot: prefill.Snapshot, length: jax.Array) -> list[jax.Array]:
         _traces["put snapshot"] += 1
@@ -543,7 +541,7 @@ def _put_snapshot(lane: Any) -> Any:
     return jax.jit(_put_rest, donate_argnums=0)
 
 
-@functools.cache
+@_once
 def _extract(state: Any, lane: Any) -> Any:
     def _take(leaves: list[jax.Array], lane_leaves: list[jax.Array], slot: jax.Array) -> list[jax.Array]:
         _traces["extract"] += 1
@@ -554,7 +552,7 @@ def _extract(state: Any, lane: Any) -> Any:
     return jax.jit(_take, donate_argnums=1)
 
 
-@functools.cache
+@_once
 def _absorb(models: Any, state: Any) -> Any:
     def _catch_up(model_leaves: list[jax.Array], leaves: list[jax.Array]) -> list[jax.Array]:
         _traces["absorb"] += 1

@@ -140,8 +140,8 @@ class Checkpoint:
         """
         if missing := shapes.keys() - self.names:
             raise InputError(
-                f"{self.directory}: {len(missing)} tensor(s) missing: {_some(missing)}; the checkpoint is incomplete, "
-                "or config.json belongs to another"
+                f"{self.directory}: tensors are missing: {_some(missing)}; the checkpoint is "
+                "incomplete, or config.json belongs to another"
             )
         for name, shape in shapes.items():
             self._check_shape(name, shape)
@@ -213,7 +213,7 @@ class Checkpoint:
     def _refuse_surplus(self, names: Set[str]) -> None:
         if names:
             raise InputError(
-                f"{self.directory}: {len(names)} tensor(s) that this model has no place for: {_some(names)}; remove "
+                f"{self.directory} holds tensors that this model has no place for: {_some(names)}; remove "
                 "them, or use the checkpoint that belongs to this config.json"
             )
 

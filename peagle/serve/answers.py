@@ -9,6 +9,7 @@ from typing import Any
 from peagle.engine.request import FinishReason, Request, TokenChunk, TokenLogprobs
 from peagle.measure.metrics import speculative_decoding_block, total
 from peagle.result import Assembler, Counters, Result, origins, refuse_stop_strings_without
+from peagle.serve.errors import ApiError
 from peagle.serve.loop import Loop
 from peagle.text.channels import CALL, ChannelParser, Delta
 from peagle.text.tokenizer import Detokenizer, Tokenizer
@@ -36,11 +37,17 @@ class Part:
 class Answers:
     """Run requests, and read their answers. Raises as EngineLoop.submit does, before anything is sent.
 
-    channels: parse the answers' channels; stop strings are then those of their messages.
+    channels: parse the answers' channels; stop strings are then those of their messages. constraint: the field of the
+    body that constrains the answers, named by an answer's error if its grammar cannot be followed.
     """
 
     def __init__(
-        self, loop: Loop, requests: Sequence[Request], tokenizer: Tokenizer | None, channels: bool = False
+        self,
+        loop: Loop,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer | None,
+        channels: bool = False,
+        constraint: str | None = None,
     ) -> None:
         for request in requests:
             refuse_stop_strings_without(tokenizer, request.stop)
@@ -55,6 +62,7 @@ class Answers:
             self._assemblers.append(
                 Assembler(request, request.drafts(k), tokenizer, self.started_s, by_token=False, parser=parser)
             )
+        self._constraint = constraint
         self._call = loop.submit(requests)
 
     async def parts(self) -> AsyncGenerator[Part, None]:
@@ -63,6 +71,10 @@ class Answers:
             async with contextlib.aclosing(self._call.chunks()) as chunks:
                 async for place, chunk in chunks:
                     yield self._part(place, chunk)
+        except ApiError as error:
+            if error.status == 400 and error.param is None:  # of input, seen as late as this: its grammar's
+                error.param = self._constraint
+            raise
         finally:
             self._call.close()
 

@@ -300,7 +300,8 @@ async def ask_chat(service: Service, given: bytes) -> Asked:
     tokenizer = service.prompter.tokenizer
     form = ChatForm(service.model, tokenizer, *_usage_options(body), logprobs=body.logprobs)
     form.token_origins, form.one_call = body.return_token_origins, not body.parallel_tool_calls
-    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
+    answers = Answers(service.loop, requests, tokenizer, channels=True, constraint=constraint(body))
+    return Asked(body.stream, form, answers)
 
 
 async def ask_responses(service: Service, given: bytes) -> Asked:
@@ -311,7 +312,10 @@ async def ask_responses(service: Service, given: bytes) -> Asked:
         requests = await service.encode(service.prompter.chat, chat.body, await service.grammar(chat.body))
     tokenizer = service.prompter.tokenizer
     form = ResponsesForm(service.model, tokenizer, asked=body)
-    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, channels=True))
+    field = constraint(chat.body)
+    named = None if field is None else chat.own_name(field)
+    answers = Answers(service.loop, requests, tokenizer, channels=True, constraint=named)
+    return Asked(body.stream, form, answers)
 
 
 async def ask_completions(service: Service, given: bytes) -> Asked:
@@ -324,7 +328,7 @@ async def ask_completions(service: Service, given: bytes) -> Asked:
     if body.echo and body.logprobs is not None:
         form.prompts = [each.prompt_ids for each in requests]
         form.prompt_logprobs = await service.prompt_logprobs(requests)
-    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer))
+    return Asked(body.stream, form, Answers(service.loop, requests, tokenizer, constraint=constraint(body)))
 
 
 CALLS: dict[str, Callable[[Service, bytes], Coroutine[Any, Any, Asked]]] = {

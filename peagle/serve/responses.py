@@ -174,7 +174,21 @@ class AsChat:
         try:
             yield
         except ApiError as error:
-            raise _renamed(error, self.messages) from None
+            param = None if error.param is None else self.own_name(error.param)
+            raise ApiError(error.status, self.own_name(error.message), param, error.code) from None
+
+    def own_name(self, text: str) -> str:
+        """Replace the names of a chat's fields by those of a response."""
+
+        def place(found: re.Match[str]) -> str:
+            named = self.messages[int(found[1])]
+            call = named.calls[int(found[2])] if found[2] else named.name
+            return call + (found[3] or "").replace("tool_call_id", "call_id").replace(".id", ".call_id")
+
+        text = re.sub(r"\bmessages\.(\d+)(?:\.tool_calls\.(\d+))?(\.\w+)?", place, text)
+        for chat, ours in NAMES.items():
+            text = re.sub(chat, ours, text)
+        return text
 
 
 def as_chat(body: ResponsesBody) -> AsChat:
@@ -190,24 +204,6 @@ NAMES = {  # of a chat's fields here
     r"(?<![\w'])(tools\.\d+)\.function\b": r"\1",
     r"^messages\b": "input",
 }
-
-
-def _renamed(error: ApiError, messages: Sequence[_Named]) -> ApiError:
-    """Replace the names of a chat's fields by those of a response."""
-
-    def place(found: re.Match[str]) -> str:
-        named = messages[int(found[1])]
-        call = named.calls[int(found[2])] if found[2] else named.name
-        return call + (found[3] or "").replace("tool_call_id", "call_id").replace(".id", ".call_id")
-
-    def renamed(text: str) -> str:
-        text = re.sub(r"\bmessages\.(\d+)(?:\.tool_calls\.(\d+))?(\.\w+)?", place, text)
-        for chat, ours in NAMES.items():
-            text = re.sub(chat, ours, text)
-        return text
-
-    param = None if error.param is None else renamed(error.param)
-    return ApiError(error.status, renamed(error.message), param, error.code)
 
 
 def _chat_body(body: ResponsesBody, messages: Sequence[_Named]) -> ChatBody:

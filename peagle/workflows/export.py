@@ -76,6 +76,7 @@ def export(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists; expected a new folder, so that nothing is overwritten")
+    shared_tensors(source)  # a folder that does not exist is named before what it would need
     if verifier is None:
         verifier = _trained_for(source)
     if dialect == "speculators" and verifier is None:

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,8 @@ import numpy as np
 from peagle.api import Pair
 from peagle.loading import HELD_OUT, load
 from peagle.measure.logprobs import output_logprobs
-from peagle.measure.pages import Block, Table
+from peagle.measure.pages import Block, Picture, Table
+from peagle.measure.sweep import charts
 from peagle.measure.sweep.figures import Estimate, estimate, one_more_than_ratio, ratio
 from peagle.measure.sweep.page import estimate_text
 from peagle.ops.errors import InputError
@@ -202,17 +203,40 @@ def page(found: Json, made: Json) -> list[Block]:
             ),
             [_decoded_row(row) for row in found["decoded"]],
         ),
+        *_pictures(found["decoded"]),
         "## Held-out nats a token",
         Table(("pair", "text", "texts", "nats"), [_nats_row(row) for row in found["nats"]]),
     ]
 
 
 def _decoded_row(row: Json) -> list[str]:
-    table = np.stack([np.array(row["accepted"], float), np.array(row["steps"], float)], axis=1)
-    calm = ~np.array(row["loops"])
+    table, calm = _counts(row)
     length, quiet = (_text(estimate(some, one_more_than_ratio)) for some in (table, table[calm]))
     median = f"{np.median(row['prompt_tokens']):,.0f}"
     return [row["pair"], row["drafter"], median, str(len(table)), length, quiet, f"{1 - calm.mean():.0%}"]
+
+
+def _counts(row: Json) -> tuple[np.ndarray, np.ndarray]:
+    """Return (accepted drafts and steps of each prompt [prompts, 2], whether its output does not loop [prompts])."""
+    table = np.stack([np.array(row["accepted"], float), np.array(row["steps"], float)], axis=1)
+    return table, ~np.array(row["loops"])
+
+
+def _pictures(rows: Sequence[Json]) -> Iterator[Picture]:
+    """Draw the acceptance length over the length of the prompt, of each pair and drafter, if there are two lengths."""
+    for name, calm_only, caption in (
+        ("acceptance", False, "Acceptance length over the length of the prompt."),
+        ("acceptance_without_loops", True, "The same, of outputs that do not loop."),
+    ):
+        series: dict[str, list[Json]] = {}
+        for row in rows:
+            table, calm = _counts(row)
+            figure = estimate(table[calm] if calm_only else table, one_more_than_ratio)
+            length = None if figure is None else dataclasses.asdict(figure)
+            part = {"prompt_tokens": float(np.median(row["prompt_tokens"])), "acceptance_length": length}
+            series.setdefault(f"{row['pair']}, {row['drafter']}", []).append(part)
+        if (svg := charts.over_context(series, "acceptance_length", "acceptance length")) is not None:
+            yield Picture(name, svg, caption)
 
 
 def _nats_row(row: Json) -> list[str]:

@@ -31,19 +31,23 @@ from peagle.ops import native
 from peagle.ops.checkpoint import Cut
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import KVCache
-from peagle.ops.linear import PackedMatrix, as_matrix
+from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, as_matrix
+from peagle.ops.messages import DrafterInput
 from peagle.parallel import MeshShape, Sharded, make_meshes, replicate, shard
 from peagle.protocols import Explains, Target
 from peagle.workflows.random_checkpoint import random_tensors
+from scripts import check_mesh, gpu_check
 from scripts.check_mesh import loud
 from target import load as target_load
-from target.load import load_target, write_target
+from target.load import load_target, save_target, write_target
 from target.model import GptOss
 from target.shard import Hint, Part, Place
 from tests.compiling import AS_FOR_USERS
 from tests.drafter.cases import random_params
 from tests.drafter.train.test_trainer import RECIPE, initial, trainer
-from tests.peagle.toys import Scripted, decode, drafter_config
+from tests.peagle.engine.test_interleaving import decoded_alone, interleave
+from tests.peagle.toys import CONFIG as TINY
+from tests.peagle.toys import Scripted, decode, drafter_config, tiny_target
 from tests.target.test_shard import CONFIG
 
 AUX = (0, 1)
@@ -96,7 +100,8 @@ def over(root: Path, shape: MeshShape, stored: str, kernels: Kernels, in_order: 
 
 
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 40)).astype(np.int32)
-PASSES = ((0, 8), (8, 16), (16, 24), (24, 25), (25, 26), (26, 30), (28, 32))  # the last one after a rollback of two
+# of two widths, since each compiles a program; the last one after a rollback of four
+PASSES = ((0, 8), (8, 16), (16, 24), (24, 25), (25, 26), (26, 34), (30, 38))
 
 
 def walk(target: Target, passes: tuple[tuple[int, int], ...] = PASSES) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -180,6 +185,9 @@ def test_verifying_equals_decoding_bit_for_bit(root: Path, shape: MeshShape) -> 
     np.testing.assert_array_equal(*(np.concatenate(each, axis=1) for each in rows))
 
 
+COLLECTIVE = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-a-z]*\("
+
+
 def compiled_text(target: Target, width: int = 4) -> str:
     cache = jax.jit(lambda: target.init_cache(2, 40, 8))()
     positions = np.tile(np.arange(width, dtype=np.int32), (2, 1))
@@ -190,7 +198,7 @@ def compiled_text(target: Target, width: int = 4) -> str:
 @pytest.mark.parametrize("kernels", ON)
 def test_two_collectives_a_layer_and_one_at_the_head(root: Path, kernels: Kernels) -> None:
     text = compiled_text(over(root, TP4, "packed", kernels))
-    found = re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-a-z]*\(", text)
+    found = re.findall(COLLECTIVE, text)
     assert found == ["all-gather"] * (2 * CONFIG.num_layers + 1)
     if kernels == "native":
         calls = [line for line in text.splitlines() if "custom-call(" in line and "peagle_" in line]
@@ -234,15 +242,59 @@ def run(
 def test_the_engine_emits_the_same_with_the_same_acceptance(
     root: Path, shape: MeshShape, stored: str, kernels: Kernels
 ) -> None:
-    """With a real drafter, and requests that enter and leave slots; one is sampled."""
+    """With a real drafter, whose head is cut, too, and requests that enter and leave slots; one is sampled."""
     drafter = PEagle(random_params(DRAFTER), DRAFTER)
     target = over(root, shape, stored, kernels)
     expected = run(whole(root, stored, kernels), drafter)
-    assert run(target, replicate(drafter, target.mesh)) == expected
+    assert run(target, loading.drafter_over(drafter, target.mesh)) == expected
     plain, _ = run(target, None, 0)
     assert [tokens for tokens, request in zip(plain, REQUESTS, strict=True) if request.sampling.greedy] == [
         tokens for tokens, request in zip(expected[0], REQUESTS, strict=True) if request.sampling.greedy
     ]
+
+
+@pytest.mark.parametrize("kernels", ON)
+def test_a_drafters_head_is_cut_by_vocabulary_and_gathered_once(kernels: Kernels) -> None:
+    """Whose outputs four devices do not share evenly; no other leaf is cut, and no other collective runs."""
+    inputs = DRAFTER.hidden_size
+    rows = np.random.default_rng(5).normal(size=(101, inputs)).astype(np.float32)
+    params = random_params(DRAFTER).replace(lm_head=arrange(rows, np.float32, kernels))
+    drafter, (mesh,) = PEagle(params, DRAFTER, deterministic=False), make_meshes(TP4)
+    split = loading.drafter_over(drafter, mesh)
+    assert isinstance(split, PEagle)
+    head = split.params.lm_head
+    assert isinstance(head, SplitMatrix)
+    (leaf,) = jax.tree.leaves(head)
+    assert leaf.addressable_shards[1].data.shape == ((1, 2, inputs, 16) if kernels == "native" else (1, inputs, 26))
+    cut = [leaf for leaf in jax.tree.leaves(split) if not leaf.sharding.is_fully_replicated]
+    assert len(cut) == 1
+    rng = np.random.default_rng(6)
+    given = DrafterInput(
+        jnp.asarray(rng.integers(0, 101, (2, K + 1)), jnp.int32),
+        jnp.asarray(rng.normal(size=(2, K + 1, DRAFTER.aux_width)), jnp.float32),
+        jnp.asarray([0, 0], jnp.int32),
+        jnp.asarray([2, 4], jnp.int32),
+    )
+    found = []
+    for each in (drafter, split):
+        propose = jax.jit(lambda each: each.propose(each.init_state(2, 40, 8), given, jnp.asarray([K, 1]), K)[0])
+        program = propose.lower(each).compile()
+        found.append((program(each), re.findall(COLLECTIVE, program.as_text())))
+    (alone, none), (together, one) = found
+    assert (none, one) == ([], ["all-gather"])
+    np.testing.assert_array_equal(alone.token_ids, together.token_ids)
+    np.testing.assert_allclose(alone.logits, together.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_any_interleaving_gives_each_request_what_it_gets_alone(tmp_path: Path) -> None:
+    """Over three devices; alone it is decoded by the whole target. Grammars and known prompts are among them."""
+    params = tiny_target().params
+    save_target(tmp_path / "tiny", params, TINY, dtype=np.float32, mxfp4=False)
+    target, _ = load_over(tmp_path / "tiny", MeshShape(3), implementation=FAST)
+    loaded = load_target(tmp_path / "tiny", implementation=FAST)
+    happened = interleave([target], decoded_alone(GptOss(loaded.params, loaded.config)), 10, 1)
+    assert min(happened[name] for name in ("slot reused", "aborted in flight", "paused", "beside a grammar")) > 0
 
 
 def test_acceptance_of_right_drafts_is_the_same(root: Path) -> None:
@@ -268,6 +320,7 @@ def test_replicas_on_devices_of_their_own_answer_as_one_engine(root: Path) -> No
     config = pair.engine_config(K, slots=4, capacity=64, chunk=8)
     engine = pair.engine(config)
     assert isinstance(engine, Replicas)
+    engine.warm_up(sampled=True)
     answers = decode(engine, REQUESTS)
     assert answers == decode(Engine(whole(root, "packed", FAST), NGram(), config), REQUESTS)
     used = [{each.id for leaf in jax.tree.leaves(one._state) for each in leaf.devices()} for one in engine.engines]
@@ -390,6 +443,31 @@ def test_a_drafter_may_share_the_ends(root: Path, kernels: Kernels, monkeypatch:
     embedding, lm_head = loading._ends(target, root / "False", jnp.dtype(jnp.float32), root)
     np.testing.assert_array_equal(embedding, reference.embedding)
     np.testing.assert_array_equal(as_matrix(lm_head), as_matrix(reference.lm_head))
+
+
+# The check for machines with several GPUs
+
+
+@pytest.mark.parametrize(("off", "token", "right"), [(1e-5, 5, True), (1e-2, 5, False), (1e-5, 6, False)])
+def test_gpu_check_compares_over_a_mesh(off: float, token: int, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits and tokens, the copies' too. It is its first line; the others are times."""
+    seen = []
+
+    def facts(*targets: Target) -> dict[str, object]:
+        seen.append([isinstance(target, Sharded) for target in targets])
+        over = seen[-1][0]
+        logits = np.asarray([1.0, 2.0 + over * off, 3.0])
+        return {"logits": logits, "answers": [[[4, token if over else 5], 1]], "collectives": 9}
+
+    monkeypatch.setattr(check_mesh, "facts", facts)
+    line = next(gpu_check.over_devices(MeshShape(2, dp=2)))
+    assert seen == [[False], [True, True]]
+    assert (line["ok"], line["mesh"], line["same_tokens"]) == (right, "dp=2,tp=2,ep=1", int(token == 5))
+
+
+def test_gpu_check_refuses_meshes_that_nothing_fits() -> None:
+    with pytest.raises(InputError, match="tp is 3, but there are 8 heads"):
+        gpu_check.checked_mesh("tp=3")
 
 
 # Training

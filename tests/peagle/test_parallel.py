@@ -18,13 +18,24 @@ PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=600"  # a busy ma
 
 
 def test_models_over_eight_devices() -> None:
+    assert run_on_devices("not slow") >= 25
+
+
+@pytest.mark.slow
+def test_interleavings_over_devices() -> None:
+    assert run_on_devices("slow") == 1
+
+
+def run_on_devices(which: str) -> int:
+    """Run these tests of on_devices.py; return how many passed."""
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {PATIENT}"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", str(HERE / "on_devices.py")]
+    options = ["-p", "no:cacheprovider", "-n", "0", "-m", which]
+    command = [sys.executable, "-m", "pytest", *options, str(HERE / "on_devices.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None, done.stdout
-    assert int(passed[1]) >= 25, done.stdout
+    return int(passed[1])
 
 
 def test_a_mesh_is_read() -> None:
@@ -88,7 +99,8 @@ def test_a_bad_mesh_is_one_line(
         ("cluster up --mesh dp=2", "--mesh is 'dp=2', but a cluster has replicas of its own, --decode N; leave"),
         (
             "speculate --mesh dp=2 --slots 2 --coordinator 7000 --process-id 0 --num-processes 2 hello",
-            "--mesh is 'dp=2', but several processes run one copy of the target together; leave dp out",
+            "--mesh is 'dp=2', but several processes run one copy of the target together, and peagle cluster up "
+            "--decode N runs copies apart; leave dp out",
         ),
     ],
 )

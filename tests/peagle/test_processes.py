@@ -86,12 +86,16 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
-def start(started: list[subprocess.Popen[str]], port: int, process: int, *arguments: str) -> subprocess.Popen[str]:
+def start(
+    started: list[subprocess.Popen[str]], port: int, process: int, *arguments: str, cwd: Path | None = None
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "peagle", *arguments, "--mesh", "tp=2"]
     command += ["--coordinator", str(port), "--process-id", str(process), "--num-processes", "2"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
     pipe = subprocess.PIPE
-    started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
+    started.append(
+        subprocess.Popen(command, env=env, cwd=cwd, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    )
     return started[-1]
 
 
@@ -141,3 +145,19 @@ def test_processes_that_differ_do_not_begin(directory: Path, started: list[subpr
         assert (process.returncode, out) == (2, "")
         assert err.splitlines() == [err.strip()]
         assert line in err
+
+
+def test_a_shard_that_one_process_lacks_ends_all_with_a_line(
+    started: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Its own machine's files are what a process reads; process 0 says which one lacks what."""
+    for place in ("0", "1"):
+        write_target(tmp_path / place / "t", CONFIG, random_tensors(CONFIG, True, 1), mxfp4=True, shard_bytes=100_000)
+    missing = max((tmp_path / "1" / "t").glob("*.safetensors"))
+    missing.unlink()
+    port, asked = free_port(), ("generate", "--target", "t", "--prompt-ids", "5,6,7", "-n", "4")
+    follower, leader = (start(started, port, process, *asked, cwd=tmp_path / str(process)) for process in (1, 0))
+    line = f"t/model.safetensors.index.json names the shard {missing.name!r}, but there is no such file; fetch it again"
+    for process, of in ((leader, "process 1 of 2: "), (follower, "")):
+        out, err = process.communicate(timeout=120)
+        assert (process.returncode, out, err) == (2, "", f"peagle: error: {of}{line}\n")

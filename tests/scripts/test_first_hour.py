@@ -1,6 +1,7 @@
 """The first hour: its commands are those that exist, its page names times and acceptance, a failure is one line."""
 
 import shlex
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import typer
 from peagle.cli.app import app
 from peagle.measure.pages import markdown
 from peagle.ops.errors import InputError
+from scripts.demo import corpus
+from scripts.demo.tasks import digest
 from scripts.first_hour import Budget, acceptance, page, run, steps, within_aim, write_prompts
 from scripts.runs import Json
 
@@ -17,10 +20,20 @@ BUDGET = Budget(minutes=0.5, num_prompts=48, held_out=8, repeats=1)
 
 def test_each_command_has_the_options_that_it_is_given() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for _, command in steps(BUDGET):
+    changed = replace(BUDGET, target="/a target")
+    for _, command in [*steps(BUDGET), *steps(changed)]:
         _, name, *words = shlex.split(command)
         known = {flag for option in commands[name].params for flag in option.opts}
         assert {word for word in words if word.startswith("-")} <= known, command
+    of_target = [command for _, command in steps(changed) if "--target '/a target'" in command]
+    assert [shlex.split(command)[1] for command in of_target] == [
+        "speculate",
+        "data",
+        "train",
+        "speculate",
+        "sweep",
+        "parity",
+    ]
 
 
 def estimate(value: float) -> Json:
@@ -47,12 +60,14 @@ def test_the_page_has_times_and_acceptance_beside_the_shipped_drafter() -> None:
     done = {"title": "report", "command": "peagle report sweep", "seconds": 12.3, "exit_code": 0, "lines": ["a page"]}
     device = {"platform": "cpu", "kind": "cpu"}
     source = {"command": "c", "device": device, "cpu": "C", "num_threads": 2, "packages": {"jaxlib": "1"}, "time": "t"}
-    record = {"config": vars(BUDGET), "provenance": source, "steps": [done], "acceptance": found}
+    record = {"config": asdict(BUDGET), "provenance": source, "steps": [done], "acceptance": found}
     text = markdown(page(record))
     assert "| report | `peagle report sweep` | 12 s |" in text
     assert "| 7 | run/drafter | 4.00 (3.80..4.20) | 1.10 (0.90..1.30) |" in text
     assert "lies +0.70 behind (aim: 0.8, met)" in text
     assert "$ peagle report sweep\na page" in text
+    record["config"]["target"] = "/a/theirs"
+    assert "with a changed target, `theirs`, for which" in markdown(page(record))
 
 
 def test_a_command_that_fails_is_one_line_with_its_log(tmp_path: Path) -> None:
@@ -60,8 +75,13 @@ def test_a_command_that_fails_is_one_line_with_its_log(tmp_path: Path) -> None:
         run("first", "peagle nothing", tmp_path, tmp_path / "log.txt")
 
 
-def test_prompts_are_not_held_out_ones(tmp_path: Path) -> None:
-    write_prompts(tmp_path, 5)
+def test_prompts_are_not_held_out_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half of the library, which holds all of its held-out modules: the first in the order of names' hashes."""
+    wanted = corpus.is_wanted
+    monkeypatch.setattr(
+        corpus, "is_wanted", lambda path: wanted(path) and digest(path.parts[0].removesuffix(".py")) < "8"
+    )
+    write_prompts(tmp_path, 500)
     prompts, held_out = ((tmp_path / name).read_text("utf-8") for name in ("prompts.jsonl", "heldout.jsonl"))
-    assert len(prompts.splitlines()) == 5
+    assert len(prompts.splitlines()) == 500
     assert not set(prompts.splitlines()) & set(held_out.splitlines())

@@ -185,15 +185,15 @@ def _origin(folder: Folder) -> Iterator[Block]:
     sittings = folder.record["sittings"]
     yield f"`{' '.join(sittings[0]['command'])}`"
     yield (
-        f"Target {plan.target}; drafters: {', '.join(plan.drafters)}; {plan.repeats} repeat(s), an arm decodes "
-        f"{plan.in_a_row} request(s) before the next arm's turn, batch 1, at most {plan.max_new_tokens} new tokens, "
+        f"Target {plan.target}; drafters: {', '.join(plan.drafters)}; repeats: {plan.repeats}; requests that an arm "
+        f"decodes before the next arm's turn: {plan.in_a_row}; batch 1, at most {plan.max_new_tokens} new tokens, "
         f"seed {plan.seed}; options: dtype {plan.dtype or 'auto'}, experts {plan.experts}, kernels {plan.kernels}; "
         f"chat template {plan.template[:12] or 'none'}"
         + ("." if folder.finished else "; **not finished: figures are of the requests with all repeats.**")
     )
     places = list(dict.fromkeys(place_text(sitting) for sitting in sittings))
     warning = " **They differ, so times are mixed.**" if len(places) > 1 else ""
-    yield f"Run in {len(sittings)} process(es), the first {sittings[0]['time']}: {'; '.join(places)}.{warning}"
+    yield f"Processes that ran it: {len(sittings)}, the first {sittings[0]['time']}: {'; '.join(places)}.{warning}"
     prompts = folder.asked()
     left_out = [] if prompts is None else prompts[1]
     for source in plan.sources:
@@ -201,11 +201,11 @@ def _origin(folder: Folder) -> Iterator[Block]:
         some = [each for each in left_out if each.prompts == source.name and each.row is not None]
         yield (
             f"Prompts {source.name}: layout {source.layout}, {source.num_used} of {source.num_rows} rows"
-            + ("" if source.max_turns is None else f", at most {source.max_turns} turn(s) of each")
-            + (f", {source.num_skipped} row(s) without a usable prompt" if source.num_skipped else "")
+            + ("" if source.max_turns is None else f"; turns of each: at most {source.max_turns}")
+            + (f"; rows without a usable prompt: {source.num_skipped}" if source.num_skipped else "")
             + (f", the first: {rows[0].why}" if rows else "")
             + f"; sha256 {source.sha256[:12]}."
-            + (f" Left out of {len(some)} conversation(s), the first: {some[0].why}." if some else "")
+            + (f" Conversations left out: {len(some)}, the first: {some[0].why}." if some else "")
         )
 
 

@@ -1,6 +1,17 @@
-"""Multiplication by a weight matrix: one op, two layouts of its weights."""
+"""Multiplication by a weight matrix: one op, two layouts of its weights, on one device or cut over several."""
 
 from peagle.ops.linear.api import embed, linear
 from peagle.ops.linear.packed import PackedMatrix, arrange, arrange_embedding, as_matrix, take_outputs
+from peagle.ops.linear.split import SplitMatrix, split_outputs
 
-__all__ = ["PackedMatrix", "arrange", "arrange_embedding", "as_matrix", "embed", "linear", "take_outputs"]
+__all__ = [
+    "PackedMatrix",
+    "SplitMatrix",
+    "arrange",
+    "arrange_embedding",
+    "as_matrix",
+    "embed",
+    "linear",
+    "split_outputs",
+    "take_outputs",
+]

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from peagle.ops import native
-from peagle.ops.collectives import Reduce
+from peagle.ops.collectives import Ranks, Reduce
 from peagle.ops.linear.packed import PackedMatrix
+from peagle.ops.linear.split import SplitMatrix
 from peagle.ops.norm import Norm, rms_norm
 
 FEW = 8  # tokens, as many as most steps embed; each is an operation of its own
@@ -16,7 +18,7 @@ FEW = 8  # tokens, as many as most steps embed; each is an operation of its own
 
 def linear(
     x: Float[Array, "... inputs"],
-    weight: jax.Array | PackedMatrix,
+    weight: jax.Array | PackedMatrix | SplitMatrix,
     bias: Float[Array, " outputs"] | None = None,
     *,
     norm: Norm | None = None,
@@ -31,8 +33,11 @@ def linear(
     are a function of that row and the weights alone: the number of rows does not matter.
 
     reduce: the weight holds this rank's inputs of a larger one. It sums the ranks' products, in float32, before the
-    residual is added.
+    residual is added. A SplitMatrix, which has the outputs of several devices, takes neither these nor a bias.
     """
+    if isinstance(weight, SplitMatrix):
+        assert (bias, residual, reduce) == (None, None, None)
+        return _over_devices(x, weight, norm, positions)
     if reduce is not None:
         total = reduce(_product(x, weight, bias, norm, None, positions, jnp.float32))
         return (total if residual is None else residual.astype(jnp.float32) + total).astype(x.dtype)
@@ -69,6 +74,25 @@ def _product(
     )
     shaped: jax.Array = out.reshape(*x.shape[:-1], weight.outputs)
     return shaped
+
+
+def _over_devices(x: jax.Array, weight: SplitMatrix, norm: Norm | None, positions: jax.Array | None) -> jax.Array:
+    """Multiply by each device's part, and gather the products once."""
+
+    def of_rank(
+        parts: jax.Array | PackedMatrix, x: jax.Array, scale: jax.Array | None, positions: jax.Array | None
+    ) -> jax.Array:
+        mine = jax.tree.map(lambda leaf: leaf[0], parts)
+        scaled = None if norm is None or scale is None else norm._replace(weight=scale)
+        product = _product(x, mine, None, scaled, None, positions, x.dtype)
+        return Ranks(weight.axis, weight.mesh.size).gather(product, weight.outputs)
+
+    same = PartitionSpec()
+    specs = (PartitionSpec(weight.axis), same, same, same)
+    # check_vma off: it cannot see into native kernels
+    run = jax.shard_map(of_rank, mesh=weight.mesh, in_specs=specs, out_specs=same, check_vma=False)
+    found: jax.Array = run(weight.parts, x, None if norm is None else norm.weight, positions)
+    return found
 
 
 def embed(table: jax.Array, token_ids: Int[Array, "..."], dtype: DTypeLike) -> Float[Array, "... width"]:

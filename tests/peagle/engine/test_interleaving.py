@@ -2,8 +2,9 @@
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from peagle.engine.request import Request, SamplingParams
 from peagle.engine.scheduler import Costs
 from peagle.engine.state import check_integrity
 from peagle.engine.widths import WidthTable
+from peagle.protocols import Target
 from tests.peagle.toys import CONFIG, decode, tiny_target
 
 CAPACITY, LONGEST = 96, 40
@@ -46,10 +48,16 @@ def request_of(prompt: int, sampling: int, budget: int, stops: tuple[int, ...] =
     return Request(PROMPTS[prompt], budget, SAMPLINGS[sampling], stops, index=prompt)
 
 
+Alone: TypeAlias = dict[tuple[int, int], list[int]]  # (prompt, sampling) -> tokens
+
+
 @pytest.fixture(scope="module")
-def alone() -> dict[tuple[int, int], list[int]]:
+def alone() -> Alone:
+    return decoded_alone(tiny_target())
+
+
+def decoded_alone(target: Target) -> Alone:
     """Decode each prompt alone and plainly, in each sampling."""
-    target = tiny_target()
     asked = {
         (prompt, sampling): request_of(prompt, sampling, LONGEST)
         for prompt in range(len(PROMPTS))
@@ -81,11 +89,15 @@ class EvenlyPaced(Engine):
 
 
 @pytest.mark.parametrize(("together", "count"), [(1, 1), (3, 1), (1, 2)])
-def test_any_interleaving_gives_each_request_what_it_gets_alone(
-    alone: dict[tuple[int, int], list[int]], together: int, count: int
-) -> None:
+def test_any_interleaving_gives_each_request_what_it_gets_alone(alone: Alone, together: int, count: int) -> None:
     """In one engine, and in two behind one queue."""
-    happened: collections.Counter[str] = collections.Counter()
+    happened = interleave([tiny_target() for _ in range(count)], alone, 40 if count == 1 else 10, together)
+    assert not [name for name in WANTED if not happened[name]], happened
+
+
+def interleave(targets: Sequence[Target], alone: Alone, examples: int, together: int) -> collections.Counter[str]:
+    """Try interleavings in an engine, or engines behind one queue, of equal targets; count what happened."""
+    count, happened = len(targets), collections.Counter[str]()
     # at three active rows nothing is drafted; the given costs of a drafted step let rows pause
     table = WidthTable({1: 3, 2: 2, 3: 0}, {1: 1.9, 2: 1.9, 3: 1.9})
     config = EngineConfig(
@@ -98,7 +110,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
         adaptive=True,
         prefix_cache_bytes=1 << 20,
     )
-    engines = [EvenlyPaced(tiny_target(), NGram(), config) for _ in range(count)]
+    engines = [EvenlyPaced(target, NGram(), config) for target in targets]
     engine = engines[0] if count == 1 else Replicas(engines, dataclasses.replace(config, slots=count * config.slots))
 
     def held_now() -> list[Handle | None]:
@@ -180,8 +192,7 @@ def test_any_interleaving_gives_each_request_what_it_gets_alone(
                 rested = [place for place, width in enumerate(widths) if width == 0]
                 happened["resumed"] += bool(rested) and any(widths[rested[0] :])
 
-    examples = 40 if count == 1 else 10
     run_state_machine_as_test(
         Interleaving, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None, derandomize=True)
     )
-    assert not [name for name in WANTED if not happened[name]], happened
+    return happened

@@ -2,6 +2,8 @@
 
 import collections
 import dataclasses
+import os
+import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -12,8 +14,10 @@ import pytest
 
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Chunks, Engine, EngineConfig, EngineError, Handle
+from peagle.engine.programs import trace_counts
 from peagle.engine.replicas import Replicas
 from peagle.engine.request import Request, SamplingParams, StepRecord
+from peagle.engine.step import StepKind
 from peagle.engine.widths import WidthTable
 from peagle.ops.errors import InputError
 from tests.peagle.toys import MarkovTarget, decode
@@ -167,16 +171,33 @@ def test_a_failure_ends_all() -> None:
         engine.add(REQUESTS[0])
 
 
-def test_costs_are_measured_once_and_figures_are_of_all() -> None:
+def test_engines_compile_at_once_and_the_first_measures_when_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another's compilation it would measure that. Its costs hold for all; figures are of all."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    together, run_programs = threading.Barrier(2), Engine._run_programs
+
+    def meet(each: Engine, kinds: list[StepKind]) -> None:
+        together.wait(120)
+        run_programs(each, kinds)
+
+    def measuring(done: int, _: int) -> None:
+        measured.append(done)
+        assert all(each._warm and not each.busy for each in engine.engines)
+
     table = WidthTable({1: 3})
     config = dataclasses.replace(CONFIG, widths=table, adaptive=True)
-    engine, measured = replicas(config=config), []
-    engine.warm_up(measuring=lambda done, _: measured.append(done))
+    engine, measured = replicas(config=config), list[int]()
+    monkeypatch.setattr(Engine, "_run_programs", meet)
+    engine.warm_up(measuring=measuring)
+    monkeypatch.undo()
+    assert measured
     assert len(measured) == len(set(measured))
     assert engine.widths.costs is not None
     assert {id(each.widths) for each in engine.engines} == {id(engine.widths)}
-    assert engine.compile_s == sum(each.compile_s for each in engine.engines)
-    decode(engine, REQUESTS[:2])
+    assert engine.compile_s == max(each.compile_s for each in engine.engines)
+    before = trace_counts()
+    decode(engine, [request for request in REQUESTS if request.sampling.greedy])
+    assert trace_counts() == before
     assert engine.times.busy_s == sum(each.times.busy_s for each in engine.engines) > 0
     state, lane, logits = engine.one.memory_bytes()
     together = 2 if jax.default_backend() == "cpu" else 1
@@ -185,6 +206,27 @@ def test_costs_are_measured_once_and_figures_are_of_all() -> None:
     engine.warm_up(sampled=True)  # does nothing now
     assert engine.busy
     engine.abort(handle)
+
+
+def test_a_warm_up_that_fails_is_raised_after_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    engine, (begun, failed), ended = replicas(), (threading.Event(), threading.Event()), list[int]()
+
+    def fail(*_: object, **__: object) -> None:
+        assert begun.wait(120)
+        failed.set()
+        raise RuntimeError("no memory")
+
+    def outlast(*_: object, **__: object) -> None:
+        begun.set()
+        assert failed.wait(120)
+        ended.append(1)
+
+    monkeypatch.setattr(engine.engines[0], "warm_up", fail)
+    monkeypatch.setattr(engine.engines[1], "warm_up", outlast)
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.warm_up()
+    assert ended == [1]
 
 
 def test_slots_that_cannot_be_shared_are_refused() -> None:

@@ -136,8 +136,10 @@ def test_a_regex_that_blows_up_ends_its_own_answer_alone(make: Any, tokenizer: B
     hostile["logit_bias"] = {str(tokenizer.encode("a")[0]): 100}
     started = time.monotonic()
     reply = client.post(COMPLETIONS, json={**free, "max_tokens": 100, **hostile})
+    error = reply.json()["error"]
     assert reply.status_code == 400
-    assert "cannot be followed any further" in reply.json()["error"]["message"]
+    assert "cannot be followed any further" in error["message"]
+    assert error["param"] == "guided_regex"
     assert client.post(COMPLETIONS, json=free).json()["choices"] == expected
     assert client.get("/health").json()["status"] == "ok"
     assert time.monotonic() - started < 60

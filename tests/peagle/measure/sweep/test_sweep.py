@@ -228,7 +228,7 @@ def test_arms_take_turns_by_as_many_requests_as_asked(monkeypatch: pytest.Monkey
     assert [each[2] for each in rows[0]] == [0, 1, 2]
     assert {len(row) for row in rows} == {3, 2}, "eight requests, by three"
     assert len({row[0][0] for row in rows[:3]}) == 3, "each arm has its turn"
-    assert "an arm decodes 3 request(s) before" in (folder.path / "README.md").read_text()
+    assert "before the next arm's turn: 3;" in (folder.path / "README.md").read_text()
 
 
 def test_repeats_at_a_temperature_are_other_draws_and_greedy_ones_the_same(
@@ -516,7 +516,7 @@ def test_what_only_a_template_can_put_together_is_left_out_of_raw(
     assert sweep(monkeypatch, *options, "--render", "both") == 0
     folder = open_run(tmp_path / "run")
     assert {(row["raw"], row["num_requests"]) for row in folder.record["rows"]} == {(False, 2)}
-    assert "Left out of 2 conversation(s)" in (tmp_path / "run" / "README.md").read_text()
+    assert "Conversations left out: 2," in (tmp_path / "run" / "README.md").read_text()
     options[-1] = tmp_path / "raw"
     assert sweep(monkeypatch, *options, "--render", "raw") == 2
     assert "which needs the chat template" in capsys.readouterr().err
@@ -544,7 +544,7 @@ def test_no_text_costs_a_sweep_its_report(
     ]
     pages = {name: (out / name).read_text(encoding="utf-8") for name in ("README.md", "report.html")}
     for text in pages.values():
-        assert "2 row(s) without a usable prompt, the first: " in text
+        assert "rows without a usable prompt: 2, the first: " in text
         assert "caf\\udce9 $x^{, raw, greedy" in text
         assert "$a_{\\n" in text
     assert "2 rows without a usable prompt, the first: " in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""A matrix whose outputs are cut over the devices of a mesh: each multiplies by its part, and all get all of them."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from peagle.ops.linear.packed import ROWS, PackedMatrix, num_panels
+
+
+@flax.struct.dataclass
+class SplitMatrix:
+    """Every leaf of `parts` is [rank, *its local shape]; zeros fill the outputs after the last of all.
+
+    mesh: of one axis.
+    """
+
+    parts: jax.Array | PackedMatrix
+    outputs: int = flax.struct.field(pytree_node=False)
+    mesh: Mesh = flax.struct.field(pytree_node=False)
+
+    @property
+    def axis(self) -> str:
+        """The axis of the mesh."""
+        return str(self.mesh.axis_names[0])
+
+
+def split_outputs(weight: jax.Array | PackedMatrix, mesh: Mesh) -> SplitMatrix:
+    """Cut the outputs of a weight over the devices of a mesh, those of a packed matrix in whole panels.
+
+    Example: 101 outputs over 4 devices are 26, 26, 26 and 23, or, packed, 32, 32, 32 and 5.
+    """
+    if not isinstance(weight, PackedMatrix):
+        return SplitMatrix(_split(weight, 1, -(-weight.shape[1] // mesh.size), mesh), weight.shape[1], mesh)
+    panels = -(-num_panels(weight.outputs) // mesh.size)
+    data, scales = (None if leaf is None else _split(leaf, 0, panels, mesh) for leaf in (weight.data, weight.scales))
+    assert data is not None
+    return SplitMatrix(PackedMatrix(data, scales, weight.inputs, panels * ROWS), weight.outputs, mesh)
+
+
+def _split(leaf: jax.Array, axis: int, each: int, mesh: Mesh) -> jax.Array:
+    """Put so many places along an axis on each device; the last ones get zeros."""
+    whole = np.asarray(leaf).swapaxes(0, axis)
+
+    def part(index: Any) -> np.ndarray:
+        start = (index[0].start or 0) * each
+        mine = whole[start : start + each]
+        filled = np.pad(mine, [(0, each - len(mine)), *[(0, 0)] * (whole.ndim - 1)])
+        return np.ascontiguousarray(filled.swapaxes(0, axis))[None]
+
+    shape = list(leaf.shape)
+    shape[axis] = each
+    return jax.make_array_from_callback(
+        (mesh.size, *shape), NamedSharding(mesh, PartitionSpec(mesh.axis_names[0])), part
+    )
