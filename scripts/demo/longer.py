@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from drafter.vocabulary import FREQUENT_TOKENS
-from peagle.engine.widths import SPECULATION_FILE
+from peagle.engine.widths import SPECULATION_FILE, WINDOW_KEY
+from peagle.ops.checkpoint import CONFIG
 from peagle.ops.strict_json import dumps
 from peagle.workflows.frequent_tokens import list_frequent_tokens
 from scripts.demo.build import DEMO, DRAFTERS, TAPS, command, stage
@@ -45,6 +46,7 @@ SHARES = {
 PEAKS = {"target_begun": "0.3", "target": "0.12"}
 ANSWERS_BEGUN = 900
 WINDOW = {"drafter": 256, "drafter_eagle3": 256}
+WINDOW_FIELDS = ("sliding_window", "layer_types")  # of a drafter's config.json
 KEEP_PROMPT = 520  # what two layers with a window of 256 reach, and the drafts of a step
 CONTEXT = ("-n", "288", "--context", "4608", "--slots", "32", "--shard-prompts", "200")
 LEARNING = (
@@ -117,12 +119,18 @@ def _train_drafter(work: Path, name: str, written: Sequence[Path], minutes: floa
 
 
 def _ship_drafter(work: Path, name: str, written: Sequence[Path]) -> None:
-    """Copy a trained drafter into the pair, with what stands beside it."""
+    """Copy a trained drafter into the pair, with what stands beside it.
+
+    Its window moves from config.json to the table: vLLM with caches of one group, which this P-EAGLE needs there, takes
+    no window but the target's.
+    """
     out = work / "pair" / name
     if not out.exists():
         shutil.copytree(work / name / "drafter", out, ignore=shutil.ignore_patterns("README.md"))
+    config = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    (out / CONFIG).write_text(dumps({k: v for k, v in config.items() if k not in WINDOW_FIELDS}, indent=2))
     table = json.loads((work / "before" / name / SPECULATION_FILE).read_text(encoding="utf-8"))
-    table.pop("drafter_window", None)  # config.json names it
+    table = {"drafts": table.pop("drafts"), **table, WINDOW_KEY: WINDOW[name]}
     (out / SPECULATION_FILE).write_text(dumps(table, indent=1) + "\n", encoding="utf-8")
     if not (out / FREQUENT_TOKENS).exists():
         list_frequent_tokens(
