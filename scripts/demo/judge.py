@@ -281,7 +281,7 @@ def main() -> int:
         pairs, lengths = [parse_pair(each) for each in arguments.pair], [parse_length(each) for each in arguments.at]
         found = measure(Asked(pairs, lengths, arguments.chat, arguments.raw), Kept(arguments.out / "figures"))
         made = origin("scripts.demo.judge")
-        write_run(arguments.out, {**made, **found}, page(found, made))
+        write_run(arguments.out, {"provenance": made, **found}, page(found, made))
         return 0
 
     return in_one_line("judge", run)
