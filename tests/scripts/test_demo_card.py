@@ -35,8 +35,8 @@ def test_prompts_without_tasks_make_no_table() -> None:
 
 def test_the_card_shows_its_run() -> None:
     text = (DEMO / "README.md").read_text(encoding="utf-8").split(ACCEPTANCE)[1].split(LIMITS)[0]
-    run = text.partition(" More: ")[2].partition(".\n")[0]
-    assert acceptance_text([ROOT / run]) == text, "run python -m scripts.demo.card --sweep"
+    runs = text.partition(" More: ")[2].partition(".\n")[0].split(", ")
+    assert acceptance_text([ROOT / run for run in runs]) == text, "run python -m scripts.demo.card --sweep"
 
 
 def test_the_notice_names_every_text_of_the_card() -> None:
