@@ -100,8 +100,7 @@ def over(root: Path, shape: MeshShape, stored: str, kernels: Kernels, in_order: 
 
 
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 40)).astype(np.int32)
-# of two widths, since each compiles a program; the last one after a rollback of four
-PASSES = ((0, 8), (8, 16), (16, 24), (24, 25), (25, 26), (26, 34), (30, 38))
+PASSES = ((0, 8), (8, 16), (16, 24), (24, 25), (25, 26), (26, 30), (28, 32))  # the last one after a rollback of two
 
 
 def walk(target: Target, passes: tuple[tuple[int, int], ...] = PASSES) -> tuple[list[np.ndarray], list[np.ndarray]]:

@@ -100,7 +100,8 @@ def test_the_oracle_is_accepted_whole_and_the_adversary_never(target, requests, 
             length += record.num_accepted + 1
 
 
-@pytest.mark.parametrize(("slots", "together"), [(2, 5), (3, 1)])
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("together", [1, 5])
 def test_requests_beside_others_get_what_they_get_alone(target, plain, slots: int, together: int) -> None:
     asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 1, 33, 60, 2, 21))]
     expected = [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
