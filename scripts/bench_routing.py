@@ -13,8 +13,6 @@ import argparse
 import contextlib
 import http.client
 import itertools
-import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from peagle.cli.cluster import LOOPBACK_ALONE, REPORTS
+from peagle.cli.cluster import keep_to_itself
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -38,6 +36,7 @@ from scripts.runs import (
     new_parser,
     origin,
     prompt_config,
+    spread,
     where,
     write_run,
 )
@@ -102,8 +101,7 @@ def bench(asked: argparse.Namespace, given: list[str]) -> int:
 @contextlib.contextmanager
 def running(asked: argparse.Namespace) -> Iterator[dict[str, str]]:
     """Run a fleet for each way of routing; yield their addresses."""
-    for name in (LOOPBACK_ALONE, REPORTS):
-        os.environ.setdefault(name, "0")
+    keep_to_itself()
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions
@@ -164,9 +162,6 @@ def summary(raw: Sequence[Json]) -> Json:
 
     def of(route: str, name: str) -> list[float]:
         return [line[name] for line in raw if line["route"] == route]
-
-    def spread(values: list[float]) -> Json:
-        return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
     found: Json = {route: {name: spread(of(route, name)) for name in NAMES} for route in ROUTES}
     pairs = {name: zip(of("prefix", name), of("load", name), strict=True) for name in NAMES}

@@ -25,7 +25,7 @@ import httpx
 import numpy as np
 
 from peagle.api import Pair
-from peagle.cli.cluster import LOOPBACK_ALONE, REPORTS
+from peagle.cli.cluster import keep_to_itself
 from peagle.engine.request import Request
 from peagle.loading import load
 from peagle.measure.pages import Block, Table, heading
@@ -73,8 +73,7 @@ def run(asked: argparse.Namespace, given: list[str]) -> int:
     expect_new(asked.out)
     if min(asked.requests, asked.decode) < 1 or min(asked.rate, asked.every, asked.deadline) <= 0:
         raise InputError("--requests and --decode must be 1 or more, --rate, --every and --deadline above 0")
-    for name in (LOOPBACK_ALONE, REPORTS):
-        os.environ.setdefault(name, "0")
+    keep_to_itself()
     raw, progress = RawLines(asked.out), Progress()
     pair = load(asked.target, asked.drafter)
     requests = prompts_of(pair, asked.requests)

@@ -8,7 +8,6 @@ Afterwards `--out` (which must not exist yet) holds run.json and README.md. Linu
 
 import argparse
 import dataclasses
-import statistics
 import sys
 import time
 from typing import Any
@@ -28,7 +27,7 @@ from peagle.ops.kv_cache import cache_bytes, init_kv_cache
 from peagle.ops.messages import VerifyOutput
 from peagle.workflows.random_checkpoint import SIZES
 from scripts.measure_memory import Peak, anonymous_bytes
-from scripts.runs import Json, add_run_options, in_one_line, new_parser, origin, where, write_run
+from scripts.runs import Json, add_run_options, in_one_line, new_parser, origin, spread, where, write_run
 from target.model import init_caches
 
 CONFIG = SIZES["20b"]
@@ -88,14 +87,6 @@ def measure(tokens: int, rounds: int) -> dict[str, Any]:
         "pack_gb_per_s": spread(packing[1:]),
         "load_gb_per_s": spread(loading[1:]),
         "peak_over_message": spread(peaks[1:]),
-    }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 3),
-        "least": round(min(values), 3),
-        "most": round(max(values), 3),
     }
 
 

@@ -5,6 +5,7 @@ The folder holds run.json, raw.jsonl, README.md and pictures; scripts.publish pu
 
 import argparse
 import shlex
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,11 @@ def numbers(option: str, typed: str) -> list[int]:
     if found[0] < 1:
         raise InputError(f"{option} is {typed!r}; expected numbers of 1 or more")
     return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median with the extremes."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:

@@ -34,6 +34,12 @@ LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 REPORTS = "RAY_USAGE_STATS_ENABLED"  # to Ray's makers, by the network
 
 
+def keep_to_itself() -> None:
+    """Let the Ray that this process starts listen on loopback alone and send no reports, unless the user sets them."""
+    for name in (LOOPBACK_ALONE, REPORTS):
+        os.environ.setdefault(name, "0")
+
+
 def up_command(settings: ClusterUpSettings) -> int:
     """Run a fleet and return the exit code.
 
@@ -41,8 +47,7 @@ def up_command(settings: ClusterUpSettings) -> int:
     """
     arguments = fleet_arguments(settings)
     if settings.address is None:
-        for name in (LOOPBACK_ALONE, REPORTS):
-            os.environ.setdefault(name, "0")
+        keep_to_itself()
     with needing("a cluster needs", "cluster"):
         from peagle.cluster.start import run
     if settings.host not in LOOPBACK and settings.api_key_file is None:

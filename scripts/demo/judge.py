@@ -210,28 +210,27 @@ def page(found: Json, made: Json) -> list[Block]:
 
 
 def _decoded_row(row: Json) -> list[str]:
-    table, calm = _counts(row)
-    length, quiet = (_text(estimate(some, one_more_than_ratio)) for some in (table, table[calm]))
-    median = f"{np.median(row['prompt_tokens']):,.0f}"
-    return [row["pair"], row["drafter"], median, str(len(table)), length, quiet, f"{1 - calm.mean():.0%}"]
+    median, loops = f"{np.median(row['prompt_tokens']):,.0f}", f"{np.mean(row['loops']):.0%}"
+    return [row["pair"], row["drafter"], median, str(len(row["loops"])), *map(_text, _lengths(row)), loops]
 
 
-def _counts(row: Json) -> tuple[np.ndarray, np.ndarray]:
-    """Return (accepted drafts and steps of each prompt [prompts, 2], whether its output does not loop [prompts])."""
+def _lengths(row: Json) -> tuple[Estimate | None, Estimate | None]:
+    """Estimate the acceptance length (of all outputs, of those that do not loop)."""
     table = np.stack([np.array(row["accepted"], float), np.array(row["steps"], float)], axis=1)
-    return table, ~np.array(row["loops"])
+    calm = table[~np.array(row["loops"])]
+    return estimate(table, one_more_than_ratio), estimate(calm, one_more_than_ratio)
 
 
 def _pictures(rows: Sequence[Json]) -> Iterator[Picture]:
     """Draw the acceptance length over the length of the prompt, of each pair and drafter, if there are two lengths."""
-    for name, calm_only, caption in (
-        ("acceptance", False, "Acceptance length over the length of the prompt."),
-        ("acceptance_without_loops", True, "The same, of outputs that do not loop."),
+    lengths = list(map(_lengths, rows))
+    for which, name, caption in (
+        (0, "acceptance", "Acceptance length over the length of the prompt."),
+        (1, "acceptance_without_loops", "The same, of outputs that do not loop."),
     ):
         series: dict[str, list[Json]] = {}
-        for row in rows:
-            table, calm = _counts(row)
-            figure = estimate(table[calm] if calm_only else table, one_more_than_ratio)
+        for row, found in zip(rows, lengths, strict=True):
+            figure = found[which]
             length = None if figure is None else dataclasses.asdict(figure)
             part = {"prompt_tokens": float(np.median(row["prompt_tokens"])), "acceptance_length": length}
             series.setdefault(f"{row['pair']}, {row['drafter']}", []).append(part)
