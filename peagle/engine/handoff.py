@@ -8,8 +8,9 @@ that several devices hold travels once.
     message                5 6 7 8 9
     receiver, ring of 6  | 6 7 8 9 . 5 |           slot = position mod 6
 
-The drafter's caches end one row earlier (peagle.engine.state.Prefix). Rows are cut from the sender's lane, and put into
-the receiver's, block by block, as those of the prefix cache are: neither side holds a second copy of the caches.
+The drafter's caches end one row earlier (peagle.engine.state.Prefix). A sender's rows are
+copied as they lie in the host's memory, or cut on its device block by block; a receiver puts them in block by block, as
+those of the prefix cache. Neither side holds a second copy of the caches.
 
 The header names the format and the fingerprints of the models. It holds no code, and nothing is unpickled. A message
 without authentication is as trustworthy as the network that brought it.
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -149,7 +151,7 @@ def pack(
         if not is_full(part.node):
             for name, leaf in part.fields.items():
                 tensors[name][...] = _in_order(part, np.asarray(leaf))
-    _fill_blocks(programs, lane, parts, tensors, length)
+    _fill_full(programs, lane, parts, tensors, length)
     return HandOff(data, token_ids, Fingerprints(fingerprints.target, drafter), drafts, tensors)
 
 
@@ -169,10 +171,17 @@ def _in_order(part: _Part, leaf: np.ndarray) -> np.ndarray:
     return part.once(leaf[0, np.arange(part.valid - count, part.valid) % capacity])
 
 
-def _fill_blocks(
+def _fill_full(
     programs: Programs, lane: Prefix, parts: list[_Part], tensors: Mapping[str, np.ndarray], length: int
 ) -> None:
+    """Copy the full caches' rows: as they lie in the host's memory, or block by block from a device."""
     full = [part for part in parts if is_full(part.node)]
+    if all(_on_host(leaf) for part in full for leaf in part.fields.values()):
+        for part in full:
+            for name, leaf in part.fields.items():
+                if name in tensors:
+                    tensors[name][...] = part.once(np.asarray(leaf)[0, : part.valid])
+        return
     starts = range(0, length if full else 0, BLOCK)
     ahead = programs.cut_block(lane, 0) if starts else []
     for start in starts:
@@ -185,6 +194,12 @@ def _fill_blocks(
                 if name in tensors:
                     into = tensors[name][first : first + rows.shape[1]]
                     into[...] = part.once(np.asarray(rows)[0, : len(into)])
+
+
+def _on_host(leaf: jax.Array) -> bool:
+    """Whether NumPy reads an array as it lies: it is whole, in the host's memory."""
+    devices = leaf.devices()
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
 
 
 def _first_row(part: _Part, start: int) -> int:

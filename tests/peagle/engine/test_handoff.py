@@ -6,6 +6,8 @@ import json
 import weakref
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -356,19 +358,31 @@ def test_a_request_without_a_slot_is_not_handed_over(pair: Models) -> None:
         engine.hand_over(handle)
 
 
-def test_packing_and_loading_make_no_second_copy(pair: Models) -> None:
-    """Beside the message, which is one, there is a block at a time."""
+def test_packing_makes_no_second_copy_on_a_host_or_on_a_device(pair: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the message, which is one, a device has a block at a time there; both write the same bytes."""
     import tracemalloc
 
     engine = engine_of(pair, role="prefill")
     engine.warm_up()
-    lane = engine._programs.init_lane()
-    tokens = TOKENS[: 2 * BLOCK + 60]
-    tracemalloc.start()
-    message = handoff.pack(engine._programs, lane, tokens, engine.fingerprints, True)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1.5 * message.data.nbytes
+    rng = np.random.default_rng(3)
+    lane = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.integers(1, 99, leaf.shape), leaf.dtype), engine._programs.init_lane()
+    )
+    tokens, messages = TOKENS[: 2 * BLOCK + 60], []
+
+    def pack() -> HandOff:
+        return handoff.pack(engine._programs, lane, tokens, engine.fingerprints, True)
+
+    for on_host in (True, False):
+        monkeypatch.setattr(handoff, "_on_host", lambda _, answer=on_host: answer)
+        pack()  # compiles
+        tracemalloc.start()
+        message = pack()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1.5 * message.data.nbytes
+        messages.append(message.data.tobytes())
+    assert messages[0] == messages[1]
 
 
 def test_a_role_that_cannot_be_is_refused() -> None:
