@@ -124,9 +124,13 @@ def first_hour(given: argparse.Namespace, arguments: Sequence[str] | None) -> in
 
 
 def write_prompts(work: Path, number: int) -> None:
-    """Write prompts of the standard library's functions, none of a held-out module, and the held-out ones."""
-    found = sorted(build_corpus(collect_sources({})).chat_train, key=lambda each: digest(each.task.prompt))
-    lines = (dumps({"prompt": each.task.prompt}) + "\n" for each in found[:number])
+    """Write prompts of the standard library's functions, none of a held-out module, and the held-out ones.
+
+    A function of another module whose prompt stands among the held-out ones, too, is left out.
+    """
+    held_out = {json.loads(line)["prompt"] for line in HELD_OUT.read_text("utf-8").splitlines()}
+    found = {each.task.prompt for each in build_corpus(collect_sources({})).chat_train} - held_out
+    lines = (dumps({"prompt": prompt}) + "\n" for prompt in sorted(found, key=digest)[:number])
     (work / PROMPTS).write_text("".join(lines), encoding="utf-8")
     (work / HELDOUT).write_bytes(HELD_OUT.read_bytes())
 

@@ -15,6 +15,7 @@ docstring, comments and layout, stays in the training files.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -22,7 +23,7 @@ import platform
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -125,7 +126,7 @@ def is_prose_or_code(text: str) -> bool:
         return False
     if max(map(len, text.splitlines())) > MAX_LINE_CHARS:
         return False
-    return sum(character.isdigit() for character in text) <= MAX_DIGIT_FRAC * len(text)
+    return sum(map(str.isdigit, text)) <= MAX_DIGIT_FRAC * len(text)
 
 
 def strip_licence(text: str) -> str:
@@ -284,8 +285,13 @@ def unique_bodies(functions: Iterable[Function], seen: set[str]) -> list[Functio
     return kept
 
 
-def choose_held_out(sources: list[SourceFile]) -> list[str]:
-    """Choose NUM_HELD_OUT modules of the standard library with enough prompts, in the order of their names' hashes."""
+def choose_held_out(
+    sources: list[SourceFile], functions: Callable[[SourceFile], Iterable[Function]] = chat_functions
+) -> list[str]:
+    """Choose NUM_HELD_OUT modules of the standard library with enough prompts, in the order of their names' hashes.
+
+    `functions`: chat_functions, or what remembers their results.
+    """
     by_module: dict[str, list[SourceFile]] = {}
     for source in sources:
         if source.origin == "stdlib":
@@ -293,7 +299,7 @@ def choose_held_out(sources: list[SourceFile]) -> list[str]:
     chosen: list[str] = []
     for module in sorted(by_module, key=digest):
         files = by_module[module]
-        prompts = sum(function.has_docstring for source in files for function in chat_functions(source))
+        prompts = sum(function.has_docstring for source in files for function in functions(source))
         if prompts >= MIN_HELD_OUT_PROMPTS and sum(len(source.text) for source in files) <= MAX_HELD_OUT_BYTES:
             chosen.append(module)
         if len(chosen) == NUM_HELD_OUT:
@@ -324,14 +330,15 @@ def select_prompts(functions: list[Function]) -> list[Function]:
 
 def build_corpus(sources: list[SourceFile]) -> Corpus:
     """Split the sources into training and held-out text, free of leaks and of repeated bodies."""
-    held_out = choose_held_out(sources)
+    functions = functools.cache(lambda source: tuple(chat_functions(source)))
+    held_out = choose_held_out(sources, functions)
     raw_heldout = [source for source in sources if source.origin == "stdlib" and source.module in held_out]
     rest = [source for source in sources if not (source.origin == "stdlib" and source.module in held_out)]
     forbidden = {function_key(node) for source in raw_heldout for node in functions_of(parse(source.text))}
     raw_train = [without_functions(source, forbidden) for source in rest]
     seen: set[str] = set()
-    chat_heldout = unique_bodies((function for source in raw_heldout for function in chat_functions(source)), seen)
-    chat_train = unique_bodies((function for source in rest for function in chat_functions(source)), seen)
+    chat_heldout = unique_bodies((function for source in raw_heldout for function in functions(source)), seen)
+    chat_train = unique_bodies((function for source in rest for function in functions(source)), seen)
     return Corpus(raw_train, raw_heldout, chat_train, chat_heldout, select_prompts(chat_heldout), held_out)
 
 
