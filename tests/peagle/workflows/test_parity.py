@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from peagle.loading import DEMO_DIRECTORY, HELD_OUT
 from peagle.ops.checkpoint import read_checkpoint
 from peagle.ops.messages import DrafterInput, DraftOutput
 from peagle.text.prompt_files import read_prompt_file
+from peagle.workflows.hf_reference import Layers, layer_by_layer
 from peagle.workflows.parity import Reading, Text, causes, compare, replay
 from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings
 from tests.peagle.conftest import edit_json
@@ -29,6 +31,23 @@ K = 3
 OPTIONS = ["--num-prompts", "10", "-n", "32", "-k", str(K), "--reference-steps", "2"]
 TAPS = "eagle_aux_hidden_state_layer_ids"
 DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _transformers_computes_a_text_once() -> Iterator[None]:
+    """Several tests compare the same hidden states of the demo's target with transformers' model."""
+    found: dict[tuple[object, ...], Layers] = {}
+    compared = layer_by_layer
+
+    def once(directory: Path, token_ids: np.ndarray, hidden: np.ndarray, dtype: str) -> Layers:
+        key = directory, token_ids.tobytes(), hidden.tobytes(), dtype
+        if key not in found:
+            found[key] = compared(directory, token_ids, hidden, dtype)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peagle.cli.parity.layer_by_layer", once)
+        yield
 
 
 def parity(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
