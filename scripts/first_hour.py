@@ -78,7 +78,7 @@ def steps(budget: Budget) -> Iterator[tuple[str, str]]:
     yield "use it", f"peagle speculate{of} --drafter {TRAINED}"
     yield "sweep", f"peagle sweep{of} --out sweep -k 3,7 --drafter {compared} {asked}"
     yield "report", "peagle report sweep --out report"
-    yield "parity", f"peagle parity{of} --drafter {TRAINED}"
+    yield "parity", f"peagle parity{of} --drafter {TRAINED}" + (f" --prompts {HELDOUT}" if of else "")
     yield "export", f"peagle export {TRAINED} --out theirs --dialect speculators"
 
 
