@@ -402,7 +402,7 @@ class _Reader:
         return self.checkpoint.take(name, shape)
 
     def vector(self, name: str, width: int) -> jax.Array:
-        return jnp.asarray(self.take(name, (width,)).astype(self.dtype))
+        return jax.device_put(self.take(name, (width,)).astype(self.dtype))
 
     def matrix(self, name: str, inputs: int, outputs: int) -> jax.Array | PackedMatrix:
         return self._fused([name], inputs, [outputs])
@@ -455,7 +455,7 @@ class _Reader:
                 f"{self.checkpoint.directory}: tensor {name} has shape {list(shape)}; expected [1, {count}, {width}], "
                 f"the width of {self.config.num_taps} hidden states of {self.config.target_hidden_size}"
             )
-        return jnp.asarray(self.take(name).reshape(count, width).astype(self.dtype))
+        return jax.device_put(self.take(name).reshape(count, width).astype(self.dtype))
 
     def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
         shape = (self.config.vocab_size, self.config.hidden_size)

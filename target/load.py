@@ -523,7 +523,7 @@ class _Reader:
 
     def _vector(self, *names: str) -> jax.Array:
         """Read vectors and concatenate them."""
-        return jnp.asarray(np.concatenate([self._floats(name).astype(self._dtype) for name in names]))
+        return jax.device_put(np.concatenate([self._floats(name).astype(self._dtype) for name in names]))
 
     def _matrix(self, *names: str) -> jax.Array | PackedMatrix:
         """Read matrices [outputs, inputs] and stack their outputs into one."""

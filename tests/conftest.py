@@ -24,6 +24,7 @@ import flax.struct
 import hypothesis
 import jax
 import jaxtyping
+import numpy as np
 import pytest
 
 _struct_dataclass = flax.struct.dataclass
@@ -102,6 +103,19 @@ hypothesis.settings.load_profile("peagle")
 
 # a suite that was started in the background ignores Ctrl-C, and so would the processes whose Ctrl-C is tested
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_stage = jax._src.core.stage_p
+_lift = _stage.impl
+
+
+def _lift_quickly(value: Any) -> jax.Array:
+    """Copy NumPy's arrays to the device, in place of JAX's program for each shape: there are thousands of them here."""
+    if isinstance(value, np.ndarray) and not getattr(value, "weak_type", False):
+        return jax.device_put(np.array(value))
+    return _lift(value)
+
+
+_stage.def_impl(_lift_quickly)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

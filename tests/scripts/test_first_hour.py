@@ -14,7 +14,7 @@ from peagle.ops.errors import InputError
 from scripts import first_hour
 from scripts.demo import corpus
 from scripts.demo.tasks import digest
-from scripts.first_hour import Budget, acceptance, page, run, steps, within_aim, write_prompts
+from scripts.first_hour import Budget, acceptance, page, run, steps, verdict, write_prompts
 from scripts.runs import Json
 
 BUDGET = Budget(minutes=0.5, num_prompts=48, held_out=8, repeats=1)
@@ -22,12 +22,12 @@ BUDGET = Budget(minutes=0.5, num_prompts=48, held_out=8, repeats=1)
 
 def test_each_command_has_the_options_that_it_is_given() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    changed = replace(BUDGET, target="/a target")
+    changed = replace(BUDGET, target="/a target", recipe="/its drafter")
     for _, command in [*steps(BUDGET), *steps(changed)]:
         _, name, *words = shlex.split(command)
         known = {flag for option in commands[name].params for flag in option.opts}
         assert {word for word in words if word.startswith("-")} <= known, command
-    of_target = [command for _, command in steps(changed) if "--target '/a target'" in command]
+    of_target = [command for _, command in steps(changed) if "--target target" in command]
     assert [shlex.split(command)[1] for command in of_target] == [
         "speculate",
         "data",
@@ -56,9 +56,8 @@ def test_the_page_has_times_and_acceptance_beside_the_shipped_drafter() -> None:
     ]
     found = acceptance(rows)
     assert [each["k"] for each in found] == [3, 3, 7, 7]
-    behind, met = within_aim(found)
-    assert behind == pytest.approx(0.7)
-    assert met
+    assert verdict(found) == "the trained one lies +0.70 behind (aim: 0.8, met)"
+    assert verdict([*found, row(7, "recipe", 5.0)]) == "the trained one has 0.80 of the recipe's (aim: 0.9, MISSED)"
     done = {"title": "report", "command": "peagle report sweep", "seconds": 12.3, "exit_code": 0, "lines": ["a page"]}
     device = {"platform": "cpu", "kind": "cpu"}
     source = {"command": "c", "device": device, "cpu": "C", "num_threads": 2, "packages": {"jaxlib": "1"}, "time": "t"}
