@@ -6,14 +6,18 @@ public, and alpha. Ray's own router by prefixes is private.
 
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from peagle.cluster.affinity import Affinity
 from peagle.engine.request import Request
 
 
-class PrefixRouter(RequestRouter):
-    """Choose the replica that knows most of a prompt, else the one with the fewest requests."""
+class PrefixRouter(FIFOMixin, RequestRouter):
+    """Choose the replica that knows most of a prompt, else the one with the fewest requests.
+
+    FIFOMixin: without it two calls of one HTTP request (n = 2, several prompts) wait forever. With it calls that wait
+    at the same time may get each other's replica, which costs a computed prompt, and no answer.
+    """
 
     def initialize_state(self, **_: Any) -> None:
         """Begin without known prompts. Serve calls it."""
