@@ -16,6 +16,7 @@ import functools
 import gc
 import inspect
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -102,7 +103,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("peagle")
 
 # a suite that was started in the background ignores Ctrl-C, and so would the processes whose Ctrl-C is tested
-signal.signal(signal.SIGINT, signal.default_int_handler)
+if threading.current_thread() is threading.main_thread():  # Ray imports it elsewhere, for a checked class
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _stage = jax._src.core.stage_p
 _lift = _stage.impl

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS
@@ -26,6 +27,9 @@ from peagle.loading import (
     without_weights,
 )
 from peagle.ops import interrupt
+from peagle.ops.errors import InputError
+from peagle.ops.files import write_text_whole
+from peagle.ops.strict_json import dumps
 from peagle.parallel import refuse_replicas
 from peagle.workflows.run import default_prefix_cache_bytes
 
@@ -46,6 +50,9 @@ def up_command(settings: ClusterUpSettings) -> int:
     Raises InputError, before anything is started, for options that cannot be used, and without Ray.
     """
     arguments = fleet_arguments(settings)
+    if settings.write_config is not None:
+        write_config(settings.write_config, settings, arguments)
+        return 0
     if settings.address is None:
         keep_to_itself()
     with needing("a cluster needs", "cluster"):
@@ -70,6 +77,25 @@ def up_command(settings: ClusterUpSettings) -> int:
     display.note(f"starting replicas: {settings.prefill + settings.decode}; each loads and compiles")
     run(arguments, settings.address, settings.host, settings.port, display.note, stopped)
     return 0
+
+
+def write_config(file: Path, settings: ClusterUpSettings, arguments: dict[str, Any]) -> None:
+    """Write what `serve deploy` reads, in JSON, which is YAML.
+
+    Raises InputError for keys, which would lie in the file, and for a file that cannot be written.
+    """
+    if settings.api_key_file is not None:
+        raise InputError("--write-config would write the keys of --api-key-file for all to read; give one of the two")
+    config = {
+        "http_options": {"host": settings.host, "port": settings.port},
+        "applications": [
+            {"name": "peagle", "import_path": "peagle.cluster.deployments:build", "args": {**arguments, "keys": []}}
+        ],
+    }
+    try:
+        write_text_whole(file, dumps(config, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:

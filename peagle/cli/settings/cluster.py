@@ -1,6 +1,7 @@
 """The options of `cluster up`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -40,6 +41,8 @@ class ClusterUpSettings:
         [cyan]peagle cluster up --decode 1 --max-decode 4 --drain 120[/cyan]
       in a Ray cluster that is running
         [cyan]peagle cluster up --address auto --decode 8 --num-gpus 1[/cyan]
+      for Ray Serve's own `serve deploy fleet.json`
+        [cyan]peagle cluster up --decode 8 --write-config fleet.json[/cyan]
     """
 
     target: Target = None
@@ -136,6 +139,15 @@ class ClusterUpSettings:
         int, Option("--port", min=1, max=65535, metavar="N", rich_help_panel=RUNNING, help="Port to listen on.")
     ] = 8000
     api_key_file: ApiKeyFile = None
+    write_config: Annotated[
+        Path | None,
+        Option(
+            "--write-config",
+            metavar="FILE",
+            rich_help_panel=RUNNING,
+            help="Start nothing: write these options to a file for `serve deploy`.",
+        ),
+    ] = None
     address: Annotated[
         str | None,
         Option(

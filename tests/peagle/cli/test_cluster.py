@@ -1,11 +1,13 @@
 """`cluster up`: what is refused before anything is started, and what a fleet is told."""
 
 import importlib.util
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from peagle.cli.cluster import fleet_arguments
+from peagle.cli.cluster import fleet_arguments, up_command
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.ops.errors import InputError
 from tests.peagle.conftest import Directories
@@ -41,10 +43,25 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Di
             fleet_arguments(settings)
 
 
+def test_a_config_for_serve_deploy_holds_the_options_and_no_keys(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.json"
+    settings = ClusterUpSettings(decode=3, port=8123, write_config=file)
+    assert up_command(settings) == 0
+    config = json.loads(file.read_text("utf-8"))
+    (application,) = config["applications"]
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 8123}
+    assert application["args"] == {**fleet_arguments(settings), "keys": []}
+    keys = tmp_path / "keys"
+    keys.write_text("a key\n")
+    keys.chmod(0o600)
+    with pytest.raises(InputError, match="keys of --api-key-file"):
+        up_command(replace(settings, api_key_file=keys))
+    with pytest.raises(InputError, match="cannot be written"):
+        up_command(replace(settings, write_config=tmp_path / "none" / "fleet.json"))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
 def test_without_ray_one_line_says_what_to_install() -> None:
-    from peagle.cli.cluster import up_command
-
     with pytest.raises(
         InputError, match=r"a cluster needs ray, which is not installed; pip install 'peagle\[cluster\]'"
     ):

@@ -18,6 +18,7 @@ import pytest
 
 import peagle
 from peagle.cli.cluster import LOOPBACK_ALONE
+from peagle.engine.prefix_cache import BLOCK
 from peagle.engine.request import Request
 from peagle.text.tokenizer import detokenize
 from scripts.kill_fleet import processes
@@ -45,12 +46,12 @@ def url(directories: Directories) -> Iterator[str]:
     from peagle.cluster.deployments import FleetConfig, build
 
     port = free_port()
-    ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
         config = FleetConfig(
-            str(directories.target), str(directories.drafter), "toy", 1, 1, K, slots=2, context=CONTEXT,
-            max_decode=2, busy=BUSY, scale_up_s=0.0, scale_down_s=0.0, drain_s=PATIENCE_S,
+            str(directories.target), str(directories.drafter), "toy", 2, 1, K, slots=2, context=CONTEXT,
+            prefix_cache_bytes=1 << 24, max_decode=2, busy=BUSY, scale_up_s=0.0, scale_down_s=0.0, drain_s=PATIENCE_S,
         )  # fmt: skip
         serve.run(build(config), name="peagle")
         yield f"http://127.0.0.1:{port}"
@@ -86,6 +87,20 @@ def test_it_answers_as_one_engine_does(url: str, expected: str) -> None:
         reply = ask(url, 40)
         assert reply["choices"][0]["text"] == expected
         assert reply["usage"]["completion_tokens"] == 40
+    # Serve's router takes the two calls of one HTTP request for one, unless it is first in, first out
+    body = {**BODY, "prompt": [PROMPT, PROMPT], "max_tokens": 40}
+    both = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+    assert [each["text"] for each in both["choices"]] == [expected, expected]
+
+
+def test_a_later_turn_goes_where_its_beginning_went(url: str) -> None:
+    """Each conversation has a beginning of its own, which one of two replicas computed."""
+    for first in range(6):
+        turn = [first, *range(4, 25), *PROMPT] * 12
+        for prompt, known in ((turn, 0), (turn + PROMPT, len(turn) // BLOCK * BLOCK)):
+            body = {**BODY, "prompt": prompt, "max_tokens": 4}
+            reply = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= known
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -145,9 +160,9 @@ def test_a_killed_decode_replica_ends_its_streams_with_an_error_and_the_rest_go_
     assert ask(url, 40)["choices"][0]["text"] == expected
 
 
-def test_a_killed_prefill_replica_costs_no_answer(url: str, expected: str) -> None:
-    (process,) = processes("Prefill")
-    os.kill(process, signal.SIGKILL)
+def test_killed_prefill_replicas_cost_no_answer(url: str, expected: str) -> None:
+    for process in processes("Prefill"):
+        os.kill(process, signal.SIGKILL)
     started = time.monotonic()
     assert ask(url, 40)["choices"][0]["text"] == expected
     assert time.monotonic() - started < PATIENCE_S
