@@ -15,7 +15,7 @@ from peagle.engine.request import Request
 class PrefixRouter(FIFOMixin, RequestRouter):
     """Choose the replica that knows most of a prompt, else the one with the fewest requests.
 
-    FIFOMixin, as in Ray's own routers: without it Ray finds a waiting call by the id of its HTTP request, so that of two
+    FIFOMixin, as in Ray's own routers: without it Ray finds a waiting call by the id of its HTTP request, so of two
     calls of one request (n = 2, several prompts) one waits forever. With it calls that wait at the same moment may get
     each other's replica, which costs a computed prompt, and no answer.
     """
