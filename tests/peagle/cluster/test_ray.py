@@ -2,8 +2,7 @@
 
     python -m pytest -m slow -n 1 tests/peagle/cluster/test_ray.py
 
-Last runs, 26 November 2026, ray 2.60.0, jax 0.10.2, two cores: all but the one that scales passed in 65 s, 34 of them
-to start; that one passed on a machine busy with other work.
+Last run, 27 November 2026, ray 2.60.0, jax 0.10.2, two cores, busy with other work: all passed in three minutes.
 """
 
 import os
