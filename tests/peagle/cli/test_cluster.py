@@ -45,7 +45,7 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Di
 
 def test_a_config_for_serve_deploy_holds_the_options_and_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    settings = ClusterUpSettings(decode=3, port=8123, write_config=file)
+    settings = ClusterUpSettings(decode=3, port=8123, prefix_cache="0", write_config=file)  # auto: of what is free now
     assert up_command(settings) == 0
     config = json.loads(file.read_text("utf-8"))
     (application,) = config["applications"]
