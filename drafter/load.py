@@ -36,6 +36,7 @@ from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation
 from peagle.ops.linear import PackedMatrix, SplitMatrix, arrange, arrange_embedding, as_matrix, take_outputs
 from peagle.ops.linear.packed import BFLOAT16
+from peagle.ops.memory import to_device
 from peagle.ops.rope import RopeConfig, Yarn, parse_rope
 
 Dialect = Literal["vllm", "speculators"]
@@ -402,7 +403,7 @@ class _Reader:
         return self.checkpoint.take(name, shape)
 
     def vector(self, name: str, width: int) -> jax.Array:
-        return jax.device_put(self.take(name, (width,)).astype(self.dtype))
+        return to_device(self.take(name, (width,)).astype(self.dtype))
 
     def matrix(self, name: str, inputs: int, outputs: int) -> jax.Array | PackedMatrix:
         return self._fused([name], inputs, [outputs])
@@ -455,7 +456,7 @@ class _Reader:
                 f"{self.checkpoint.directory}: tensor {name} has shape {list(shape)}; expected [1, {count}, {width}], "
                 f"the width of {self.config.num_taps} hidden states of {self.config.target_hidden_size}"
             )
-        return jax.device_put(self.take(name).reshape(count, width).astype(self.dtype))
+        return to_device(self.take(name).reshape(count, width).astype(self.dtype))
 
     def embedding(self, shared: jax.Array | np.ndarray | None) -> jax.Array:
         shape = (self.config.vocab_size, self.config.hidden_size)

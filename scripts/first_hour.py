@@ -6,9 +6,9 @@
 
 The target is the demo's, or one of its shape. Its drafter goes on from the shipped one on answers to functions of the
 standard library, and is compared on held-out prompts with the shipped one, and with one that the long recipe made for
-this target. `--out` (which must not exist yet) holds
-README.md, run.json, the whole output of each command in logs/, the folders that the commands wrote in work/, and
-pictures of the report in pictures/ if playwright and Chromium are installed.
+this target. `--out` (which must not exist yet) holds README.md, run.json, the whole output of each command in logs/,
+the folders that the commands wrote in work/, and pictures of the report in pictures/ if playwright and Chromium are
+installed.
 """
 
 import argparse
@@ -100,13 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def first_hour(given: argparse.Namespace, arguments: Sequence[str] | None) -> int:
     """Run all commands, then write the page. Raises InputError for one that fails."""
-    given_folders = {TARGET: given.target, RECIPE: given.recipe}
-    links = {name: folder.resolve() for name, folder in given_folders.items() if folder is not None}
-    if RECIPE in links and TARGET not in links:
+    folders = {name: getattr(given, name) for name in (TARGET, RECIPE) if getattr(given, name) is not None}
+    if RECIPE in folders and TARGET not in folders:
         raise InputError("--recipe is a drafter of --target, which is missing; the demo's drafter is compared anyway")
-    if missing := [folder for folder in links.values() if not folder.is_dir()]:
+    if missing := [folder for folder in folders.values() if not folder.is_dir()]:
         raise InputError(f"{missing[0]} is no folder; expected a checkpoint's")
-    names = {name: str(given_folders[name]) for name in links}
+    names = {name: str(folder) for name, folder in folders.items()}
     budget = Budget(given.minutes, given.num_prompts, given.held_out, given.repeats, **names)
     for option, least in (("num_prompts", 1), ("held_out", 1), ("repeats", 1)):
         if getattr(budget, option) < least:
@@ -115,10 +114,10 @@ def first_hour(given: argparse.Namespace, arguments: Sequence[str] | None) -> in
     work, logs = given.out / "work", given.out / "logs"
     work.mkdir(parents=True)
     logs.mkdir()
-    if TARGET in links:
-        links[SHIPPED] = resolve(DEMO, "drafter")  # the name of the demo's is for the demo's target alone
-    for name, folder in links.items():
-        (work / name).symlink_to(folder)
+    if TARGET in folders:
+        folders[SHIPPED] = resolve(DEMO, "drafter")  # the name of the demo's is for the demo's target alone
+    for name, folder in folders.items():
+        (work / name).symlink_to(folder.resolve())
     write_prompts(work, budget.num_prompts)
     commands, done = list(steps(budget)), []
     say = Progress(total=len(commands))

@@ -523,7 +523,7 @@ class _Reader:
 
     def _vector(self, *names: str) -> jax.Array:
         """Read vectors and concatenate them."""
-        return jax.device_put(np.concatenate([self._floats(name).astype(self._dtype) for name in names]))
+        return to_device(np.concatenate([self._floats(name).astype(self._dtype) for name in names]))
 
     def _matrix(self, *names: str) -> jax.Array | PackedMatrix:
         """Read matrices [outputs, inputs] and stack their outputs into one."""
@@ -582,7 +582,7 @@ class _Reader:
         gate, up = self._gate_and_up_bias(prefix)
         return ExpandedExperts(
             gate_up=to_device(gate_up),
-            gate_up_bias=jnp.asarray(np.concatenate([gate, up], axis=-1)),
+            gate_up_bias=to_device(np.concatenate([gate, up], axis=-1)),
             down=to_device(down),
             down_bias=self._vector(prefix + names.down_bias),
         )
@@ -599,7 +599,7 @@ class _Reader:
         gate, up = self._gate_and_up_bias(prefix)
         return FusedExperts(
             gate_up=to_device(gate_up.reshape(c.hidden_size, -1)),
-            gate_up_bias=jnp.asarray(np.concatenate([gate.ravel(), up.ravel()])),
+            gate_up_bias=to_device(np.concatenate([gate.ravel(), up.ravel()])),
             down=to_device(down.reshape(-1, c.hidden_size)),
             down_bias=self._vector(prefix + names.down_bias),
         )
@@ -612,9 +612,9 @@ class _Reader:
         data, scales = self._pack_experts(prefix + names.down, layout, lambda rows: rows)
         return NativeExperts(
             gate_up=gate_up,
-            gate_up_bias=jnp.asarray(gate_up_bias),
+            gate_up_bias=to_device(gate_up_bias),
             down=PackedMatrix(data, scales, c.expert_width, c.hidden_size),
-            down_bias=jnp.asarray(self._floats(prefix + names.down_bias).astype(np.float32)),
+            down_bias=to_device(self._floats(prefix + names.down_bias).astype(np.float32)),
             hidden=c.expert_width,
         )
 

@@ -3,13 +3,12 @@
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS
 from peagle.cli.display import Display
 from peagle.cli.options import needing
-from peagle.cli.output import say
+from peagle.cli.output import OutputFile, say
 from peagle.cli.serve import LOOPBACK, default_name, read_keys
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.shared import parse_prefix_cache
@@ -28,7 +27,6 @@ from peagle.loading import (
 )
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.files import write_text_whole
 from peagle.ops.strict_json import dumps
 from peagle.parallel import refuse_replicas
 from peagle.workflows.run import default_prefix_cache_bytes
@@ -51,7 +49,7 @@ def up_command(settings: ClusterUpSettings) -> int:
     """
     arguments = fleet_arguments(settings)
     if settings.write_config is not None:
-        write_config(settings.write_config, settings, arguments)
+        write_config(OutputFile(settings.write_config, "--write-config"), settings, arguments)
         return 0
     if settings.address is None:
         keep_to_itself()
@@ -79,23 +77,13 @@ def up_command(settings: ClusterUpSettings) -> int:
     return 0
 
 
-def write_config(file: Path, settings: ClusterUpSettings, arguments: dict[str, Any]) -> None:
-    """Write what `serve deploy` reads, in JSON, which is YAML.
-
-    Raises InputError for keys, which would lie in the file, and for a file that cannot be written.
-    """
+def write_config(file: OutputFile, settings: ClusterUpSettings, arguments: dict[str, Any]) -> None:
+    """Write what `serve deploy` reads, in JSON, which is YAML. Raises InputError for keys, which would lie in it."""
     if settings.api_key_file is not None:
         raise InputError("--write-config would write the keys of --api-key-file for all to read; give one of the two")
-    config = {
-        "http_options": {"host": settings.host, "port": settings.port},
-        "applications": [
-            {"name": "peagle", "import_path": "peagle.cluster.deployments:build", "args": {**arguments, "keys": []}}
-        ],
-    }
-    try:
-        write_text_whole(file, dumps(config, indent=1) + "\n")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}") from None
+    application = {"name": "peagle", "import_path": "peagle.cluster.deployments:build", "args": arguments}
+    config = {"http_options": {"host": settings.host, "port": settings.port}, "applications": [application]}
+    file.write(dumps(config, indent=1) + "\n")
 
 
 def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def stack(items: Iterable[tuple[np.ndarray, ...]], count: int) -> tuple[np.ndarr
 
 
 def to_device(values: np.ndarray) -> jax.Array:
-    """Move the values to JAX's default device.
+    """Move the values to JAX's default device, without a program, as `jnp.asarray` compiles for each new shape.
 
     Do not write to `values` afterwards: on CPU the array may share their memory.
     """

@@ -1,7 +1,6 @@
 """The options of `cluster up`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -140,7 +139,7 @@ class ClusterUpSettings:
     ] = 8000
     api_key_file: ApiKeyFile = None
     write_config: Annotated[
-        Path | None,
+        str | None,
         Option(
             "--write-config",
             metavar="FILE",

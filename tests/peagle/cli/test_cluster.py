@@ -45,7 +45,8 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(directories: Di
 
 def test_a_config_for_serve_deploy_holds_the_options_and_no_keys(tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    settings = ClusterUpSettings(decode=3, port=8123, prefix_cache="0", write_config=file)  # auto: of what is free now
+    # prefix_cache: auto is a part of what is free at the moment
+    settings = ClusterUpSettings(decode=3, port=8123, prefix_cache="0", write_config=str(file))
     assert up_command(settings) == 0
     config = json.loads(file.read_text("utf-8"))
     (application,) = config["applications"]
@@ -57,7 +58,7 @@ def test_a_config_for_serve_deploy_holds_the_options_and_no_keys(tmp_path: Path)
     with pytest.raises(InputError, match="keys of --api-key-file"):
         up_command(replace(settings, api_key_file=keys))
     with pytest.raises(InputError, match="cannot be written"):
-        up_command(replace(settings, write_config=tmp_path / "none" / "fleet.json"))
+        up_command(replace(settings, write_config=str(tmp_path / "none" / "fleet.json")))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")

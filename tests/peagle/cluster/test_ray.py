@@ -160,7 +160,9 @@ def test_a_killed_decode_replica_ends_its_streams_with_an_error_and_the_rest_go_
 
 
 def test_killed_prefill_replicas_cost_no_answer(url: str, expected: str) -> None:
-    for process in processes("Prefill"):
+    both = processes("Prefill")
+    assert len(both) == 2
+    for process in both:
         os.kill(process, signal.SIGKILL)
     started = time.monotonic()
     assert ask(url, 40)["choices"][0]["text"] == expected
