@@ -60,7 +60,7 @@ def bound(target: Target, drafter: Drafter, result: Result) -> Bound | None:
         # row j stands at place length + j, which the text reaches
         rows = min(step.num_accepted + 1, len(step.draft_token_ids), len(text) - step.length)
         first = step.length - len(request.prompt_ids)
-        given = jnp.pad(probs[first : first + rows], ((0, k - rows), (0, 0)))
+        given = np.pad(probs[first : first + rows], ((0, k - rows), (0, 0)))
         found = walk.at(step.length, len(step.draft_token_ids), given)
         sampled = sampled and found[2] is not None
         tried[:rows] += 1
@@ -84,9 +84,14 @@ def _with_logits(drafter: Drafter) -> Drafter:
     return changed
 
 
-def _read(target: Target, text: Sequence[int], first: int, sampling: SamplingParams) -> tuple[jax.Array, np.ndarray]:
+def _capacity(num_tokens: int) -> int:
+    """Return a power of two that holds so many tokens: texts of most lengths share their programs."""
+    return max(256, 1 << (num_tokens - 1).bit_length())
+
+
+def _read(target: Target, text: Sequence[int], first: int, sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
     """Run the target over a text; return (distributions after the tokens from `first` on, aux_hidden of all)."""
-    cache = target.init_cache(1, -(-len(text) // CHUNK) * CHUNK, CHUNK)
+    cache = target.init_cache(1, _capacity(len(text)), CHUNK)
     probs, aux = [], []
     for start in range(0, len(text), CHUNK):
         ids = np.zeros((1, CHUNK), np.int32)
@@ -98,8 +103,8 @@ def _read(target: Target, text: Sequence[int], first: int, sampling: SamplingPar
         )
         aux.append(np.asarray(hidden)[0, :count])
         if found is not None:
-            probs.append(found[0, max(first - start, 0) : count])
-    return jnp.concatenate(probs), np.concatenate(aux)
+            probs.append(np.asarray(found)[0, max(first - start, 0) : count])
+    return np.concatenate(probs), np.concatenate(aux)
 
 
 @functools.partial(jax.jit, static_argnames="wanted", donate_argnames="cache")
@@ -129,12 +134,12 @@ class _Walk:
         self._drafter, self._aux, self._k = drafter, aux_hidden, k
         self._following = np.array([*text[1:], 0], np.int32)  # row p holds the token after it
         widest = max(CHUNK, 2 * k)
-        self._state = drafter.init_state(1, len(text) + k + 1, widest)
+        self._state = drafter.init_state(1, _capacity(len(text) + k + 1), widest)
         self._absorbed = 0
         # drafts are drawn at the request's temperature, not truncated (peagle.engine.step)
         self._sampling = _row(SamplingParams(sampling.temperature, seed=sampling.seed))
 
-    def at(self, length: int, width: int, probs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def at(self, length: int, width: int, probs: np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Draft at a step that began with so many tokens; probs [K, V]: the target's.
 
         Returns (p of the best token, max p, sum min(p, q) or None), each [K].

@@ -2,15 +2,18 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from drafter.propose import PEagle
 from peagle.engine.request import Request, SamplingParams, StepRecord
 from peagle.measure.bound import bound
 from peagle.measure.sweep.figures import length_by_rates
 from peagle.result import Result
-from tests.peagle.toys import FixedLogits, MarkovTarget
+from tests.drafter.cases import random_params
+from tests.peagle.toys import FixedLogits, MarkovTarget, drafter_config, tiny_target
 
 V, K, FIRST = 4, 2, 3
 RNG = np.random.default_rng(2)
@@ -87,3 +90,30 @@ def test_greedy_rows_allow_what_is_right() -> None:
     right = [float(TABLE[token].argmax() == draft.argmax()) for token, draft in zip((FIRST, 2), DRAFTS, strict=True)]
     assert list(found.one_hot) == list(found.sampled or ()) == right
     assert found.best == (1, 1)
+
+
+def test_texts_of_other_lengths_compile_nothing() -> None:
+    """A sweep has hundreds of them; how they are cut into passes and steps differs, too."""
+    config = drafter_config()
+    target, drafter = tiny_target(aux_layer_ids=config.aux_layer_ids), PEagle(random_params(config), config)
+
+    def measure(prompt: int, accepted: tuple[int, ...]) -> None:
+        request = Request(tuple(range(1, prompt + 1)), 40, SamplingParams(TEMPERATURE, seed=5))
+        lengths = np.cumsum([prompt, *(each + 1 for each in accepted)])
+        steps = [StepRecord(int(at), (5,) * K, each, 1) for at, each in zip(lengths, accepted, strict=False)]
+        output = (5,) * int(lengths[-1] - prompt + 1)
+        assert bound(target, drafter, Result(request, K, output, None, "length", 0.0, None, None, tuple(steps)))
+
+    measure(70, (0, 2, 1))
+    compiled: list[str] = []
+
+    def listen(event: str, _: float, **__: object) -> None:
+        compiled.extend([event] if event.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        measure(91, (1, 1, 2, 0, 2))
+        measure(40, (2,))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled
