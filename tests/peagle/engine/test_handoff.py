@@ -69,10 +69,9 @@ def until(engine: Engine, handle: Handle, tokens: int) -> list[TokenChunk]:
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("k", [0, K])
+@pytest.mark.parametrize(("k", "dtype"), [(0, "float32"), (K, "float32"), (K, "bfloat16")])
 def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
-    dtype: str, k: int, tmp_path_factory: pytest.TempPathFactory
+    k: int, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Prompts around blocks, chunks and the window; rings of the sender's chunks go into rings of single steps."""
     given = models(f"native {dtype}", tmp_path_factory.getbasetemp())

@@ -130,9 +130,11 @@ def shared(tokenizer: ByteLevelTokenizer) -> Iterator[Service]:
     service.loop.close()
 
 
-@pytest.fixture
-def client(shared: Service) -> TestClient:
-    return client_of(shared)
+@pytest.fixture(scope="session")
+def client(shared: Service) -> Iterator[TestClient]:
+    """Its client, whose event loop serves all requests: else each starts a loop in a thread of its own."""
+    with client_of(shared) as client:
+        yield client
 
 
 @pytest.fixture
