@@ -820,7 +820,8 @@ class Engine(AnyEngine):
         config, sampled = self.config, sampled or full
         if not num_drafts:
             return StepKind(0, sampled, full)
-        return StepKind(num_drafts, sampled, full, config.draft_sampling and sampled, config.synthetic_acceptance)
+        draws, rate = config.draft_sampling and sampled, config.synthetic_acceptance
+        return StepKind(num_drafts, sampled, full, draws, rate, goes_on=config.adaptive)
 
     def _measure_costs(self, measuring: Measuring) -> dict[int, float]:
         """Measure a drafted step in plain steps at 1, 2, 4, ... active rows.
@@ -860,7 +861,9 @@ class Engine(AnyEngine):
             started = time.perf_counter()
             given = widths if num_drafts else np.zeros_like(widths)
             assert self._state is not None
-            self._state, _ = self._programs.steps(self._state, given, 0.0, steps, self._kind(num_drafts, False))
+            kind = self._kind(num_drafts, sampled=False)
+            kind = kind if num_drafts else dataclasses.replace(kind, lean=True)  # as rows that paused go on
+            self._state, _ = self._programs.steps(self._state, given, 0.0, steps, kind)
             jax.block_until_ready(self._state)
             seconds[num_drafts] = time.perf_counter() - started
             self._state = self._programs.absorb(self._state)
@@ -1003,7 +1006,7 @@ class Engine(AnyEngine):
             assert self._state is not None
             widths, kind = self._next_widths()
             num_drafts = kind.num_drafts
-            self._catch_up(action.count, num_drafts)
+            self._catch_up(action.count, kind)
             cost = self._table.cost(self._scheduler.num_active) or 0.0
             self._state, result = self._programs.steps(self._state, widths, cost, action.count, kind)
         self._in_flight.append(_InFlight(action, result, self._scheduler.held, sent_s, num_drafts))
@@ -1014,7 +1017,7 @@ class Engine(AnyEngine):
         sent_s, held = time.perf_counter(), self._scheduler.held
         self._see_gap(sent_s)
         widths, kind = self._next_widths(cut=True)
-        self._catch_up(1, kind.num_drafts)
+        self._catch_up(1, kind)
         self._state, proposed = self._programs.propose(self._state, widths, kind)
         self._state, verified = self._programs.verify(self._state, proposed)
         chunks = []
@@ -1229,12 +1232,16 @@ class Engine(AnyEngine):
         """Choose the smallest compiled number of drafts that is at least `most`."""
         return min((each for each in self._possible_drafts if each >= most), default=most) if most else 0
 
-    def _catch_up(self, count: int, num_drafts: int) -> None:
+    def _catch_up(self, count: int, kind: StepKind) -> None:
         """Let the drafter absorb its input before it drafts, if that exceeds one step's rows."""
         assert self._state is not None
-        if num_drafts and self._input_rows > num_drafts + 1:
+        most = kind.num_drafts + 1
+        if kind.num_drafts and self._input_rows > most:
             self._state = self._programs.absorb(self._state)
-        self._input_rows = num_drafts + 1 if num_drafts else self._input_rows + count
+        if kind.num_drafts:
+            self._input_rows = most
+        elif not kind.lean:  # which keep nothing for it
+            self._input_rows += count
 
     def _read(self, sent: _InFlight) -> Chunks:
         """Wait for a dispatch and return its chunks."""

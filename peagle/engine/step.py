@@ -13,6 +13,7 @@ later, so that no position of a row that may draft again is ever left out.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import flax.struct
@@ -40,7 +41,7 @@ class StepKind:
     log-probabilities (peagle.engine.request.Request.full). draft_sampling: sampled rows draw their drafts from the
     drafter's distribution at their own temperature, not truncated; else drafts are its most likely tokens.
     synthetic_acceptance: see `accept_by_rate`. lean: plain steps of rows that all draft no more, so nothing is kept for
-    the drafter.
+    the drafter. goes_on: once all rows have spent their credit, lean steps follow the drafted ones within a dispatch.
     """
 
     num_drafts: int
@@ -49,6 +50,7 @@ class StepKind:
     draft_sampling: bool = False
     synthetic_acceptance: tuple[float, ...] | None = None
     lean: bool = False
+    goes_on: bool = False
 
 
 @flax.struct.dataclass
@@ -66,6 +68,15 @@ class StepOutput:
     token_ids: jax.Array | np.ndarray  # [B, K+1]: accepted drafts, then next_token or NO_TOKEN, then leftovers
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
     log_probs: LogProbs | None = None  # of token_ids, in full steps
+
+    def padded(self, num_drafts: int) -> "StepOutput":
+        """Pad the output of a plain step to the columns of a step with `num_drafts` drafts."""
+
+        def pad(leaf: jax.Array | np.ndarray) -> jax.Array:
+            return jnp.pad(leaf, ((0, 0), (0, num_drafts), *((0, 0) for _ in leaf.shape[2:])))
+
+        drafts, log_probs = pad(self.draft_token_ids), jax.tree.map(pad, self.log_probs)
+        return dataclasses.replace(self, token_ids=pad(self.token_ids), draft_token_ids=drafts, log_probs=log_probs)
 
     def pack(self) -> Int[Array, "B W"]:
         """Pack into one array: one copy to the host instead of seven."""
@@ -332,8 +343,8 @@ def steps(
     """Run `limit` <= most steps; return (the state, packed outputs).
 
     Rows of negative widths stand still. Stops early if all others are done; drafted steps also if no row drafts any
-    more, as plain steps are then cheaper. Outputs of steps that were not run look like steps of slots that were done
-    before.
+    more, as plain steps are then cheaper: these follow at once in kinds that go on, as the host would send them two
+    dispatches later. Outputs of steps that were not run look like steps of slots that were done before.
     """
     still, done = widths < 0, state.done
     state = dataclasses.replace(state, done=done | still)
@@ -359,14 +370,29 @@ def _steps(
         width += (kind.num_drafts + 1) * LogProbs.packed_width(target.vocab_size)
     empty = jnp.zeros((most, state.slots, width), jnp.int32).at[:, :, 1].set(-1).at[:, :, 3].set(1)
 
-    def go_on(run: tuple[DecodeState, jax.Array, jax.Array]) -> jax.Array:
-        goes_on = run[0].may_draft & (widths > 0) if kind.num_drafts else ~run[0].done
-        return (run[2] < limit) & jnp.any(goes_on)
+    def run_while(
+        may_go_on: Callable[[DecodeState], jax.Array], kind_now: StepKind, run: tuple[DecodeState, jax.Array, jax.Array]
+    ) -> tuple[DecodeState, jax.Array, jax.Array]:
+        """Run steps; return (the state, the outputs, how many there are)."""
 
-    def one(run: tuple[DecodeState, jax.Array, jax.Array]) -> tuple[DecodeState, jax.Array, jax.Array]:
-        state, outputs, index = run
-        state, output = step(target, drafter, state, widths, cost, kind)
-        return state, jax.lax.dynamic_update_index_in_dim(outputs, output.pack(), index, 0), index + 1
+        def one(run: tuple[DecodeState, jax.Array, jax.Array]) -> tuple[DecodeState, jax.Array, jax.Array]:
+            state, outputs, count = run
+            state, output = step(target, drafter, state, widths, cost, kind_now)
+            packed = output.padded(kind.num_drafts - kind_now.num_drafts).pack()
+            return state, jax.lax.dynamic_update_index_in_dim(outputs, packed, count, 0), count + 1
 
-    state, outputs, _ = jax.lax.while_loop(go_on, one, (state, empty, jnp.zeros((), jnp.int32)))
+        return jax.lax.while_loop(lambda run: (run[2] < limit) & may_go_on(run[0]), one, run)
+
+    none = jnp.zeros((), jnp.int32)
+    if not kind.num_drafts:
+        state, outputs, _ = run_while(lambda state: jnp.any(~state.done), kind, (state, empty, none))
+        return state, outputs
+    state, outputs, count = run_while(lambda state: jnp.any(state.may_draft & (widths > 0)), kind, (state, empty, none))
+    if kind.goes_on:
+        plain = dataclasses.replace(kind, num_drafts=0, lean=True, goes_on=False)
+        lean = dataclasses.replace(state, drafter_input=None, drafter_state=None)
+        lean, outputs, _ = run_while(
+            lambda state: jnp.any(~state.done) & ~jnp.any(state.may_draft), plain, (lean, outputs, count)
+        )
+        state = dataclasses.replace(lean, drafter_input=state.drafter_input, drafter_state=state.drafter_state)
     return state, outputs

@@ -34,7 +34,7 @@ OFF: Literal["off"] = "off"  # as a window: none
 
 # a row pauses after it has lost this many plain steps, or this share of its budget, whichever is more
 PLAIN_STEPS_LOST = 4.0
-BUDGET_LOST = 0.05
+BUDGET_LOST = 0.03
 
 
 @dataclass(frozen=True)

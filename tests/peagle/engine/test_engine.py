@@ -324,6 +324,26 @@ def test_a_row_pauses_and_the_others_go_on_drafting(target, plain, steps_per_dis
     assert {len(record.draft_token_ids) for record in records[1]} == {3}
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_dispatch_whose_rows_have_all_paused_goes_on_plainly(target, plain, logprobs: int | None) -> None:
+    """The host would send plain steps two dispatches later."""
+    script = (np.asarray(scripts(plain, "oracle").script)[:1] + 1) % CONFIG.vocab_size
+    shape = config(3, adaptive=True, widths=WidthTable({1: 3}, {1: 2.0}), steps_per_dispatch=16)
+    asked = Request(PROMPTS[0], 40, logprobs=logprobs)
+    found = [
+        [chunk for _, chunk in engine.generate([asked])]
+        for engine in (Engine(target, Scripted(jnp.asarray(script)), shape), Engine(target, None, config(0)))
+    ]
+    assert [len(record.draft_token_ids) for record in found[0][1].steps] == [3] * 5 + [0] * 11
+    tokens, expected = ([token for chunk in chunks for token in chunk.token_ids] for chunks in found)
+    assert tokens == expected == plain[0][:40]
+    given, alone = ([each for chunk in chunks for each in chunk.logprobs] for chunks in found)
+    assert len(given) == len(alone) == (40 if logprobs else 0)
+    for mine, reference in zip(given, alone, strict=True):
+        assert mine.token_id == reference.token_id
+        np.testing.assert_allclose(mine.logprob, reference.logprob, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_that_paused_draft_again_when_the_load_falls_and_lose_no_row(target, plain) -> None:
     """Nothing is drafted for two active rows; the last row then drafts as it does alone."""
     table = WidthTable({1: 3, 2: 0})
