@@ -69,11 +69,11 @@ class StepOutput:
     draft_token_ids: jax.Array | np.ndarray  # [B, K]; leftovers from num_verified on
     log_probs: LogProbs | None = None  # of token_ids, in full steps
 
-    def padded(self, num_drafts: int) -> "StepOutput":
-        """Pad the output of a plain step to the columns of a step with `num_drafts` drafts."""
+    def padded(self, num_more: int) -> "StepOutput":
+        """Pad the output by `num_more` drafts, so that it packs as that of a step with as many more."""
 
         def pad(leaf: jax.Array | np.ndarray) -> jax.Array:
-            return jnp.pad(leaf, ((0, 0), (0, num_drafts), *((0, 0) for _ in leaf.shape[2:])))
+            return jnp.pad(leaf, ((0, 0), (0, num_more), *((0, 0) for _ in leaf.shape[2:])))
 
         drafts, log_probs = pad(self.draft_token_ids), jax.tree.map(pad, self.log_probs)
         return dataclasses.replace(self, token_ids=pad(self.token_ids), draft_token_ids=drafts, log_probs=log_probs)

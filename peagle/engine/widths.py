@@ -23,7 +23,7 @@ from typing import Any, Literal
 import jax
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import write_text_whole
+from peagle.ops.files import write_text_whole, writing
 from peagle.ops.strict_json import dumps
 
 # beside a drafter: {"drafts": {ACTIVE ROWS: DRAFTS}, "sampled": true, "drafter_window": POSITIONS}; the drafts may be
@@ -161,10 +161,8 @@ def write_widths(file: Path, table: WidthTable, **origin: Any) -> None:
     """
     drafts = {str(rows): k for rows, k in sorted(table.drafts.items())}
     value = {"drafts": drafts, "sampled": table.sampled, **origin}
-    try:
+    with writing(file):
         write_text_whole(file, dumps(value, indent=1) + "\n")
-    except OSError as error:
-        raise InputError(f"{file} cannot be written: {error.strerror}") from None
 
 
 def _entry(table: Mapping[int, object], active_rows: int) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from peagle.ops.errors import InputError
-from peagle.ops.files import encoded, printable, write_text_whole
+from peagle.ops.files import encoded, printable, write_text_whole, writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +83,10 @@ def pictures(blocks: Sequence[Block]) -> dict[str, str]:
 
 def write(path: Path, blocks: Sequence[Block]) -> None:
     """Write README.md with its pictures, and report.html, into a folder. Raises InputError if that fails."""
-    try:
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         for name, text in {"README.md": markdown(blocks), "report.html": html(blocks), **pictures(blocks)}.items():
             write_text_whole(path / name, text)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _markdown(block: Block) -> str:

@@ -37,6 +37,15 @@ def write_text_whole(path: Path, text: str) -> None:
     write_whole(path, lambda temporary: temporary.write_bytes(encoded(text)))
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise InputError, which names `path`, for any OSError within."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+
+
 def encoded(text: str) -> bytes:
     """Encode any text in UTF-8; a lone surrogate becomes its escape."""
     return text.encode("utf-8", errors="backslashreplace")

@@ -24,7 +24,7 @@ import numpy as np
 
 from peagle.measure.sweep.plan import PLAIN, Arm, K, Plan, Setting
 from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new, write_text_whole
+from peagle.ops.files import expect_new, write_text_whole, writing
 from peagle.ops.strict_json import dumps
 from peagle.result import Counters, Result
 
@@ -213,10 +213,8 @@ class Folder:
     def appending(self, name: str = RAW) -> Iterator["Appender"]:
         """Append to raw.jsonl, or asking.jsonl. Raises InputError if another process is appending."""
         path = self.path / name
-        try:
+        with writing(path):
             file = path.open("a+b")
-        except OSError as error:
-            raise InputError(f"{path} cannot be written: {error.strerror}") from None
         with file:
             _lock(file, self.path)
             _cut_torn_line(file)
@@ -261,12 +259,10 @@ def begin(path: Path, plan: Plan, provenance: Json) -> Folder:
     record: Json = {"schema": SCHEMA, "kind": KIND, "plan": plan.to_json(), "sittings": [provenance]}
     record |= {"shares": [], "rows": None}
     hidden = path.with_name(f".{path.name}.tmp")  # so that no folder is without its plan
-    try:
+    with writing(path):
         hidden.mkdir(parents=True, exist_ok=True)
         Folder(hidden, record).save()
         os.rename(hidden, path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
     return Folder(path, record)
 
 
@@ -380,7 +376,5 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with writing(path):
         write_text_whole(path, text)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
