@@ -35,6 +35,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/op
 SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 512, 128, 3
+MOST_WORKERS = 12  # of the suite: each of them has a part of the device's memory
 SUITE_S, PEERS_S = 180, 300  # after so long they are stopped
 PEERS, PEERS_TRIED_OUT = "L", "tiny"  # the checkpoint that engines are compared on: two layers as the 20b's
 # acceptance lengths on MT-Bench: P-EAGLE (arXiv 2602.01469), tables 9 and 10, and for K = 7 vLLM's post on it
@@ -164,8 +166,9 @@ def conformance() -> Iterator[Json]:
     if missing := [name for name in SUITE_NEEDS if importlib.util.find_spec(name) is None]:
         yield {"ok": False, "error": f"not run: it needs {', '.join(missing)}; pip install '.[test]'"}
         return
+    workers = min(os.cpu_count() or 1, MOST_WORKERS)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "4", "--maxfail", "20", "--tb", "line", *SUITE],
+        [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--maxfail", "20", "--tb", "line", *SUITE],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -234,31 +237,52 @@ def operations(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
             yield {"shape": name, **line}
 
 
-def target_alone(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
-    """Measure prefill, decoding and verify passes by batch and by context; decoding by XLA's own code, too."""
-    most_rows = calls.MAX_ROWS if cuda.available() else 0
-    cases = [(batch, context, params) for batch, context in ((1, 512), (8, 512), (1, 8192), (32, 512), (4, 512))]
-    if cuda.available():
-        cases.append((1, 512, dataclasses.replace(params, implementation="xla")))
-    for batch, context, weights in cases:
-        pair = pair_of(weights, config, None)
-        first = batch == 1 and context == 512 and weights is params
-        options = BenchOptions(
-            prompt_lengths=(512, 2048) if first else (),
-            new_tokens=(NEW_TOKENS,),
-            widths=() if weights is not params or batch == 32 else (1, 2, 4, 8, 16) if batch == 1 else (1, 4),
-            context=context,
-            slots=(batch,),
-            repeats=REPEATS,
-        )
-        try:
-            options.check(config.max_positions, pair.steps_per_dispatch)
-        except InputError:  # a tiny target, which has too few positions for it
-            continue
-        found = bench(pair, options)
-        for each in found.measurements:
-            by = "CUDA" if weights is params and rows_of(each.case, batch) <= most_rows else "XLA"
-            yield line_of_pass(name, by, found, each, batch, context)
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """What is measured of a target alone: decoding and verify passes of `batch` sequences after `context` tokens."""
+
+    batch: int
+    context: int
+    widths: tuple[int, ...] = ()  # of verify passes
+    prompts: tuple[int, ...] = ()
+    xla: bool = False  # by XLA's own code
+
+    def __str__(self) -> str:
+        return f"{self.batch} after {self.context}{', XLA' if self.xla else ''}"
+
+
+ALONE = (
+    Passes(1, 512, (1, 2, 4, 8, 16), (512, 2048)),
+    Passes(1, 8192, (1, 4, 8)),
+    Passes(8, 512, (1, 4)),
+    Passes(32, 512),
+    Passes(1, 512, xla=True),
+)
+
+
+def target_alone(name: str, params: Any, config: TargetConfig, passes: Passes) -> Iterator[Json]:
+    """Measure prefill, decoding and verify passes."""
+    if passes.xla and not cuda.available():  # it is measured already
+        return
+    weights = dataclasses.replace(params, implementation="xla") if passes.xla else params
+    most_rows = calls.MAX_ROWS if cuda.available() and not passes.xla else 0
+    pair = pair_of(weights, config, None)
+    options = BenchOptions(
+        prompt_lengths=passes.prompts,
+        new_tokens=(NEW_TOKENS,),
+        widths=passes.widths,
+        context=passes.context,
+        slots=(passes.batch,),
+        repeats=REPEATS,
+    )
+    try:
+        options.check(config.max_positions, pair.steps_per_dispatch)
+    except InputError:  # a tiny target, which has too few positions for it
+        return
+    found = bench(pair, options)
+    for each in found.measurements:
+        by = "CUDA" if rows_of(each.case, passes.batch) <= most_rows else "XLA"
+        yield line_of_pass(name, by, found, each, passes.batch, passes.context)
 
 
 def line_of_pass(name: str, kernels: str, found: Bench, each: Measurement, batch: int, context: int) -> Json:
@@ -286,30 +310,40 @@ def speculation(name: str, params: Any, config: TargetConfig) -> Iterator[Json]:
     """Time steps with drafters of the public geometry and of EAGLE-3, and plain decoding beside them in turns.
 
     Acceptance is drawn at PUBLISHED_RATE^i. The head is over the whole vocabulary or over a part of it; one sequence,
-    and several together.
+    and several together. All programs are compiled first, those of several engines at once.
     """
-    for vocab, batch, ks in ((None, 1, (5, 7)), (None, 8, (3,)), (NARROW_VOCAB, 1, (7,))):
+    arms: list[tuple[Json, int, dict[int, AnyEngine]]] = []
+    plain: dict[int, AnyEngine] = {}  # by batch; no drafter has a part in it
+    for vocab in (None, NARROW_VOCAB):
         if vocab is not None and vocab >= config.vocab_size:
             continue
         for kind in (PARALLEL, IN_TURN):
             pair = pair_of(params, config, random_drafter(kind, config, vocab))
-            for line in steps(pair, config, batch, (0, *ks)):
-                yield {
-                    "shape": name,
-                    "synthetic_acceptance": PUBLISHED_RATE,
-                    "drafter": kind.name,
-                    "vocab_size": config.vocab_size,
-                    "draft_vocab": vocab or config.vocab_size,
-                    **line,
-                }
+            line = {
+                "shape": name,
+                "synthetic_acceptance": PUBLISHED_RATE,
+                "drafter": kind.name,
+                "vocab_size": config.vocab_size,
+                "draft_vocab": vocab or config.vocab_size,
+            }
+            for batch, ks in ((1, (5, 7)), (8, (3,))) if vocab is None else ((1, (7,)),):
+                if batch not in plain:
+                    plain[batch] = synthetic_engine(pair, 0, batch)
+                drafting = {k: synthetic_engine(pair, k, batch) for k in ks}
+                arms.append((line, batch, {0: plain[batch]} | drafting))
+    started = time.perf_counter()
+    every = {engine for _, _, engines in arms for engine in engines.values()}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda engine: engine.warm_up(), every))
+    yield {"engines": len(every), "compiling_s": time.perf_counter() - started}
+    for line, batch, engines in arms:
+        for found in steps(engines, config, batch):
+            yield line | found
 
 
-def steps(pair: Pair, config: TargetConfig, batch: int, ks: tuple[int, ...]) -> Iterator[Json]:
-    """Time a step with K drafts, for each K."""
+def steps(engines: dict[int, AnyEngine], config: TargetConfig, batch: int) -> Iterator[Json]:
+    """Time a step of each engine, by K."""
     asked = [request(config, PROMPT_TOKENS, NEW_TOKENS, number) for number in range(batch)]
-    engines = {k: synthetic_engine(pair, k, batch) for k in ks}
-    for each in engines.values():
-        each.warm_up()
     runs: dict[int, list[Timed]] = {k: [] for k in engines}
     for repeat in range(REPEATS):
         for k in sorted(engines, reverse=repeat % 2 == 1):
@@ -425,10 +459,12 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
             held.append(random_params(config, 0))
         return held[0]
 
-    def alone() -> Iterator[Json]:
+    def sizes() -> Iterator[Json]:
         caches = jax.eval_shape(lambda: init_caches(config, 1, 1024, 16, jnp.bfloat16))
         yield {"shape": name, "weight_bytes": random_bytes(config), "cache_bytes_for_1024": cache_bytes(caches)}
-        yield from target_alone(name, weights(), config)
+
+    def alone(passes: Passes) -> Iterator[Json]:
+        yield from target_alone(name, weights(), config, passes)
 
     def speculating() -> Iterator[Json]:
         yield from speculation(name, weights(), config)
@@ -438,8 +474,10 @@ def shape_sections(name: str, seconds: float) -> Iterator[Section]:
         gc.collect()
         yield from ()
 
-    yield Section(f"{name}: target", alone, seconds)
-    yield Section(f"{name}: speculation", speculating, seconds)
+    yield Section(f"{name}: sizes", sizes, 1)
+    yield Section(f"{name}: speculation", speculating, 3 * seconds)
+    for passes in ALONE:
+        yield Section(f"{name}: {passes}", functools.partial(alone, passes), seconds)
     yield Section(f"{name}: operations", lambda: operations(name, weights(), config), seconds / 2)
     yield Section(f"{name}: {ENDS}", let_go, 0)
 
