@@ -81,6 +81,9 @@ PUBLISHED_RATE = 0.76  # of draft i .76^i are kept: 3.70 tokens a step at K = 7,
 
 SUITE = ("tests/ops/test_expert_matmul.py", "tests/ops/test_mxfp4.py", "tests/ops/test_attention.py")
 SUITE += ("tests/ops/test_kv_cache.py", "tests/drafter/test_model.py", "tests/peagle/engine/test_accept.py")
+SUITE_OPTIONS = ("--maxfail", "20", "--tb", "line")
+# what else is installed on such a machine is no matter: plugins that do not go with xdist, what newer versions warn of
+SUITE_OPTIONS += ("-p", "no:benchmark", "-W", "default")
 SUITE_NEEDS = ("pytest", "xdist", "hypothesis", "beartype")
 PROMPT_TOKENS, NEW_TOKENS, REPEATS = 512, 128, 3
 MOST_WORKERS = 12  # of the suite: each of them has a part of the device's memory
@@ -168,7 +171,7 @@ def conformance() -> Iterator[Json]:
         return
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--maxfail", "20", "--tb", "line", *SUITE],
+        [sys.executable, "-m", "pytest", "-q", "-n", str(workers), *SUITE_OPTIONS, *SUITE],
         cwd=ROOT,
         capture_output=True,
         text=True,
