@@ -871,6 +871,18 @@ class Engine(AnyEngine):
         self._state = self._programs.evict(self._state, np.ones((config.slots,), bool))
         return seconds[drafted] / seconds[0]
 
+    @contextlib.contextmanager
+    def launching_alone(self) -> Iterator[bool]:
+        """Let a GPU launch each operation of a step by itself: of a CUDA graph a profiler does not see which is which.
+
+        Gives whether steps compile anew, at their first dispatch. On a CPU this changes nothing.
+        """
+        self._programs.launches_alone = jax.default_backend() == "gpu"
+        try:
+            yield self._programs.launches_alone
+        finally:
+            self._programs.launches_alone = False
+
     def programs(self, sampled: bool = False) -> list[jax.stages.Compiled]:
         """Compile the step programs that requests may run once more, for inspection."""
         state, _ = self._programs.shapes()

@@ -28,6 +28,7 @@ from peagle.ops.messages import VerifyOutput
 from peagle.ops.row_blocks import RowBlocks
 from peagle.protocols import Drafter, Explains, OverDevices, Target
 
+NO_GRAPHS = {"xla_gpu_graph_min_graph_size": 1 << 30}  # CUDA graphs of so many operations
 Make = TypeVar("Make", bound=Callable[..., Any])
 _traces: collections.Counter[str] = collections.Counter()
 
@@ -63,6 +64,7 @@ class Programs:
         self.chunk_length, self.most_steps, self._blocks = chunk, most, blocks
         self._models, self._tree = jax.tree.flatten((target, drafter))
         self._plain_models, self._plain_tree = jax.tree.flatten((target, None))
+        self.launches_alone = False  # the operations of steps: `Engine.launching_alone`
         self._target_alone, self._drafter_alone = jax.tree.flatten(target), jax.tree.flatten(drafter)
 
     def shapes(self) -> tuple[DecodeState, Prefix]:
@@ -205,7 +207,7 @@ class Programs:
             state = dataclasses.replace(state, drafter_input=None)
         leaves, tree = jax.tree.flatten(state)
         operands = [models, leaves, widths, np.float32(cost), np.int32(count)]
-        return _steps(model_tree, tree, kind, self.most_steps), operands, tree
+        return _steps(model_tree, tree, kind, self.most_steps, self.launches_alone), operands, tree
 
     def propose(self, state: DecodeState, widths: np.ndarray, kind: StepKind) -> tuple[DecodeState, Proposed]:
         """Dispatch the first part of a step that is cut; start the copy of the drafts to the host."""
@@ -415,7 +417,7 @@ def _insert(state: Any, lane: Any, params_tree: Any) -> Any:
 
 
 @_once
-def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
+def _steps(models: Any, state: Any, kind: StepKind, most: int, launches_alone: bool) -> Any:
     def _run(
         model_leaves: list[jax.Array],
         leaves: list[jax.Array],
@@ -431,7 +433,7 @@ def _steps(models: Any, state: Any, kind: StepKind, most: int) -> Any:
 
     # the profiler's name of it (peagle.measure.profile)
     _run.__name__ = f"_steps_{kind.num_drafts}" + ("_full" if kind.full else "_sampled" if kind.sampled else "")
-    return jax.jit(_run, donate_argnums=1)
+    return jax.jit(_run, donate_argnums=1, compiler_options=NO_GRAPHS if launches_alone else None)
 
 
 @_once

@@ -110,8 +110,11 @@ def profile(
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # tracing Python takes longer than the steps
     before = _traces(directory)
-    with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=perfetto):
-        num_steps = sum(len(chunk.steps) for place, chunk in engine.generate(batch) if place == 0)
+    with engine.launching_alone() as anew:
+        if anew:  # now, not in the trace
+            list(engine.generate(batch))
+        with jax.profiler.trace(str(directory), profiler_options=options, create_perfetto_trace=perfetto):
+            num_steps = sum(len(chunk.steps) for place, chunk in engine.generate(batch) if place == 0)
     written = dict(_traces(directory).items() - before.items())
     if len(written) != 1:
         raise InputError(f"{directory} has {len(written)} new traces; expected one: check for another run there")
@@ -129,8 +132,9 @@ def _traces(directory: Path) -> dict[Path, int]:
 def operations_of(engine: AnyEngine, sampled: bool) -> dict[str, str]:
     """Map operations of the engine's step programs to parts of the step: {module/operation: part}."""
     found = {}
-    for program in engine.one.programs(sampled):
-        found.update(parts_by_operation(program.as_text() or ""))
+    with engine.one.launching_alone():
+        for program in engine.one.programs(sampled):
+            found.update(parts_by_operation(program.as_text() or ""))
     return found
 
 

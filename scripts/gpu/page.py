@@ -22,7 +22,7 @@ def page(record: Json) -> list[Block]:
         _operations([row for row in rows if "operation" in row], _copy_bandwidth(rows)),
         _alone([row for row in rows if "kind" in row]),
         _steps(steps),
-        _against([row for row in rows if row.get("k")], *record["config"]["drafters"]),
+        _against([row for row in steps if row["k"]], *record["config"]["drafters"]),
         _shares([row for row in rows if isinstance(row.get("profile"), dict)]),
         _published(steps, record["config"]["published"]),
         _peers([row for row in rows if "peer" in row]),

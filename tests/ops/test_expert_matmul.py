@@ -189,6 +189,8 @@ def test_an_expert_with_all_rows_and_experts_with_none(layout: str, first: float
 # Rows grouped by expert
 
 GROUPED = {"packed": packed, "expanded": expanded}
+# a GPU waits for the host at each turn of a loop of dynamic length, so XLA's form is another there
+on_cpus = pytest.mark.skipif(jax.default_backend() != "cpu", reason="on CPUs alone XLA computes rows so")
 ROWS = 5 * reference.BLOCK_ROWS + 3
 
 
@@ -202,6 +204,7 @@ def run_at(experts: Experts, x: jax.Array, logits: np.ndarray, positions: np.nda
     return np.asarray(jitted(x, logits, experts, K, LIMIT, positions), np.float32)
 
 
+@on_cpus
 @pytest.mark.parametrize("layout", GROUPED)
 def test_an_expert_without_rows_is_not_computed(layout: str) -> None:
     weights = random_weights(8)
@@ -212,6 +215,7 @@ def test_an_expert_without_rows_is_not_computed(layout: str) -> None:
     np.testing.assert_allclose(run(GROUPED[layout](weights), x, logits), expected, atol=2e-5)
 
 
+@on_cpus
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("layout", GROUPED)
 def test_inactive_rows_are_zero_and_change_no_others_bits(layout: str, dtype: type) -> None:
@@ -228,6 +232,7 @@ def test_inactive_rows_are_zero_and_change_no_others_bits(layout: str, dtype: ty
         assert not out[at < 0].any()
 
 
+@on_cpus
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("layout", GROUPED)
 def test_a_rows_bits_do_not_depend_on_the_others(layout: str, dtype: type) -> None:

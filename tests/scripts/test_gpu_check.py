@@ -95,7 +95,8 @@ def test_a_section_that_there_is_not_is_told_in_a_line(
     assert call(monkeypatch, "--out", tmp_path / "run", *given) == 2
     error = capsys.readouterr().err
     assert "--only speed names no section; they are kernels, bandwidth, parity" in error
-    assert "conformance, peers, tiny: target, tiny: speculation, tiny: operations\n" in error
+    assert "conformance, peers, tiny: sizes, tiny: speculation, tiny: 1 after 512, tiny: 1 after 8192, " in error
+    assert error.endswith("tiny: 1 after 512, XLA, tiny: operations\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -167,7 +168,8 @@ def test_the_page_has_every_table() -> None:
          "us_highest": 110.0, "gb_per_s": 1000.0},
         {"shape": "20b", "kernels": "CUDA", "kind": "verify", "size": 4, "batch": 1, "context": 512,
          "ms_per_pass": spread, "tok_per_s": spread, "v": 1.25, "peak_bytes": 14_000_000_000},
-        {**step, "drafter": "P-EAGLE, 4 layers", "k": 7, "cycle_cost": 1.6, "tok_per_s": 600.0,
+        {**step, "drafter": "P-EAGLE, 4 layers", "k": 7, "cycle_cost": 1.6, "tok_per_s": 600.0},
+        {"shape": "20b", "drafter": "P-EAGLE, 4 layers", "draft_vocab": 9, "batch": 1, "k": 7,
          "profile": dict.fromkeys(parts, 0.25)},
         {**step, "drafter": "P-EAGLE, 4 layers", "k": 5, "cycle_cost": 1.5, "tok_per_s": 500.0},
         {**step, "drafter": "EAGLE-3, 1 layer", "k": 5, "cycle_cost": 1.8, "tok_per_s": 400.0, "step_ms": 2.5},

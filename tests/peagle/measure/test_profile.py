@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import jax
 import pytest
 
 from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
+from peagle.engine.programs import trace_counts
 from peagle.engine.request import Request, SamplingParams
 from peagle.measure.profile import Span, breakdown, parts_by_operation, profile, writable
 from peagle.ops.errors import InputError
@@ -70,6 +72,28 @@ def test_a_run_is_traced_and_broken_down(tmp_path: Path, sampling: SamplingParam
     assert found.step_ms == pytest.approx(sum(found.parts.values()))
     profile(engine, requests, tmp_path / "new" / "trace", perfetto=False)  # beside the first
     assert decode(engine, requests)[0] == [tokens]
+
+
+def test_steps_whose_operations_a_gpu_launches_alone_are_others_and_give_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(tiny_target(), NGram(), EngineConfig(2, capacity=64))
+    requests = [Request((1, 2, 3), 8)]
+    expected = decode(engine, requests)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        alone = engine.launching_alone()
+        anew = alone.__enter__()
+    before = trace_counts()["steps"]
+    assert anew
+    assert decode(engine, requests) == expected
+    assert trace_counts()["steps"] > before
+    alone.__exit__(None, None, None)
+    before = trace_counts()["steps"]
+    with engine.launching_alone() as anew:
+        assert not anew
+        assert decode(engine, requests) == expected
+    assert trace_counts()["steps"] == before
 
 
 def test_a_directory_that_cannot_be_is_one_line(tmp_path: Path) -> None:
