@@ -290,7 +290,7 @@ def post_all(client: TestClient, path: str, bodies: Sequence[dict[str, Any]]) ->
     transport = httpx.ASGITransport(client.app, raise_app_exceptions=False)
 
     async def post() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=transport, base_url=client.base_url) as within:
+        async with httpx.AsyncClient(transport=transport, base_url=str(client.base_url)) as within:
             return [await within.post(path, json=body) for body in bodies]
 
     assert client.portal is not None
