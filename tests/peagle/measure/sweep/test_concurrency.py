@@ -217,6 +217,7 @@ def test_without_a_speed_there_is_no_picture() -> None:
     assert charts.concurrency({"plain decoding": [{"concurrency": 1, "tok_per_s": None}]}) is None
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_run_with_it_is_compared_with_one_without(
     monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
 ) -> None:
