@@ -671,14 +671,16 @@ def test_a_weak_drafter_is_a_warning_with_what_to_do() -> None:
 
 
 def test_export_takes_the_target_from_the_training(
-    directories: Directories, made: Path, tmp_path: Path, run: Run
+    directories: Directories, trained: Path, tmp_path: Path, run: Run
 ) -> None:
-    assert run(*train(directories, made, tmp_path / "run", "--drafter-window", 9))[0] == 0
+    shutil.copytree(trained, tmp_path / "run")
+    params, config = load_drafter(trained / "drafter")
+    save_drafter(tmp_path / "run" / "drafter", params, config.with_window(9))
     out = tmp_path / "theirs"
     assert run("export", tmp_path / "run" / "drafter", "--out", out, "--dialect", "speculators")[0] == 0
-    config = json.loads((out / "config.json").read_text())
-    assert config["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
-    assert config["transformer_layer_config"]["sliding_window"] == 9
+    written = json.loads((out / "config.json").read_text())
+    assert written["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
+    assert written["transformer_layer_config"]["sliding_window"] == 9
 
 
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:
