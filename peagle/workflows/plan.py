@@ -4,7 +4,8 @@ Weights are counted as checkpoints store them: bfloat16, and experts in MXFP4 if
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -68,21 +69,21 @@ class RankBytes:
 
 def rank_bytes(config: TargetConfig, mxfp4: bool, shape: MeshShape) -> list[RankBytes]:
     """Count each rank's weights. Raises InputError for a model that cannot be cut so."""
-    leaves = list(tensor_leaves(config, mxfp4).values())
+    leaves = Counter(tensor_leaves(config, mxfp4).values())  # most layers have equal ones
     return [_of_rank(Part(config, Place(rank, shape.tp, shape.ep), mxfp4), leaves) for rank in range(shape.ranks)]
 
 
-def _of_rank(part: Part, leaves: Iterable[tuple[Leaf, tuple[int, ...]]]) -> RankBytes:
+def _of_rank(part: Part, leaves: Mapping[tuple[Leaf, tuple[int, ...]], int]) -> RankBytes:
     kinds, padding, replicated = dict.fromkeys(KINDS.values(), 0), 0, 0
     shared_heads = part.place.ranks > part.whole.num_kv_heads
-    for leaf, shape in leaves:
+    for (leaf, shape), count in leaves.items():
         itemsize = 1 if leaf.name.endswith("MXFP4") else BFLOAT16.itemsize
-        size = int(np.prod(part.shape(leaf, shape))) * itemsize
+        size = int(np.prod(part.shape(leaf, shape))) * itemsize * count
         kinds[KINDS[leaf.name]] += size
         if leaf.replicated or (shared_heads and leaf.name == "keys and values"):
             replicated += size
         else:
-            padding += size - part.read_size(leaf, shape) * itemsize
+            padding += size - part.read_size(leaf, shape) * itemsize * count
     return RankBytes(kinds, padding, replicated)
 
 

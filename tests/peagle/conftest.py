@@ -20,7 +20,6 @@ import pytest
 import peagle.loading
 from drafter.config import DrafterConfig
 from drafter.load import save_drafter
-from drafter.params import init_params as init_drafter
 from peagle.api import Pair
 from peagle.cli import display
 from peagle.drafters.ngram import NGram
@@ -29,6 +28,7 @@ from peagle.text.tokenizer import ByteLevelTokenizer, Message, Tokenizer, load_t
 from target.config import TargetConfig
 from target.load import save_target
 from target.params import init_params as init_target
+from tests.drafter.cases import random_params
 from tests.peagle.toys import MarkovTarget
 
 display.LINE_SECONDS = math.inf  # messages must be those of a quick machine
@@ -142,7 +142,7 @@ def write_target(directory: Path, config: TargetConfig = TARGET, stops: tuple[in
 
 
 def write_drafter(directory: Path, config: DrafterConfig = DRAFTER) -> None:
-    save_drafter(directory, init_drafter(config, jax.random.key(1), jnp.float32), config)
+    save_drafter(directory, random_params(config, seed=1), config)
 
 
 def edit_json(path: Path, **changes: object) -> None:

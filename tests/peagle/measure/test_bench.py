@@ -1,5 +1,6 @@
 """`peagle bench`: counts, formulas, output and errors. No test depends on a measured time."""
 
+import dataclasses
 import json
 import signal
 from collections.abc import Callable, Generator
@@ -19,7 +20,6 @@ import peagle.loading
 import peagle.measure.bench
 from peagle.api import Pair
 from peagle.cli import main
-from peagle.drafters.ngram import NGram
 from peagle.engine.engine import Engine, EngineConfig
 from peagle.engine.request import Request, StepRecord, TokenChunk
 from peagle.loading import load
@@ -160,8 +160,7 @@ def test_all_slots_are_at_work_while_it_is_timed(monkeypatch: pytest.MonkeyPatch
         return real(self, output, sent, now)
 
     monkeypatch.setattr(Engine, "_read_steps", watched)
-    target = tiny_target()
-    pair = Pair(target, target, NGram(), None, steps_per_dispatch=steps_per_dispatch)
+    pair = dataclasses.replace(toy_pair(None), steps_per_dispatch=steps_per_dispatch)
     options = BenchOptions((), (5,), (), context=3, slots=(1, 3), drafts=(2,), repeats=1)
     done = bench(pair, options)
     assert [(each.case.slots, each.case.active, each.case.num_drafts) for each in done.measurements] == [

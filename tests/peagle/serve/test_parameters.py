@@ -336,9 +336,23 @@ def test_tokens_and_text_are_each_others_inverse(client: TestClient) -> None:
     assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "naïve 東京"}
 
 
+CASES: list[dict[str, Any]] = [*(fields for fields, _ in PARAMETERS.values()), {"logprobs": 3}, {"n": 2, **SEEDED}]
+LONGER: list[dict[str, Any]] = [
+    *CASES,
+    {**SEEDED, "stop": ["a", "e"], "presence_penalty": 1.0},
+    {"stop_token_ids": [36], "min_tokens": 8},
+]
+
+
+@pytest.fixture(scope="module")
+def choices(client: TestClient) -> list[Any]:
+    """The shared server's answers in all of these cases."""
+    return [complete(client, **fields)["choices"] for fields in LONGER]
+
+
 @pytest.mark.parametrize("k", [0, 1, 7, AUTO])
 def test_every_parameter_means_the_same_with_and_without_speculation(
-    client: TestClient, make: Any, k: int | Literal["auto"]
+    choices: list[Any], make: Any, k: int | Literal["auto"]
 ) -> None:
     """The other K is the shared server's; auto pauses."""
     service = make(k=k)
@@ -347,17 +361,17 @@ def test_every_parameter_means_the_same_with_and_without_speculation(
         service.loop.engine._table = WidthTable({1: 3, 2: 1}, costs={1: 2.2, 2: 1.9})
         found = complete(other)["metrics"]["speculative_decoding"]
         assert 0 < found["num_spec_steps"] + found["num_accepted_draft_tokens"] < 39
-    cases = [*(fields for fields, _ in PARAMETERS.values()), {"logprobs": 3}, {"n": 2, **SEEDED}]
-    cases += [{**SEEDED, "stop": ["a", "e"], "presence_penalty": 1.0}, {"stop_token_ids": [36], "min_tokens": 8}]
-    for fields in cases:
-        assert same(complete(other, **fields)["choices"], complete(client, **fields)["choices"]), fields
+    for fields, expected in zip(LONGER, choices, strict=True):
+        assert same(complete(other, **fields)["choices"], expected), fields
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])
-def test_every_parameter_means_the_same_whatever_k_a_request_sets(client: TestClient, k: int) -> None:
-    for fields in (*(fields for fields, _ in PARAMETERS.values()), {"logprobs": 3}, {"n": 2, **SEEDED}):
+def test_every_parameter_means_the_same_whatever_k_a_request_sets(
+    client: TestClient, choices: list[Any], k: int
+) -> None:
+    for fields, expected in zip(CASES, choices, strict=False):
         found = complete(client, **fields, speculative={"num_speculative_tokens": k})
-        assert same(found["choices"], complete(client, **fields)["choices"]), fields
+        assert same(found["choices"], expected), fields
 
 
 def same(found: Any, expected: Any) -> bool:

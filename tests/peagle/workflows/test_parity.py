@@ -28,7 +28,9 @@ from peagle.workflows.parity_check import Asked, ParityConfig, ask, readings
 from tests.peagle.conftest import edit_json
 
 K = 3
-OPTIONS = ["--num-prompts", "10", "-n", "32", "-k", str(K), "--reference-steps", "2"]
+OPTIONS = ["-n", "32", "-k", str(K)]
+MANY = ["--num-prompts", "10", "--reference-steps", "2"]
+FEW = ["--num-prompts", "6", "--reference-steps", "1"]  # enough for what is far from right
 TAPS = "eagle_aux_hidden_state_layer_ids"
 DEMO_DRAFTER = DEMO_DIRECTORY / "drafter"
 
@@ -58,8 +60,8 @@ def parity(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 def test_the_demo_pair_does_what_it_should(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_bytes(HELD_OUT.read_bytes() + b'{"prompt": ""}\n')
-    assert parity(capsys, "--prompts", prompts, "--strict")[0] == 2
-    code, said = parity(capsys, "--prompts", prompts, "--json", tmp_path / "parity.json")
+    assert parity(capsys, *MANY, "--prompts", prompts, "--strict")[0] == 2
+    code, said = parity(capsys, *MANY, "--prompts", prompts, "--json", tmp_path / "parity.json")
     assert code == 0, said
     (why,) = json.loads((tmp_path / "parity.json").read_text())["left_out"]
     assert why.endswith("is empty; expected some text")
@@ -95,7 +97,7 @@ def test_a_checkpoint_that_says_something_else_than_it_was_trained_with_is_named
     capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: Any, cause: str
 ) -> None:
     config = json.loads((DEMO_DRAFTER / "config.json").read_text())
-    code, said = parity(capsys, "--drafter", edited(tmp_path, **changes(config)))
+    code, said = parity(capsys, *FEW, "--drafter", edited(tmp_path, **changes(config)))
     assert code == 1
     first = next(line for line in said.splitlines() if "LIKELY CAUSE" in line)
     assert cause in first
@@ -117,7 +119,7 @@ def test_a_wrong_vocabulary_map_is_named(capsys: pytest.CaptureFixture[str], tmp
         tmp_path / "drafter", dataclasses.replace(params, draft_to_target=jnp.roll(jnp.asarray(ids), 1)), config
     )
     assert read_checkpoint(tmp_path / "drafter").has("t2d")
-    code, said = parity(capsys, "--drafter", tmp_path / "drafter")
+    code, said = parity(capsys, *FEW, "--drafter", tmp_path / "drafter")
     assert code == 1
     assert "LIKELY CAUSE vocabulary map: that of t2d" in said
 
@@ -128,7 +130,7 @@ def test_tensors_that_are_not_what_they_should_be_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str
 ) -> None:
     directory, cause = faulty(tmp_path, fault)
-    code, said = parity(capsys, "--drafter", directory)
+    code, said = parity(capsys, *FEW, "--drafter", directory)
     assert code == 1
     assert f"LIKELY CAUSE {cause}" in said
 
@@ -182,7 +184,7 @@ def test_windows_that_hide_something_are_tried() -> None:
 
 
 def test_raw_prompts_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = parity(capsys, "--render", "raw")
+    code, said = parity(capsys, *MANY, "--render", "raw")
     assert code == 1
     assert "LIKELY CAUSE the prompts are raw" in said
 
@@ -261,9 +263,8 @@ def test_an_eagle3_drafter_is_compared_too(tmp_path: Path) -> None:
     config = dataclasses.replace(config, mask_token_id=None, num_layers=1)
     save_drafter(tmp_path / "drafter", dataclasses.replace(params, mask_hidden=None, layers=params.layers[:1]), config)
     assert not drafter_of(*load_drafter(tmp_path / "drafter")).config.parallel
-    assert main(
-        ["parity", *OPTIONS, "--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json")]
-    ) in (0, 1)
+    given = ["--drafter", str(tmp_path / "drafter"), "--json", str(tmp_path / "found.json")]
+    assert main(["parity", *OPTIONS, *FEW, *given]) in (0, 1)
     found = json.loads((tmp_path / "found.json").read_text())["drafter"]
     assert found["logits"] is None
     assert found["same_drafts_frac"] == 1

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import peagle.cli.train
 import peagle.loading
 import peagle.workflows.answers
 from drafter.load import load_drafter, save_drafter
@@ -76,6 +77,22 @@ def made(directories: Directories, prompts: Path, tmp_path_factory: pytest.TempP
 def train(directories: Directories, data: object, out: Path, *more: object) -> list[object]:
     small = ["--taps", "0,1,2", "--width", 32, "--depth", 3, "--rows", 2, "--layers", 1, "--mlp-width", 16]
     return ["train", "--target", directories.target, "--data", data, "--out", out, "--steps", 4, *small, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(directories: Directories, made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training of four steps."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert main([*map(str, train(directories, made, out)), "--quiet"]) == 0
+    return out
+
+
+@pytest.fixture(autouse=True)
+def curves(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Draw no curves, which takes as long as a training of a few steps; return what draws them."""
+    draw = peagle.cli.train.draw
+    monkeypatch.setattr("peagle.cli.train.draw", lambda *_: "none")
+    return draw
 
 
 def test_data_are_the_targets_own_answers(made: Path, pair: Pair) -> None:
@@ -183,9 +200,17 @@ def test_a_turn_is_asked_with_the_answers_before_it(
 
 @pytest.mark.parametrize("more", [(), ("--hidden", "--top", 4)])
 def test_from_data_to_a_drafter_that_runs(
-    directories: Directories, prompts: Path, made: Path, tmp_path: Path, run: Run, more: tuple[object, ...]
+    directories: Directories,
+    prompts: Path,
+    made: Path,
+    tmp_path: Path,
+    run: Run,
+    curves: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[object, ...],
 ) -> None:
     """With the target inside the step, and with all it says in the data."""
+    monkeypatch.setattr("peagle.cli.train.draw", curves)
     data, out = made, tmp_path / "run"
     if more:
         data = tmp_path / "data"
@@ -441,9 +466,9 @@ def test_hidden_states_are_those_that_the_drafter_reads(
 
 
 def test_hidden_states_and_a_training_are_of_one_target(
-    directories: Directories, made: Path, taught: Path, tmp_path: Path, run: Run
+    directories: Directories, made: Path, trained: Path, taught: Path, tmp_path: Path, run: Run
 ) -> None:
-    assert run(*train(directories, made, tmp_path / "begun"))[0] == 0
+    shutil.copytree(trained, tmp_path / "begun")
     other = tmp_path / "other"
     shutil.copytree(directories.target, other)
     weights = bytearray((other / "model.safetensors").read_bytes())
@@ -572,6 +597,11 @@ def test_minutes_plan_the_steps_of_a_new_training_and_are_a_deadline(
     assert "has all of its steps, 2; a larger --steps goes on with more" in capsys.readouterr().err
 
 
+def test_a_curve_may_have_one_point(tmp_path: Path, curves: Callable[..., str]) -> None:
+    step = {"step": 1, "loss": 3.0, "hits_by_depth": [0.5, 0.2]}
+    assert curves([step], tmp_path) == str(tmp_path / "curve.png")
+
+
 def test_a_deadline_begins_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("peagle.workflows.training.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -597,15 +627,19 @@ def test_evaluations_take_their_part_of_the_minutes() -> None:
 
 
 def test_resume_needs_nothing_else_and_takes_more(
-    directories: Directories, made: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    directories: Directories,
+    made: Path,
+    trained: Path,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, straight = tmp_path / "run", tmp_path / "straight"
+    out = tmp_path / "run"
     with monkeypatch.context() as patch:
         press_ctrl_c_at(patch, Batches, "at", 2)
         assert run(*train(directories, made, out))[0] == 130
     assert run("train", "--out", out, "--resume")[0] == 0
-    assert run(*train(directories, made, straight))[0] == 0
-    one, other = (load_file(each / "drafter" / "model.safetensors") for each in (out, straight))
+    one, other = (load_file(each / "drafter" / "model.safetensors") for each in (out, trained))
     assert one.keys() == other.keys()
     assert all(np.array_equal(one[name], other[name]) for name in one)
     assert run("train", "--out", out, "--resume", "--steps", 6)[0] == 0
@@ -637,14 +671,16 @@ def test_a_weak_drafter_is_a_warning_with_what_to_do() -> None:
 
 
 def test_export_takes_the_target_from_the_training(
-    directories: Directories, made: Path, tmp_path: Path, run: Run
+    directories: Directories, trained: Path, tmp_path: Path, run: Run
 ) -> None:
-    assert run(*train(directories, made, tmp_path / "run", "--drafter-window", 9))[0] == 0
+    shutil.copytree(trained, tmp_path / "run")
+    params, config = load_drafter(trained / "drafter")
+    save_drafter(tmp_path / "run" / "drafter", params, config.with_window(9))
     out = tmp_path / "theirs"
     assert run("export", tmp_path / "run" / "drafter", "--out", out, "--dialect", "speculators")[0] == 0
-    config = json.loads((out / "config.json").read_text())
-    assert config["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
-    assert config["transformer_layer_config"]["sliding_window"] == 9
+    written = json.loads((out / "config.json").read_text())
+    assert written["speculators_config"]["verifier"]["name_or_path"] == str(directories.target)
+    assert written["transformer_layer_config"]["sliding_window"] == 9
 
 
 def test_an_acceptance_that_nobody_knows_is_a_dash() -> None:

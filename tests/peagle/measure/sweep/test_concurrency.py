@@ -22,6 +22,7 @@ from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import differences
 from peagle.measure.sweep.concurrency import best_table, ratios, rows
 from peagle.measure.sweep.folder import RAW, RUN, Folder, key, open_run
+from peagle.measure.sweep.measure import SweepRun
 from peagle.measure.sweep.plan import Plan
 from peagle.result import Result, decode
 from peagle.text.tokenizer import Tokenizer
@@ -45,9 +46,11 @@ def finished(once: Path, tmp_path: Path) -> Folder:
     return open_run(Path(shutil.copytree(once, tmp_path / "run")))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
+    """Sweep without pictures and profiles."""
+    monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
+    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
 
 
 class Killed(BaseException):
@@ -97,6 +100,7 @@ def test_arms_with_as_many_slots_follow_one_another_and_take_turns(finished: Fol
     assert first == [0, 1, 1, 3]
 
 
+@pytest.mark.usefixtures("quickly")
 def test_so_many_requests_are_at_work_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[int, set[int]] = {}
     real = Engine._read_steps
@@ -213,6 +217,7 @@ def test_without_a_speed_there_is_no_picture() -> None:
     assert charts.concurrency({"plain decoding": [{"concurrency": 1, "tok_per_s": None}]}) is None
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_run_with_it_is_compared_with_one_without(
     monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
 ) -> None:
@@ -266,6 +271,7 @@ def test_the_best_k_is_that_of_the_greatest_median_and_none_where_plain_decoding
     )
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Folder, tmp_path: Path) -> None:
     """Resumed: nothing is decoded again."""
 
@@ -295,6 +301,7 @@ def test_a_finished_run_gives_a_table_that_its_drafter_is_read_with(finished: Fo
     assert (record["measured"]["repeats"], record["measured"]["requests"]) == (2, 8)
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_run_writes_its_table_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     swept(monkeypatch, tmp_path / "run", "--concurrency", "1", "-k", "2", "--write-widths", tmp_path / "table.json")
     drafts = json.loads((tmp_path / "table.json").read_text())["drafts"]
@@ -305,6 +312,7 @@ def test_a_run_writes_its_table_at_the_end(monkeypatch: pytest.MonkeyPatch, tmp_
 # cut off, failed, refused
 
 
+@pytest.mark.usefixtures("quickly")
 def test_a_run_that_is_cut_off_goes_on_with_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, finished: Folder, tmp_path: Path
 ) -> None:
@@ -337,6 +345,7 @@ def test_a_run_that_is_cut_off_goes_on_with_what_is_missing(
     assert {row["num_repeats"] for row in folder.record["by_concurrency"]} == {2}
 
 
+@pytest.mark.usefixtures("quickly")
 def test_an_arm_that_fails_at_many_at_once_need_not_cost_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

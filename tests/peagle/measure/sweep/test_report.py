@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import peagle.measure.sweep.measure
 from peagle.cli import main
 from peagle.cli.report import show
 from peagle.measure.pages import Table
@@ -26,6 +27,7 @@ from tests.peagle.measure.sweep.runs import swept
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
         return swept(patch, tmp_path_factory.mktemp("swept") / "run").path
 
 

@@ -23,6 +23,7 @@ from peagle.engine.engine import Engine
 from peagle.engine.request import Request
 from peagle.measure.sweep.figures import best, rows
 from peagle.measure.sweep.folder import ASKING, PROMPTS, RAW, RUN, Folder, key, open_run
+from peagle.measure.sweep.measure import SweepRun
 from peagle.measure.sweep.plan import Arm, Plan, Setting, short_names
 from peagle.ops.errors import InputError
 from peagle.result import Result, decode
@@ -45,9 +46,12 @@ def finished(once: Path, tmp_path: Path) -> Folder:
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweep without pictures, with one profiled conversation."""
+    """Sweep without pictures and profiles."""
     monkeypatch.setattr("peagle.measure.sweep.charts.can_draw", lambda: False)
-    monkeypatch.setattr(peagle.measure.sweep.measure, "PROFILED", 1)
+    monkeypatch.setattr(SweepRun, "profile", lambda *_: None)
+
+
+profiling = SweepRun.profile
 
 
 class Killed(BaseException):
@@ -150,6 +154,7 @@ def test_steps_of_some_conversations_are_looked_at_and_what_is_missing_is_looked
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One request of each conversation, by every arm, exactly once, even after a kill and a failure."""
+    monkeypatch.setattr(SweepRun, "profile", profiling)
     monkeypatch.setattr(peagle.measure.sweep.measure, "PROFILED", 2)
     seen: list[tuple[int, int]] = []
     real = peagle.measure.sweep.measure.profile
