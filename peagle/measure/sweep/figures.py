@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from peagle.measure.metrics import total
 from peagle.measure.sweep.folder import ITL_QUANTILES, Folder, Json, Sample, SweepRequest, arm_of
@@ -385,7 +385,7 @@ def _per_request(each: Pairing) -> dict[str, Any]:
         logs = np.log([plain.seconds_per_token / fast.seconds_per_token for fast, plain in each.timed])
         low = high = None
         if len(logs) > 2:
-            half = stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)) if logs.std() > 0 else 0.0
+            half = stdtrit(len(logs) - 1, 0.975) * logs.std(ddof=1) / np.sqrt(len(logs)) if logs.std() > 0 else 0.0
             low, high = (float(np.exp(logs.mean() + side * half)) for side in (-1, 1))
         speedup = Estimate(_speedup(each), low, high)
     return {
