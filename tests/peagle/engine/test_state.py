@@ -133,6 +133,7 @@ CUTTINGS: list[tuple[int, list[int]]] = [
     (64, [44, 1]),
 ]
 empty = jax.jit(empty_prefix, static_argnums=(2, 3))
+empty_state = jax.jit(init_state, static_argnums=(2, 3, 4))
 run_on_xla = jax.jit(extend)
 run_native = jax.jit(extend, compiler_options=AS_FOR_USERS)
 
@@ -254,7 +255,7 @@ def inserted(
     target: Target, drafter: Drafter | None, prefix: Prefix, first: int, slot: int, asked: Request = ASKED
 ) -> tuple[DecodeState, DecodeState]:
     """(before, after)."""
-    before = noisy(init_state(target, drafter, SLOTS, CAPACITY, NUM_DRAFTS))
+    before = noisy(empty_state(target, drafter, SLOTS, CAPACITY, NUM_DRAFTS))
     params = SlotParams.of(asked, asked.stop_token_ids or (), target.vocab_size)
     after = run_insert(before, prefix, jnp.asarray([first], jnp.int32), jnp.int32(slot), params)
     return before, after
