@@ -163,18 +163,28 @@ def one_after_the_other(
     restart: bool = False,
 ) -> tuple[list[jax.Array], list[KVCache]]:
     """Run passes in one compiled program; return results and caches. restart: all begin with the given cache."""
-
-    def run(given: list[tuple[jax.Array, ...]], cache: KVCache) -> tuple[list[jax.Array], list[KVCache]]:
-        outs, caches, logits = [], [cache], None if sinks is None else jnp.asarray(sinks)
-        for qkv, cos, sin, at in given:
-            before = caches[0 if restart else -1]
-            out, after = decode_attention(qkv, cos, sin, before, at, heads.queries, window, logits, implementation=form)
-            outs.append(out)
-            caches.append(after)
-        return outs, caches[1:]
-
     given = [(qkv, *angles(positions, heads, qkv.dtype.type), positions) for qkv, positions in passes]
-    return jax.jit(run)(jax.tree.map(jnp.asarray, given), cache)
+    operands = jax.tree.map(jnp.asarray, (given, sinks))
+    return _one_after_the_other(*operands, cache, heads.queries, window, form, restart)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))  # once for all instruction sets
+def _one_after_the_other(
+    given: list[tuple[jax.Array, ...]],
+    sinks: jax.Array | None,
+    cache: KVCache,
+    queries: int,
+    window: int | None,
+    form: Implementation,
+    restart: bool,
+) -> tuple[list[jax.Array], list[KVCache]]:
+    outs, caches = [], [cache]
+    for qkv, cos, sin, at in given:
+        before = caches[0 if restart else -1]
+        out, after = decode_attention(qkv, cos, sin, before, at, queries, window, sinks, implementation=form)
+        outs.append(out)
+        caches.append(after)
+    return outs, caches[1:]
 
 
 def random_passes(
