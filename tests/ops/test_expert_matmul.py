@@ -141,9 +141,12 @@ FORMS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize(
-    ("layout", "form"), [*((each, "api") for each in LAYOUTS), *(("packed", form) for form in list(FORMS)[1:])]
+    ("layout", "form", "rows"),
+    [
+        *((layout, "api", rows) for layout in LAYOUTS for rows in (1, 5)),
+        *(("packed", form, 5) for form in list(FORMS)[1:]),
+    ],
 )
 def test_parts_of_the_experts_sum_to_the_whole(layout: str, form: str, rows: int) -> None:
     weights = random_weights(5)
