@@ -243,7 +243,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(layout: str, dtype: type) -> No
     experts = half(experts) if dtype == jnp.bfloat16 else experts
     x, logits = rows_and_logits(ROWS, 14)
     logits[:, 2] += 2.0  # several blocks
-    rows = x.astype(dtype)
+    rows: np.ndarray = x.astype(dtype)
     whole = np.asarray(as_for_users(rows, logits, experts, K, LIMIT))
     rng = np.random.default_rng(15)
     for count in (4, 16, 17, ROWS):
