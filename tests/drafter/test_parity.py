@@ -25,7 +25,7 @@ from tests.drafter.cases import (
 
 @pytest.mark.parametrize(
     ("name", "num_drafts"),
-    [(ONE, 1), (ONE, 8), (TWO, 2), (FOUR, 7), (MASKS, 3), (MASKS, 6)],
+    [(ONE, 1), (ONE, 3), (ONE, 8), (TWO, 2), (TWO, 5), (FOUR, 3), (FOUR, 7), (MASKS, 3), (MASKS, 6)],
 )
 def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) -> None:
     """Two rows of different length; per step none, some and all of K drafts are accepted."""
@@ -56,7 +56,7 @@ def test_a_run_of_steps_gives_the_references_drafts(name: str, num_drafts: int) 
         nums = [count + 1 for count in step]
 
 
-@pytest.mark.parametrize(("name", "num_drafts"), [(EAGLE, 1), (EAGLE, 4), (EAGLE_NORMED, 3)])
+@pytest.mark.parametrize(("name", "num_drafts"), [(EAGLE, 1), (EAGLE, 4), (EAGLE_NORMED, 3), (EAGLE_NORMED, 6)])
 def test_a_run_of_passes_in_turn_gives_the_references_drafts(name: str, num_drafts: int) -> None:
     """The same for EAGLE-3, whose passes read the draft before; a third row is inactive from the second step on."""
     drafter = eagle3(name)

@@ -234,9 +234,8 @@ def test_inactive_rows_are_zero_and_change_no_others_bits(layout: str, dtype: ty
         assert not out[at < 0].any()
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"), [("packed", jnp.float32), ("packed", jnp.bfloat16), ("expanded", jnp.float32)]
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("layout", GROUPED)
 def test_a_rows_bits_do_not_depend_on_the_others(layout: str, dtype: type) -> None:
     """Neither on their number nor on their order, nor on the row's place in a block."""
     experts = GROUPED[layout](random_weights(13))
