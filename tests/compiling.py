@@ -9,8 +9,9 @@ from pathlib import Path
 COMPILED = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 MOST_BYTES = 1 << 30
 
-QUICKLY: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
-AS_FOR_USERS: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
+# each of the 32 parts into which LLVM gets a program costs as much as a small program
+QUICKLY: dict[str, int | bool] = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+AS_FOR_USERS: dict[str, int | bool] = {"xla_backend_optimization_level": 3, "xla_cpu_parallel_codegen_split_count": 32}
 
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # the newer line has but one way to compile fusions
     QUICKLY["xla_cpu_use_fusion_emitters"] = False

@@ -142,11 +142,22 @@ _C_LIBRARY = ctypes.CDLL(None)
 MOST_RESIDENT_BYTES = 2_500_000_000  # of a process of the suite; JAX keeps every compiled program
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Look for no garbage while modules are imported: nearly all they make stays, and looking took seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Leave what was collected, 800,000 objects that stay, out of every later garbage collection: it took half a
-    second each time."""
+    second each time. And collect more rarely, since tracing makes thousands of objects that stay, too."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20)
 
 
 @pytest.fixture(scope="module", autouse=True)

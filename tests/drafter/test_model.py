@@ -27,6 +27,7 @@ from tests.drafter.cases import (
 )
 
 K = 3
+lay_out = jax.jit(model.lay_out_rows, static_argnums=(3, 4))
 
 
 def step(peagle: PEagle, state, texts, firsts, nums):
@@ -38,7 +39,7 @@ def test_the_rows_are_those_of_the_golden_vector() -> None:
     """vLLM's test: two requests, rejected [1, 0], next tokens [100, 200], mask id -2, one flat batch there.
     Their padding row 5 has position 0 and no write; ours comes after all rows that count, so it is left out here."""
     fresh = jnp.asarray([[11, 12, 100, 13], [21, 22, 23, 200]])
-    rows = model.lay_out_rows(fresh, jnp.asarray([3, 4]), jnp.asarray([5, 10]), 3, -2)
+    rows = lay_out(fresh, jnp.asarray([3, 4]), jnp.asarray([5, 10]), 3, -2)
     real = np.arange(12) != 5
     assert rows.token_ids.reshape(-1)[real].tolist() == [11, 12, 100, -2, -2, 21, 22, 23, 200, -2, -2]
     assert rows.positions.reshape(-1)[real].tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
@@ -52,12 +53,12 @@ def test_the_rows_hold_everything_for_every_count(num_drafts: int) -> None:
     width = 2 * num_drafts
     for num in range(1, num_drafts + 2):
         fresh = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None] + 50
-        rows = model.lay_out_rows(fresh, jnp.asarray([num]), jnp.asarray([4]), num_drafts, 9)
+        rows = lay_out(fresh, jnp.asarray([num]), jnp.asarray([4]), num_drafts, 9)
         assert rows.token_ids[0].tolist() == [*range(50, 50 + num), *[9] * (width - num)]
         used = num + num_drafts - 1
         assert rows.positions[0].tolist() == [*range(4, 4 + used), *[-1] * (width - used)]
         assert rows.draft_rows[0].tolist() == list(range(num - 1, num + num_drafts - 1))
-    rows = model.lay_out_rows(fresh, jnp.asarray([1]), jnp.asarray([-1]), num_drafts, 9)
+    rows = lay_out(fresh, jnp.asarray([1]), jnp.asarray([-1]), num_drafts, 9)
     assert set(rows.positions[0].tolist()) == {-1}
 
 

@@ -40,10 +40,13 @@ KERNELS = [
     pytest.param("native", marks=pytest.mark.skipif(not native.available(), reason=native.status()[1])),
 ]
 propose_exactly = jax.jit(propose.__wrapped__, static_argnames="num_drafts", compiler_options=AS_FOR_USERS)
-absorb = jax.jit(
-    lambda drafter, state, ids, aux, positions: drafter.absorb(state, ids, aux, positions),
-    compiler_options=AS_FOR_USERS,
-)
+
+
+def _absorb(drafter: PEagle | Eagle3, state: Caches, ids: Any, aux: Any, positions: Any) -> Caches:
+    return drafter.absorb(state, ids, aux, positions)
+
+
+absorb, absorb_exactly = jax.jit(_absorb), jax.jit(_absorb, compiler_options=AS_FOR_USERS)
 
 
 def load(directory: Path, name: str, kernels: Any) -> PEagle | Eagle3:
@@ -56,7 +59,7 @@ def texts_of(config: DrafterConfig) -> list[Text]:
     return [random_text(config, seed) for seed in (1, 2)]
 
 
-def prompted(drafter: PEagle | Eagle3, state: Caches, chunk: int) -> Caches:
+def prompted(drafter: PEagle | Eagle3, state: Caches, chunk: int, exactly: bool) -> Caches:
     """The state after all that is known of both prompts, chunk by chunk; padding stands behind the rows."""
     texts = texts_of(drafter.config)
     for begin in range(0, max(LENGTHS) - 1, chunk):
@@ -64,16 +67,16 @@ def prompted(drafter: PEagle | Eagle3, state: Caches, chunk: int) -> Caches:
         positions = np.stack([np.where(place < length - 1, place, -1) for length in LENGTHS]).astype(np.int32)
         ids = np.stack([text.token_ids[place + 1] for text in texts])
         aux = np.stack([text.aux_hidden[place] for text in texts])
-        state = absorb(drafter, state, ids, aux, positions)
+        state = (absorb_exactly if exactly else absorb)(drafter, state, ids, aux, positions)
     return state
 
 
-def steps(drafter: PEagle | Eagle3, state: Caches) -> list[tuple[list[int], DraftOutput]]:
+def steps(drafter: PEagle | Eagle3, state: Caches, exactly: bool) -> list[tuple[list[int], DraftOutput]]:
     """(rows with a true hidden of each text, drafts) of every step."""
     firsts, nums, found = [n - 1 for n in LENGTHS], [1, 1], []
     for accepted in ACCEPTED:
         fresh = stack_fresh(texts_of(drafter.config), firsts, nums, K)
-        draft, state = propose_exactly(drafter, state, fresh, num_drafts=K)
+        draft, state = (propose_exactly if exactly else propose)(drafter, state, fresh, num_drafts=K)
         firsts = [first + num for first, num in zip(firsts, nums, strict=True)]
         found.append((firsts, draft))
         nums = [count + 1 for count in accepted]
@@ -94,7 +97,7 @@ def test_a_drafter_with_a_window_gives_the_references_drafts_round_its_ring(
         RING if window else CAPACITY + 2 * K for window in config.windows or ()
     ]
     moved = 0.0
-    for known, draft in steps(drafter, prompted(drafter, state, 2 * K)):
+    for known, draft in steps(drafter, prompted(drafter, state, 2 * K, False), False):
         for row, text in enumerate(texts_of(config)):
             told = (text.token_ids[: known[row] + 1].tolist(), text.aux_hidden[: known[row]])
             expected = reference.draft_logits(tensors, config, *told, K)
@@ -126,7 +129,7 @@ def test_rings_and_chunks_of_any_size_give_the_bits_of_full_caches(tmp_path: Pat
         assert any(cache.ring for cache in state) is way.ring
         found = [
             np.asarray(part)
-            for _, draft in steps(drafter, prompted(drafter, state, way.chunk))
+            for _, draft in steps(drafter, prompted(drafter, state, way.chunk, True), True)
             for part in values(draft)
         ]
         kept = found if kept is None else kept

@@ -136,7 +136,7 @@ def write_tokenizer(directory: Path, specials: Sequence[str] = SPECIALS, templat
 
 def write_target(directory: Path, config: TargetConfig = TARGET, stops: tuple[int, ...] = (STOP,)) -> None:
     """Random weights, MXFP4 experts, with logits so far apart that float32 rounding flips no argmax."""
-    params = init_target(config, jax.random.key(0))
+    params = jax.jit(init_target, static_argnums=0)(config, jax.random.key(0))
     params = dataclasses.replace(params, embedding=params.embedding * 50, lm_head=params.lm_head * 4)
     save_target(directory, params, config, dtype=ml_dtypes.bfloat16, mxfp4=True, stop_token_ids=stops)
 

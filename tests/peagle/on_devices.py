@@ -238,7 +238,8 @@ def run(
 
 @pytest.mark.parametrize("shape", [TP4, BOTH], ids=str)
 def test_the_engine_emits_the_same_with_the_same_acceptance(root: Path, shape: MeshShape) -> None:
-    """With a real drafter, whose head is cut, too, and requests that enter and leave slots; one is sampled."""
+    """With a real drafter, whose head is cut, too, and requests that enter and leave slots; one is sampled. Plain
+    decoding over TP4 alone is test_a_prefix_is_found_again's, too."""
     drafter = PEagle(random_params(DRAFTER), DRAFTER)
     target = over(root, shape, "packed", FAST)
     expected = run(whole(root, "packed", FAST), drafter)

@@ -1,6 +1,7 @@
 """Tiny targets and scripted drafters for the engine's tests."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,12 +38,13 @@ CONFIG = TargetConfig(
 )
 
 
+@functools.cache
 def tiny_target(seed: int = 0, aux_layer_ids: tuple[int, ...] = ()) -> GptOss:
     """Make a random GPT-OSS of non-zero parameters, biases and sinks included, with an output that does not loop."""
-    params = init_params(CONFIG, jax.random.key(seed))
+    params = jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(seed))
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(seed)
-    leaves = [leaf + jnp.asarray(rng.normal(0, 0.3, leaf.shape), leaf.dtype) for leaf in leaves]
+    leaves = [jnp.asarray(leaf + rng.normal(0, 0.3, leaf.shape).astype(leaf.dtype)) for leaf in map(np.asarray, leaves)]
     return GptOss(jax.tree.unflatten(tree, leaves), CONFIG, aux_layer_ids)
 
 

@@ -41,6 +41,8 @@ CONFIG = DrafterConfig(
 SMALL = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1, mlp_width=12)
 T = 24
 loss_of_chains = jax.jit(loss.chain_loss, static_argnames=("config", "loss", "counts", "part"))
+run_chains = jax.jit(forward_chains, static_argnames=("config", "counts"))
+head = jax.jit(model._logits, static_argnums=1)
 QUICKLY: Any = {"xla_backend_optimization_level": 0}  # for programs that run once
 
 
@@ -119,23 +121,22 @@ def test_the_chains_pass_equals_the_uncached_pass_under_the_group_causal_mask(
     anchors, _ = chains(data, cod, counts)
     device = on_device(data)
     context = [device[name] for name in ("token_ids", "aux_hidden", "segment_ids", "positions")]
-    run = jax.jit(forward_chains, static_argnames=("config", "counts"))
-    x = run(params, config, *context, jnp.asarray(anchors), counts)
-    anchor, depth = rows_of(jnp.asarray(anchors), counts, T)
-    take = lambda values: jnp.take_along_axis(jnp.asarray(values), anchor, axis=1)  # noqa: E731
+    x = run_chains(params, config, *context, jnp.asarray(anchors), counts)
+    anchor, depth = map(np.asarray, rows_of(jnp.asarray(anchors), counts, T))
+    take = lambda values: np.take_along_axis(values, anchor, axis=1)  # noqa: E731
     starts = take(np.arange(T, dtype=np.int32)[None] - data["positions"])
     expected = jax.jit(model.forward, static_argnames="config")(
         params,
         config,
         take(data["token_ids"]),
-        jnp.take_along_axis(jnp.asarray(data["aux_hidden"]), anchor[:, :, None], axis=1),
+        np.take_along_axis(data["aux_hidden"], anchor[:, :, None], axis=1),
         anchor - starts,
         depth,
         segment_ids=take(data["segment_ids"]),
     )
     real = take(data["segment_ids"]) > 0
-    difference = jnp.where(real[:, :, None], jnp.abs(model._logits(params, config, x) - expected), 0.0)
-    assert float(difference.max()) < 2e-5
+    difference = np.where(real[:, :, None], np.abs(np.asarray(head(params, config, x)) - np.asarray(expected)), 0.0)
+    assert difference.max() < 2e-5
 
 
 def test_cod_keeps_whole_chains_inside_the_trained_region() -> None:
@@ -172,11 +173,10 @@ def test_the_loss_counts_each_kept_row_once_and_reads_the_targets_row_before_its
     run = jax.jit(lambda: sums(params, data, "half", anchors=on_anchors, reach=jnp.asarray(reach), counts=counts))
     found = run()
     # brute force, row by row, through the uncached pass
-    shifted = jnp.pad(device["token_ids"][:, 1:], ((0, 0), (0, 1)))
+    shifted = np.pad(data["token_ids"][:, 1:], ((0, 0), (0, 1)))
     others = (device[name] for name in ("aux_hidden", "segment_ids", "positions"))
-    run = jax.jit(forward_chains, static_argnames=("config", "counts"))
-    x = run(params, CONFIG, shifted, *others, on_anchors, counts)
-    log_probs = np.asarray(jax.nn.log_softmax(model._logits(params, CONFIG, x), axis=-1))
+    x = run_chains(params, CONFIG, shifted, *others, on_anchors, counts)
+    log_probs = np.asarray(jax.jit(jax.nn.log_softmax)(head(params, CONFIG, x)))
     anchor, depth = map(np.asarray, rows_of(jnp.asarray(anchors), counts, T))
     total, count = 0.0, np.zeros(cod.depth)
     for b in range(2):
@@ -208,21 +208,18 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
     config = dataclasses.replace(SMALL, num_mask_hiddens=mask_hiddens, windows=windows)
     small = jax.jit(init_params, static_argnums=0)(config, jax.random.key(2))
     data, depth = sequence(5), 5
-    device = on_device(data)
     anchor = 9  # in the second row, which is one document
-    tokens, aux = device["token_ids"][1:], device["aux_hidden"][1:]
-    shifted = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    tokens, aux = data["token_ids"][1:], data["aux_hidden"][1:]
+    shifted = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     counts = (1,) * (depth - 1)
-    rest = (device["segment_ids"][1:], device["positions"][1:])
-    run = jax.jit(forward_chains, static_argnames=("config", "counts"))
-    x = run(small, config, shifted, aux, *rest, jnp.full((1, 1), anchor, jnp.int32), counts)
-    trained = model._logits(small, config, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])]
+    rest = (data["segment_ids"][1:], data["positions"][1:])
+    x = run_chains(small, config, shifted, aux, *rest, np.full((1, 1), anchor, np.int32), counts)
+    trained = np.asarray(head(small, config, x))[0, [anchor, *range(T, T + depth - 1)]]
     caches = model.init_caches(config, 1, 40, T, jnp.float32)
     caches = run_absorb(small, config, shifted, aux, rows_before(anchor), caches)
-    one = jnp.full((1,), anchor, jnp.int32)
-    fresh = DrafterInput(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
+    fresh = drafter_input(shifted, aux, anchor)
     drafted, _ = jax.jit(model.propose, static_argnames=("config", "num_drafts"))(
-        small, config, fresh, jnp.full((1,), depth, jnp.int32), caches, depth
+        small, config, fresh, np.full((1,), depth, np.int32), caches, depth
     )
     np.testing.assert_allclose(trained, drafted[0], atol=2e-5)
 
@@ -230,10 +227,23 @@ def test_drafting_with_caches_and_training_with_chains_give_the_same_logits_at_e
 run_absorb = jax.jit(model.absorb, static_argnames="config")
 
 
-def rows_before(anchor: int) -> jax.Array:
+def rows_before(anchor: int) -> np.ndarray:
     """Return the positions of T rows; rows from the anchor on are inactive."""
-    places = jnp.arange(T, dtype=jnp.int32)[None, :]
-    return jnp.where(places < anchor, places, -1)
+    places = np.arange(T, dtype=np.int32)[None, :]
+    return np.where(places < anchor, places, np.int32(-1))
+
+
+def drafter_input(shifted: np.ndarray, aux: np.ndarray, anchor: int) -> DrafterInput:
+    """Make the input of a step at the anchor."""
+    at = slice(anchor, anchor + 1)
+    given = (shifted[:, at], aux[:, at], np.ones((1,), np.int32), np.full((1,), anchor, np.int32))
+    return DrafterInput(*map(jnp.asarray, given))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    found: np.ndarray = weights / weights.sum(axis=-1, keepdims=True)
+    return found
 
 
 @pytest.mark.parametrize("norm_output", [False, True])
@@ -244,13 +254,12 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
     windows = (5,) if norm_output else None
     config = dataclasses.replace(SMALL, num_layers=1, mask_token_id=None, norm_output=norm_output, windows=windows)
     params = jax.jit(init_params, static_argnums=0)(config, jax.random.key(3))
-    device, depth, anchor = on_device(sequence(5)), 4, 9
-    tokens, aux = device["token_ids"][1:], device["aux_hidden"][1:]
-    shifted = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
-    one = jnp.full((1,), anchor, jnp.int32)
+    data, depth, anchor = sequence(5), 4, 9
+    tokens, aux = data["token_ids"][1:], data["aux_hidden"][1:]
+    shifted = np.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     caches = model.init_caches(config, 1, 40, T, jnp.float32)
     caches = run_absorb(params, config, shifted, aux, rows_before(anchor), caches)
-    fresh = DrafterInput(shifted[:, anchor : anchor + 1], aux[:, anchor : anchor + 1], jnp.ones((1,), jnp.int32), one)
+    fresh = drafter_input(shifted, aux, anchor)
     given, logits_of = jnp.full((1,), depth, jnp.int32), model._logits
 
     @jax.jit
@@ -267,14 +276,14 @@ def test_drafting_in_turn_and_training_in_turn_agree_on_tokens_and_logits(
             drafts, _ = model.propose_in_turn(params, config, fresh, given, caches, depth)
         return drafts, jnp.concatenate(seen, axis=1)
 
-    drafts, logits = draft(caches)
-    said = shifted.at[:, anchor + 1 : anchor + depth].set(drafts[:, :-1])
-    rest = (device["segment_ids"][1:], device["positions"][1:])
-    run = jax.jit(forward_chains, static_argnames=("config", "counts"))
-    x = run(params, config, said, aux, *rest, one[None], (1,) * (depth - 1))
-    trained = jax.nn.softmax(model._logits(params, config, x)[0, jnp.asarray([anchor, *range(T, T + depth - 1)])])
+    drafts, logits = map(np.asarray, draft(caches))
+    said = shifted.copy()
+    said[:, anchor + 1 : anchor + depth] = drafts[:, :-1]
+    rest = (data["segment_ids"][1:], data["positions"][1:])
+    x = run_chains(params, config, said, aux, *rest, np.full((1, 1), anchor, np.int32), (1,) * (depth - 1))
+    trained = softmax(np.asarray(head(params, config, x))[0, [anchor, *range(T, T + depth - 1)]])
     assert np.argmax(trained, axis=-1).tolist() == drafts[0].tolist()
-    np.testing.assert_allclose(trained, jax.nn.softmax(logits[0]), atol=2e-6)
+    np.testing.assert_allclose(trained, softmax(logits[0]), atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +323,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(
     for module, name, value in ((forward, "LONG", 1), (forward, "LONG_BLOCK", 7), (loss, "CHUNK_BYTES", 4 * 31 * 10)):
         monkeypatch.setattr(module, name, value)
     found = [gradient(small, part) for part in range(len(starts))]
-    total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), found)
+    total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), jax.tree.map(np.asarray, found))
     kept = [
         {(a, d) for a, r in zip(*row, strict=True) for d in range(1, r + 1)} for row in zip(anchors, reach, strict=True)
     ]
@@ -324,7 +333,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(
     ]
     assert kept == cut
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(total), strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(one))) + 1e-7)
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * float(np.abs(one).max()) + 1e-7)
 
 
 @flax.struct.dataclass
@@ -365,7 +374,7 @@ def test_with_windows_gradients_of_stretches_add_up_to_those_of_whole_rows(small
     np.testing.assert_array_equal(of_parts.rows, whole.rows)
     np.testing.assert_allclose(of_parts.loss, whole.loss, rtol=1e-6)
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(total), strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(one))) + 1e-7)
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * float(np.abs(one).max()) + 1e-7)
 
 
 def test_a_part_has_room_for_its_share_and_cuts_the_deepest_excess() -> None:

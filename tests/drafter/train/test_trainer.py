@@ -77,7 +77,7 @@ def trainer(out: Path, recipe: Recipe = RECIPE, rows: int = 2, **options: Any) -
 
 
 def initial() -> DrafterParams:
-    return init_params(CONFIG, jax.random.key(0))
+    return jax.jit(init_params, static_argnums=0)(CONFIG, jax.random.key(0))
 
 
 def same(one: DrafterParams, other: DrafterParams) -> bool:

@@ -27,7 +27,7 @@ def random_case(
     rng, batch = np.random.default_rng(seed), len(lengths)
 
     def drawn(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+        return jnp.asarray(rng.standard_normal(shape, np.float32).astype(jnp.bfloat16))
 
     positions = [[-1] * width if length < 0 else [length + t for t in range(width)] for length in lengths]
     return (
@@ -41,7 +41,9 @@ def random_case(
 
 
 def in_float32(case: Case) -> Case:
-    return jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else leaf.astype(jnp.float32), case)  # type: ignore[no-any-return]
+    return jax.tree.map(
+        lambda leaf: leaf if leaf.dtype == jnp.int32 else jnp.asarray(np.asarray(leaf, np.float32)), case
+    )  # type: ignore[no-any-return]
 
 
 kernels = jax.jit(op.decode_attention, static_argnames="window")

@@ -122,7 +122,7 @@ class Memory:
 
 def empty_cache(heads: Heads, capacity: int, ring: bool, dtype: type, fill: float = np.nan) -> KVCache:
     """Make a cache full of NaN, so that a read of an unwritten slot shows."""
-    values = jnp.full((BATCH, capacity, heads.kv, heads.dim), fill, dtype)
+    values = jnp.asarray(np.full((BATCH, capacity, heads.kv, heads.dim), fill, dtype))
     return KVCache(values, values, ring)
 
 
@@ -163,18 +163,28 @@ def one_after_the_other(
     restart: bool = False,
 ) -> tuple[list[jax.Array], list[KVCache]]:
     """Run passes in one compiled program; return results and caches. restart: all begin with the given cache."""
-
-    def run(given: list[tuple[jax.Array, ...]], cache: KVCache) -> tuple[list[jax.Array], list[KVCache]]:
-        outs, caches, logits = [], [cache], None if sinks is None else jnp.asarray(sinks)
-        for qkv, cos, sin, at in given:
-            before = caches[0 if restart else -1]
-            out, after = decode_attention(qkv, cos, sin, before, at, heads.queries, window, logits, implementation=form)
-            outs.append(out)
-            caches.append(after)
-        return outs, caches[1:]
-
     given = [(qkv, *angles(positions, heads, qkv.dtype.type), positions) for qkv, positions in passes]
-    return jax.jit(run)(jax.tree.map(jnp.asarray, given), cache)
+    operands = jax.tree.map(jnp.asarray, (given, sinks))
+    return _one_after_the_other(*operands, cache, heads.queries, window, form, restart)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))  # once for all instruction sets
+def _one_after_the_other(
+    given: list[tuple[jax.Array, ...]],
+    sinks: jax.Array | None,
+    cache: KVCache,
+    queries: int,
+    window: int | None,
+    form: Implementation,
+    restart: bool,
+) -> tuple[list[jax.Array], list[KVCache]]:
+    outs, caches = [], [cache]
+    for qkv, cos, sin, at in given:
+        before = caches[0 if restart else -1]
+        out, after = decode_attention(qkv, cos, sin, before, at, queries, window, sinks, implementation=form)
+        outs.append(out)
+        caches.append(after)
+    return outs, caches[1:]
 
 
 def random_passes(
@@ -266,7 +276,7 @@ def test_rows_of_negative_position_write_nothing(kind: str, dtype: type) -> None
     heads, rng = HEADS[1], np.random.default_rng(2)
     capacity, ring, window = CACHES[kind]
     shape = (BATCH, capacity, heads.kv, heads.dim)
-    cache = KVCache(*(jnp.asarray(part, dtype) for part in rng.standard_normal((2, *shape))), ring)
+    cache = KVCache(*(jnp.asarray(part.astype(dtype)) for part in rng.standard_normal((2, *shape))), ring)
     for positions in (steps(-1, -1, -1, rows=4), np.array([[-1, -1], [0, 1], [-1, 0]], np.int32)):
         out, after = decode(random_projections(rng, heads, positions.shape[1], dtype), cache, positions, heads, window)
         assert np.isfinite(np.asarray(out, np.float32)).all()
@@ -653,14 +663,14 @@ def test_a_long_sequence_that_threads_share_has_the_bits_it_has_among_others(
 ) -> None:
     rng, capacity, batch = np.random.default_rng(16), 320 if window is None else 290, 8
     shape = (batch, capacity, heads.kv, heads.dim)
-    held = [jnp.asarray(part, dtype) for part in rng.standard_normal((2, *shape))]
+    held = [part.astype(dtype) for part in rng.standard_normal((2, *shape))]
     sinks = random_sinks(rng, heads)
     for rows in ([305], [300, 301, -1, 302, 303]):
         none, first = [-1] * len(rows), [40, *[-1] * (len(rows) - 1)]
         positions = np.array([rows, none, none, *[first] * 5], np.int32)
         qkv = random_projections(rng, heads, len(rows), dtype, batch)
-        among, _ = decode(qkv, KVCache(*held, window is not None), positions, heads, window, sinks)
-        own = KVCache(*(part[:1] for part in held), window is not None)
+        among, _ = decode(qkv, KVCache(*map(jnp.asarray, held), window is not None), positions, heads, window, sinks)
+        own = KVCache(*(jnp.asarray(part[:1]) for part in held), window is not None)
         alone, _ = decode(qkv[:1], own, positions[:1], heads, window, sinks)
         assert_same_bits(np.asarray(among)[:1], np.asarray(alone))
         expected, _ = decode(qkv[:1], own, positions[:1], heads, window, sinks, form="xla")

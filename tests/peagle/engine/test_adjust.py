@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -24,6 +23,8 @@ from target.model import forward
 from tests.peagle.toys import CONFIG, tiny_target
 
 V, CAPACITY, NEW, K = CONFIG.vocab_size, 96, 40, 3
+run_adjust, emitted_after = jax.jit(adjust), jax.jit(Adjustments.emitted)
+run_forward = jax.jit(forward, static_argnames="config")
 PROMPTS = [tuple(np.random.default_rng(s).integers(0, V, n).tolist()) for s, n in enumerate((5, 19, 9))]
 HARD = SamplingParams(
     presence_penalty=0.7,
@@ -77,9 +78,8 @@ def test_each_row_follows_its_drafts() -> None:
     prompt, emitted, drafts = (5, 7, 7), [7, 2, 30], [2, 2, 11]
     logits = rng.normal(0, 3, (1, 4, V)).astype(np.float32)
     row = Adjustments.of(Request(prompt, 50, HARD), V)
-    row = jax.tree.map(jnp.asarray, row).emitted(jnp.asarray([[*emitted, 0]]), jnp.asarray([[True] * 3 + [False]]))
-    stops = jnp.asarray([[*STOPS, -2]])
-    found = adjust(jnp.asarray(logits), jnp.asarray([drafts]), row, stops)
+    row = emitted_after(row, np.asarray([[*emitted, 0]], np.int32), np.asarray([[True] * 3 + [False]]))
+    found = run_adjust(logits, np.asarray([drafts], np.int32), row, np.asarray([[*STOPS, -2]], np.int32))
     for place in range(4):
         expected = by_definition(logits[0, place], prompt, emitted + drafts[:place], HARD, STOPS)
         np.testing.assert_allclose(found[0, place], expected, rtol=1e-5, atol=1e-5)
@@ -88,8 +88,8 @@ def test_each_row_follows_its_drafts() -> None:
 def test_a_row_that_asks_for_nothing_keeps_its_bits() -> None:
     logits = np.random.default_rng(0).normal(0, 3, (2, 4, V)).astype(np.float32)
     logits[1, 2, 5], logits[0, 1, 4] = np.nan, -np.inf
-    rows = Adjustments.none(2, V).emitted(jnp.asarray([[3, 4], [5, 6]]), jnp.ones((2, 2), bool))
-    found = adjust(jnp.asarray(logits), jnp.asarray([[1, 2, 3]] * 2), rows, jnp.asarray([[1], [2]]))
+    rows = emitted_after(Adjustments.none(2, V), np.asarray([[3, 4], [5, 6]], np.int32), np.ones((2, 2), bool))
+    found = run_adjust(logits, np.asarray([[1, 2, 3]] * 2, np.int32), rows, np.asarray([[1], [2]], np.int32))
     np.testing.assert_array_equal(np.asarray(found).view(np.int32), logits.view(np.int32))
 
 
@@ -97,20 +97,21 @@ def test_what_is_masked_never_comes_and_the_rest_keeps_its_bits() -> None:
     rng = np.random.default_rng(0)
     logits, may = rng.normal(0, 3, (2, 4, V)).astype(np.float32), rng.random((2, 4, V)) < 0.5
     none = Adjustments.none(2, V)
-    found = adjust(jnp.asarray(logits), jnp.zeros((2, 3), jnp.int32), none, jnp.full((2, 1), -2), packed(may))
+    found = run_adjust(logits, np.zeros((2, 3), np.int32), none, np.full((2, 1), -2, np.int32), packed(may))
     np.testing.assert_array_equal(found, np.where(may, logits, -np.inf))
 
 
-def packed(may: np.ndarray) -> jax.Array:
+def packed(may: np.ndarray) -> np.ndarray:
     """Bits, lowest first, of [..., V] booleans."""
     bits = np.packbits(np.pad(may, [*((0, 0),) * (may.ndim - 1), (0, -V % MASK_BITS)]), axis=-1, bitorder="little")
-    return jnp.asarray(bits.view("<u4"))
+    return bits.view("<u4")
 
 
 def test_greedy_decoding_is_that_of_the_definition(target: Any) -> None:
     (tokens,), _ = decode(engine_of(target, 0), [Request(PROMPTS[0], NEW, HARD, STOPS)])
-    whole = jnp.asarray([[*PROMPTS[0], *tokens]])
-    logits = np.asarray(forward(target.params, CONFIG, whole, jnp.arange(whole.shape[1])[None])[0][0])
+    whole = np.asarray([[*PROMPTS[0], *tokens]], np.int32)
+    places = np.arange(whole.shape[1], dtype=np.int32)[None]
+    logits = np.asarray(run_forward(target.params, CONFIG, whole, places)[0][0])
     for place, token in enumerate(tokens):
         row = logits[len(PROMPTS[0]) - 1 + place]
         expected = by_definition(row, PROMPTS[0], tokens[:place], HARD, STOPS)

@@ -166,7 +166,8 @@ def test_min_tokens_give_way_where_the_text_must_end() -> None:
     masks = np.zeros((1, 2, V // 32 + 1), np.uint32)
     masks[0, 0, 0], masks[0, 1, 0] = 1 << STOP, (1 << STOP) | (1 << 5)
     row = jax.tree.map(jnp.asarray, Adjustments.of(Request((2,), 9, SamplingParams(min_tokens=9)), V))
-    found = adjust(jnp.zeros((1, 2, V)), jnp.zeros((1, 1), jnp.int32), row, jnp.asarray([[STOP]]), jnp.asarray(masks))
+    run_adjust, stops = jax.jit(adjust), np.asarray([[STOP]], np.int32)
+    found = run_adjust(np.zeros((1, 2, V), np.float32), np.zeros((1, 1), np.int32), row, stops, masks)
     assert np.flatnonzero(np.asarray(found[0, 0]) == 0).tolist() == [STOP]
     assert np.flatnonzero(np.asarray(found[0, 1]) == 0).tolist() == [5]
 
@@ -248,8 +249,7 @@ def test_an_answer_is_a_text_of_the_grammar_and_that_of_constrained_plain_decodi
     assert accepted > 20
 
 
-@pytest.mark.parametrize("together", [1, 5])
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize(("k", "together"), [(0, 1), (3, 5)])
 def test_neighbours_get_what_they_get_alone(
     target: MarkovTarget, vocabulary: Vocabulary, k: int, together: int
 ) -> None:

@@ -88,7 +88,7 @@ class EvenlyPaced(Engine):
         self._prefix_cache = PrefixCache(self.config.prefix_cache_bytes, *self._programs.part_bytes())
 
 
-@pytest.mark.parametrize(("together", "count"), [(1, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("together", "count"), [(1, 1), (5, 1), (1, 2)])
 def test_any_interleaving_gives_each_request_what_it_gets_alone(alone: Alone, together: int, count: int) -> None:
     """In one engine, and in two behind one queue."""
     happened = interleave([tiny_target() for _ in range(count)], alone, 24 if count == 1 else 8, together)

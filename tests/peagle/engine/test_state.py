@@ -31,6 +31,7 @@ from tests.peagle.toys import CONFIG as TARGET
 from tests.peagle.toys import WINDOW, drafter_config, tiny_target
 
 G, H, ROWS, ROW = 2, 3, 3, 1
+held_by = jax.jit(slot_positions)
 
 # copy_positions
 
@@ -43,7 +44,12 @@ def of_positions(positions: np.ndarray) -> np.ndarray:
 
 def lane(capacity: int, ring: bool, length: int) -> KVCache:
     """Make one sequence's cache of positions 0..length-1, as far as they fit, and NaN elsewhere."""
-    held = np.asarray(slot_positions(KVCache(*[jnp.zeros((1, capacity, G, H))] * 2, ring), jnp.asarray([length - 1])))
+    held = np.asarray(
+        held_by(
+            KVCache(*[jnp.asarray(np.zeros((1, capacity, G, H), np.float32))] * 2, ring),
+            np.asarray([length - 1], np.int32),
+        )
+    )
     written = (held >= 0) & (held < length)
     keys = np.where(written[..., None, None], of_positions(held), np.nan).astype(np.float32)
     return KVCache(jnp.asarray(keys), jnp.asarray(-keys), ring)
@@ -61,7 +67,7 @@ copy = jax.jit(copy_positions, static_argnames="block")
 
 def assert_copied(into: KVCache, source: KVCache, after: KVCache, length: int) -> np.ndarray:
     """Check that the row holds both ranges of positions and other rows are unchanged; return the row's changes."""
-    held = np.asarray(slot_positions(after, jnp.asarray([length - 1])))[0]
+    held = np.asarray(held_by(after, np.asarray([length - 1], np.int32)))[0]
     reach = min(length, into.capacity, source.capacity)  # the last so many are in both, if one of them is a ring
     wanted = (held >= 0) & (held < length) & (held >= (length - reach if into.ring or source.ring else 0))
     assert wanted.sum() == reach
@@ -133,6 +139,7 @@ CUTTINGS: list[tuple[int, list[int]]] = [
     (64, [44, 1]),
 ]
 empty = jax.jit(empty_prefix, static_argnums=(2, 3))
+empty_state = jax.jit(init_state, static_argnums=(2, 3, 4))
 run_on_xla = jax.jit(extend)
 run_native = jax.jit(extend, compiler_options=AS_FOR_USERS)
 
@@ -171,7 +178,7 @@ def valid(caches: Sequence[KVCache], length: int) -> list[np.ndarray]:
     """Keys and values of the positions below length that a later query may see, in order."""
     found = []
     for cache in caches:
-        held = np.asarray(slot_positions(cache, jnp.asarray([length - 1])))[0]
+        held = np.asarray(held_by(cache, np.asarray([length - 1], np.int32)))[0]
         oldest = max(0, length - WINDOW + 1) if cache.ring else 0
         slots = np.array([np.flatnonzero(held == position)[0] for position in range(oldest, length)], int)
         found += [np.asarray(part)[0, slots] for part in (cache.key, cache.value)]
@@ -254,7 +261,7 @@ def inserted(
     target: Target, drafter: Drafter | None, prefix: Prefix, first: int, slot: int, asked: Request = ASKED
 ) -> tuple[DecodeState, DecodeState]:
     """(before, after)."""
-    before = noisy(init_state(target, drafter, SLOTS, CAPACITY, NUM_DRAFTS))
+    before = noisy(empty_state(target, drafter, SLOTS, CAPACITY, NUM_DRAFTS))
     params = SlotParams.of(asked, asked.stop_token_ids or (), target.vocab_size)
     after = run_insert(before, prefix, jnp.asarray([first], jnp.int32), jnp.int32(slot), params)
     return before, after
