@@ -251,7 +251,7 @@ class Passes:
     xla: bool = False  # by XLA's own code
 
     def __str__(self) -> str:
-        return f"{self.batch} after {self.context}{', XLA' if self.xla else ''}"
+        return f"{self.batch} after {self.context}{' by XLA' if self.xla else ''}"
 
 
 ALONE = (

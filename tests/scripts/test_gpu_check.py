@@ -96,7 +96,7 @@ def test_a_section_that_there_is_not_is_told_in_a_line(
     error = capsys.readouterr().err
     assert "--only speed names no section; they are kernels, bandwidth, parity" in error
     assert "conformance, peers, tiny: sizes, tiny: speculation, tiny: 1 after 512, tiny: 1 after 8192, " in error
-    assert error.endswith("tiny: 1 after 512, XLA, tiny: operations\n")
+    assert error.endswith("tiny: 1 after 512 by XLA, tiny: operations\n")
     assert not (tmp_path / "run").exists()
 
 
