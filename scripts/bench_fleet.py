@@ -30,6 +30,7 @@ from peagle.loading import load
 from peagle.measure.fleet import HOPS, Arrangement, Arrival, Costs, Lengths, Served, poisson, read_costs, simulate
 from peagle.measure.pages import Block, Table, heading
 from peagle.measure.sweep.figures import estimate_median
+from peagle.measure.sweep.page import estimate_text
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
 from scripts.fleet_processes import SocketReplicas, started
@@ -45,6 +46,8 @@ from scripts.runs import (
     origin,
     prompt_config,
     prompted,
+    spread,
+    spread_text,
     where,
     write_run,
 )
@@ -280,8 +283,8 @@ def summed(raw: Sequence[Json]) -> list[Json]:
                 real = [line[name] for line in lines if line["round"] != "simulated"]
                 (simulated,) = (line[name] for line in lines if line["round"] == "simulated")
                 found.append({
-                    "trace": trace, "fleet": fleet, "figure": name, "real": statistics.median(real), "least": min(real),
-                    "most": max(real), "simulated": simulated, "ratio": simulated / statistics.median(real),
+                    "trace": trace, "fleet": fleet, "figure": name, "real": spread(real), "simulated": simulated,
+                    "ratio": simulated / statistics.median(real),
                 })  # fmt: skip
     return found
 
@@ -290,17 +293,17 @@ def page(record: Json) -> list[Block]:
     """Lay out README.md of the run."""
     config, found, source = record["config"], record["figures"], record["provenance"]
     rows = [
-        (each["trace"], each["fleet"], each["figure"], f"{each['real']:.1f} ({each['least']:.1f}..{each['most']:.1f})",
+        (each["trace"], each["fleet"], each["figure"], spread_text(each["real"], ".1f"),
          f"{each['simulated']:.1f}", f"{each['ratio']:.2f}")
         for each in found
     ]  # fmt: skip
-    by = {(each["trace"], each["fleet"], each["figure"]): each["real"] for each in found}
+    by = {(each["trace"], each["fleet"], each["figure"]): each["real"]["median"] for each in found}
     ratio, later = (
         by["long prompts", str(APART), name] / by["long prompts", str(BOTH), name] for name in ("itl p99", FIGURES[-1])
     )
     lone = [
-        (str(each["prompt_tokens"]), f"{each['first']:.1f}", spread(each["first added"]), f"{each['next']:.1f}",
-         spread(each["next added"]), f"{each['counted']:.1f}")
+        (str(each["prompt_tokens"]), f"{each['first']:.1f}", estimate_text(each["first added"], 1),
+         f"{each['next']:.1f}", estimate_text(each["next added"], 1), f"{each['counted']:.1f}")
         for each in record["hand_off"]
     ]  # fmt: skip
     return [
@@ -324,12 +327,6 @@ def page(record: Json) -> list[Block]:
         ),
         f"`{source['command']}`; {where(source)}.",
     ]
-
-
-def spread(estimate: Json) -> str:
-    """Write an estimate with its interval."""
-    interval = "" if estimate["low"] is None else f" ({estimate['low']:.1f}..{estimate['high']:.1f})"
-    return f"{estimate['value']:.1f}{interval}"
 
 
 if __name__ == "__main__":

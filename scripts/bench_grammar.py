@@ -40,6 +40,8 @@ from scripts.runs import (
     new_parser,
     numbers,
     origin,
+    spread,
+    spread_text,
     where,
     write_run,
 )
@@ -223,7 +225,7 @@ def summed_neighbours(raw: Sequence[Json], ks: Sequence[int]) -> list[Json]:
         median = {bound: statistics.median(line["others_tok_per_s"] for line in lines) for bound, lines in by.items()}
         found.append({
             "k": k, "free_tok_per_s": median[False], "bound_tok_per_s": median[True], "own": statistics.median(own),
-            "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios),
+            "ratio": spread(ratios),
         })  # fmt: skip
     return found
 
@@ -238,7 +240,7 @@ def page(record: Json) -> list[Block]:
     ]  # fmt: skip
     beside = [
         (str(each["k"]), f"{each['free_tok_per_s']:.0f}", f"{each['bound_tok_per_s']:.0f}",
-         f"{each['ratio']:.2f} ({each['least']:.2f}..{each['most']:.2f})", f"{each['own']:.2f}")
+         spread_text(each["ratio"], ".2f"), f"{each['own']:.2f}")
         for each in record["neighbours"]
     ]  # fmt: skip
     return [

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from peagle.cli.cluster import keep_to_itself
+from peagle.measure.metrics import Spread
 from peagle.measure.pages import Block, Table, heading
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
@@ -174,8 +175,7 @@ def page(record: Json) -> list[Block]:
 
     def cells(row: Json, ratio: bool = False) -> list[str]:
         def written(name: str, times: float, digits: int) -> str:
-            median, least, most = (f"{row[name][each] * times:.{digits}f}" for each in ("median", "least", "most"))
-            return f"{median} ({least}..{most})"
+            return Spread(**row[name]).text(lambda value: f"{value * times:.{digits}f}")
 
         return [written(name, *((1, 2) if ratio or name == "known_frac" else (1e3, 0))) for name in NAMES]
 
@@ -186,8 +186,8 @@ def page(record: Json) -> list[Block]:
         f"{config['prefix_cache_bytes'] >> 20} MiB for known prompts, K = {config['k']}. {config['conversations']} "
         f"conversations at once of {config['turns']} turns, whose readers think {config['think']:g} s on average; "
         f"answers of {config['max_new_tokens']} tokens. Turns after the first; medians of {config['rounds']} rounds "
-        "(least..most), both ways in turns with the same conversations. The router, the client and all replicas share "
-        "the machine.",
+        "(lowest..highest), both ways in turns with the same conversations. The router, the client and all replicas "
+        "share the machine.",
         Table(
             ("routing", "share of tokens known", "ttft p50 ms", "ttft p90 ms"),
             [*rows, ("ratio in a round", *cells(found["ratio"], ratio=True))],

@@ -27,7 +27,7 @@ from peagle.ops.kv_cache import cache_bytes, init_kv_cache
 from peagle.ops.messages import VerifyOutput
 from peagle.workflows.random_checkpoint import SIZES
 from scripts.measure_memory import Peak, anonymous_bytes
-from scripts.runs import Json, add_run_options, in_one_line, new_parser, origin, spread, where, write_run
+from scripts.runs import Json, add_run_options, in_one_line, new_parser, origin, spread, spread_text, where, write_run
 from target.model import init_caches
 
 CONFIG = SIZES["20b"]
@@ -122,16 +122,13 @@ def page(record: Json) -> list[Block]:
         "load_gb_per_s": "loading, GB/s",
         "peak_over_message": "memory beside the caches, over the message",
     }
-    rows = [
-        (name, f"{found[key]['median']:.2f}", f"{found[key]['least']:.2f}..{found[key]['most']:.2f}")
-        for key, name in named.items()
-    ]
+    rows = [(name, spread_text(found[key], ".2f")) for key, name in named.items()]
     return [
         heading("Packing and loading a hand-off", 1),
         f"Caches of gpt-oss-20b and of a P-EAGLE drafter of {DRAFTER_LAYERS} layers, bfloat16, after a prompt of "
         f"{config['tokens']:,} tokens: a message of {found['message_bytes'] / 1e6:.0f} MB. Medians of "
         f"{config['rounds']} rounds with the extremes.",
-        Table(("", "median", "least..most"), rows),
+        Table(("", "median (lowest..highest)"), rows),
         f"`{source['command']}`; {where(source)}.",
     ]
 

@@ -21,7 +21,7 @@ from peagle.measure.sweep.page import acceptance_text, estimate_text
 from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
 from scripts.peers.roster import OURS
-from scripts.runs import Json, in_one_line, new_parser
+from scripts.runs import Json, in_one_line, new_parser, spread_text
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -148,7 +148,7 @@ def _ahead(row: Json | None) -> str:
         return "-"
     ratio = row["ours_over_peer_decode"]
     digits = 0 if ratio["median"] >= 10 else 2
-    return f"{ratio['median']:.{digits}f} ({ratio['min']:.{digits}f}..{ratio['max']:.{digits}f})"
+    return spread_text(ratio, f".{digits}f")
 
 
 def main() -> int:

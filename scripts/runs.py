@@ -4,8 +4,8 @@ The folder holds run.json, raw.jsonl, README.md and pictures; scripts.publish pu
 """
 
 import argparse
+import dataclasses
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +16,7 @@ from peagle.api import Pair
 from peagle.engine.request import Request
 from peagle.loading import DEMO, HELD_OUT
 from peagle.measure import pages
+from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
@@ -51,8 +52,13 @@ def numbers(option: str, typed: str) -> list[int]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median with the extremes."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    """Return the median with the extremes, as a record has them."""
+    return dataclasses.asdict(Spread.of(values))
+
+
+def spread_text(figure: Json, form: str) -> str:
+    """Format a spread of a record."""
+    return Spread(**figure).text(lambda value: format(value, form))
 
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: int = 0, of: str = "") -> None:

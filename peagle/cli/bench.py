@@ -18,7 +18,7 @@ from peagle.cli.settings.bench import BenchSettings
 from peagle.cli.settings.shared import DraftOptions, chosen_slots
 from peagle.cli.speculate import load_pair
 from peagle.loading import check_fit, drafter_path, local_model, or_demo, resolve
-from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Spread, Stage, WeightBytes, bench
+from peagle.measure.bench import Bench, BenchOptions, Case, Measurement, Stage, WeightBytes, bench
 from peagle.measure.metrics import figure_text
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -221,8 +221,8 @@ def _rows(measured: Bench, weights: WeightBytes) -> list[tuple[str, ...]]:
         rows.append(
             (
                 _name(each.case, options),
-                "-" if block["tok_per_s"] is None else _spread(each.tok_per_s),
-                _spread(each.ms_per_pass),
+                "-" if block["tok_per_s"] is None else each.tok_per_s.text(_number),
+                each.ms_per_pass.text(_number),
                 *(_number(block[name]) for name in figures),
             )
         )
@@ -263,10 +263,6 @@ def _show(measured: Bench, weights: WeightBytes, report: dict[str, Any], to_stde
     console.print(table)
     console.width = wide
     console.print(wrapped(_legend(measured.options), console), style="dim")
-
-
-def _spread(spread: Spread) -> str:
-    return f"{_number(spread.median)} ({_number(spread.lowest)}..{_number(spread.highest)})"
 
 
 def _number(value: float | None) -> str:

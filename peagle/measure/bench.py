@@ -31,6 +31,7 @@ import numpy as np
 from peagle.api import Pair
 from peagle.engine.engine import EngineConfig
 from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk
+from peagle.measure.metrics import Spread
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
 from peagle.ops.kv_cache import cache_bytes
@@ -146,17 +147,6 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Spread:
-    median: float
-    lowest: float
-    highest: float
-
-    @classmethod
-    def of(cls, values: tuple[float, ...]) -> "Spread":
-        return cls(statistics.median(values), min(values), max(values))
-
-
-@dataclass(frozen=True)
 class Measurement:
     """The times of one test: seconds of each repetition, of `passes` passes through the target."""
 
@@ -171,11 +161,11 @@ class Measurement:
 
     @property
     def tok_per_s(self) -> Spread:
-        return Spread.of(tuple(self.num_tokens / each for each in self.seconds))
+        return Spread.of([self.num_tokens / each for each in self.seconds])
 
     @property
     def ms_per_pass(self) -> Spread:
-        return Spread.of(tuple(1000 * each / self.passes for each in self.seconds))
+        return Spread.of([1000 * each / self.passes for each in self.seconds])
 
 
 @dataclass(frozen=True)

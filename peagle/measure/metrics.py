@@ -1,7 +1,8 @@
 """Figures of several requests: pooled counters and ratios. Of one request: peagle.result."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from peagle.result import Counters, Result, loop_grams, ratio
@@ -53,6 +54,23 @@ def median_speedup(pairs: Iterable[tuple[Result, Result]]) -> float | None:
         fast.tok_per_s / plain.tok_per_s for fast, plain in pairs if fast.tok_per_s is not None and plain.tok_per_s
     ]
     return statistics.median(ratios) if ratios else None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the extremes."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(float(statistics.median(values)), float(min(values)), float(max(values)))
+
+    def text(self, number: Callable[[float], str]) -> str:
+        """Format it: median (lowest..highest)."""
+        return f"{number(self.median)} ({number(self.lowest)}..{number(self.highest)})"
 
 
 def figure_text(value: float | None, form: str) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from peagle.measure.metrics import figure_text
 from peagle.measure.pages import Block, Table, heading
-from scripts.runs import Json, where
+from scripts.runs import Json, spread_text, where
 
 
 def page(record: Json) -> list[Block]:
@@ -78,8 +78,8 @@ def _alone(rows: list[Json]) -> Table:
                 f"{row['kind']} {row['size']}",
                 str(row["batch"]),
                 str(row["context"]),
-                spread(row["ms_per_pass"]),
-                spread(row["tok_per_s"]),
+                spread_text(row["ms_per_pass"], ".4g"),
+                spread_text(row["tok_per_s"], ".4g"),
                 figure_text(row["v"], ".2f"),
                 figure_text(None if row["peak_bytes"] is None else row["peak_bytes"] / 1e9, ".2f"),
             ]
@@ -186,8 +186,3 @@ def _peers(rows: list[Json]) -> Table:
 def short(value: Any) -> str:
     """Shorten a value for a cell."""
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")[:160]
-
-
-def spread(figure: Json) -> str:
-    """Show a median with the lowest and the highest."""
-    return f"{figure['median']:.4g} ({figure['lowest']:.4g}..{figure['highest']:.4g})"

@@ -1,13 +1,11 @@
 """Derive medians, spreads and ratios from the raw lines of a comparison, round by round."""
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from scripts.peers.cost import stored_weights
 from scripts.peers.measure import Measured, Settings
 from scripts.peers.roster import OURS, Entry, batches
-from scripts.runs import Json
+from scripts.runs import Json, spread
 
 
 def rows(checkpoint: str, measured: Measured, settings: Settings) -> list[Json]:
@@ -62,14 +60,14 @@ def _row(
 
     def faster(what: str) -> Json:
         """Divide the peer's seconds by ours of the same round: how many times faster ours is."""
-        return spread(own(what), seconds[OURS, what])
+        return spread([peer / ours for peer, ours in zip(own(what), seconds[OURS, what], strict=True)])
 
     def together(num_requests: int) -> Json:
         """Compute the tokens a second of so many requests in all."""
         what = f"together {num_requests}"
         ways = {line["way"] for line in measured.lines if _is_way(line, entry.name, num_requests)}
         return {
-            "tok_per_s": spread(own(what), of=lambda s: num_requests / s),
+            "tok_per_s": spread([num_requests / s for s in own(what)]),
             "ours_over_peer": faster(what),
             **({"way": ", ".join(sorted(ways))} if ways else {}),
         }
@@ -80,15 +78,15 @@ def _row(
         "engine": entry.name,
         "weights": entry.weights,
         **measured.described[entry.name],
-        "decode_tok_per_s": spread(own("decode"), of=lambda s: 1 / s),
-        "prefill_tok_per_s": spread(own("prefill"), of=lambda s: settings.prompt_tokens / s),
-        "pass_ms": {width: spread(own(width), of=lambda s: 1e3 * s) for width in widths},
-        "v": {width: spread(own(width), own("1")) for width in widths},
+        "decode_tok_per_s": spread([1 / s for s in own("decode")]),
+        "prefill_tok_per_s": spread([settings.prompt_tokens / s for s in own("prefill")]),
+        "pass_ms": {width: spread([1e3 * s for s in own(width)]) for width in widths},
+        "v": {width: spread([wide / one for wide, one in zip(own(width), own("1"), strict=True)]) for width in widths},
         "ours_over_peer_decode": faster("decode"),
         "ours_over_peer_prefill": faster("prefill"),
         "ours_over_peer_pass": {width: faster(width) for width in widths},
         "bytes_per_token": read,
-        "gb_per_s": spread(own("1"), of=lambda s: read / s / 1e9),
+        "gb_per_s": spread([read / s / 1e9 for s in own("1")]),
         **({"together": {str(n): together(n) for n in settings.requests}} if _decodes_many(entry, settings) else {}),
         **measured.checks[entry.name],
     }
@@ -101,11 +99,3 @@ def _decodes_many(entry: Entry, settings: Settings) -> bool:
 def _is_way(line: Json, engine: str, num_requests: int) -> bool:
     """Whether the line names the way in which an engine decodes so many requests together."""
     return line["engine"] == engine and line.get("requests") == num_requests and "way" in line
-
-
-def spread(
-    values: Sequence[float], over: Sequence[float] | None = None, of: Callable[[float], float] = lambda value: value
-) -> Json:
-    """Find median, least and greatest of the values, or of their ratios to others of the same round."""
-    ratios = [of(v) for v in values] if over is None else [v / o for v, o in zip(values, over, strict=True)]
-    return {"median": float(np.median(ratios)), "min": float(min(ratios)), "max": float(max(ratios))}

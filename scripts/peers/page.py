@@ -1,5 +1,6 @@
 """Lay out README.md of a comparison, from its run.json."""
 
+from peagle.measure.metrics import Spread
 from peagle.measure.pages import Block, Table, heading
 from scripts.peers.roster import LLAMA, OURS
 from scripts.runs import Json, where
@@ -76,7 +77,7 @@ def _section(checkpoint: Json, rows: list[Json], widths: list[str]) -> list[Bloc
     if others := checkpoint["others_frac"]:
         blocks.append(
             f"Other processes took {100 * others['median']:.0f} % of the processors' time during a measurement "
-            f"(median; at least {100 * others['min']:.0f}, at most {100 * others['max']:.0f} %)."
+            f"(median; at least {100 * others['lowest']:.0f}, at most {100 * others['highest']:.0f} %)."
         )
     return blocks
 
@@ -145,7 +146,7 @@ def _ratio(row: Json, ratio: Json) -> str:
 
 
 def _spread(figure: Json) -> str:
-    return f"{_short(figure['median'])} ({_short(figure['min'])}..{_short(figure['max'])})"
+    return Spread(**figure).text(_short)
 
 
 def _short(value: float) -> str:

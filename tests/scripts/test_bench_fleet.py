@@ -66,7 +66,7 @@ def test_what_a_hand_off_adds_is_the_median_of_differences_of_the_same_prompt() 
     assert (line["first"], line["first added"]["value"], line["next added"]["value"]) == (9, 2, 0)
     assert line["counted"] == pytest.approx(2 + 2 * (1.024 + 1) + 3)
     figures = [
-        {"trace": trace, "fleet": str(fleet), "figure": name, "real": 8.0, "least": 7.0, "most": 9.0,
+        {"trace": trace, "fleet": str(fleet), "figure": name, "real": {"median": 8.0, "lowest": 7.0, "highest": 9.0},
          "simulated": 6.0, "ratio": 0.75}
         for trace in ("mixed", "long prompts") for fleet in (BOTH, APART) for name in FIGURES
     ]  # fmt: skip
@@ -102,7 +102,7 @@ def test_routes_are_compared_within_a_round() -> None:
         for route, known, ttft in (("prefix", 0.6, ttft), ("load", 0.4, other))
     ]
     found = bench_routing.summary(raw)
-    assert found["prefix"]["ttft_p50_s"] == {"median": 0.3, "least": 0.1, "most": 0.5}
+    assert found["prefix"]["ttft_p50_s"] == {"median": 0.3, "lowest": 0.1, "highest": 0.5}
     assert found["ratio"]["ttft_p90_s"]["median"] == pytest.approx(0.625)
     config = {"replicas": 2, "slots": 4, "prefix_cache_bytes": 1 << 20, "k": 3, "conversations": 6, "turns": 5}
     config |= {"think": 0.5, "max_new_tokens": 48, "rounds": 3}
@@ -112,14 +112,14 @@ def test_routes_are_compared_within_a_round() -> None:
 
 
 def test_a_measured_hand_off_has_its_page() -> None:
-    spread = {"median": 2.5, "least": 2.0, "most": 3.0}
+    spread = {"median": 2.5, "lowest": 2.0, "highest": 3.0}
     figures = {"message_bytes": 104_000_000} | dict.fromkeys(
         ("pack_gb_per_s", "load_gb_per_s", "peak_over_message"), spread
     )
     record = {"config": {"tokens": 4096, "rounds": 9}, "figures": figures, "provenance": MADE}
     text = markdown(measure_handoff.page(record))
     assert "a message of 104 MB" in text
-    assert "| packing, GB/s | 2.50 | 2.00..3.00 |" in text
+    assert "| packing, GB/s | 2.50 (2.00..3.00) |" in text
 
 
 def test_numbers_that_cannot_be_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

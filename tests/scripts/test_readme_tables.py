@@ -24,7 +24,7 @@ def test_every_run_is_in_the_list() -> None:
 
 
 def spread(median: float) -> dict[str, float]:
-    return {"median": median, "min": median - 0.5, "max": median + 0.5}
+    return {"median": median, "lowest": median - 0.5, "highest": median + 0.5}
 
 
 def test_a_table_of_peers(tmp_path: Path) -> None:

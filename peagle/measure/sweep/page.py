@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from peagle.measure.metrics import figure_text
 from peagle.measure.pages import Block, Picture, Table, heading
 from peagle.measure.sweep import charts
 from peagle.measure.sweep.compare import Difference
@@ -542,11 +543,12 @@ def _ms(figure: Mapping[str, float] | None) -> str:
     return f"{1e3 * figure['value']:.3f} ({1e3 * figure['low']:.3f}..{1e3 * figure['high']:.3f})"
 
 
-def estimate_text(figure: Mapping[str, float | None] | None) -> str:
+def estimate_text(figure: Mapping[str, float | None] | None, digits: int = 2) -> str:
     """Format a figure with its interval."""
-    if figure is not None and figure["low"] is None:
-        return f"{figure['value']:.2f}"
-    return "-" if figure is None else f"{figure['value']:.2f} ({figure['low']:.2f}..{figure['high']:.2f})"
+    if figure is None:
+        return "-"
+    value, low, high = (figure_text(figure[name], f".{digits}f") for name in ("value", "low", "high"))
+    return value if figure["low"] is None else f"{value} ({low}..{high})"
 
 
 def _rates(rates: Sequence[Mapping[str, float] | None]) -> str:
