@@ -58,7 +58,9 @@ def test_rounds_have_the_clients_figures_the_servers_own_and_the_engines(server:
             assert 0 < line["own_ttft_mean_s"] < line["seconds"]
             assert line["client_cpu_s"] >= 0
     row = summary(lines, load, PLAIN)
-    assert row["over_engine"] == pytest.approx(row["tok_per_s"] / row["engine_tok_per_s"], rel=0.9)
+    by_round = {(line["round"], line["place"]): line["tok_per_s"] for line in lines}
+    ratios = [by_round[number, "server"] / by_round[number, "engine"] for number in (1, 2)]
+    assert row["over_engine"] == pytest.approx(sum(ratios) / 2)  # the median
     assert row["acceptance_length"] >= 1
 
 
