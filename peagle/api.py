@@ -45,7 +45,6 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 7
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_SAMPLING = SamplingParams()
 DEFAULT_WIDTHS = WidthTable({1: 3, 2: 2, 4: 1})  # of a drafter without a table
-NGRAM_WIDTHS = WidthTable({1: 2, 4: 1}, sampled=False)  # more drafts, or any with a temperature, do not pay
 CAPACITY_STEP = 128  # cache lengths are multiples of this, so that few shapes are compiled
 
 

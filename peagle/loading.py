@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from peagle.api import AUTO, DEFAULT_WIDTHS, NGRAM_WIDTHS, Pair
+from peagle.api import AUTO, DEFAULT_WIDTHS, Pair
 from peagle.drafters.ngram import NGram
 from peagle.engine.handoff import Fingerprints
 from peagle.engine.lead import Lead
 from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
-from peagle.engine.widths import OFF, SPECULATION_FILE, read_widths, read_window
+from peagle.engine.widths import OFF, SPECULATION_FILE, WidthTable, read_widths, read_window
 from peagle.hub import cached, is_name
 from peagle.ops import cuda
 from peagle.ops.checkpoint import Checkpoint, fingerprint, read_checkpoint
@@ -54,6 +54,20 @@ NO_STOP_TOKEN = (  # a warning; the directory stands before it
     "no stop token is named in generation_config.json, config.json or the tokenizer's files, so every answer takes its "
     "whole budget; expected eos_token_id in generation_config.json"
 )
+
+
+@dataclass(frozen=True)
+class WithoutWeights:
+    """A drafter that is asked for by its name."""
+
+    make: Callable[[], Drafter]
+    widths: WidthTable  # its drafts by load
+
+
+WITHOUT_WEIGHTS = {
+    # more drafts, or any with a temperature, do not pay
+    NGRAM: WithoutWeights(NGram, WidthTable({1: 2, 4: 1}, sampled=False)),
+}
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
 KernelsChoice = Literal["auto", "native", "xla"]
@@ -304,11 +318,12 @@ def with_drafter(
 
     target_directory, drafter_directory = resolve(target, "target"), drafter_path(target, drafter)
     plain = pair.plain_target
-    drafting: Drafter | None = NGram() if drafter == NGRAM else None
+    named = None if drafter is None else WITHOUT_WEIGHTS.get(str(drafter))
+    drafting = None if named is None else named.make()
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     narrowed = window_in_words = drafted = None
     print_of_drafter = "" if drafter is None else str(drafter)  # n-gram: no files
-    widths = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
+    widths = DEFAULT_WIDTHS if named is None else named.widths
     window = asked_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
@@ -535,7 +550,7 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
 
     Raises InputError for a demo drafter with another target.
     """
-    if drafter is None or drafter == NGRAM:
+    if drafter is None or str(drafter) in WITHOUT_WEIGHTS:
         return None
     if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
         if not Path(target).exists():

@@ -5,7 +5,7 @@ import signal
 import threading
 from typing import Any
 
-from peagle.api import DEFAULT_WIDTHS, NGRAM_WIDTHS
+from peagle.api import DEFAULT_WIDTHS
 from peagle.cli.display import Display
 from peagle.cli.options import needing
 from peagle.cli.output import OutputFile, say
@@ -17,7 +17,7 @@ from peagle.engine.widths import read_widths
 from peagle.loading import (
     DEMO,
     DEMO_EAGLE3,
-    NGRAM,
+    WITHOUT_WEIGHTS,
     asked_window,
     check_fit,
     drafter_path,
@@ -97,7 +97,7 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
     if beside is not None:
         check_fit(directory, beside)
     if k is None:
-        known = NGRAM_WIDTHS if drafter == NGRAM else DEFAULT_WIDTHS
+        known = WITHOUT_WEIGHTS[drafter].widths if drafter in WITHOUT_WEIGHTS else DEFAULT_WIDTHS
         k = ((None if beside is None else read_widths(beside)) or known).most
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
     pair.engine_config(k, capacity=context, slots=settings.slots)  # refuses here what no replica could run

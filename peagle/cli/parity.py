@@ -11,7 +11,7 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
 from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.shared import DraftOptions, parse_layers
 from peagle.cli.speculate import load_pair
-from peagle.loading import DEMO, HELD_OUT, NGRAM, check_fit, drafter_path, or_demo, resolve
+from peagle.loading import DEMO, HELD_OUT, WITHOUT_WEIGHTS, check_fit, drafter_path, or_demo, resolve
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep.figures import json_ready
 from peagle.ops.checkpoint import read_checkpoint
@@ -27,8 +27,8 @@ def parity_command(settings: ParitySettings) -> int:
     cause of low acceptance was found. Raises InputError for whatever cannot be run."""
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     target, drafter = or_demo(settings.model.target), or_demo(settings.drafter)
-    if drafter == NGRAM:
-        raise InputError("ngram has no weights to be compared; give a drafter's directory")
+    if drafter in WITHOUT_WEIGHTS:
+        raise InputError(f"{drafter} has no weights to be compared; give a drafter's directory")
     path = drafter_path(target, drafter)
     assert path is not None
     aux_layer_ids = parse_layers(settings.aux_layer_ids)

@@ -22,7 +22,7 @@ from peagle.cli.settings.shared import (
 )
 from peagle.engine.engine import shared_slots
 from peagle.engine.grammar import Grammar
-from peagle.loading import DEMO, DEMO_EAGLE3, NGRAM, drafter_path, or_demo, resolve
+from peagle.loading import DEMO, DEMO_EAGLE3, WITHOUT_WEIGHTS, drafter_path, or_demo, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
@@ -170,10 +170,10 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         k, adaptive = asked if isinstance(asked, int) else 1, False
     else:
         k, adaptive = pair.num_drafts(asked)
-    if settings.draft_sampling and settings.drafting.drafter == NGRAM:
+    if settings.draft_sampling and settings.drafting.drafter in WITHOUT_WEIGHTS:
         raise InputError(
-            "the drafts of ngram have no probabilities to be sampled from; leave out --draft-sampling, or give a "
-            "drafter with weights"
+            f"the drafts of {settings.drafting.drafter} have no probabilities to be sampled from; leave out "
+            "--draft-sampling, or give a drafter with weights"
         )
     return RunConfig(
         num_speculative_tokens=k,
