@@ -1,10 +1,26 @@
 """The geometry of a drafter. load.py reads it from a checkpoint's config.json, in any of its dialects."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from peagle.ops.errors import InputError
 from peagle.ops.rope import RopeConfig
+
+
+def check_aux_layer_ids(ids: Sequence[int], num_taps: int, who: str) -> None:
+    """Raise InputError for layers that a drafter of so many taps cannot read. who: named them."""
+    if len(ids) != num_taps:
+        raise InputError(
+            f"{who} names {len(ids)} aux layers {list(ids)}, and the drafter reads {num_taps}; expected one id for each"
+        )
+    if len(set(ids)) < len(ids):
+        raise InputError(
+            f"{who} names the outputs of layers {list(ids)}, one of them twice; expected each layer once, since other "
+            "servers read each once: train it on distinct layers"
+        )
+    if any(layer < 0 for layer in ids):
+        raise InputError(f"{who} names the outputs of layers {list(ids)}; expected 0 or more each")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +86,8 @@ class DrafterConfig:
             raise InputError(
                 f"the drafter's draft_vocab_size {self.draft_vocab_size} exceeds its vocab_size {self.vocab_size}"
             )
-        if self.aux_layer_ids is not None and len(self.aux_layer_ids) != self.num_taps:
-            raise InputError(
-                f"the drafter names {len(self.aux_layer_ids)} aux layers {list(self.aux_layer_ids)} but reads "
-                f"{self.num_taps}; expected one id for each"
-            )
-        if len(set(self.aux_layer_ids or ())) < len(self.aux_layer_ids or ()):
-            raise InputError(
-                f"the drafter reads the outputs of layers {list(self.aux_layer_ids or ())}, one of them twice; "
-                "expected each layer once, since other servers read each once: train it on distinct layers"
-            )
-        if any(layer < 0 for layer in self.aux_layer_ids or ()):
-            raise InputError(
-                f"the drafter reads the outputs of layers {list(self.aux_layer_ids or ())}; expected 0 or more each"
-            )
+        if self.aux_layer_ids is not None:
+            check_aux_layer_ids(self.aux_layer_ids, self.num_taps, "the drafter")
         if self.windows is not None and len(self.windows) != self.num_layers:
             raise InputError(
                 f"the drafter has {len(self.windows)} windows for {self.num_layers} layers; expected one for each"

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from drafter.config import DrafterConfig
+from drafter.config import DrafterConfig, check_aux_layer_ids
 from drafter.params import DrafterParams, LayerParams
 from peagle.ops.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from peagle.ops.errors import InputError, InputWarning
@@ -150,7 +150,8 @@ def parse_config(checkpoint: Checkpoint, aux_layer_ids: Sequence[int] | None = N
         return _parse_config(checkpoint.without_prefix(_STRIPPED), aux_layer_ids)
     except InputError as error:
         directory = str(checkpoint.directory)
-        raise error if str(error).startswith(directory) else InputError(f"{directory}: {error}") from None
+        named = str(error).startswith((directory, "--"))
+        raise error if named else InputError(f"{directory}: {error}") from None
     except KeyError as missing:
         raise InputError(f"{checkpoint.directory}: config.json lacks {missing}, which a drafter needs") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -519,6 +520,8 @@ def _parse_config(checkpoint: Checkpoint, given: Sequence[int] | None) -> Drafte
             f"config.json's {named[0].key} is {list(named[0].ids)} beside num_aux_hidden_states {num_taps}; "
             "expected one id for each"
         )
+    if given is not None:
+        check_aux_layer_ids(given, num_taps, "--aux-layer-ids")
     head_dim, num_kv_heads = _head_geometry(checkpoint, geometry, num_heads)
     joint, per_tap = bool(settings.get("norm_before_fc")), bool(settings.get("fc_norm"))
     if joint and per_tap:

@@ -37,17 +37,22 @@ def choose(asked: str, directory: Path, vocab_size: int, first: Sequence[int] = 
     """Choose the draft vocabulary that an option names: a number of tokens, or a file that lists their ids.
 
     directory is the drafter's. `first` are tokens to put first if the directory has no list. Raises InputError for a
-    number below 1, and for a file that does not list ids of the target.
+    number of tokens that the target does not have, and for a file that does not list ids of the target.
     """
     if not asked.lstrip("-").isdigit():
         return DraftVocab(_listed(Path(asked), vocab_size), asked)
     count = int(asked)
-    if count < 1:
-        raise InputError(f"the draft vocabulary is to hold {count} tokens; expected 1 or more")
+    check_count(count, vocab_size)
     known = directory / FREQUENT_TOKENS
     if known.is_file():
         return DraftVocab(first_of(_listed(known, vocab_size), vocab_size, count), FREQUENT_TOKENS)
     return DraftVocab(first_of(first, vocab_size, count), "the order of merges, for want of counts")
+
+
+def check_count(count: int, vocab_size: int) -> None:
+    """Raise InputError for a number of tokens that no draft vocabulary can have."""
+    if not 1 <= count <= vocab_size:
+        raise InputError(f"draft-vocab is {count}; expected 1 to {vocab_size}, the tokens of the target's vocabulary")
 
 
 def narrow(params: DrafterParams, config: DrafterConfig, vocab: DraftVocab) -> tuple[DrafterParams, DrafterConfig]:

@@ -25,7 +25,7 @@ from peagle.engine.request import DEFAULT_CHUNK, GPU_CHUNK
 from peagle.engine.widths import OFF, SPECULATION_FILE, WidthTable, read_widths, read_window
 from peagle.hub import cached, is_name
 from peagle.ops import cuda
-from peagle.ops.checkpoint import Checkpoint, fingerprint, read_checkpoint
+from peagle.ops.checkpoint import CONFIG, Checkpoint, fingerprint, read_checkpoint, read_json
 from peagle.ops.errors import InputError, InputWarning
 from peagle.ops.kernels import Implementation, for_weights
 from peagle.ops.kernels import in_words as kernels_in_words
@@ -553,8 +553,7 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
     if drafter is None or str(drafter) in WITHOUT_WEIGHTS:
         return None
     if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
-        if not Path(target).exists():
-            raise InputError(f"{target} does not exist; expected a checkpoint's directory")
+        read_json(resolve(target, "target"), CONFIG)  # what is no checkpoint needs none
         raise InputError(
             f"the target {target} needs its own drafter (the demo's drafters fit only the demo target); give "
             "--drafter DIR, or --drafter ngram, which needs no weights"

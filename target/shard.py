@@ -98,15 +98,20 @@ def check_ranks(config: TargetConfig, tp: int, ep: int) -> None:
     heads, kv_heads, ranks = config.num_heads, config.num_kv_heads, tp * ep
     if config.num_experts % ep:
         good = [n for n in range(1, config.num_experts + 1) if config.num_experts % n == 0]
-        raise InputError(f"ep is {ep}, but there are {config.num_experts} experts; expected {_one_of(good)}")
+        raise InputError(
+            f"--mesh asks for ep={ep}, but the target has {config.num_experts} experts; expected ep={_one_of(good)}"
+        )
 
     def divides(n: int) -> bool:
         return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
 
     if not divides(ranks):
         good = [n for n in range(1, heads + 1) if divides(n)]
-        of = f"tp is {tp}" if ep == 1 else f"tp x ep is {ranks}"
-        raise InputError(f"{of}, but there are {heads} heads and {kv_heads} kv heads; expected {_one_of(good)}")
+        of = "tp" if ep == 1 else "tp x ep"
+        raise InputError(
+            f"--mesh asks for {of}={ranks}, but the target has {heads} heads and {kv_heads} kv heads; expected "
+            f"{of}={_one_of(good)}"
+        )
 
 
 def _one_of(numbers: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from peagle.cli.options import Settings, command_of, expect_alone, in_words, needing
+from peagle.cli.options import Settings, command_of, expect_alone, needing, refusal
 from peagle.cli.output import say
 from peagle.cli.settings.batch import BatchSettings
 from peagle.cli.settings.bench import BenchSettings
@@ -152,7 +152,8 @@ app.add_typer(cluster, name="cluster")
 
 
 def up(settings: ClusterUpSettings) -> int:
-    from peagle.cli.cluster import up_command
+    with needing("a cluster needs", "cluster"):
+        from peagle.cli.cluster import up_command
 
     return up_command(settings)
 
@@ -262,9 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if type(error).__name__ == "Abort":
             return INTERRUPTED
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help is shown, as of `peagle` alone
+            return OK
         if not hasattr(error, "format_message"):  # not the parser's: a bug of ours, whose traceback is wanted
             raise
-        return _complain(f"{in_words(error.format_message())} (peagle --help shows the usage)")
+        return _complain(refusal(error, command, typed))
     return code if isinstance(code, int) else OK
 
 

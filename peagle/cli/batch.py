@@ -13,18 +13,20 @@ from peagle.serve.batch import Batch, Counts, check_files
 from peagle.serve.loop import EngineLoop
 
 UNLIMITED = 1 << 30  # requests that may wait: a line may have many answers, and no client waits for them
+ALL_REFUSED = 3  # the exit code
 AT_ONCE = 2  # lines under way for each slot, so that none is empty
 
 
 def batch_command(settings: BatchSettings) -> int:
-    """Return the exit code: 0 with a response for each line that is a request, 1 if the engine failed, also at a line.
+    """Return the exit code: 0 with a response for each line that is a request, 1 if the engine failed, also at a line,
+    3 if every line was refused.
 
     Raises InputError, before anything slow, for options and files that cannot be used; KeyboardInterrupt after Ctrl-C.
     """
     chosen = Chosen.by(settings.served, settings.slots)
     check_files(settings.requests, settings.answers)
     display = Display(text=False, quiet=settings.quiet, total=1, streaming=True)
-    engine, prompter, name = chosen.load(display)
+    engine, prompter, name = chosen.load(display, "answering as")
     loop = EngineLoop(engine, UNLIMITED)
     batch = Batch(Service(loop, prompter, name), settings.requests, settings.answers, AT_ONCE * settings.slots)
     started = time.perf_counter()
@@ -38,7 +40,7 @@ def batch_command(settings: BatchSettings) -> int:
         say("error", f"{loop.failure}; {_progress(batch.counts)}")
         return FAILED
     display.note(_summary(batch.counts, time.perf_counter() - started))
-    return FAILED if batch.counts.failed else 0
+    return FAILED if batch.counts.failed else ALL_REFUSED if batch.counts.all_refused else 0
 
 
 def _progress(counts: Counts) -> str:

@@ -27,6 +27,7 @@ from peagle.loading import (
     default_dtype,
     doubtful_aux_layers,
     fitting_aux_layers,
+    or_demo,
     resolve,
     windowed,
 )
@@ -62,7 +63,7 @@ def info_command(settings: InfoSettings) -> int:
     slots = settings.slots or (1 if shape is None else shape.dp)
     if len(names) > 2:
         raise InputError(f"{len(names)} directories are given; expected a target, a drafter, or both")
-    paths = [(name, resolve(name, "target")) for name in names]
+    paths = [(name, resolve(or_demo(name), "target")) for name in names]
     if not names:
         paths = [("the demo's target", resolve(DEMO, "target")), ("the demo's drafter", resolve(DEMO, "drafter"))]
     if aux_layer_ids is not None and not any(is_drafter_config(read_json(path, CONFIG)) for _, path in paths):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from peagle.ops.errors import InputError
+from peagle.ops.files import why
 
 Settings = TypeVar("Settings")
 
@@ -56,8 +57,7 @@ def defaults_from(context: Any, file: Path | None) -> Path | None:
     try:
         values = tomllib.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        why = " ".join(str(error).split())
-        raise InputError(f"--config {file} cannot be read: {why}; expected TOML, as slots = 8") from None
+        raise InputError(f"--config {file} cannot be read: {why(error)}; expected TOML, as slots = 8") from None
     options = {
         name.lstrip("-"): option
         for option in context.command.params
@@ -101,7 +101,41 @@ def _check_converts(file: Path, key: str, value: Any, option: Any, context: Any)
 
 def in_words(message: str) -> str:
     """Return a message of the parser without the phrases of the type checker below it."""
-    return message.replace("Value error, ", "").replace("Input should be", "expected")
+    for phrase, ours in _PHRASES:
+        message = re.sub(phrase, ours, message)
+    return message
+
+
+_PHRASES = (
+    ("Value error, ", ""),
+    ("Input should be", "expected"),
+    (", unable to parse .*", ""),
+    (r"greater than or equal to (\S+)", r"\1 or more"),
+    (r"less than or equal to (\S+)", r"at most \1"),
+    (r"^.* is not one of (.*?)\.?$", r"expected one of \1"),
+)
+
+
+def refusal(error: Any, command: Any, typed: Sequence[str]) -> str:
+    """Say in one line what the parser of a command refused, and which help shows the usage: that of the subcommand.
+
+    The parser's own message about a value lacks it; the error of the type checker below it has it.
+    """
+    words = ["peagle"]
+    for word in typed:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        words.append(word)
+    parameter, checked = getattr(error, "param", None), error.__cause__
+    message = in_words(error.format_message())
+    if parameter is not None and hasattr(checked, "errors"):
+        first = checked.errors()[0]
+        name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.human_readable_name
+        seen = str(first["input"])
+        seen = seen if re.fullmatch(r"-?[\d.]+", seen) else repr(seen)
+        message = f"{name} is {seen}; {in_words(first['msg'])}"
+    return f"{message} ({' '.join(words)} --help shows the usage)"
 
 
 def given(settings: Any) -> list[str]:

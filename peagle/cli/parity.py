@@ -11,6 +11,7 @@ from peagle.cli.output import STANDARD_OUTPUT, OutputFile, show_lines
 from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.shared import DraftOptions, parse_layers
 from peagle.cli.speculate import load_pair
+from peagle.engine.request import check_num_drafts
 from peagle.loading import DEMO, HELD_OUT, WITHOUT_WEIGHTS, check_fit, drafter_path, or_demo, resolve
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep.figures import json_ready
@@ -25,6 +26,7 @@ from peagle.workflows.parity_check import Model, Parity, ParityConfig, ask, exam
 def parity_command(settings: ParitySettings) -> int:
     """What was found is on standard output and in --json. Returns the exit code: 0, or 1 where a difference or a likely
     cause of low acceptance was found. Raises InputError for whatever cannot be run."""
+    check_num_drafts(settings.num_speculative_tokens, plain=False)
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     target, drafter = or_demo(settings.model.target), or_demo(settings.drafter)
     if drafter in WITHOUT_WEIGHTS:

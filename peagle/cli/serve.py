@@ -20,6 +20,7 @@ from peagle.engine.grammar import Grammar
 from peagle.loading import DEMO
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.ops.files import why
 from peagle.ops.memory import size_in_words
 from peagle.serve.app import Service, create_app
 from peagle.serve.http import ANY_ORIGIN
@@ -84,8 +85,11 @@ class Chosen:
         expect_shared(slots, options.devices)
         return cls(options, slots, target, drafter, k, parse_prefix_cache(options.prefix_cache))
 
-    def load(self, display: Display) -> tuple[AnyEngine, Prompter, str]:
-        """Load the pair and warm its engine up; return it, what makes its requests, and the model's name."""
+    def load(self, display: Display, doing: str = "serving") -> tuple[AnyEngine, Prompter, str]:
+        """Load the pair and warm its engine up; return it, what makes its requests, and the model's name.
+
+        doing: what is done by the name, for the note about the engine.
+        """
         options = self.options
         pair = load_pair(
             self.target,
@@ -111,7 +115,7 @@ class Chosen:
         )
         _warm_up(pair, engine, display)
         name = options.served_model_name or default_name(self.target)
-        for line in _described(pair, engine, name, adaptive):
+        for line in _described(pair, engine, f"{doing} {name}", adaptive):
             display.note(line)
         return engine, Prompter(pair, context, options.date, k), name
 
@@ -156,7 +160,9 @@ def read_keys(path: Path) -> tuple[str, ...]:
     try:
         keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--api-key-file {path} cannot be read: {error}; expected a key a line, in UTF-8") from None
+        raise InputError(
+            f"--api-key-file {path} cannot be read: {why(error)}; expected a key a line, in UTF-8"
+        ) from None
     if not keys:
         raise InputError(f"--api-key-file {path} is empty; expected a key a line")
     return keys
@@ -184,8 +190,8 @@ def _warm_up(pair: Pair, engine: AnyEngine, display: Display) -> None:
     interrupt.check()
 
 
-def _described(pair: Pair, engine: AnyEngine, name: str, adaptive: bool) -> list[str]:
-    """Describe what is served, and the memory it takes."""
+def _described(pair: Pair, engine: AnyEngine, doing: str, adaptive: bool) -> list[str]:
+    """Describe what answers, and the memory it takes."""
     config = engine.config
     state, lane, logits = engine.memory_bytes()
     k = config.num_speculative_tokens
@@ -193,7 +199,7 @@ def _described(pair: Pair, engine: AnyEngine, name: str, adaptive: bool) -> list
         "plainly" if not k else f"with drafts by the table: {engine.widths.in_words()}" if adaptive else f"with K = {k}"
     )
     return [
-        f"serving {name} {speculates}: {config.slots} slots of {config.capacity} positions each, {pair.dtype}",
+        f"{doing} {speculates}: {config.slots} slots of {config.capacity} positions each, {pair.dtype}",
         f"memory besides the weights: {size_in_words(state + lane + logits)} reserved, and up to "
         f"{size_in_words(config.prefix_cache_bytes)} of known prompts",
     ]

@@ -1,7 +1,8 @@
 """`peagle speculate` and `peagle generate`: check everything, load, run, write."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -21,12 +22,14 @@ from peagle.cli.settings.shared import (
     parse_prefix_cache,
 )
 from peagle.engine.engine import shared_slots
-from peagle.engine.grammar import Grammar
+from peagle.engine.grammar import Grammar, GrammarError
+from peagle.engine.request import check_num_drafts
 from peagle.loading import DEMO, DEMO_EAGLE3, WITHOUT_WEIGHTS, drafter_path, or_demo, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.ops.files import why
 from peagle.parallel import parse_mesh
 from peagle.text.prompt_files import left_out_line, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
@@ -85,7 +88,8 @@ def decode_command(settings: Settings) -> int:
     display.read_by(pair.tokenizer)
     config = _config(settings, rendering, slots, pair)
     try:
-        outcome = run(pair, conversations, config, display)
+        with _grammar_by_option(settings):
+            outcome = run(pair, conversations, config, display)
     finally:
         display.end_all()
 
@@ -109,9 +113,11 @@ def decode_command(settings: Settings) -> int:
 def chosen_models(model: ModelOptions, drafting: DraftOptions) -> tuple[str, str | None, int | Literal["auto"] | None]:
     """Return (target, drafter, K) of commands that answer many requests; K = 0 needs no drafter.
 
-    Raises InputError, before anything slow, for models that are not there and for a K that is no number.
+    Raises InputError, before anything slow, for models that are not there and for a K that cannot be.
     """
     target, k = or_demo(model.target), parse_num_drafts(drafting.num_speculative_tokens)
+    if isinstance(k, int):
+        check_num_drafts(k)
     drafter = None if k == 0 else or_demo(drafting.drafter)
     resolve(target, "target")
     drafter_path(target, drafter)
@@ -202,13 +208,27 @@ def _grammar(settings: Settings) -> Grammar | None:
     """What the answers must be. Raises InputError for a file that cannot be read, and for two grammars."""
     path, regex = settings.json_schema, settings.regex
     if path is None:
-        return None if regex is None else Grammar.regex(regex)
+        with _grammar_by_option(settings):
+            return None if regex is None else Grammar.regex(regex)
     if regex is not None:
         raise InputError("--json-schema and --regex are given; expected one of them")
     try:
-        return Grammar.json_schema(path.read_text("utf-8"))
+        with _grammar_by_option(settings):
+            return Grammar.json_schema(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--json-schema {path} cannot be read: {error}; expected JSON in UTF-8") from None
+        raise InputError(
+            f"--json-schema {path} cannot be read: {why(error)}; expected a file of JSON in UTF-8"
+        ) from None
+
+
+@contextmanager
+def _grammar_by_option(settings: Settings) -> Iterator[None]:
+    """Name the option of a grammar that cannot be used."""
+    try:
+        yield
+    except GrammarError as error:
+        option = f"--json-schema {settings.json_schema}" if settings.regex is None else "--regex"
+        raise InputError(f"{option}: {error}") from None
 
 
 def _synthetic(settings: Settings, num_drafts: int) -> tuple[float, ...] | None:
@@ -235,8 +255,8 @@ def parse_num_drafts(typed: str | None) -> int | Literal["auto"] | None:
 
 def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
     k = parse_num_drafts(settings.drafting.num_speculative_tokens)
-    if settings.command == "speculate" and isinstance(k, int) and k < 1:
-        raise InputError(f"K is {k}; expected 1 or more drafted tokens (peagle generate decodes plainly)")
+    if settings.command == "speculate" and isinstance(k, int):
+        check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
     return k
 
 

@@ -27,6 +27,7 @@ from peagle.cli.options import given, rebuilt
 from peagle.cli.output import say
 from peagle.cli.settings.shared import parse_layers
 from peagle.cli.settings.train import ShapeOptions, TrainSettings
+from peagle.engine.request import check_num_drafts
 from peagle.loading import AUTO, DEMO, default_dtype, load, or_demo, resolve
 from peagle.measure.metrics import figure_text
 from peagle.ops import interrupt
@@ -185,6 +186,7 @@ def _weak(log: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _checked(settings: TrainSettings) -> Checked:
     """Read all but weights. Raises InputError for whatever cannot be trained."""
+    check_num_drafts(settings.num_speculative_tokens, plain=False)
     if settings.minutes is not None and not 0 < settings.minutes < math.inf:
         raise InputError(f"--minutes is {settings.minutes:g}; expected a number above 0")
     name, out = or_demo(settings.target), Path(settings.out)

@@ -44,13 +44,13 @@ from peagle.engine.programs import Programs
 from peagle.engine.request import (
     DEFAULT_CHUNK,
     DRAFTS_ARE_GREEDY,
-    MAX_NUM_DRAFTS,
     FinishReason,
     Request,
     SamplingParams,
     StepRecord,
     TokenChunk,
     TokenLogprobs,
+    check_num_drafts,
     check_rates,
 )
 from peagle.engine.sampling import LogProbs
@@ -113,8 +113,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
-        if not 0 <= k <= MAX_NUM_DRAFTS:
-            raise InputError(f"K is {k}; expected 0 (plain decoding) to {MAX_NUM_DRAFTS} drafted tokens")
+        check_num_drafts(k)
         if self.slots < 1:
             raise InputError(f"slots are {self.slots}; expected 1 or more")
         if self.capacity < 2:

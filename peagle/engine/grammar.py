@@ -34,7 +34,17 @@ LONGEST_RENEWAL_S = 0.5  # of a matcher: all requests wait for it
 UNSUPPORTED_IN_LARK = ("stop", "max_tokens", "temperature")
 _RULE_OPTIONS = re.compile(r"^[ \t]*[?!]?[\w.-]+[ \t]*\[([^\]]*)\]", re.MULTILINE)
 
+# llguidance's message about a regular expression: the expression, a mark below the place, what is wrong there
+_REGEX_ERROR = re.compile(r"regex parse error:\n {4}(.*)\n {4}( *)\^+ *\nerror: (.*)")
+UNSATISFIABLE = "no text satisfies it"
+
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
+EXPECTED: Mapping[GrammarKind, str] = {
+    "json_schema": "a valid JSON Schema, of keywords that llguidance supports",
+    "regex": "one of Rust's regex crate, which looks neither ahead nor back",
+    "choice": "texts",
+    "lark": "Lark's notation, as of llguidance, or GBNF",
+}
 
 
 class GrammarError(InputError):
@@ -211,7 +221,9 @@ class Vocabulary:
             matcher.compute_bitmask()
         seconds = time.monotonic() - began
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            raise GrammarError(f"the {grammar.name} cannot be used: {_reason(matcher)}")
+            reason = _reason(matcher)
+            expected = "one that some text satisfies" if reason == UNSATISFIABLE else EXPECTED[grammar.kind]
+            raise GrammarError(f"the {grammar.name} cannot be used: {reason}; expected {expected}")
         compiled = CompiledGrammar(grammar, around, self, matcher, text, seconds)
         with self._lock:
             self._kept[key] = compiled
@@ -398,7 +410,10 @@ class Matcher:
 def _reason(matcher: Any) -> str:
     found = matcher.get_error()
     if not found or found.startswith("NoExtension"):
-        return "no text satisfies it"
+        return UNSATISFIABLE
+    wrong = _REGEX_ERROR.search(found)
+    if wrong is not None:
+        return _one_line(f"{wrong[3]} at character {len(wrong[2]) + 1} of {wrong[1]}")
     return _one_line(found.removesuffix("<non-verbose/>"))
 
 

@@ -27,6 +27,13 @@ MAX_NUM_DRAFTS = 128  # no acceptance pays for a wider pass
 FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_off"]
 
 
+def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
+    """Raise InputError for a K that no engine takes; plain: 0 is one. instead: behind the message."""
+    if not (0 if plain else 1) <= k <= MAX_NUM_DRAFTS:
+        least = "0 (plain decoding)" if plain else "1"
+        raise InputError(f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}")
+
+
 def check_rates(rates: tuple[float, ...] | None, num_drafts: int, draft_sampling: bool) -> None:
     """Raise InputError for rates of synthetic acceptance that are impossible or too few."""
     if rates is None:
@@ -188,10 +195,8 @@ class Request:
             )
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError(f"logprobs is {self.logprobs}; expected 0..{MOST_LOGPROBS}", "logprobs")
-        if self.num_speculative_tokens is not None and not 0 <= self.num_speculative_tokens <= MAX_NUM_DRAFTS:
-            raise InputError(
-                f"K is {self.num_speculative_tokens}; expected 0 (plain decoding) to {MAX_NUM_DRAFTS} drafted tokens"
-            )
+        if self.num_speculative_tokens is not None:
+            check_num_drafts(self.num_speculative_tokens)
         check_stop_strings(self.stop)
 
     def drafts(self, most: int) -> int:

@@ -142,13 +142,17 @@ def read_window(directory: Path) -> int | Literal["off"] | None:
 def widths_file(path: Path) -> Path:
     """Return the path of a new table: in a drafter's directory, or the given file.
 
-    Raises InputError if the file exists, or its folder does not.
+    Raises InputError if the file exists, its folder does not, or its name is that of a folder that is missing.
     """
     file = path / SPECULATION_FILE if path.is_dir() else path
     if file.exists():
         raise InputError(f"{file} exists; expected a new file: remove it first to replace it")
     if not file.parent.is_dir():
         raise InputError(f"{file.parent} does not exist; expected a drafter's directory, or a file in a folder")
+    if file.suffix != ".json":
+        raise InputError(
+            f"--write-widths {path} is no folder; expected a drafter's directory, or a new file, as table.json"
+        )
     return file
 
 

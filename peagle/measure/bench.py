@@ -29,8 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.api import Pair
-from peagle.engine.engine import EngineConfig
-from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk
+from peagle.engine.request import DEFAULT_CHUNK, Request, TokenChunk, check_num_drafts
 from peagle.measure.metrics import Spread
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
@@ -68,7 +67,6 @@ class BenchOptions:
             ("width", self.widths),
             ("context", (self.context,)),
             ("number of slots", self.slots),
-            ("K", self.drafts),
             ("number of repeats", (self.repeats,)),
         ):
             if wrong := [value for value in values if value < 1]:
@@ -77,7 +75,7 @@ class BenchOptions:
             given = "-k is" if self.drafts else "several --slots are"
             raise InputError(f"{given} given, but no decoding test, to which it applies; give -n 1 or more")
         for k in self.drafts:
-            EngineConfig(k)  # check K
+            check_num_drafts(k, plain=False)
         if self.blocked is not None:
             for size in self.prompt_lengths:
                 self.blocked.rows(size)  # check the numbers of blocks

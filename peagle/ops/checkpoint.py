@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.files import umask
+from peagle.ops.files import umask, writing
 from peagle.ops.memory import aligned
 from peagle.ops.strict_json import dumps
 
@@ -335,23 +335,24 @@ def write_checkpoint(
     directory = Path(directory).absolute()
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is a file; expected a directory to write a checkpoint to")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    # on the same file system: inside the directory if it exists, else beside it
-    parent = directory if directory.exists() else directory.parent
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=parent))
-    try:
-        os.chmod(temporary, 0o777 & ~umask())
-        _write_weights(temporary, tensors, shard_bytes)
-        for name, content in (extra_files or {}).items():
-            data = content if isinstance(content, bytes) else _json_bytes(content)
-            (temporary / name).write_bytes(data)
-        (temporary / CONFIG).write_bytes(_json_bytes(config))
-        if parent is directory:
-            _replace_files(directory, temporary)
-        else:
-            temporary.rename(directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with writing(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # on the same file system: inside the directory if it exists, else beside it
+        parent = directory if directory.exists() else directory.parent
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=parent))
+        try:
+            os.chmod(temporary, 0o777 & ~umask())
+            _write_weights(temporary, tensors, shard_bytes)
+            for name, content in (extra_files or {}).items():
+                data = content if isinstance(content, bytes) else _json_bytes(content)
+                (temporary / name).write_bytes(data)
+            (temporary / CONFIG).write_bytes(_json_bytes(config))
+            if parent is directory:
+                _replace_files(directory, temporary)
+            else:
+                temporary.rename(directory)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _open(path: Path) -> Any:

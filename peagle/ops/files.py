@@ -1,6 +1,7 @@
 """Files that are written whole or not at all."""
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -39,11 +40,23 @@ def write_text_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise InputError, which names `path`, for any OSError within."""
+    """Raise InputError, which names `path` and not a temporary file, for any OSError within."""
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
+        raise InputError(f"{path} cannot be written: {why(error)}; expected {expected(error)}") from None
+
+
+def why(error: Exception) -> str:
+    """Return the reason of an error in one line, without the number and the file's name of an OSError."""
+    return " ".join((getattr(error, "strerror", None) or str(error)).split())
+
+
+def expected(error: OSError) -> str:
+    """Say what would do where this error was raised in writing."""
+    if error.errno == errno.ENOSPC:
+        return "room for it: free some, or name a place elsewhere"
+    return "a place that can be written to"
 
 
 def encoded(text: str) -> bytes:

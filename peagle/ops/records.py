@@ -1,10 +1,13 @@
 """Records of runs: how two of them differ, in words."""
 
+import itertools
+import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 _SHORT = reprlib.Repr()
+_DIGEST = re.compile(r"[0-9a-f]{32,}")
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
@@ -26,7 +29,24 @@ def difference_in_words(then: Mapping[str, Any], now: Mapping[str, Any], name: C
 
     name: what a person calls a key. Several keys of one name are named once.
     """
-    named = {
-        name(key): f"{_SHORT.repr(then.get(key))} (now {_SHORT.repr(now.get(key))})" for key in differing(then, now)
-    }
-    return ", ".join(f"{each} {values}" for each, values in named.items())
+    named = {name(key): _change(then.get(key), now.get(key)) for key in differing(then, now)}
+    return ", ".join(f"{each}{values}" for each, values in named.items())
+
+
+def _change(then: Any, now: Any) -> str:
+    """Say how a value differs, behind its name; of files with digests by the files' names, as far as these differ."""
+    texts = [list(_texts(each)) for each in (then, now)]
+    if not any(map(_DIGEST.fullmatch, itertools.chain(*texts))):
+        return f" {_SHORT.repr(then)} (now {_SHORT.repr(now)})"
+    before, after = (" ".join(text for text in each if not _DIGEST.fullmatch(text)) for each in texts)
+    if before != after:
+        return f" {before} (now {after})"
+    return f"{f' {before}' if before else ''} of other content than now"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, str):
+        yield value

@@ -62,21 +62,26 @@ class Line:
 class Answered:
     """The lines of an output that stay: those with a response below 500. ids, models: of the answer to each custom_id.
 
-    changed: the file holds more than these lines.
+    refused: the custom_ids whose response is an error. changed: the file holds more than these lines.
     """
 
     lines: list[bytes] = field(default_factory=list)
     ids: dict[str, str] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
     changed: bool = False
 
 
 @dataclass
 class Counts:
-    """Lines of the input by what became of them. known: answered by an earlier run. tokens: of the answers."""
+    """Lines of the input by what became of them. tokens: of the answers.
+
+    known: with a response of an earlier run; known_refused: those of them whose response is an error.
+    """
 
     total: int = 0
     known: int = 0
+    known_refused: int = 0
     answered: int = 0
     refused: int = 0  # by an error object, or as a line that is none
     failed: int = 0  # by the server's fault; asked again by the next run
@@ -85,6 +90,11 @@ class Counts:
     @property
     def done(self) -> int:
         return self.known + self.answered + self.refused + self.failed
+
+    @property
+    def all_refused(self) -> bool:
+        """Whether there are lines, and each was refused, now or before."""
+        return 0 < self.total == self.refused + self.known_refused
 
 
 def count_lines(source: Path) -> int:
@@ -119,6 +129,8 @@ def read_answers(out: Path) -> Answered:
         if isinstance(custom_id, str) and status is not None and status < 500:
             found.lines.append(line + b"\n")
             found.ids[custom_id] = str(own_id)
+            if status >= 400:
+                found.refused.add(custom_id)
             if isinstance(model, str):
                 found.models[custom_id] = model
     if not lines and not (BEGINNING.startswith(cut) or cut.startswith(BEGINNING)):
@@ -197,10 +209,10 @@ class Batch:
                 )
             if known.changed:
                 write_whole(self.out, lambda path: path.write_bytes(b"".join(known.lines)))
-            await self._run({*known.ids}, asked_to_stop, progress)
+            await self._run(known, asked_to_stop, progress)
 
     async def _run(
-        self, known: set[str], asked_to_stop: Callable[[], bool], progress: Callable[[Counts], object]
+        self, known: Answered, asked_to_stop: Callable[[], bool], progress: Callable[[Counts], object]
     ) -> None:
         running: set[asyncio.Task[None]] = set()
         with self.out.open("ab") as file, self.source.open("rb") as source:
@@ -219,7 +231,7 @@ class Batch:
     def _ends(self, asked_to_stop: Callable[[], bool]) -> bool:
         return asked_to_stop() or self.service.loop.failure is not None
 
-    async def _wanted(self, source: Iterable[bytes], known: set[str], file: BinaryIO) -> AsyncIterator[Line]:
+    async def _wanted(self, source: Iterable[bytes], known: Answered, file: BinaryIO) -> AsyncIterator[Line]:
         """Yield the lines without a response; write the errors of those that are none."""
         seen: set[str] = set()
         for number, text in enumerate(source, 1):
@@ -231,8 +243,9 @@ class Batch:
                 self.counts.refused += 1
                 _write(file, error.custom_id, None, {"code": "invalid_line", "message": error.message})
                 continue
-            if line.custom_id in known:
+            if line.custom_id in known.ids:
                 self.counts.known += 1
+                self.counts.known_refused += line.custom_id in known.refused
             else:
                 yield line
 

@@ -67,7 +67,7 @@ class Prompter:
         try:
             return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody))
         except GrammarError as error:
-            raise ApiError(400, str(error), name) from None
+            raise ApiError(400, f"{name}: {error}", name) from None
 
     def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, name: str | None) -> CompiledGrammar | None:
         """Compile what constrains final messages and calls. name: the field of the final message's grammar."""
@@ -83,7 +83,7 @@ class Prompter:
                 return self.pair.compile_grammar(calls[only], channels=False)
             return self.pair.compile_grammar(grammar, channels=True, calls=calls, must_call=must_call)
         except GrammarError as error:
-            raise self._blamed(body, calls, ApiError(400, str(error), name)) from None
+            raise self._blamed(body, calls, ApiError(400, f"{name}: {error}" if name else str(error), name)) from None
 
     def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError) -> ApiError:
         """Name the function whose parameters make no grammar, if one's do not."""

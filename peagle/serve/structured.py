@@ -33,7 +33,7 @@ def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
     try:
         return _grammar(first, found[first]), first
     except GrammarError as error:
-        raise ApiError(400, str(error), first) from None
+        raise ApiError(400, f"{first}: {error}", first) from None
 
 
 def _wanted(body: Structured) -> Mapping[str, Any]:

@@ -164,10 +164,7 @@ def write_with_card(
     verifier: the target, as others name it; target: what is known of it. run: a folder of peagle train, if the drafter
     comes from one."""
     text = encoded(card(config, dialect, verifier, target, run))
-    try:
-        save_drafter(out, params, config, dialect, verifier, {**(files or {}), "README.md": text})
-    except OSError as error:
-        raise InputError(f"{error.filename or out} cannot be written: {error.strerror or error}") from None
+    save_drafter(out, params, config, dialect, verifier, {**(files or {}), "README.md": text})
 
 
 def card(config: DrafterConfig, dialect: Dialect, verifier: str | None, target: TargetConfig | None, run: Path) -> str:

@@ -23,7 +23,7 @@ from drafter.train.cod import Segments
 from drafter.train.folder import COMMAND, RECIPE, read_record, steps_done
 from drafter.train.shards import KEPT, NAME, WEIGHTS, Document, read_manifest, read_shards, total_tokens
 from drafter.train.trainer import Recipe, Trainer
-from drafter.vocabulary import DraftVocab, by_frequency, choose, first_of
+from drafter.vocabulary import DraftVocab, by_frequency, check_count, choose, first_of
 from peagle.api import Pair
 from peagle.engine.engine import Engine
 from peagle.loading import AUTO, asked_window, fitting_aux_layers, read_asked_window, resolve, windowed
@@ -303,8 +303,7 @@ def _draft_vocab(
     if not asked.isdecimal():
         return choose(asked, directory, vocab_size, stop_token_ids)
     wanted = int(asked)
-    if not 1 <= wanted <= vocab_size:
-        raise InputError(f"--draft-vocab is {wanted}; expected 1..{vocab_size}")
+    check_count(wanted, vocab_size)
     said = np.concatenate([each.token_ids[each.trained] for each in documents])
     frequent = by_frequency(np.bincount(said[(said >= 0) & (said < vocab_size)], minlength=vocab_size))
     return DraftVocab(first_of([*stop_token_ids, *frequent], vocab_size, wanted), "frequency in the training data")

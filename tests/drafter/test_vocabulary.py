@@ -71,7 +71,7 @@ def test_the_most_frequent_are_taken_from_the_list_beside_the_drafter(tmp_path: 
     assert json.loads((tmp_path / FREQUENT_TOKENS).read_text()) == [3, 1, 4]
     assert choose("2", tmp_path, 8, first=(6,)) == DraftVocab((3, 1), FREQUENT_TOKENS)
     assert choose("5", tmp_path, 8).token_ids == (3, 1, 4, 0, 2)
-    assert choose("99", tmp_path, 8).token_ids == (3, 1, 4, 0, 2, 5, 6, 7)
+    assert choose("8", tmp_path, 8).token_ids == (3, 1, 4, 0, 2, 5, 6, 7)
     (tmp_path / "mine.json").write_text("[7, 2, 7]")
     assert choose(str(tmp_path / "mine.json"), tmp_path, 8).token_ids == (7, 2)
 
@@ -84,8 +84,8 @@ def test_a_file_that_lists_no_tokens_is_one_line(tmp_path: Path, text: str) -> N
 
 
 def test_other_bad_input_is_one_line(tmp_path: Path) -> None:
-    for count in ("0", "-3"):
-        with pytest.raises(InputError, match="expected 1 or more"):
+    for count in ("0", "-3", "9"):
+        with pytest.raises(InputError, match=f"draft-vocab is {count}; expected 1 to 8, the tokens"):
             choose(count, tmp_path, 8)
     with pytest.raises(InputError, match="cannot be read"):
         choose(str(tmp_path / "absent.json"), tmp_path, 8)

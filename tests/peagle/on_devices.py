@@ -465,7 +465,7 @@ def test_gpu_check_compares_over_a_mesh(off: float, token: int, right: bool, mon
 
 
 def test_gpu_check_refuses_meshes_that_nothing_fits() -> None:
-    with pytest.raises(InputError, match="tp is 3, but there are 8 heads"):
+    with pytest.raises(InputError, match="tp=3, but the target has 8 heads"):
         gpu_check.checked_mesh("tp=3")
 
 

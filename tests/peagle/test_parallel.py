@@ -70,8 +70,8 @@ def test_more_devices_than_there_are_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--mesh", "tp=2"), "tp is 2, but there are 3 heads and 1 kv heads; expected 1 or 3"),
-        (("--mesh", "ep=5"), "ep is 5, but there are 8 experts; expected 1, 2, 4 or 8"),
+        (("--mesh", "tp=2"), "--mesh asks for tp=2, but the target has 3 heads and 1 kv heads; expected tp=1 or 3"),
+        (("--mesh", "ep=5"), "--mesh asks for ep=5, but the target has 8 experts; expected ep=1, 2, 4 or 8"),
         (("--mesh", "tp=3"), "needs 3 devices, and there "),
         (("--mesh", "3"), "--mesh is '3'; expected tp=N"),
         (("--reduce", "psum"), "reduce is psum, but there is no mesh"),

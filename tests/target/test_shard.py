@@ -127,10 +127,10 @@ def test_bytes_are_foretold(directories: dict[bool, Path]) -> None:
 @pytest.mark.parametrize(
     ("tp", "ep", "message"),
     [
-        (3, 1, "tp is 3, but there are 8 heads and 2 kv heads; expected 1, 2, 4 or 8"),
-        (16, 1, "tp is 16, but there are 8 heads"),
-        (4, 4, "tp x ep is 16, but there are 8 heads"),
-        (1, 3, "ep is 3, but there are 4 experts; expected 1, 2 or 4"),
+        (3, 1, "--mesh asks for tp=3, but the target has 8 heads and 2 kv heads; expected tp=1, 2, 4 or 8"),
+        (16, 1, "tp=16, but the target has 8 heads"),
+        (4, 4, "tp x ep=16, but the target has 8 heads"),
+        (1, 3, "ep=3, but the target has 4 experts; expected ep=1, 2 or 4"),
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(tp: int, ep: int, message: str) -> None:

@@ -15,7 +15,8 @@ class BatchSettings:
     """Answer a file of requests in the form of OpenAI's Batch API, by the code of `peagle serve`, without a server.
 
     Each line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}. A second run with
-    the same files goes on with the lines that have no response yet.
+    the same files goes on with the lines that have no response yet. The exit code is 0 if some line was answered, 3 if
+    every line was refused, 1 if the engine failed, also at a line: then run it again.
 
     [bold]Examples[/bold]
 

@@ -59,7 +59,7 @@ class ParitySettings:
     ] = "chat"
     special_tokens: SpecialTokens = False
     num_speculative_tokens: Annotated[
-        int, Option("-k", "--num-speculative-tokens", min=1, metavar="K", rich_help_panel=SPECULATION)
+        int, Option("-k", "--num-speculative-tokens", metavar="K", rich_help_panel=SPECULATION)
     ] = 5
     max_new_tokens: MeasuredTokens = 64
     reference_steps: Annotated[

@@ -224,7 +224,6 @@ class TrainSettings:
         Option(
             "-k",
             "--num-speculative-tokens",
-            min=1,
             metavar="K",
             rich_help_panel=RUNNING,
             help="K of the evaluation.",

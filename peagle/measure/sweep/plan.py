@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peagle.engine.engine import EngineConfig
+from peagle.engine.request import MAX_NUM_DRAFTS
 from peagle.ops.errors import InputError
 from peagle.ops.files import printable
 
@@ -207,7 +208,7 @@ def parse_ks(text: str) -> tuple[K, ...]:
             raise InputError(f"-k is {text!r}; expected numbers, ranges or auto, separated by commas, as 1-3,5,auto")
     unique = tuple(dict.fromkeys(k for k in found if k != 0))
     if not unique:
-        raise InputError(f"-k is {text!r}; expected at least one K of 1 or more, or auto")
+        raise InputError(f"-k is {text!r}; expected at least one K of 1 to {MAX_NUM_DRAFTS}, or auto")
     return unique
 
 

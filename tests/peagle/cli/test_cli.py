@@ -330,6 +330,34 @@ def test_the_date_of_a_template_is_fixed_and_can_be_given(cli: Run, toy: Pair) -
     assert "Be brief." in told
 
 
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train", "--steps", "-5"], ["--steps is -5; expected 1 or more", "(peagle train --help shows"]),
+        (["train", "--layers", "0"], ["--layers is 0; expected 1 or more"]),
+        (["speculate", "--dtype", "int4"], ["--dtype is 'int4'; expected", "'float32'"]),
+        (["cluster", "up", "--decode", "0"], ["--decode is 0; expected 1 or more", "(peagle cluster up --help shows"]),
+        (["cluster", "up", "--port"], ["'--port'", "(peagle cluster up --help shows"]),
+        (["parity", "-k", "200"], ["-k is 200; expected 1 to 128 drafted tokens"]),
+        (["bench", "-k", "0"], ["-k is 0; expected 1 to 128 drafted tokens"]),
+        (["serve", "-k", "200"], ["-k is 200; expected 0 (plain decoding) to 128 drafted tokens"]),
+        (["speculate", "--draft-vocab", "2049", "Hi"], ["--draft-vocab is 2049; expected 1 to 2048"]),
+        (["speculate", "--aux-layer-ids", "1,2", "Hi"], ["--aux-layer-ids names 2 aux layers [1, 2]", "reads 3"]),
+        (["random", "tiny", f"{__file__}/x"], [f"{__file__}/x cannot be written", "; expected a place that can be"]),
+    ],
+)
+def test_values_are_refused_by_the_option_and_the_command_that_were_typed(
+    real: Run, arguments: list[str], parts: list[str]
+) -> None:
+    refused(real(*arguments), *parts)
+
+
+def test_a_group_of_commands_alone_shows_its_help(real: Run) -> None:
+    code, out, err = real("cluster")
+    assert (code, err) == (0, "")
+    assert "peagle cluster" in out
+
+
 def test_special_tokens_are_control_tokens_where_they_are_asked_for(cli: Run) -> None:
     def prompt(*options: str) -> list[int]:
         return json.loads(cli(*SPECULATE, "--json", "-", *options, "<|start|>a")[1])["requests"][0]["prompt_ids"]
@@ -384,9 +412,9 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["-k", "0", "Hi"], ["-k is 0", "1 or more"]),
+        (["-k", "0", "Hi"], ["-k is 0; expected 1 to 128 drafted tokens (peagle generate decodes plainly)"]),
         (["-k", "-3", "Hi"], ["-k is -3"]),
-        (["-k", "1000", "Hi"], ["-k is 1000", "to 128 drafted"]),
+        (["-k", "1000", "Hi"], ["-k is 1000; expected 1 to 128 drafted tokens"]),
         (["-k", "x", "Hi"], ["-k is 'x'", "or auto"]),
         (["-n", "0", "Hi"], ["error: -n is 0"]),
         (["--slots", "0", "Hi"], ["--slots is 0", "1 or more"]),
@@ -396,6 +424,17 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
         (["--context", "8", "Hi there"], ["8 positions", "--context"]),
         (["--temperature", "-1", "Hi"], ["--temperature is -1"]),
         (["--temperature", "nan", "Hi"], ["--temperature is nan"]),
+        (["--temperature", "hot", "Hi"], ["--temperature is 'hot'", "number", "(peagle speculate --help shows"]),
+        (["--top-k", "2.5", "Hi"], ["--top-k is 2.5", "integer", "(peagle speculate --help shows"]),
+        (["--regex"], ["'--regex'", "(peagle speculate --help shows"]),
+        (
+            ["--regex", "a((", "Hi"],
+            ["--regex: the regular expression", "unclosed group at character 3 of a((;"],
+        ),
+        (
+            ["--json-schema", "absent", "Hi"],
+            ["--json-schema absent cannot be read: No such file or directory;"],
+        ),
         (["--top-p", "0", "Hi"], ["--top-p is 0"]),
         (["--top-k", "-1", "Hi"], ["--top-k is -1"]),
         (["--min-p", "2", "Hi"], ["--min-p is 2"]),
@@ -551,6 +590,7 @@ def test_a_target_without_a_drafter_and_other_mixtures_are_refused(
     refused(real("speculate", "--target", str(directories.target), "Hi"), "--drafter DIR, or --drafter ngram")
     refused(real("generate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
     refused(real("speculate", "--target", str(tmp_path / "absent"), "Hi"), "absent does not exist")
+    refused(real("speculate", "--target", str(tmp_path), "Hi"), f"{tmp_path} has no config.json; expected")
     refused(real("speculate", "--drafter", "demo-eagle9", "Hi"), "demo-eagle9 does not exist", "demo-eagle3, or ngram")
     drafter_as_target = ("--target", str(directories.drafter), "--drafter", "ngram")
     refused(real("speculate", *drafter_as_target, "Hi"), "'llama'")
@@ -726,6 +766,7 @@ def test_info_refuses_what_is_no_pair(real: Run, directories: Directories, tmp_p
     assert "both targets" in err
     refused(real("info", target, drafter, target), "3 directories")
     refused(real("info", str(tmp_path)), "no config.json")
+    refused(real("info", ""), "name is empty; expected a directory")
     shutil.copytree(directories.drafter, tmp_path / "other")
     edit_json(tmp_path / "other" / "config.json", eagle_aux_hidden_state_layer_ids=[1, 2, 9])
     code, out, err = real("info", target, str(tmp_path / "other"))

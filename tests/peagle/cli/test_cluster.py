@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +61,13 @@ def test_a_config_for_serve_deploy_holds_the_options_and_no_keys(tmp_path: Path)
         up_command(replace(settings, api_key_file=keys))
     with pytest.raises(InputError, match="cannot be written"):
         up_command(replace(settings, write_config=str(tmp_path / "none" / "fleet.json")))
+
+
+def test_without_fastapi_one_line_says_what_to_install() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from peagle.cli import main; sys.exit(main(['cluster', 'up']))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = "a cluster needs fastapi, which is not installed; pip install 'peagle[cluster]'"
+    assert (ended.returncode, ended.stderr) == (2, f"peagle: error: {said}\n")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")

@@ -446,7 +446,7 @@ def test_ctrl_c_shows_what_was_measured(run: Run, monkeypatch: pytest.MonkeyPatc
         (["--slots", "1,2", "-n", "0"], ["several --slots are given, but no decoding test"]),
         (["--slots", "1,400"], ["tg 3", f"at most {MAX_POSITIONS}, the target's"]),
         (["--slots", "2", "--batch", "2"], ["--slots and --batch"]),
-        (["-k", "0", "--drafter", "ngram"], ["-k is 0", "1 or more"]),
+        (["-k", "0", "--drafter", "ngram"], ["-k is 0", "1 to 128 drafted"]),
         (["-k", "2,many", "--drafter", "ngram"], ["-k is '2,many'"]),
         (["-k", "200", "--drafter", "ngram"], ["-k is 200", "128"]),
         (["-k", "2", "-n", "0", "--drafter", "ngram"], ["-k is given, but no decoding test"]),

@@ -296,7 +296,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tokenizer: ByteLevelTokenizer, tmp_
 def test_the_command_answers_and_says_how_much(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert command([line("0"), line("1"), "{"]) == 0
     said = capfd.readouterr().err
-    assert "serving peagle-demo with K = 3: 2 slots of 128" in said
+    assert "answering as peagle-demo with K = 3: 2 slots of 128" in said
     assert "2 lines answered, 1 refused; 11 tokens in " in said
     assert command([line("0"), line("1"), "{", line("2")]) == 0
     assert "1 lines answered, 1 refused, 2 known before; 7 tokens" in capfd.readouterr().err
@@ -315,6 +315,13 @@ def test_the_command_fails_if_a_line_did(
         assert command([line("0"), "{"]) == 1
     assert "0 lines answered, 1 refused, 1 failed: the same command asks them again" in capfd.readouterr().err
     assert command([line("0"), "{"]) == 0
+
+
+def test_the_command_fails_if_every_line_is_refused(command: Any) -> None:
+    refused = ['{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}', "{"]
+    assert command(refused) == 3
+    assert command(refused) == 3  # a line of them is known
+    assert command([*refused, line("0")]) == 0
 
 
 def test_ctrl_c_ends_the_command_and_says_how_to_go_on(

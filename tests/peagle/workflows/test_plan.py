@@ -62,7 +62,7 @@ def test_bad_plans_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="the device is 'X'; expected H100, H200, B200"):
         device_named("X")
     for arguments, message in (
-        (("--mesh", "tp=2"), "tp is 2, but there are 3 heads"),
+        (("--mesh", "tp=2"), "--mesh asks for tp=2, but the target has 3 heads"),
         (("--mesh", "tp=3", "--device", "X"), "--device is 'X'"),
         (("--mesh", "3"), "--mesh is '3'"),
     ):

@@ -366,7 +366,7 @@ def test_a_drafter_to_begin_with_may_share_the_targets_embedding_and_head(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("--loss", "hinge"), "'hinge' is not one of"),
+        (("--loss", "hinge"), "--loss is 'hinge'; expected one of"),
         (("--width", 8), "longer than the 8 tokens of a row, the longest"),
         (("--rows", 0), "--rows is 0; expected a multiple of 1"),
         (("--mask-token", 17), "the mask token 17 is in use"),

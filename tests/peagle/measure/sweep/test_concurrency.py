@@ -377,6 +377,10 @@ def test_an_arm_that_fails_at_many_at_once_need_not_cost_the_others(
         (["--write-widths", "table.json", "--concurrency", "2,4"], "give --concurrency 1 and others"),
         (["--write-widths", "no/table.json", "--concurrency", "1"], "no does not exist"),
         (["--write-widths", "/dev/null", "--concurrency", "1"], "/dev/null exists"),
+        (
+            ["--write-widths", "draftr", "--concurrency", "1"],
+            "--write-widths draftr is no folder; expected a drafter's directory",
+        ),
         (["--write-widths", "table.json", "--concurrency", "1", "-k", "auto"], "-k names auto alone"),
         (["--write-widths", "table.json", "--concurrency", "1", "--drafter", "demo,ngram"], "one drafter"),
         (["--write-widths", "table.json", "--concurrency", "1", "--draft-vocab", "9,full"], "one vocabulary"),

@@ -444,7 +444,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted_or_refused(
     [
         (["-k", "x"], "expected numbers, ranges or auto"),
         (["-k", "3-"], "expected numbers, ranges or auto"),
-        (["-k", "0"], "at least one K of 1 or more"),
+        (["-k", "0"], "at least one K of 1 to 128"),
         (["-k", "1,100000", "--dry-run"], "-k is 100000; expected 0 (plain decoding) to 128 drafted tokens"),
         (["--temperature", "hot"], "expected numbers separated by commas"),
         (["--temperature", "-1"], "expected finite numbers"),
@@ -673,4 +673,4 @@ def test_the_script_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 2
-    assert "at least one K of 1 or more" in capsys.readouterr().err
+    assert "at least one K of 1 to 128" in capsys.readouterr().err
