@@ -93,7 +93,7 @@ def test_the_engines_of_a_comparison() -> None:
     ("arguments", "message"),
     [
         (["-k", "3,many"], "-k is '3,many'; expected numbers, ranges or auto, separated by commas"),
-        (["-k", "0"], "-k is '0'; expected at least one K of 1 or more"),
+        (["-k", "0"], "-k is '0'; expected at least one K of 1 to 128"),
         (["--repeats", "0"], "--repeats and --num-prompts must be 1 or more"),
         (["--num-prompts", "0"], "--repeats and --num-prompts must be 1 or more"),
         (["--llama-python", "/no/such/python"], "llama.cpp cannot run here: "),
