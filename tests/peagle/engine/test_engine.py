@@ -100,7 +100,8 @@ def test_the_oracle_is_accepted_whole_and_the_adversary_never(target, requests, 
             length += record.num_accepted + 1
 
 
-@pytest.mark.parametrize(("slots", "together"), [(2, 5), (3, 1)])
+@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("together", [1, 5])
 def test_requests_beside_others_get_what_they_get_alone(target, plain, slots: int, together: int) -> None:
     asked = [Request(PROMPTS[i % 3], budget) for i, budget in enumerate((7, 50, 1, 33, 60, 2, 21))]
     expected = [plain[i % 3][: request.max_new_tokens] for i, request in enumerate(asked)]
@@ -109,7 +110,7 @@ def test_requests_beside_others_get_what_they_get_alone(target, plain, slots: in
         assert run(engine, asked) == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 19, 64])  # 8 elsewhere
+@pytest.mark.parametrize("chunk", [1, 3, 19, 64])
 def test_any_cutting_of_a_prompt_gives_the_same(target, requests, plain, chunk: int) -> None:
     assert run(Engine(target, NGram(), config(3, chunk=chunk)), requests) == plain
 
@@ -227,7 +228,8 @@ def test_a_mixed_workload_takes_few_programs(target) -> None:
     assert sum(after.values()) - sum(before.values()) <= 10
 
 
-@pytest.mark.parametrize(("steps_per_dispatch", "by_width"), [(1, True), (5, False)])
+@pytest.mark.parametrize("steps_per_dispatch", [1, 5])
+@pytest.mark.parametrize("by_width", [False, True])
 def test_a_requests_own_k_bounds_its_drafts_and_changes_no_token(target, plain, steps_per_dispatch, by_width) -> None:
     """Beside others and alone, and nothing compiles for it."""
     options = {"k_per_request": True, "programs_by_width": by_width, "steps_per_dispatch": steps_per_dispatch}

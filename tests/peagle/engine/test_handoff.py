@@ -69,7 +69,7 @@ def until(engine: Engine, handle: Handle, tokens: int) -> list[TokenChunk]:
 
 
 @needs_native
-@pytest.mark.parametrize(("k", "dtype"), [(0, "float32"), (K, "bfloat16")])
+@pytest.mark.parametrize(("k", "dtype"), [(0, "float32"), (K, "float32"), (K, "bfloat16")])
 def test_a_fresh_prompt_goes_on_in_an_engine_of_another_shape(
     k: int, dtype: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -115,7 +115,7 @@ def test_requests_at_once_reuse_each_others_prompts(pair: Models) -> None:
 @pytest.mark.parametrize("retain_full_kv", [False, True])
 def test_n_grams_and_rows_that_draft_no_more_reuse_prompts_too(retain_full_kv: bool) -> None:
     target = dataclasses.replace(tiny_target(), retain_full_kv=retain_full_kv)
-    shape = EngineConfig(K, 1, CAPACITY, chunk=BLOCK, widths=WidthTable({1: K}, sampled=False))
+    shape = EngineConfig(K, 2, CAPACITY, chunk=BLOCK, widths=WidthTable({1: K, 2: 0}, sampled=False))
     cold = Engine(target, NGram(), shape)
     warm = Engine(target, NGram(), dataclasses.replace(shape, prefix_cache_bytes=HUGE))
     for prompt in (TOKENS[: BLOCK + 9], TOKENS[: BLOCK + 20], TOKENS[: BLOCK + 20]):
