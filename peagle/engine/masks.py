@@ -7,7 +7,7 @@ A mask depends on the tokens before it and on nothing else, so decoding with dra
 token is allowed that continues some text of the grammar, however a tokenizer would cut that text. Where the text may
 end, the request's stop tokens are allowed, too; where it must end, they alone are.
 
-A mask has a bit for each token, lowest first, 1 if it is allowed, and one more behind the vocabulary: whether the text
+A mask has a bit for each token, lowest first, 1 if it is allowed, and one more after the vocabulary: whether the text
 may end there.
 """
 

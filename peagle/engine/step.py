@@ -4,7 +4,7 @@
               drafter      target     pure       pure
               2K rows      K+1 rows
 
-The step may be cut behind `propose` and behind `verify`: while the target verifies, the host reads the drafts and makes
+The step may be cut after `propose` and after `verify`: while the target verifies, the host reads the drafts and makes
 the masks of grammars, which `accept` takes (peagle.engine.grammar).
 
 Row b drafts and verifies widths[b] <= K tokens, none if its credit is below 0; its further rows have position -1. A

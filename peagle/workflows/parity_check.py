@@ -139,7 +139,7 @@ def ask(
 
 @jax.jit
 def _tapped(target: GptOss, ids: Any) -> jax.Array:
-    """[1, T, A]: the hidden states that the target taps of a text, which is padded to T tokens behind its end."""
+    """[1, T, A]: the hidden states that the target taps of a text, which is padded to T tokens after its end."""
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
     cache = target.init_cache(1, ids.shape[1], ids.shape[1])
     return target.extend(ids, positions, cache, jnp.zeros((1, 1), jnp.int32))[0].aux_hidden

@@ -192,7 +192,7 @@ def in_blocks(
     order, begins, ends = _by_expert(ids, num_experts)
     row_of = jnp.pad(order // top_k, (0, size))
     blocks = (ends - begins + size - 1) // size
-    lasts = jnp.cumsum(blocks).astype(jnp.int32)  # behind each expert's last block
+    lasts = jnp.cumsum(blocks).astype(jnp.int32)  # after each expert's last block
     numbers = jnp.arange(rows * top_k // size + num_experts, dtype=jnp.int32)
     expert_of = jnp.minimum(jnp.searchsorted(lasts, numbers, side="right"), num_experts - 1).astype(jnp.int32)
     starts = begins[expert_of] + (numbers - (lasts - blocks)[expert_of]) * size
