@@ -19,6 +19,7 @@ import numpy as np
 from drafter.config import DrafterConfig
 from drafter.params import DrafterParams
 from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
 from peagle.ops.linear import SplitMatrix, take_outputs
 from peagle.ops.strict_json import dumps
 
@@ -80,7 +81,7 @@ def _listed(path: Path, vocab_size: int) -> tuple[int, ...]:
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"the draft vocabulary {path} cannot be read: {error.strerror}") from None
+        raise InputError(f"the draft vocabulary {path} cannot be read: {reason_of(error)}") from None
     except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list) or not ids or not all(type(token) is int and 0 <= token < vocab_size for token in ids):

@@ -57,16 +57,16 @@ NO_STOP_TOKEN = (  # a warning; the directory stands before it
 
 
 @dataclass(frozen=True)
-class WithoutWeights:
-    """A drafter that is asked for by its name."""
+class Weightless:
+    """A drafter without weights, which is asked for by its name."""
 
     make: Callable[[], Drafter]
     widths: WidthTable  # its drafts by load
 
 
-WITHOUT_WEIGHTS = {
+WEIGHTLESS = {
     # more drafts, or any with a temperature, do not pay
-    NGRAM: WithoutWeights(NGram, WidthTable({1: 2, 4: 1}, sampled=False)),
+    NGRAM: Weightless(NGram, WidthTable({1: 2, 4: 1}, sampled=False)),
 }
 DtypeName = Literal["float32", "bfloat16"]
 ExpertsChoice = Literal["auto", "packed", "expanded"]
@@ -318,16 +318,14 @@ def with_drafter(
 
     target_directory, drafter_directory = resolve(target, "target"), drafter_path(target, drafter)
     plain = pair.plain_target
-    named = None if drafter is None else WITHOUT_WEIGHTS.get(str(drafter))
-    drafting = None if named is None else named.make()
+    drafting = WEIGHTLESS[str(drafter)].make() if drafter in WEIGHTLESS else None
     layers = _aux_layers(target_directory, drafter_directory, aux_layer_ids)
     narrowed = window_in_words = drafted = None
     print_of_drafter = "" if drafter is None else str(drafter)  # n-gram: no files
-    widths = DEFAULT_WIDTHS if named is None else named.widths
+    widths = widths_of(drafter, drafter_directory)
     window = asked_window(drafter_directory, drafter_window)
     vocab = None if draft_vocab is None else _vocabulary(target_directory, drafter_directory, draft_vocab)
     if drafter_directory is not None:
-        widths = read_widths(drafter_directory) or widths
         params, config = _load_drafter(drafter_directory, pair, target_directory, aux_layer_ids)
         if vocab is not None:
             params, config = narrow(params, config, vocab)
@@ -550,7 +548,7 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
 
     Raises InputError for a demo drafter with another target.
     """
-    if drafter is None or str(drafter) in WITHOUT_WEIGHTS:
+    if drafter is None or drafter in WEIGHTLESS:
         return None
     if drafter in (DEMO, DEMO_EAGLE3) and target != DEMO:
         read_json(resolve(target, "target"), CONFIG)  # what is no checkpoint needs none
@@ -564,6 +562,16 @@ def drafter_path(target: str | Path, drafter: str | Path | None) -> Path | None:
             f"{directory} does not exist; expected a drafter's directory, {DEMO}, {DEMO_EAGLE3}, or {NGRAM}"
         )
     return directory
+
+
+def widths_of(drafter: str | Path | None, directory: Path | None) -> WidthTable:
+    """Return the drafts by load: of the table beside the drafter, else the default of such drafters.
+
+    directory: what `drafter_path` found. Raises InputError for a table that cannot be read.
+    """
+    if drafter in WEIGHTLESS:
+        return WEIGHTLESS[str(drafter)].widths
+    return (None if directory is None else read_widths(directory)) or DEFAULT_WIDTHS
 
 
 @dataclass(frozen=True)

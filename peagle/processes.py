@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
 from peagle.ops.records import difference_in_words, flat
 from peagle.ops.strict_json import dumps
 
@@ -289,7 +290,7 @@ def _listening(place: Place) -> Iterator[socket.socket]:
         server = socket.create_server((place.host, place.port), family=family)
     except OSError as error:
         raise InputError(
-            f"--coordinator {place.address} cannot be listened on: {error.strerror or error}; expected an address of "
+            f"--coordinator {place.address} cannot be listened on: {reason_of(error)}; expected an address of "
             "this machine, which runs process 0, and a free port"
         ) from None
     with server:
@@ -351,7 +352,7 @@ def join(place: Place, hello: Mapping[str, Any], lost: Callable[[str], None]) ->
         except OSError as error:
             if time.monotonic() > deadline:
                 raise InputError(
-                    f"--coordinator {place.address} cannot be reached: {error.strerror or error}; start process 0 there"
+                    f"--coordinator {place.address} cannot be reached: {reason_of(error)}; start process 0 there"
                 ) from None
             time.sleep(0.1)
     try:

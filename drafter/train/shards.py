@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from peagle.ops.checkpoint import save_tensors
 from peagle.ops.errors import InputError
-from peagle.ops.files import holds_files, write_text_whole, write_whole
+from peagle.ops.files import holds_files, reason_of, write_text_whole, write_whole
 from peagle.ops.records import difference_in_words, flat
 from peagle.ops.strict_json import dumps
 
@@ -101,7 +101,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; expected what peagle data writes") from None
+        raise InputError(f"{path} cannot be read: {reason_of(error)}; expected what peagle data writes") from None
     except ValueError:
         raise InputError(f"{path} is not valid JSON; expected what peagle data writes") from None
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:

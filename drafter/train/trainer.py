@@ -36,7 +36,7 @@ from drafter.train.cod import Cod, Segments
 from drafter.train.folder import CHECKPOINTS, LOG, expect_sizes, keep_sizes, read_log
 from drafter.train.loss import LOSSES, Labels, LossName, Sums, chain_loss, labels_of_best, labels_of_logits
 from peagle.ops.errors import InputError
-from peagle.ops.files import write_text_whole
+from peagle.ops.files import reason_of, write_text_whole
 from peagle.ops.strict_json import dumps
 
 ROWS = "rows"  # the mesh axis
@@ -440,7 +440,7 @@ class Trainer:
                 return self._train(checkpoints, step, initial)
             except OSError as error:
                 raise TrainingStopped(
-                    f"{self.out} cannot be written: {error.strerror or error}; {self._last_good(checkpoints)}"
+                    f"{self.out} cannot be written: {reason_of(error)}; {self._last_good(checkpoints)}"
                 ) from None
 
     def _train(

@@ -31,6 +31,7 @@ from peagle.cli.settings.train import TrainSettings
 from peagle.hub import stay_offline
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError, InputWarning
+from peagle.ops.files import reason_of
 from peagle.ops.jax_cure import MiscompilingJaxError
 
 OK, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 0, 2, interrupt.EXIT_CODE, 141
@@ -289,7 +290,7 @@ def guarded(run: Callable[[], int]) -> int:
         return BROKEN_PIPE
     except OSError as error:
         where = "" if error.filename is None else f"{error.filename}: "
-        return _complain(f"{where}{error.strerror or error}; expected a place that can be read and written")
+        return _complain(f"{where}{reason_of(error)}; expected a place that can be read and written")
     except Exception as error:
         if _out_of_memory(error):
             return _complain(

@@ -5,7 +5,6 @@ import signal
 import threading
 from typing import Any
 
-from peagle.api import DEFAULT_WIDTHS
 from peagle.cli.display import Display
 from peagle.cli.options import needing
 from peagle.cli.output import OutputFile, say
@@ -13,16 +12,15 @@ from peagle.cli.serve import LOOPBACK, default_name, read_keys
 from peagle.cli.settings.cluster import ClusterUpSettings
 from peagle.cli.settings.shared import parse_prefix_cache
 from peagle.cli.speculate import DEFAULT_CONTEXT
-from peagle.engine.widths import read_widths
 from peagle.loading import (
     DEMO,
     DEMO_EAGLE3,
-    WITHOUT_WEIGHTS,
     asked_window,
     check_fit,
     drafter_path,
     or_demo,
     resolve,
+    widths_of,
     without_weights,
 )
 from peagle.ops import interrupt
@@ -97,8 +95,7 @@ def fleet_arguments(settings: ClusterUpSettings) -> dict[str, Any]:
     if beside is not None:
         check_fit(directory, beside)
     if k is None:
-        known = WITHOUT_WEIGHTS[drafter].widths if drafter in WITHOUT_WEIGHTS else DEFAULT_WIDTHS
-        k = ((None if beside is None else read_widths(beside)) or known).most
+        k = widths_of(drafter, beside).most
     context = min(DEFAULT_CONTEXT, pair.max_positions) if settings.context is None else pair.room(settings.context)
     pair.engine_config(k, capacity=context, slots=settings.slots)  # refuses here what no replica could run
     # replicas run in directories of their own

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import why
+from peagle.ops.files import reason_of
 
 Settings = TypeVar("Settings")
 
@@ -57,7 +57,7 @@ def defaults_from(context: Any, file: Path | None) -> Path | None:
     try:
         values = tomllib.loads(file.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"--config {file} cannot be read: {why(error)}; expected TOML, as slots = 8") from None
+        raise InputError(f"--config {file} cannot be read: {reason_of(error)}; expected TOML, as slots = 8") from None
     options = {
         name.lstrip("-"): option
         for option in context.command.params

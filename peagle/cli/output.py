@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import encoded, write_text_whole
+from peagle.ops.files import encoded, reason_of, write_text_whole
 
 STANDARD_OUTPUT = "-"
 
@@ -74,7 +74,7 @@ class OutputFile:
             else:
                 write_text_whole(self._path, text)
         except OSError as error:
-            raise self._refusal(error.strerror or str(error)) from None
+            raise self._refusal(reason_of(error)) from None
 
     def _check(self) -> None:
         if not self._name or self._path.is_dir():
@@ -89,7 +89,7 @@ class OutputFile:
             os.close(descriptor)
             os.unlink(probe)
         except OSError as error:
-            raise self._refusal(error.strerror or str(error)) from None
+            raise self._refusal(reason_of(error)) from None
 
     def _is_device(self) -> bool:
         """Whether it is a device or a pipe, which a file must not replace."""

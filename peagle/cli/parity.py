@@ -12,7 +12,7 @@ from peagle.cli.settings.parity import ParitySettings
 from peagle.cli.settings.shared import DraftOptions, parse_layers
 from peagle.cli.speculate import load_pair
 from peagle.engine.request import check_num_drafts
-from peagle.loading import DEMO, HELD_OUT, WITHOUT_WEIGHTS, check_fit, drafter_path, or_demo, resolve
+from peagle.loading import DEMO, HELD_OUT, WEIGHTLESS, check_fit, drafter_path, or_demo, resolve
 from peagle.measure.provenance import provenance
 from peagle.measure.sweep.figures import json_ready
 from peagle.ops.checkpoint import read_checkpoint
@@ -29,7 +29,7 @@ def parity_command(settings: ParitySettings) -> int:
     check_num_drafts(settings.num_speculative_tokens, plain=False)
     json_file = None if settings.json is None else OutputFile(settings.json, "--json")
     target, drafter = or_demo(settings.model.target), or_demo(settings.drafter)
-    if drafter in WITHOUT_WEIGHTS:
+    if drafter in WEIGHTLESS:
         raise InputError(f"{drafter} has no weights to be compared; give a drafter's directory")
     path = drafter_path(target, drafter)
     assert path is not None

@@ -20,7 +20,7 @@ from peagle.engine.grammar import Grammar
 from peagle.loading import DEMO
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.files import why
+from peagle.ops.files import reason_of
 from peagle.ops.memory import size_in_words
 from peagle.serve.app import Service, create_app
 from peagle.serve.http import ANY_ORIGIN
@@ -161,7 +161,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
         keys = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"--api-key-file {path} cannot be read: {why(error)}; expected a key a line, in UTF-8"
+            f"--api-key-file {path} cannot be read: {reason_of(error)}; expected a key a line, in UTF-8"
         ) from None
     if not keys:
         raise InputError(f"--api-key-file {path} is empty; expected a key a line")

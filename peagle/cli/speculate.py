@@ -24,12 +24,12 @@ from peagle.cli.settings.shared import (
 from peagle.engine.engine import shared_slots
 from peagle.engine.grammar import Grammar, GrammarError
 from peagle.engine.request import check_num_drafts
-from peagle.loading import DEMO, DEMO_EAGLE3, WITHOUT_WEIGHTS, drafter_path, or_demo, resolve
+from peagle.loading import DEMO, DEMO_EAGLE3, WEIGHTLESS, drafter_path, or_demo, resolve
 from peagle.measure.profile import writable
 from peagle.measure.provenance import peak_memory_bytes, provenance
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.files import why
+from peagle.ops.files import reason_of
 from peagle.parallel import parse_mesh
 from peagle.text.prompt_files import left_out_line, read_prompts
 from peagle.text.prompts import Conversation, Rendering, from_text, parse_ids
@@ -116,8 +116,6 @@ def chosen_models(model: ModelOptions, drafting: DraftOptions) -> tuple[str, str
     Raises InputError, before anything slow, for models that are not there and for a K that cannot be.
     """
     target, k = or_demo(model.target), parse_num_drafts(drafting.num_speculative_tokens)
-    if isinstance(k, int):
-        check_num_drafts(k)
     drafter = None if k == 0 else or_demo(drafting.drafter)
     resolve(target, "target")
     drafter_path(target, drafter)
@@ -176,7 +174,7 @@ def _config(settings: Settings, rendering: Rendering, slots: int, pair: Pair | N
         k, adaptive = asked if isinstance(asked, int) else 1, False
     else:
         k, adaptive = pair.num_drafts(asked)
-    if settings.draft_sampling and settings.drafting.drafter in WITHOUT_WEIGHTS:
+    if settings.draft_sampling and settings.drafting.drafter in WEIGHTLESS:
         raise InputError(
             f"the drafts of {settings.drafting.drafter} have no probabilities to be sampled from; leave out "
             "--draft-sampling, or give a drafter with weights"
@@ -217,7 +215,7 @@ def _grammar(settings: Settings) -> Grammar | None:
             return Grammar.json_schema(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"--json-schema {path} cannot be read: {why(error)}; expected a file of JSON in UTF-8"
+            f"--json-schema {path} cannot be read: {reason_of(error)}; expected a file of JSON in UTF-8"
         ) from None
 
 
@@ -243,21 +241,20 @@ def _synthetic(settings: Settings, num_drafts: int) -> tuple[float, ...] | None:
     return tuple(rates[0] ** (i + 1) for i in range(num_drafts)) if len(rates) == 1 else rates
 
 
-def parse_num_drafts(typed: str | None) -> int | Literal["auto"] | None:
-    """K as it was asked for."""
+def parse_num_drafts(typed: str | None, plain: bool = True) -> int | Literal["auto"] | None:
+    """K as it was asked for; plain: 0 is one."""
     if typed is None or typed == AUTO:
         return typed
     try:
-        return int(typed)
+        k = int(typed)
     except ValueError:
         raise InputError(f"K is {typed!r}; expected a number of drafted tokens, or auto") from None
+    check_num_drafts(k, plain, instead="" if plain else " (peagle generate decodes plainly)")
+    return k
 
 
 def _num_drafts(settings: Settings) -> int | Literal["auto"] | None:
-    k = parse_num_drafts(settings.drafting.num_speculative_tokens)
-    if settings.command == "speculate" and isinstance(k, int):
-        check_num_drafts(k, plain=False, instead=" (peagle generate decodes plainly)")
-    return k
+    return parse_num_drafts(settings.drafting.num_speculative_tokens, plain=settings.command != "speculate")
 
 
 def _conversations(

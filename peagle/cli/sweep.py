@@ -16,7 +16,7 @@ from peagle.engine.widths import OFF, WINDOW_KEY, WidthTable, widths_file, write
 from peagle.loading import (
     DEMO,
     HELD_OUT,
-    WITHOUT_WEIGHTS,
+    WEIGHTLESS,
     asked_window,
     check_fit,
     drafter_path,
@@ -331,7 +331,7 @@ def _load(plan: Plan, continue_on_error: bool, display: Display) -> Pairs:
             continue
         try:
             with display.stage(f"loading {arm.drafter}"):
-                layers = None if arm.drafter in WITHOUT_WEIGHTS else plan.aux_layer_ids
+                layers = None if arm.drafter in WEIGHTLESS else plan.aux_layer_ids
                 pairs[loaded(arm)] = with_drafter(
                     plain,
                     plan.target,

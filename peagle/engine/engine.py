@@ -847,7 +847,7 @@ class Engine(AnyEngine):
             tokens = rng.integers(0, self.target.vocab_size, length).tolist()
             params = SlotParams.of(Request(tuple(tokens), config.capacity), (), self.target.vocab_size)
             assert self._state is not None
-            if config.role == "decode":  # behind caches of zeros
+            if config.role == "decode":  # after caches of zeros
                 lane = dataclasses.replace(self._lane, length=np.asarray([length], np.int32))  # type: ignore[arg-type]
                 self._state, _ = self._programs.resume(self._state, lane, tokens[-1], slot, params)
                 continue
@@ -874,7 +874,7 @@ class Engine(AnyEngine):
     def launching_alone(self) -> Iterator[bool]:
         """Let a GPU launch each operation of a step by itself: of a CUDA graph a profiler does not see which is which.
 
-        Gives whether steps compile anew, at their first dispatch. On a CPU this changes nothing.
+        Yields whether steps compile anew, at their first dispatch. On a CPU this changes nothing.
         """
         self._programs.launches_alone = jax.default_backend() == "gpu"
         try:

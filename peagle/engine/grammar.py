@@ -193,7 +193,7 @@ class Vocabulary:
             raise InputError("grammars need llguidance, which is not installed; pip install 'peagle[serve]'") from None
         self._library = llguidance
         self.size = len(token_bytes)
-        # An end of its own behind the vocabulary: its bit in a mask says that the text may end there.
+        # An end of its own after the vocabulary: its bit in a mask says that the text may end there.
         tokens = _Tokens([*token_bytes, b"end"], [*control_ids, self.size])
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)

@@ -28,7 +28,7 @@ FinishReason = Literal["stop", "length", "aborted", "timeout", "error", "handed_
 
 
 def check_num_drafts(k: int, plain: bool = True, instead: str = "") -> None:
-    """Raise InputError for a K that no engine takes; plain: 0 is one. instead: behind the message."""
+    """Raise InputError for a K that no engine takes; plain: 0 is one. instead: ends the message."""
     if not (0 if plain else 1) <= k <= MAX_NUM_DRAFTS:
         least = "0 (plain decoding)" if plain else "1"
         raise InputError(f"K is {k}; expected {least} to {MAX_NUM_DRAFTS} drafted tokens{instead}")

@@ -19,6 +19,7 @@ from peagle.engine.engine import AnyEngine
 from peagle.engine.request import Request
 from peagle.engine.step import PARTS
 from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
 
 BETWEEN, HOST = "between operations", "host gap"
 MOST_TOKENS = 96  # of a request under the profiler: traces are large
@@ -82,7 +83,7 @@ def writable(directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"--profile {directory} cannot be created: {error.strerror}; expected a directory to write to"
+            f"--profile {directory} cannot be created: {reason_of(error)}; expected a directory to write to"
         ) from None
     return directory
 

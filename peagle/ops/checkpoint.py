@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
-from peagle.ops.files import umask, writing
+from peagle.ops.files import reason_of, umask, writing
 from peagle.ops.memory import aligned
 from peagle.ops.strict_json import dumps
 
@@ -203,7 +203,7 @@ class Checkpoint:
         try:
             piece: np.ndarray = self._slice(name)[index]
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{self.directory}: tensor {name} cannot be read: {_one_line(error)}") from None
+            raise InputError(f"{self.directory}: tensor {name} cannot be read: {reason_of(error)}") from None
         if self._progress is not None:
             self._taken_bytes += piece.nbytes
             self._progress(self._taken_bytes, self._all_bytes)
@@ -296,9 +296,9 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        raise InputError(f"{path} cannot be read: {reason_of(error)}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not valid JSON: {_one_line(error)}; fetch the file again") from None
+        raise InputError(f"{path} is not valid JSON: {reason_of(error)}; fetch the file again") from None
     if not isinstance(value, dict):
         raise InputError(f"{path} holds a JSON {type(value).__name__}; expected an object")
     return value
@@ -360,7 +360,7 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"{path} is not a whole safetensors file: {_one_line(error)}; it is truncated or corrupt, fetch it again"
+            f"{path} is not a whole safetensors file: {reason_of(error)}; it is truncated or corrupt, fetch it again"
         ) from None
 
 
@@ -457,7 +457,3 @@ def _json_bytes(value: Mapping[str, Any]) -> bytes:
 def _some(names: Iterable[str], most: int = 4) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:most]) + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -44,10 +44,10 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"{path} cannot be written: {why(error)}; expected {expected(error)}") from None
+        raise InputError(f"{path} cannot be written: {reason_of(error)}; expected {expected(error)}") from None
 
 
-def why(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return the reason of an error in one line, without the number and the file's name of an OSError."""
     return " ".join((getattr(error, "strerror", None) or str(error)).split())
 

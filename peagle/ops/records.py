@@ -6,8 +6,8 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-_SHORT = reprlib.Repr()
 _DIGEST = re.compile(r"[0-9a-f]{32,}")
+_SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
@@ -34,7 +34,7 @@ def difference_in_words(then: Mapping[str, Any], now: Mapping[str, Any], name: C
 
 
 def _change(then: Any, now: Any) -> str:
-    """Say how a value differs, behind its name; of files with digests by the files' names, as far as these differ."""
+    """Say how a value differs, after its name; of files with digests by the files' names, as far as these differ."""
     texts = [list(_texts(each)) for each in (then, now)]
     if not any(map(_DIGEST.fullmatch, itertools.chain(*texts))):
         return f" {_SHORT.repr(then)} (now {_SHORT.repr(now)})"

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import pydantic_core
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import alone, write_whole
+from peagle.ops.files import alone, reason_of, write_whole
 from peagle.ops.strict_json import dumps
 from peagle.serve.app import CALLS, Service, whole
 from peagle.serve.errors import ApiError
@@ -105,7 +105,7 @@ def count_lines(source: Path) -> int:
         with source.open("rb") as file:
             return sum(not line.isspace() for line in file)
     except OSError as error:
-        raise InputError(f"{source} cannot be read: {error.strerror}; expected requests, one a line") from None
+        raise InputError(f"{source} cannot be read: {reason_of(error)}; expected requests, one a line") from None
 
 
 def read_answers(out: Path) -> Answered:

@@ -24,7 +24,7 @@ from peagle.serve.schema import (
     Sampled,
     TokenizeBody,
 )
-from peagle.serve.structured import constraint, grammar_of
+from peagle.serve.structured import constraint, grammar_of, unusable
 from peagle.serve.tools import begin_call, bound_calls, chat_of, offered, parameters_of, takes_tools
 from peagle.text.channels import CALL, control_ids
 from peagle.text.prompts import brief, check_encodable
@@ -67,7 +67,7 @@ class Prompter:
         try:
             return self.pair.compile_grammar(grammar, channels=isinstance(body, ChatBody))
         except GrammarError as error:
-            raise ApiError(400, f"{name}: {error}", name) from None
+            raise unusable(error, name) from None
 
     def _grammar_with_tools(self, body: ChatBody, grammar: Grammar | None, name: str | None) -> CompiledGrammar | None:
         """Compile what constrains final messages and calls. name: the field of the final message's grammar."""
@@ -83,7 +83,7 @@ class Prompter:
                 return self.pair.compile_grammar(calls[only], channels=False)
             return self.pair.compile_grammar(grammar, channels=True, calls=calls, must_call=must_call)
         except GrammarError as error:
-            raise self._blamed(body, calls, ApiError(400, f"{name}: {error}" if name else str(error), name)) from None
+            raise self._blamed(body, calls, unusable(error, name)) from None
 
     def _blamed(self, body: ChatBody, calls: Mapping[str, Grammar | None], error: ApiError) -> ApiError:
         """Name the function whose parameters make no grammar, if one's do not."""
@@ -92,8 +92,7 @@ class Prompter:
                 if schema is not None:
                     self.pair.compile_grammar(schema, channels=False)
             except GrammarError as found:
-                where = parameters_of(body.tools, function)
-                return ApiError(400, f"{where}: {found}", where)
+                return unusable(found, parameters_of(body.tools, function))
         return error
 
     def chat(self, body: ChatBody, grammar: CompiledGrammar | None = None) -> list[Request]:

@@ -33,7 +33,12 @@ def grammar_of(body: Structured) -> tuple[Grammar, str] | None:
     try:
         return _grammar(first, found[first]), first
     except GrammarError as error:
-        raise ApiError(400, f"{first}: {error}", first) from None
+        raise unusable(error, first) from None
+
+
+def unusable(error: GrammarError, field: str | None) -> ApiError:
+    """Make the error of a grammar that cannot be used, with the name of its field, if it has one."""
+    return ApiError(400, f"{field}: {error}" if field else str(error), field)
 
 
 def _wanted(body: Structured) -> Mapping[str, Any]:

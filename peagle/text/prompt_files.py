@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from peagle.ops.errors import InputError
-from peagle.ops.files import printable
+from peagle.ops.files import printable, reason_of
 from peagle.text.channels import final_message
 from peagle.text.prompts import Conversation, Rendering, brief, check_encodable, check_text, from_ids, from_text
 from peagle.text.tokenizer import Message, load_tokenizer
@@ -83,7 +83,7 @@ def read_prompt_file(path: Path, *, strict: bool = False) -> PromptSet:
     try:
         stored = path.read_bytes()
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; expected a file of prompts") from None
+        raise InputError(f"{path} cannot be read: {reason_of(error)}; expected a file of prompts") from None
     data = _unpacked(path, stored)
     conversations, left_out, num_rows, layout = [], [], 0, None
     for name, given in _rows(path, data):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
 
 # The date in templates that use today's: acceptance must not drift by the day.
 DEFAULT_DATE = "2025-08-05"
@@ -133,7 +134,7 @@ def load_tokenizer(directory: Path) -> "ByteLevelTokenizer | None":
         inner = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the Rust library raises bare Exception
         raise InputError(
-            f"{directory / TOKENIZER_FILE} cannot be read: {_one_line(error)}; fetch the file again"
+            f"{directory / TOKENIZER_FILE} cannot be read: {reason_of(error)}; fetch the file again"
         ) from None
     inner.model_max_length = sys.maxsize  # no warnings: callers check lengths
     decoder = type(inner.backend_tokenizer.decoder).__name__
@@ -229,7 +230,7 @@ class ByteLevelTokenizer:
                 **dates,
             )
         except Exception as error:  # templates may raise anything
-            raise TemplateError(self._directory, _one_line(error)) from None
+            raise TemplateError(self._directory, reason_of(error)) from None
         written = {mark: text.translate(masks) for mark, text in zip(marks, verbatim, strict=True)}
         if marks:
             mark = f"[{''.join(marks)}]"
@@ -334,7 +335,3 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -16,6 +16,7 @@ from drafter.train.shards import (
 )
 from peagle.ops import interrupt
 from peagle.ops.errors import InputError
+from peagle.ops.files import reason_of
 from peagle.workflows.answers import Answer
 from target.config import default_aux_layer_ids
 from target.load import load_target
@@ -138,6 +139,6 @@ def write(out: Path, number: int, documents: Sequence[Document], skipped: Sequen
         write_shard(out, number, documents)
     except OSError as error:
         raise InputError(
-            f"{shard_path(out, number)} cannot be written: {error.strerror or error}; the shards before it are whole, "
+            f"{shard_path(out, number)} cannot be written: {reason_of(error)}; the shards before it are whole, "
             "and the same command goes on behind them"
         ) from None

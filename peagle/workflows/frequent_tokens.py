@@ -10,7 +10,7 @@ import numpy as np
 from drafter.train.shards import read_shard
 from drafter.vocabulary import write_frequent_tokens
 from peagle.ops.errors import InputError
-from peagle.ops.files import why
+from peagle.ops.files import reason_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,4 +48,4 @@ def _count(path: Path) -> np.ndarray:
         answers = [request["output_ids"] for request in json.loads(path.read_text(encoding="utf-8"))["requests"]]
         return np.bincount(np.array([token for answer in answers for token in answer], np.int64))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: {why(error)}; expected a run written with --json, or a shard") from None
+        raise InputError(f"{path}: {reason_of(error)}; expected a run written with --json, or a shard") from None

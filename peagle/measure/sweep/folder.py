@@ -24,7 +24,7 @@ import numpy as np
 
 from peagle.measure.sweep.plan import PLAIN, Arm, K, Plan, Setting
 from peagle.ops.errors import InputError
-from peagle.ops.files import expect_new, write_text_whole, writing
+from peagle.ops.files import expect_new, reason_of, write_text_whole, writing
 from peagle.ops.strict_json import dumps
 from peagle.result import Counters, Result
 
@@ -248,8 +248,8 @@ class Appender:
             self._file.flush()
         except OSError as error:
             raise InputError(
-                f"{self._file.name} cannot be written: {error.strerror}; requests decoded before are kept: make room, "
-                "then continue with --resume"
+                f"{self._file.name} cannot be written: {reason_of(error)}; requests decoded before are kept: make "
+                "room, then continue with --resume"
             ) from None
 
 
@@ -274,7 +274,9 @@ def open_run(path: Path) -> Folder:
     try:
         record = json.loads((path / RUN).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path / RUN} cannot be read: {error.strerror}; expected a folder of peagle sweep") from None
+        raise InputError(
+            f"{path / RUN} cannot be read: {reason_of(error)}; expected a folder of peagle sweep"
+        ) from None
     except ValueError as error:
         raise InputError(f"{path / RUN} is not valid JSON ({error}); expected a folder of peagle sweep") from None
     schema = record.get("schema") if isinstance(record, dict) else None
