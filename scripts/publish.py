@@ -22,8 +22,7 @@ from peagle.measure.sweep.folder import IN_SHORT, KIND, RUN, open_run
 from peagle.ops import strict_json
 from peagle.ops.errors import InputError
 from peagle.ops.files import expect_new
-from scripts.readme_tables import at_largest_k
-from scripts.runs import Json, in_one_line, new_parser
+from scripts.runs import Json, at_largest_k, in_one_line, new_parser
 
 MAX_BYTES = {"README.md": 20_000, RUN: 50_000, ".svg": 60_000, ".png": 60_000}
 MAX_PICTURES = 2

@@ -18,12 +18,14 @@ from peagle.loading import DEMO, HELD_OUT
 from peagle.measure import pages
 from peagle.measure.metrics import Spread
 from peagle.measure.provenance import provenance, tuning
+from peagle.measure.sweep.plan import AUTO
 from peagle.ops.errors import InputError
 from peagle.ops.strict_json import dumps
 from peagle.text.prompt_files import read_prompt_file
 from peagle.text.prompts import Rendering
 
 Json = dict[str, Any]
+ROOT = Path(__file__).parents[1]
 
 
 def new_parser(text: str | None) -> argparse.ArgumentParser:
@@ -49,6 +51,13 @@ def numbers(option: str, typed: str) -> list[int]:
     if found[0] < 1:
         raise InputError(f"{option} is {typed!r}; expected numbers of 1 or more")
     return found
+
+
+def at_largest_k(rows: Sequence[Json]) -> list[Json]:
+    """Select a sweep's rows of chat prompts at its largest fixed K, of which tables show the tasks, too."""
+    fixed = [row for row in rows if not row["raw"] and row["k"] != AUTO]
+    largest = max(row["k"] for row in fixed)
+    return [row for row in fixed if row["k"] == largest]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

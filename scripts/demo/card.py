@@ -21,10 +21,10 @@ from peagle.measure.sweep.plan import AUTO, Setting
 from scripts.demo.build import DEMO, DRAFTERS
 from scripts.demo.practice import GOOD, LOOPING
 from scripts.demo.train_target import SEED, Rows, evaluate
-from scripts.readme_tables import SETTING, at_largest_k
-from scripts.runs import Json, new_parser
+from scripts.runs import Json, at_largest_k, new_parser
 from target.load import LoadedTarget, inspect_target, load_target
 
+SETTING = ("prompts", "raw", "temperature")
 SHOWN = (3, 7, AUTO)  # K of a sweep; the runs' pages have all
 ACCEPTANCE, LIMITS = "\n## Acceptance\n\n", "\n\n## Limits\n"  # what the figures of a sweep stand between
 CARD = """\

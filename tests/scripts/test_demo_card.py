@@ -6,7 +6,7 @@ from peagle.measure.pages import markdown
 from scripts.demo.build import DEMO
 from scripts.demo.card import ACCEPTANCE, LIMITS, acceptance_text, by_task
 from scripts.demo.corpus import PACKAGES
-from scripts.readme_tables import ROOT
+from scripts.runs import ROOT
 
 
 def estimate(value: float) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 from peagle.ops.errors import InputError
 from scripts import publish as module
 from scripts.publish import MAX_BYTES, MAX_PICTURES, publish, rounded
-from scripts.readme_tables import ROOT
+from scripts.runs import ROOT
 
 RESULTS = ROOT / "results"
 MAX_TOTAL = 2_000_000
