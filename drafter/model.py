@@ -1,13 +1,13 @@
-"""P-EAGLE and EAGLE-3 drafters: one stack of layers, four passes over it.
+"""Run P-EAGLE and EAGLE-3 drafters: one stack of layers, four passes over it.
 
-    forward           no cache: rows (anchor, depth) under the group-causal mask (references)
-    absorb            write committed rows to the caches; no logits
-    propose           P-EAGLE: one pass over the rows committed last and K-1 mask slots
-    propose_in_turn   EAGLE-3: one pass over the rows committed last, then K-1 passes over the latest draft
+    forward           without a cache: rows (anchor, depth) under the group-causal mask (references)
+    absorb            write committed rows to the cache; no logits
+    propose           P-EAGLE: one pass over the rows committed last and K - 1 mask slots
+    propose_in_turn   EAGLE-3: one pass over the rows committed last, then K - 1 passes over the latest draft
 
-Positions do not shift, tokens do: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and
-predicts token[p+2]. A mask slot is (embedding of the mask token, fc(mask_hidden)). A draft's row is (its embedding,
-the last layer's output for the row before). Every pass runs `run_layers` with its own attention, `attend`.
+Tokens shift against positions: row p is (embedding of token[p+1], fc(aux_hidden[p])) at RoPE position p, and predicts
+token[p+2]. A mask slot is (embedding of mask_token_id, fc(mask_hidden)). The row of a draft is (its embedding, the last
+layer's output at the row before). Every pass runs `run_layers`, each with its own `attend`.
 """
 
 from collections.abc import Callable

@@ -1,16 +1,14 @@
-"""The Python interface: a target with its drafter, generate and stream.
-
-`peagle.load` makes a pair.
+"""The Python interface: `peagle.load` returns a `Pair`, a target with its drafter.
 
     import peagle
 
-    pair = peagle.load()  # the demo pair; or peagle.load("DIR", "DIR"), peagle.load("DIR", "ngram")
+    pair = peagle.load()  # the demo models; or peagle.load("DIR", "DIR"), peagle.load("DIR", "ngram")
     stream = pair.stream("def mean(values): ...", max_new_tokens=128)
-    for piece in stream:
-        print(piece, end="", flush=True)
+    for text in stream:
+        print(text, end="", flush=True)
     print(stream.result.acceptance_length, stream.result.tok_per_s)
 
-The first stream of a shape compiles; measured times exclude compilation.
+A pair compiles its programs at first use and keeps them. Reported times exclude compilation.
 """
 
 import asyncio

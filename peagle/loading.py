@@ -1,6 +1,6 @@
-"""Load checkpoints as a pair: check fit and memory, choose kernels. See `load`.
+"""Load checkpoints as a `Pair`: read both models, check that they fit each other and the memory, choose kernels.
 
-With workflows/ and the commands, the only module of peagle/ that imports target/ and drafter/.
+Start at `load`. Apart from workflows/ and the commands, only this module of peagle/ imports target/ and drafter/.
 """
 
 import dataclasses

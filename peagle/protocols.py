@@ -1,15 +1,15 @@
-"""The protocols of a target and a drafter (the messages between them: peagle.ops.messages).
+"""Declare what the engine knows of a target and a drafter. The messages between them are in peagle.ops.messages.
 
-Structural: target/ and drafter/ satisfy these without importing them. Every object is a pytree of arrays with static
-configuration, and every method is pure, so that a whole step can be one jitted function. The row axis B is the leading
-axis of every leaf of a cache or state.
+The protocols are structural: target/ and drafter/ satisfy them without importing them. Every object is a pytree of
+arrays with static configuration and every method is pure, so that a whole step is one jitted function. The batch axis B
+leads every leaf of a cache or state.
 
-Three drafters: the state of each, and its use of drafter_input (the tokens committed last, with aux_hidden):
+What three drafters keep as state, and how they use drafter_input (the tokens committed last, with aux_hidden):
 
-    P-EAGLE    its own KV caches. Writes the rows (token[p+1], aux_hidden[p]) at positions first_position.. with their
-               true aux_hidden; the K-1 mask slots after them give the drafts 1..K-1 in the same pass.
-    n-gram     the token history. Appends drafter_input.token_ids; aux_hidden has width 0 and is never read.
-    oracle     the answer (tests). Looks token_ids up at first_position + num + 1 + i; ignores the rest.
+    P-EAGLE    its own KV cache. It writes the rows (token[p+1], aux_hidden[p]) from position first_position on; the
+               K-1 mask slots after them give the drafts 1..K-1 in the same pass.
+    n-gram     the token history. It appends drafter_input.token_ids; aux_hidden has width 0 and is never read.
+    oracle     the answer (tests). It reads token_ids at first_position + num + 1 + i and ignores the rest.
 
 Worked indices, K = 3, prompt of P = 5 tokens t0..t4, t5 sampled at prefill (pending: emitted, in no cache):
 

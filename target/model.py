@@ -1,11 +1,12 @@
-"""GPT-OSS: one stack of layers, three passes over it.
+"""Run GPT-OSS: one stack of layers, three passes over it.
 
-    forward   no cache: a whole batch of sequences at once (training, references)
-    extend    T rows per sequence at their positions, written to the caches, then attended: a chunk of a prompt, the
-              pending token and its drafts, or one token
-    prefill   a whole prompt, each layer in blocks of rows: the same results as `extend`, chunk by chunk
+    forward   without a cache: a batch of whole sequences at once (training, references)
+    extend    with a cache: T rows per sequence at given positions. A chunk of a prompt, or the pending token and its
+              drafts, or one token
+    prefill   with a cache: a whole prompt, each layer in blocks of rows. Its results equal `extend` over chunks
 
-The first two run `_run_layers` with their own attention, `attend`.
+Every pass also returns aux_hidden, the outputs of the aux layers, which the drafter reads. The first two passes run
+`_run_layers`, each with its own `attend`.
 """
 
 from collections.abc import Callable, Sequence

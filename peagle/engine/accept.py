@@ -1,19 +1,19 @@
-"""Accept drafts and choose the token that follows them. Pure: random numbers are arguments.
+"""Accept drafts and choose the token after them. Pure functions that take random numbers as arguments.
 
-Why this is lossless. Let p_i be the distribution from which plain decoding would draw token i of the step, given the
-tokens before it (greedy: a point mass on the argmax).
+Why this is lossless. Let p_i be the distribution of token i under plain decoding, given the tokens before it. Under
+greedy decoding p_i is a point mass on the argmax.
 
-One-hot drafts (the drafter's argmax, an n-gram, anything deterministic): token i is drawn from p_i exactly as plain
-decoding draws it, x_i = choose(logits_i, uniform_i). The draft is accepted iff it equals x_i; the first x_i that
-differs is the recovered token; if all drafts are right, x_K is the bonus token. So with the same seed the emitted
-tokens ARE plain decoding's, number for number. A draft d is accepted with probability p_i(d), as in rejection sampling
-of a one-hot q. Greedy is the case without randomness.
+One-hot drafts (the drafter's argmax, an n-gram, any deterministic rule). Token i is drawn from p_i exactly as plain
+decoding draws it: x_i = choose(logits_i, uniform_i). The draft is accepted iff it equals x_i. The first x_i that
+differs is the recovered token; if all drafts are accepted, x_K is the bonus token. With the same seed the emitted
+tokens therefore equal plain decoding's, number for number. A draft d is accepted with probability p_i(d), as in
+rejection sampling with a one-hot q.
 
-Sampled drafts, d_i ~ q_i: accepted iff u_i < p_i(d_i) / q_i(d_i), else the recovered token is drawn from
-max(p_i - q_i, 0) renormalised (Leviathan et al., arXiv 2211.17192, theorem 1): P(x) = min(p, q) + P(reject) *
-max(p - q, 0) / P(reject) = p. The test is u < ratio, never <=: both u and p_i(d_i) may be exactly 0.
+Sampled drafts, d_i ~ q_i. The draft is accepted iff u_i < p_i(d_i) / q_i(d_i). Otherwise the recovered token is drawn
+from max(p_i - q_i, 0), renormalised (Leviathan et al., arXiv 2211.17192, theorem 1): P(x) = min(p, q) +
+P(reject) * max(p - q, 0) / P(reject) = p. The test is u < ratio, never <=, because u and p_i(d_i) can both be 0.
 
-Either way position i + 1 counts only if position i was accepted, so its logits follow exactly the emitted tokens.
+In both cases position i + 1 counts only if position i was accepted, so its logits follow exactly the emitted tokens.
 """
 
 import itertools

@@ -1,19 +1,20 @@
-"""THE loop: decode many requests at once, speculatively or plainly, double-buffered.
+"""Decode many requests at once: the double-buffered loop between the host and the device.
 
-The host dispatches n + 1 before it reads the few integers of n, which are copied while the device works. Each dispatch
-carries its own map of slots to requests, as it was when it was sent. Tokens computed past a row's end are dropped.
+The host sends dispatch n + 1 before it reads dispatch n. A dispatch returns a few integers per slot, which are copied
+while the device works. It carries the map from slots to requests as it was when sent, so tokens that were computed
+after a request ended are dropped.
 
     device | chunk | insert | steps 0            | steps 1             | steps 2 ...
     host   | dispatch ...   | read first, send 1 | read 0, dispatch 2  | read 1 ...
 
-While a request has a grammar, steps are cut (`_cut_step`): the host makes masks from the drafts while the target
-verifies them. Whole steps of the other requests alternate with those (peagle.engine.scheduler).
+If a request has a grammar, its steps are cut in two (`_cut_step`): the host computes the token masks from the drafts
+while the target verifies them. Uncut steps of the other requests alternate with cut ones (peagle.engine.scheduler).
 
     device | propose | verify                              | accept | propose | verify
     host   | dispatch, read what was sent before, masks, dispatch | dispatch ...
 
-Requests enter and leave slots only between dispatches. `add`, `abort`, `run`, `follow` and `warm_up` may be called from
-any thread. A thread that needs tokens and finds none drives the loop, for all requests.
+Requests enter and leave slots only between dispatches. `add`, `abort`, `run`, `follow` and `warm_up` are thread-safe:
+a thread that waits for tokens drives the loop for all requests.
 """
 
 import abc

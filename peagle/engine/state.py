@@ -1,16 +1,16 @@
-"""The decode state on the device between steps; insert and extract a request.
+"""Hold the decode state on the device between steps; insert a prefilled request into a slot, extract it again.
 
-The slot is the leading axis of EVERY leaf. Invariants, per active slot, between steps:
+The slot is the leading axis of every leaf. Between steps, for each active slot:
 
-    target_cache       holds exactly the prompt and all emitted tokens but the last: `length` of them
-    pending_token      the last emitted token; it is in no cache
+    target_cache       holds the prompt and all emitted tokens but the last: `length` of them
+    pending_token      is the last emitted token; it is in no cache
     drafter_state      lags by the tokens in drafter_input: rows first_position ..
-                       first_position + num - 1 = length - 1. No position is ever left out, except of rows whose credit
-                       is below 0: they draft no more
-    remaining          tokens that may still be emitted
-    credit             plain steps that drafting may still lose the row (peagle.engine.widths)
+                       first_position + num - 1 = length - 1. It has no gap, unless credit is below 0
+    remaining          counts the tokens that may still be emitted
+    credit             counts the plain steps that drafting may still lose (peagle.engine.widths); below 0 the slot
+                       never drafts again
 
-A slot that is done, or was never filled, is frozen: its rows have position -1, write nothing and emit nothing.
+A slot that is done or was never filled is frozen: its rows have position -1, write nothing and emit nothing.
 """
 
 import dataclasses

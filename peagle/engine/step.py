@@ -1,15 +1,17 @@
-"""Run one step: propose, verify, accept, commit. Pure; no host decision, no host read.
+"""Run one decoding step: propose, verify, accept, commit. Pure functions; the host decides and reads nothing.
 
     state ──► propose ──► verify ──► accept ──► commit ──► state'
               drafter      target     pure       pure
               2K rows      K+1 rows
 
-The step may be cut after `propose` and after `verify`: while the target verifies, the host reads the drafts and makes
-the masks of grammars, which `accept` takes (peagle.engine.grammar).
+Slot b drafts and verifies widths[b] <= K tokens. Its further rows have position -1, which kernels skip.
 
-Row b drafts and verifies widths[b] <= K tokens, none if its credit is below 0; its further rows have position -1. A
-plain step does not run the drafter. It appends the committed row to drafter_input, which `absorb` gives to the drafter
-later, so that no position of a row that may draft again is ever left out.
+A plain step does not run the drafter. It appends the committed token to drafter_input, and `absorb` passes those tokens
+to the drafter later, so that the drafter's cache has no gap when the slot drafts again. A slot whose credit is below 0
+never drafts again and keeps nothing.
+
+For grammars the step can be cut after `propose` and after `verify`. While the target verifies, the host reads the
+drafts and computes the masks that `accept` takes (peagle.engine.grammar).
 """
 
 import dataclasses

@@ -1,4 +1,8 @@
-"""The routes."""
+"""Serve OpenAI's HTTP interface over one engine: the routes of the FastAPI application, and the `Service` behind them.
+
+A route parses the body (schema), makes requests of it (prompts), submits them to the engine's loop (loop) and writes
+the reply, whole or as server-sent events (replies, responses).
+"""
 
 import asyncio
 import concurrent.futures
