@@ -6,7 +6,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from peagle.ops import cuda
 from peagle.ops.cuda import calls
-from peagle.ops.cuda.calls import HEAD_DIM
+from peagle.ops.cuda.calls import HEAD_DIM, PAGE
 from peagle.ops.kv_cache import KVCache
 
 MAX_WIDTH = 16  # rows of a sequence: enough for a verify pass
@@ -18,6 +18,13 @@ def takes(qkv: jax.Array, cache: KVCache) -> bool:
         return False
     fits = qkv.shape[1] <= MAX_WIDTH and cache.key.shape[3] == HEAD_DIM
     return fits and qkv.dtype == cache.key.dtype == jnp.bfloat16
+
+
+def takes_pages(qkv: jax.Array, key: jax.Array) -> bool:
+    """Check that the kernels run here and take rows over such pages [P, S, G, H]."""
+    if not cuda.available():
+        return False
+    return key.shape[1] == PAGE and key.shape[3] == HEAD_DIM and qkv.dtype == key.dtype == jnp.bfloat16
 
 
 def decode_attention(

@@ -1,5 +1,7 @@
 """Grouped-query attention with optional sinks, in plain XLA."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -57,23 +59,42 @@ def attention_by_keys(
 
     reached: how many of the first keys some query attends to; blocks after them are not read. None: all are read.
 
-    An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). The
-    sink is one more score, and comes first.
     """
-    batch, width, heads, head_dim = query.shape
-    groups, repeat = key.shape[2], heads // key.shape[2]
-    grouped = query.reshape(batch, width, groups, repeat, head_dim)
     num_blocks = -(-key.shape[1] // block)
     missing = num_blocks * block - key.shape[1]
     key, value = (jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0))) for rows in (key, value))
     key_positions = jnp.pad(key_positions, ((0, 0), (0, missing)), constant_values=-1)
 
-    def one(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        peak, total, out = carry
+    def load(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         keys, values, positions = (
             jax.lax.dynamic_slice_in_dim(rows, index * block, block, axis=1) for rows in (key, value, key_positions)
         )
-        mask = causal_mask(query_positions, positions, window)
+        return keys, values, causal_mask(query_positions, positions, window)
+
+    end = jnp.int32(num_blocks) if reached is None else jnp.minimum((reached + block - 1) // block, num_blocks)
+    return online_attention(query, key.shape[2], load, jnp.int32(0), end, sinks)
+
+
+def online_attention(
+    query: Float[Array, "B T N H"],
+    groups: int,
+    load: Callable[[Int[Array, ""]], tuple[Float[Array, "B S G H"], Float[Array, "B S G H"], Bool[Array, "B T S"]]],
+    begin: Int[Array, ""],
+    end: Int[Array, ""],
+    sinks: Float[Array, " N"] | None,
+) -> Float[Array, "B T N H"]:
+    """Compute `attention` over the keys, values and masks that load(begin) .. load(end - 1) return.
+
+    An online softmax: sums are rescaled by the largest score so far (Milakov and Gimelshein, arXiv 1805.02867). The
+    sink is one more score, and comes first.
+    """
+    batch, width, heads, head_dim = query.shape
+    repeat = heads // groups
+    grouped = query.reshape(batch, width, groups, repeat, head_dim)
+
+    def fold(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        peak, total, out = carry
+        keys, values, mask = load(index)
         values = jnp.where(mask.any(axis=1)[:, :, None, None], values, jnp.zeros((), values.dtype))  # 0 * NaN is NaN
         seen = mask[:, None, None]
         scores = jnp.einsum("btgrh,bsgh->bgrts", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
@@ -81,7 +102,8 @@ def attention_by_keys(
         higher = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - higher), 0.0)
         shrink = jnp.exp(peak - higher)
-        added = jnp.einsum("bgrts,bsgh->bgrth", weights.astype(value.dtype), values, preferred_element_type=jnp.float32)
+        rounded = weights.astype(values.dtype)
+        added = jnp.einsum("bgrts,bsgh->bgrth", rounded, values, preferred_element_type=jnp.float32)
         return higher, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), out * shrink + added
 
     shape = (batch, groups, repeat, width)
@@ -91,7 +113,6 @@ def attention_by_keys(
         sink = sinks.astype(jnp.float32).reshape(1, groups, repeat, 1, 1)
         peak, total = jnp.broadcast_to(sink, (*shape, 1)), jnp.ones((*shape, 1), jnp.float32)
     start = (peak, total, jnp.zeros((*shape, head_dim), jnp.float32))
-    read = num_blocks if reached is None else jnp.minimum((reached + block - 1) // block, num_blocks)
-    _, total, out = jax.lax.fori_loop(jnp.int32(0), read, one, start)
+    _, total, out = jax.lax.fori_loop(begin, end, fold, start)
     out = jnp.moveaxis(out / jnp.where(total > 0, total, 1.0), 3, 1)
     return out.astype(query.dtype).reshape(batch, width, heads, head_dim)

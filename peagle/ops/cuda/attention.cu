@@ -87,6 +87,26 @@ __device__ inline float SumOfGroup(float value) {
   return value + __shfl_xor_sync(~0u, value, 2);
 }
 
+// Combines the warps' results for the first `count` of a tile's queries: partial [count, H], peaks and totals [count]. If no
+// warp has weights for a query, its total is 0 and nothing else of it is written.
+__device__ inline void CombineWarps(const AttentionShared& shared, int count, float* partial, float* peaks, float* totals) {
+  for (int i = threadIdx.x; i < kRows * kHead; i += kThreads) {
+    const int row = i / kHead, h = i % kHead;
+    if (row >= count) continue;
+    float top = kNothing, sum = 0, result = 0;
+    for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared.peak[w][row]);
+    for (int w = 0; w < kWarps; ++w) {
+      const float scale = shared.total[w][row] > 0 ? expf(shared.peak[w][row] - top) : 0;
+      sum += scale * shared.total[w][row];
+      result += scale * shared.out[w][row][h];
+    }
+    if (h == 0) totals[row] = sum;
+    if (!(sum > 0)) continue;
+    partial[row * kHead + h] = result;
+    if (h == 0) peaks[row] = top;
+  }
+}
+
 }  // namespace
 
 // partial [B, G, chunks, R, H] = the weighted sums over the chunk's slots for the R = T N/G queries of a kv head, and per
@@ -196,21 +216,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) peagle_attend(
         for (int i = 0; i < 2; ++i) shared.out[warp][row][8 * (2 * quarter + i) + h] = out[h][2 * half + i];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < kRows * kHead; i += kThreads) {
-      const int row = i / kHead, h = i % kHead, index = tile + row;
-      if (index >= queries) continue;
-      float top = kNothing, sum = 0, result = 0;
-      for (int w = 0; w < kWarps; ++w) top = fmaxf(top, shared.peak[w][row]);
-      for (int w = 0; w < kWarps; ++w) {
-        const float scale = shared.total[w][row] > 0 ? expf(shared.peak[w][row] - top) : 0;
-        sum += scale * shared.total[w][row];
-        result += scale * shared.out[w][row][h];
-      }
-      if (h == 0) totals[at + index] = sum;
-      if (!(sum > 0)) continue;
-      partial[(at + index) * kHead + h] = result;
-      if (h == 0) peaks[at + index] = top;
-    }
+    CombineWarps(shared, queries - tile, partial + (at + tile) * kHead, peaks + at + tile, totals + at + tile);
     __syncthreads();
   }
 }

@@ -10,6 +10,7 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int32, UInt8
 FEW_ROWS, MAX_ROWS = 16, 4096  # rows of `experts`, in two ways: kFewRows and kMaxRows in launch.cc
 TILE_ROWS, TILE_WORDS = 64, 3  # of `experts` of many rows: kTileRows and kTileWords
 HEAD_DIM, CHUNK = 64, 256  # CHUNK slots give one partial result: kHead and kChunkSlots in attention.cu
+PAGE, STEP_ROWS = 64, 16  # of `paged_attention`: kSlots, and kStepRows in launch.cc
 Matrices = tuple[UInt8[Array, "E _ _ 16"], UInt8[Array, "E _ _"], BFloat16[Array, "E _"]]
 
 
@@ -64,6 +65,43 @@ def decode_attention(
         in_place={3: 1, 4: 2},
         window=np.int64(window or 0),
         ring=np.bool_(ring),
+    )
+    return out, new_key, new_value
+
+
+def paged_attention(
+    qkv: BFloat16[Array, "B T all"],
+    cos: BFloat16[Array, "B T h"],
+    sin: BFloat16[Array, "B T h"],
+    key: BFloat16[Array, "P S G H"],
+    value: BFloat16[Array, "P S G H"],
+    table: Int32[Array, "B M"],
+    write: Int32[Array, "B T"],
+    first: Int32[Array, "B T"],
+    last: Int32[Array, "B T"],
+    sinks: Float[Array, " N"] | None,
+    *,
+    span: int,
+) -> tuple[BFloat16[Array, "B T out"], BFloat16[Array, "P S G H"], BFloat16[Array, "P S G H"]]:
+    """Write the new keys and values, then attend; return (output, keys, values). S is PAGE, H is HEAD_DIM.
+
+    span: the most indices from the first that a row of a sequence sees to the last; of up to STEP_ROWS rows, further
+    ones are not read. Sinks are taken in bfloat16, as checkpoints have them.
+    """
+    (batch, width, values), (_, _, kv_heads, head_dim) = qkv.shape, key.shape
+    heads = values // head_dim - 2 * kv_heads
+    # a span that begins within a chunk reaches into one more
+    chunks = (min(span, table.shape[1] * PAGE) + CHUNK - 2) // CHUNK + 1 if width <= STEP_ROWS else 0
+    parts = (batch, kv_heads, chunks, width * heads // kv_heads)
+    out, new_key, new_value, *_ = _call(
+        "paged_attention",
+        (
+            *(_halves(batch, width, heads * head_dim), _halves(*key.shape), _halves(*value.shape)),
+            *(_halves(batch, width, heads, head_dim), _floats(*parts, head_dim), _floats(*parts), _floats(*parts)),
+        ),
+        *(qkv, cos, sin, key, value, table, write, first, last),
+        jnp.zeros((0,), jnp.bfloat16) if sinks is None else sinks.astype(jnp.bfloat16),
+        in_place={3: 1, 4: 2},
     )
     return out, new_key, new_value
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from peagle.ops.cuda import calls
-from peagle.ops.cuda.calls import HEAD_DIM
+from peagle.ops.cuda.calls import HEAD_DIM, PAGE
 from peagle.ops.cuda.nvrtc import CudaError
 from peagle.ops.mxfp4 import BLOCK, dequantize
 
@@ -20,10 +20,11 @@ CASES = (
     *((17, 1632, SMALL), (70, 160, SMALL), (200, 160, LARGE)),
 )
 # (rows, of them padding at the end, capacity, window, ring, tokens before): several chunks and tiles of queries, a
-# window, a ring that wraps
+# window, a ring that wraps; what is no ring runs over pages, too
 ATTENDED = (
     (1, 0, 600, 0, False, 400),
     (7, 2, 300, 20, False, 290),
+    (20, 3, 300, 24, False, 250),  # by queries, over pages
     (3, 0, 40, 24, True, 100),
     (3, 1, 40, 24, True, 100),
 )
@@ -70,8 +71,13 @@ def check_attention(width: int, padding: int, capacity: int, window: int, ring: 
     cos, sin = np.cos(angles).astype(jnp.bfloat16), np.sin(angles).astype(jnp.bfloat16)
     places = length + np.arange(active, dtype=np.int32)
     positions = np.pad(places, (0, padding), constant_values=-1)[None]
-    operands = map(jnp.asarray, (qkv, cos, sin, key, value, positions, sinks))
-    found = np.asarray(calls.decode_attention(*operands, window=window, ring=ring)[0], np.float64)
+    results = [
+        calls.decode_attention(
+            *map(jnp.asarray, (qkv, cos, sin, key, value, positions, sinks)), window=window, ring=ring
+        )[0]
+    ]
+    if not ring:
+        results.append(_on_pages(qkv, cos, sin, key, value, positions, sinks, window))
 
     def rotated(x: np.ndarray) -> np.ndarray:
         first, second = np.split(x, 2, axis=-1)
@@ -93,8 +99,32 @@ def check_attention(width: int, padding: int, capacity: int, window: int, ring: 
         expected[t, n] = (
             scores @ all_values[seen, n // (heads // kv_heads)] / (scores.sum() + np.exp(sinks[n].astype(np.float64)))
         )
-    found = found.reshape(width, heads, HEAD_DIM)[:active]
-    _expect_near(found, expected, f"attention of {width} rows, {padding} padding, {'a ring' if ring else 'all'}")
+    for result, kind in zip(results, ("a ring" if ring else "all", "pages"), strict=False):
+        rows = np.asarray(result, np.float64).reshape(width, heads, HEAD_DIM)[:active]
+        _expect_near(rows, expected, f"attention of {width} rows, {padding} padding, {kind}")
+
+
+def _on_pages(
+    qkv: np.ndarray,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    positions: np.ndarray,
+    sinks: np.ndarray,
+    window: int,
+) -> jax.Array:
+    """Attend over the same cache [1, C, G, H] in pages, the last page first."""
+    num_pages = -(-key.shape[1] // PAGE)
+
+    def pages(cache: np.ndarray) -> np.ndarray:
+        padded = np.pad(cache[0], ((0, num_pages * PAGE - cache.shape[1]), (0, 0), (0, 0)))
+        return padded.reshape(num_pages, PAGE, *cache.shape[2:])[::-1]
+
+    table = np.arange(num_pages, dtype=np.int32)[None, ::-1]
+    first = np.maximum(positions - window + 1, 0) if window else np.zeros_like(positions)
+    operands = (qkv, cos, sin, pages(key), pages(value), table, positions, first, positions, sinks)
+    return calls.paged_attention(*map(jnp.asarray, operands), span=num_pages * PAGE)[0]
 
 
 def _halves(rng: np.random.Generator, *shape: int) -> np.ndarray:

@@ -246,10 +246,9 @@ Group Gather(const Attention& op, int64_t pair, int64_t begin, int64_t end, Scra
     const int64_t row = group.sequence * op.width + i / repeat, head = group.kv_head * repeat + i % repeat;
     Query& query = group.queries[group.count];
     query.place = (row * op.heads + head) * width;
-    query.newest = op.positions[row];
-    query.oldest = op.window > 0 ? std::max<int64_t>(0, query.newest - op.window + 1) : 0;
-    if (!op.ring) query.newest = std::min(query.newest, op.capacity - 1);
-    if (query.newest < query.oldest) {  // inactive, or its window lies beyond the cache
+    query.newest = op.last[row];
+    query.oldest = op.first[row];
+    if (query.newest < query.oldest) {  // it sees nothing
       for (int64_t h = 0; h < width; ++h) Put<kHalf>(op.out, query.place + h, 0.0f);
       continue;
     }
@@ -279,11 +278,13 @@ Group Gather(const Attention& op, int64_t pair, int64_t begin, int64_t end, Scra
 
 Places PlacesFrom(const Attention& op, const Group& group, int64_t position) {
   Places places;
-  const int64_t shift = op.ring ? position % op.capacity - position : 0;
+  int64_t index = std::clamp(position, group.oldest, group.newest), at = op.At(group.sequence, index);
   for (int64_t i = 0; i < kStretch; ++i) {
-    int64_t slot = std::clamp(position + i, group.oldest, group.newest) + shift;
-    if (op.ring && slot >= op.capacity) slot %= op.capacity;
-    places.at[i] = ((group.sequence * op.capacity + slot) * op.kv_heads + group.kv_head) * op.head_dim;
+    const int64_t next = std::clamp(position + i, group.oldest, group.newest);
+    // neighbours within a page lie one behind the other
+    if (next != index) at = next % op.page_size == 0 ? op.At(group.sequence, next) : at + op.kv_heads;
+    index = next;
+    places.at[i] = (at + group.kv_head) * op.head_dim;
   }
   return places;
 }
@@ -427,12 +428,10 @@ void RotateAndWriteAs(const Attention& op, const Rotation& rotation) {
     const float *cos = rotation.cos + row * half, *sin = rotation.sin + row * half;
     for (int64_t n = 0; n < op.heads; ++n)
       Rotate<kHalf>(qkv + n * width, cos, sin, half, rotation.query, (row * op.heads + n) * width);
-    int64_t slot = op.positions[row];
-    if (slot < 0 || (!op.ring && slot >= op.capacity)) continue;
-    slot %= op.capacity;
+    if (op.write[row] < 0) continue;
     const float* keys = qkv + op.heads * width;
     const float* values = keys + op.kv_heads * width;
-    const int64_t at = (row / op.width * op.capacity + slot) * op.kv_heads * width;
+    const int64_t at = op.At(row / op.width, op.write[row]) * width;
     for (int64_t g = 0; g < op.kv_heads; ++g)
       Rotate<kHalf>(keys + g * width, cos, sin, half, rotation.key, at + g * width);
     int64_t i = 0;
@@ -451,10 +450,9 @@ void RotateAndWrite(const Attention& op, const Rotation& rotation) {
 void RunAttention(const Attention& op, Parallel& parallel) {
   int64_t longest = 1, all = 0, active = 0;
   for (int64_t row = 0; row < op.batch * op.width; ++row) {
-    int64_t seen = std::min<int64_t>(op.positions[row] + int64_t{1}, op.capacity);
-    if (op.window > 0) seen = std::min(seen, op.window);
+    const int64_t seen = std::max<int64_t>(int64_t{op.last[row]} - op.first[row] + 1, 0);
     longest = std::max(longest, seen);
-    all += std::max<int64_t>(seen, 0);
+    all += seen;
     active += seen > 0;
   }
   const int64_t repeat = op.heads / op.kv_heads, queries = op.width * repeat, pairs = op.batch * op.kv_heads;

@@ -67,19 +67,26 @@ struct Experts {
   float limit;
 };
 
-// Attention of T queries per sequence over a cache [B, C, G, H] whose slot of position p is p, or p mod C in a ring. A
-// query at position p reads positions p - window + 1 .. p (from 0 on), those alone, oldest first; window 0 means all.
-// A query of negative position gives zeros. N query heads; query head n reads kv head n / (N / G).
+// Attention of T rows per sequence over keys and values in pages [P, S, G, H]. Index i of sequence b is slot i mod S of page
+// table[b, (i / S) mod M]. A row sees indices first .. last, those alone, oldest first; a row whose last is below its first
+// gives zeros. N query heads; query head n reads kv head n / (N / G). The caller checks that every page that a row sees or
+// writes is one of the P.
 struct Attention {
-  const void* query;         // [B, T, N, H]
-  const void* key;           // [B, C, G, H]
-  const void* value;         // [B, C, G, H]
-  bool bfloat16;             // of all three, and of out
-  const int32_t* positions;  // [B, T]
-  const float* sinks;        // [N] or null
-  void* out;                 // [B, T, N, H]
-  int64_t batch, width, heads, head_dim, capacity, kv_heads, window;
-  bool ring;
+  const void* query;  // [B, T, N, H]
+  const void* key;    // [P, S, G, H]
+  const void* value;  // [P, S, G, H]
+  bool bfloat16;      // of all three, and of out
+  const int32_t *write, *first, *last;  // [B, T]; write: the row's own index, negative if it writes nothing
+  const int32_t* table;                 // [B, M]
+  const float* sinks;                   // [N] or null
+  void* out;                            // [B, T, N, H]
+  int64_t batch, width, heads, head_dim, pages, page_size, kv_heads, table_width;
+
+  // The offset of an index's first vector, in vectors of one head.
+  int64_t At(int64_t sequence, int64_t index) const {
+    const int64_t page = table[sequence * table_width + index / page_size % table_width];
+    return (page * page_size + index % page_size) * kv_heads;
+  }
 };
 
 // Cosine and sine of position * frequency, a float32 product, times the concentration. No row is inactive.
@@ -92,8 +99,7 @@ struct RopeTables {
   int64_t rows, half;
 };
 
-// Before attention: rotates queries and keys, and writes keys and values to their positions' slots. Rows of negative
-// position are not written, nor rows beyond a full cache's capacity.
+// Before attention: rotates queries and keys, and writes keys and values to the rows' own indices.
 struct Rotation {
   const float* qkv;         // [B, T, (N + 2 G) H]: queries, keys, values
   const float *cos, *sin;   // [B, T, H/2]

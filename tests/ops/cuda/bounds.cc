@@ -60,6 +60,46 @@ void Attend() {
   }
 }
 
+// A pass over pages of which the last is full, by chunks and by queries.
+void AttendToPages() {
+  constexpr int kPages = 5, kTableWidth = 2, kRowsOf = 3, kMany = 17;
+  const int all = kHeads + 2 * kKvHeads, queries = kRowsOf * kHeads / kKvHeads, parts = kBatch * kKvHeads * queries;
+  const Half one = 0x3f80;
+  const Half* qkv = Make<Half>(kBatch * kMany * all * kHead, one);
+  const Half* cosine = Make<Half>(kBatch * kMany * kHalf, one);
+  const Half* sine = Make<Half>(kBatch * kMany * kHalf, one);
+  Half* key = Make<Half>(kPages * kSlots * kKvHeads * kHead, one);
+  Half* value = Make<Half>(kPages * kSlots * kKvHeads * kHead, one);
+  auto fill = [](int* values, int count, bool whole, auto value) {
+    for (int i = 0; i < count - !whole; ++i) values[i] = value(i);
+    return static_cast<const int*>(values);
+  };
+  const int from = buffers;
+  const int* table = fill(Make<int>(kBatch * kTableWidth, 0), kBatch * kTableWidth, shorter != from,
+                          [](int i) { return kPages - 1 - i % 2; });
+  auto rows = [&](auto value) {
+    const bool whole = shorter != buffers;
+    return fill(Make<int>(kBatch * kMany, 0), kBatch * kMany, whole, value);
+  };
+  const int* write = rows([](int i) { return 2 * kSlots - kMany + i % kMany; });
+  const int* first = rows([](int) { return 0; });
+  const int* last = rows([](int i) { return 2 * kSlots - kMany + i % kMany; });
+  const Half* sinks = Make<Half>(kHeads, one);
+  Half* query = Make<Half>(kBatch * kMany * kHeads * kHead, one);
+  float* partial = Make<float>(parts * kHead, 0);
+  float* peaks = Make<float>(parts, 0);
+  float* totals = Make<float>(parts, 0);
+  Half* out = Make<Half>(kBatch * kMany * kHeads * kHead, one);
+  Launch(peagle_paged_rotate, "peagle_paged_rotate", kBatch * kMany, (all * kHalf + kThreads - 1) / kThreads, kThreads, qkv,
+         cosine, sine, key, value, table, write, kMany, kTableWidth, kHeads, kKvHeads, query);
+  Launch(peagle_paged_prompt, "peagle_paged_prompt", (kMany * kHeads / kKvHeads + 63) / 64, kBatch * kKvHeads, kThreads,
+         static_cast<const Half*>(query), static_cast<const Half*>(key), static_cast<const Half*>(value), table, first, last,
+         sinks, kMany, kTableWidth, kHeads, kKvHeads, out);
+  Launch(peagle_paged_attend, "peagle_paged_attend", 1, kBatch * kKvHeads, kThreads, static_cast<const Half*>(query),
+         static_cast<const Half*>(key), static_cast<const Half*>(value), table, first, last, kRowsOf, kTableWidth, kHeads,
+         kKvHeads, partial, peaks, totals);
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -96,5 +136,6 @@ int main(int count, char** words) {
          static_cast<const Half*>(hidden), static_cast<const int*>(sorted), static_cast<const Tile*>(tiles), down,
          down_scales, down_bias, kWidth, kExpertWidth, out);
   Attend();
+  AttendToPages();
   std::printf("%d buffers\n", buffers);
 }

@@ -173,6 +173,7 @@ void MultiplyAdd(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2
 #include "common.cuh"
 #include "experts.cu"
 #include "attention.cu"
+#include "paged_attention.cu"
 // clang-format on
 
 struct CUctx_st {};
@@ -263,6 +264,9 @@ int cuModuleGetFunction(CUfunc_st** found, CUmod_st*, const char* name) {
       {"peagle_down_many", {Call<peagle_down_many>}},
       {"peagle_rotate", {Call<peagle_rotate>}},       {"peagle_attend", {Call<peagle_attend>}},
       {"peagle_combine", {Call<peagle_combine>}},
+      {"peagle_paged_rotate", {Call<peagle_paged_rotate>}},
+      {"peagle_paged_attend", {Call<peagle_paged_attend>}},
+      {"peagle_paged_prompt", {Call<peagle_paged_prompt>}},
   };
   const auto at = functions.find(name);
   if (at == functions.end()) return 1;

@@ -22,7 +22,7 @@ from peagle.ops.expert_matmul import PackedExperts, api, reference
 from peagle.ops.expert_matmul import cuda as op
 from peagle.ops.mxfp4 import dequantize
 from peagle.ops.native import build
-from tests.ops.cuda.conftest import DRIVER, GPU_PRAGMAS
+from tests.ops.conftest import DRIVER, GPU_PRAGMAS
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +218,8 @@ def within_bounds(program: Path, *shorter: str) -> subprocess.CompletedProcess[s
 def test_nothing_beyond_a_buffer_is_touched(bounds: Path) -> None:
     """The sanitizer would find it: each buffer in turn is an element too short."""
     whole = within_bounds(bounds)
-    assert (whole.returncode, whole.stdout) == (0, "24 buffers\n"), whole.stderr
-    for number in range(24):
+    assert (whole.returncode, whole.stdout) == (0, "39 buffers\n"), whole.stderr
+    for number in range(39):
         assert "AddressSanitizer: heap-buffer-overflow" in within_bounds(bounds, str(number)).stderr, number
 
 
@@ -353,10 +353,10 @@ def test_nvrtc_compiles_the_source_and_the_result_is_cached(
 @needs_nvrtc
 def test_nvrtcs_errors_are_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    common, experts, attention = nvrtc.SOURCES
+    common, experts, *attention = nvrtc.SOURCES
     source = tmp_path / "experts.cu"
     source.write_text(experts.read_text().replace("fminf(", "fminimum("))
-    monkeypatch.setattr(nvrtc, "SOURCES", (common, source, attention))
+    monkeypatch.setattr(nvrtc, "SOURCES", (common, source, *attention))
     with pytest.raises(cuda.CudaError, match=r'NVRTC for sm_90: experts\.cu\(\d+\): error: .*"fminimum" is undefined'):
         nvrtc.compile_kernels("sm_90")
     with pytest.raises(cuda.CudaError, match=r"NVRTC for sm_1: .*architecture"):

@@ -56,9 +56,12 @@ OPERANDS = {
     },
     "void RunAttention(const Attention& op, Parallel& parallel) {": {
         "Bytes(op.query)": "op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
-        "Bytes(op.key)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
-        "Bytes(op.value)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
-        "op.positions": "op.batch * op.width",
+        "Bytes(op.key)": "op.pages * op.page_size * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "Bytes(op.value)": "op.pages * op.page_size * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "op.write": "op.batch * op.width",
+        "op.first": "op.batch * op.width",
+        "op.last": "op.batch * op.width",
+        "op.table": "op.batch * op.table_width",
         "op.sinks": "op.heads",
         "Bytes(op.out)": "op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
     },
@@ -78,8 +81,8 @@ OPERANDS = {
         "rotation.cos": "op.batch * op.width * op.head_dim / 2",
         "rotation.sin": "op.batch * op.width * op.head_dim / 2",
         "Bytes(rotation.query)": "op.batch * op.width * op.heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
-        "Bytes(rotation.key)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
-        "Bytes(rotation.value)": "op.batch * op.capacity * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "Bytes(rotation.key)": "op.pages * op.page_size * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
+        "Bytes(rotation.value)": "op.pages * op.page_size * op.kv_heads * op.head_dim * (op.bfloat16 ? 2 : 4)",
     },
 }
 # once, since a report takes time

@@ -12,7 +12,7 @@ import pytest
 
 from peagle.ops import native
 from peagle.ops.native import build
-from tests.ops.native.conftest import CANNOT
+from tests.ops.conftest import CANNOT
 
 ROOT = Path(__file__).parents[3]
 # the demo's logits of a pass over many rows, and of passes of eight and of one

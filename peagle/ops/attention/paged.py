@@ -1,0 +1,210 @@
+"""Attention over keys and values in pages, in XLA or in the compiled kernels.
+
+One layer's pool holds pages of S positions. A sequence finds index i of its keys through its table:
+
+    table[b]    7  2  9        pages of sequence b, S = 64
+    index       0..63 in page 7, 64..127 in page 2, 128..191 in page 9
+
+A row writes its own key and value at one index and sees a range of indices. Both are operands, apart from the RoPE
+tables, because an index is not always a position: a P-EAGLE stores the row at position p under index p + 1. If a table
+is shorter than a sequence, its pages repeat (index modulo): a window that passes through few pages.
+"""
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from peagle.ops import native
+from peagle.ops.attention import cuda
+from peagle.ops.attention.cached import split_heads
+from peagle.ops.attention.reference import online_attention
+from peagle.ops.cuda import calls, not_taken
+from peagle.ops.kernels import Implementation
+
+PAGE_SIZE = 64  # positions
+MOST_SCORES = 1 << 18  # attention scores of one head in memory at once
+MOST_PAGES = 4  # that XLA gathers at once
+
+
+@flax.struct.dataclass
+class Pages:
+    """One layer's pool of pages: keys and values, [P, S, G, H] each."""
+
+    key: jax.Array
+    value: jax.Array
+
+    @property
+    def page_size(self) -> int:
+        return self.key.shape[1]
+
+
+@flax.struct.dataclass
+class PagedRows:
+    """Where the rows of a pass write and what they see, the same for all layers of a group.
+
+    A page that a row writes or sees must be one of the pool's; other entries of the table are not read.
+    """
+
+    table: Int[Array, "B M"]
+    write: Int[Array, "B T"]  # the row's own index; -1: it writes nothing
+    first: Int[Array, "B T"]  # the first and the last index that the row sees; last < first: it sees nothing
+    last: Int[Array, "B T"]
+    # the most indices from the first that a sequence's rows see to the last that they see
+    span: int = flax.struct.field(pytree_node=False)
+
+
+def init_pages(num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: DTypeLike) -> Pages:
+    """Make an empty pool."""
+    # two buffers, since a donated buffer may appear only once
+    shape = (num_pages, page_size, kv_heads, head_dim)
+    return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def causal_rows(
+    table: Int[Array, "B M"],
+    positions: Int[Array, "B T"],
+    page_size: int,
+    window: int | None = None,
+    offset: int = 0,
+) -> PagedRows:
+    """Let each row write index position + offset and see the indices up to it, from `offset` on.
+
+    window: it sees that many of the latest. A row of negative position writes and sees nothing. The positions of one
+    sequence follow each other.
+    """
+    index = jnp.where(positions < 0, -1, positions + offset)
+    if window is None:
+        return PagedRows(table, index, jnp.full_like(index, offset), index, table.shape[1] * page_size)
+    first = jnp.maximum(index - (window - 1), offset)
+    return PagedRows(table, index, first, index, window + positions.shape[1] - 1)
+
+
+def paged_attention(
+    qkv: Float[Array, "B T all"],
+    cos: Float[Array, "B T h"],
+    sin: Float[Array, "B T h"],
+    pages: Pages,
+    rows: PagedRows,
+    num_heads: int,
+    sinks: Float[Array, " N"] | None = None,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T out"], Pages]:
+    """Rotate the rows, write their keys and values to their pages, then attend; return (output [B, T, N H], pages).
+
+    The output of a row that sees nothing is finite and to be ignored. With the native kernels a row's bits depend on
+    its own query and on the keys and values it sees: not on page numbers, on other rows or on how the prompt was cut.
+
+    Raises InputError if the named implementation does not run here or does not take these operands.
+    """
+    operands = (qkv, cos, sin, pages, rows, sinks)
+    if implementation == "native":
+        return _on_native(*operands)
+    on_xla = functools.partial(_on_xla, num_heads=num_heads)
+    if implementation == "xla":
+        return on_xla(*operands)
+    if cuda.takes_pages(qkv, pages.key):
+        if implementation == "cuda":
+            return _on_cuda(*operands)
+        return jax.lax.platform_dependent(*operands, cuda=_on_cuda, default=on_xla)
+    if implementation == "cuda":
+        raise not_taken(f"bfloat16, heads of {cuda.HEAD_DIM} and pages of {PAGE_SIZE}")
+    return on_xla(*operands)
+
+
+def write_pages(
+    pages: Pages,
+    key: Float[Array, "B T G H"],
+    value: Float[Array, "B T G H"],
+    table: Int[Array, "B M"],
+    write: Int[Array, "B T"],
+) -> Pages:
+    """Write rows at their indices; rows of index -1 write nothing."""
+    num_pages, size = pages.key.shape[:2]
+    page = jnp.take_along_axis(table, jnp.maximum(write, 0) // size % table.shape[1], axis=1)
+    page = jnp.where((write < 0) | (page < 0), num_pages, page)  # beyond the pool: dropped
+
+    def put(pool: jax.Array, rows: jax.Array) -> jax.Array:
+        bits = _as_bits(pool).at[page, write % size].set(_as_bits(rows.astype(pool.dtype)), mode="drop")
+        return _from_bits(bits, pool.dtype)
+
+    return Pages(put(pages.key, key), put(pages.value, value))
+
+
+def _as_bits(values: jax.Array) -> jax.Array:
+    """View bfloat16 as integers: XLA on CPU would convert a whole pool to float32 to read or write a few rows."""
+    return jax.lax.bitcast_convert_type(values, jnp.uint16) if values.dtype == jnp.bfloat16 else values
+
+
+def _from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, dtype) if dtype == jnp.bfloat16 else bits
+
+
+def _on_xla(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    pages: Pages,
+    rows: PagedRows,
+    sinks: jax.Array | None,
+    *,
+    num_heads: int,
+) -> tuple[jax.Array, Pages]:
+    query, key, value = split_heads(qkv, num_heads, pages.key.shape[2], cos, sin)
+    pages = write_pages(pages, key, value, rows.table, rows.write)
+    size, width = pages.page_size, rows.table.shape[1]
+    count = max(1, min(MOST_PAGES, width, MOST_SCORES // (query.shape[1] * size)))
+
+    def load(block: jax.Array) -> tuple[Float[Array, "B S G H"], Float[Array, "B S G H"], Bool[Array, "B T S"]]:
+        places = block * count + jnp.arange(count, dtype=jnp.int32)
+        numbers = jnp.maximum(rows.table[:, places % width], 0)
+        index = (block * count * size + jnp.arange(count * size, dtype=jnp.int32))[None, None]
+        mask = (index >= rows.first[:, :, None]) & (index <= rows.last[:, :, None])
+        batch = numbers.shape[0]
+        keys, values = (
+            _from_bits(_as_bits(pool)[numbers], pool.dtype).reshape(batch, count * size, *pool.shape[2:])
+            for pool in (pages.key, pages.value)
+        )
+        return keys, values, mask
+
+    sees = rows.last >= rows.first
+    begin = jnp.min(jnp.where(sees, rows.first, jnp.iinfo(jnp.int32).max)) // (count * size)
+    end = jnp.max(jnp.where(sees, rows.last, -1)) // (count * size) + 1
+    out = online_attention(query, pages.key.shape[2], load, begin, end, sinks)
+    return out.reshape(*qkv.shape[:2], -1), pages
+
+
+def _on_native(
+    qkv: jax.Array, cos: jax.Array, sin: jax.Array, pages: Pages, rows: PagedRows, sinks: jax.Array | None
+) -> tuple[jax.Array, Pages]:
+    _, _, kv_heads, head_dim = pages.key.shape
+    outputs = qkv.shape[2] - 2 * kv_heads * head_dim
+    stored = jax.ShapeDtypeStruct(pages.key.shape, pages.key.dtype)
+    out, key, value = native.call(
+        "paged_attention",
+        (jax.ShapeDtypeStruct((*qkv.shape[:2], outputs), pages.key.dtype), stored, stored),
+        qkv,
+        cos,
+        sin,
+        pages.key,
+        pages.value,
+        rows.table,
+        rows.write,
+        rows.first,
+        rows.last,
+        native.optional(sinks),
+        in_place={3: 1, 4: 2},
+    )
+    return out, Pages(key, value)
+
+
+def _on_cuda(
+    qkv: jax.Array, cos: jax.Array, sin: jax.Array, pages: Pages, rows: PagedRows, sinks: jax.Array | None
+) -> tuple[jax.Array, Pages]:
+    where = (rows.table, rows.write, rows.first, rows.last)
+    out, key, value = calls.paged_attention(qkv, cos, sin, pages.key, pages.value, *where, sinks, span=rows.span)
+    return out, Pages(key, value)

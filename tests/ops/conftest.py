@@ -1,0 +1,104 @@
+"""The kernels under test.
+
+`kernels` are the native ones of an instruction set, `opened` the CUDA ones on the CPU, through the tests' driver.
+`form` is each of them and XLA in turn, for suites that every form passes.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from peagle.ops import cuda, native
+from peagle.ops.errors import InputError
+from peagle.ops.native import build
+from peagle.ops.native.build import instruction_sets
+
+CANNOT = ("this CPU runs", "kernels are for CPUs")  # only these skip a test; a set that was not compiled fails it
+SIMPLER = {"avx512": "avx512vnni"}  # a set, and the one that differs by products of bytes alone
+
+IN_TURN = "in_turn"  # in the place of an instruction set in the names of XLA's calls
+HANDLER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)  # XLA_FFI_Error* (XLA_FFI_CallFrame*)
+DRIVER = Path(__file__).parent / "cuda" / "driver.cc"
+GPU_PRAGMAS = "-Wno-unknown-pragmas"
+selected: dict[str, Any] = {}
+forwarders: dict[str, Any] = {}
+
+
+def select(isa: str) -> None:
+    """Let XLA's calls of the names IN_TURN run a set's kernels, which share every compiled program so."""
+    library = native._open(isa)
+    for name in native.HANDLERS:
+        handler = getattr(library, f"peagle_{name}")
+        handler.restype, handler.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+        selected[name] = handler
+        if name not in forwarders:
+            forwarders[name] = HANDLER(lambda frame, name=name: selected[name](frame))
+            jax.ffi.register_ffi_target(f"peagle_{name}_{IN_TURN}", jax.ffi.pycapsule(forwarders[name]), platform="cpu")
+
+
+@contextlib.contextmanager
+def running(isa: str, monkeypatch: pytest.MonkeyPatch, simplify: bool) -> Iterator[None]:
+    """Select an instruction set; skip the test if this CPU lacks it or, to simplify, if another set is the same."""
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    native.status.cache_clear()
+    if simplify and SIMPLER.get(isa) == native.status()[0]:
+        pytest.skip(f"{native.status()[0]}, which this CPU runs, is the same here")
+    monkeypatch.setenv(native.VARIABLE, isa)
+    native.status.cache_clear()
+    try:
+        runs, line = native.status()
+    except InputError as error:
+        if any(words in str(error) for words in CANNOT):
+            pytest.skip(f"{isa}: {error}")
+        raise
+    assert runs == isa
+    select(isa)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "status", lambda: (IN_TURN, line))
+        yield
+    native.status.cache_clear()
+
+
+@pytest.fixture(params=list(instruction_sets()))
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Select an instruction set.
+
+    A module of operations without matrices sets NO_MATRICES: the two sets of SIMPLER share their code, which runs once.
+    """
+    with running(request.param, monkeypatch, getattr(request.module, "NO_MATRICES", False)):
+        yield request.param
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Compile (the launcher of the CUDA kernels for the CPU, the driver)."""
+    directory = tmp_path_factory.mktemp("cuda")
+    launcher = build.compile_library(directory / "launch.so", [build.CUDA / "launch.cc"], "-DPEAGLE_TEST_ON_HOST")
+    return launcher, build.compile_library(
+        directory / "driver.so", [DRIVER], f"-I{build.CUDA}", "-fvisibility=default", GPU_PRAGMAS
+    )
+
+
+@pytest.fixture
+def opened(libraries: tuple[Path, Path]) -> None:
+    """Open the CUDA kernels on the CPU."""
+    launcher, driver = libraries
+    cuda.open_kernels(launcher, str(driver), b"any image", "cpu")
+
+
+@pytest.fixture(params=["xla", *instruction_sets(), "cuda"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run an op in XLA, in the native kernels of each instruction set, and in the CUDA kernels on the CPU."""
+    if request.param in instruction_sets():
+        with running(request.param, monkeypatch, simplify=True):
+            yield "native"
+        return
+    if request.param == "cuda":
+        request.getfixturevalue("opened")
+        monkeypatch.setattr(cuda, "status", lambda: (True, "CUDA"))
+    yield request.param
