@@ -1,0 +1,284 @@
+"""Allocate pages of cache memory to requests, share them by prefix, evict and free them. Host code without JAX.
+
+Layers that keep the same indices form a group, with a pool of pages of its own: the target's full layers, its sliding
+layers, the drafter's layers. Index i of a request lies in page table[i // page_size] of the group's pool. A page is
+
+    free      no request reads it
+    held      by the requests whose tables name it
+    cached    held by none, but its content is known: a later request with the same tokens takes it
+
+Known content forms a tree. The node at depth n stands for tokens n * page_size .. (n + 1) * page_size - 1 after those
+of its parents, and names one page for each group that has it. The first group has a page in every node. A windowed
+group has pages only at the ends of prompts and answers, where a later request may continue. The drafter's group has
+none where the request did not draft. A page becomes known when the host has read that all its rows are final; its
+content depends on its own tokens and on those before it, so equal paths mean equal content.
+
+A hit is the longest path that every group can continue from. Pages are evicted least recently used first, children
+before parents. The device runs one ordered stream of dispatches, each with its own tables, so a page may go to another
+request while earlier dispatches still read it.
+"""
+
+import collections
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+UNMAPPED = -1
+
+
+@dataclass(frozen=True)
+class PageGroup:
+    """The layers that keep the same indices.
+
+    window: how many of the latest indices a row sees, its own included; None: all. offset: the index of position 0.
+    """
+
+    num_pages: int
+    window: int | None = None
+    offset: int = 0
+
+
+@dataclass(eq=False)
+class Node:
+    """Known content: a page of tokens after those of its parents; `pages` names the page of each group, or UNMAPPED."""
+
+    tokens: tuple[int, ...]
+    parent: "Node | None"
+    pages: list[int]
+    children: "dict[tuple[int, ...], Node]" = field(default_factory=dict, repr=False)
+
+
+@dataclass(eq=False)
+class PageTable:
+    """The pages of one request, by group and by index // page_size; UNMAPPED where it has none."""
+
+    groups: tuple[int, ...]  # those that it uses
+    pages: list[list[int]]
+    path: list[Node]  # the root, then the known content of its first pages
+    num_cached_tokens: int  # of its prompt, found known
+    num_offered: list[int]  # of each group without a window, pages that are known
+
+
+@dataclass
+class PageCounts:
+    """What the pool did so far: tokens looked up and found, and pages evicted."""
+
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+
+
+class PagePool:
+    """The pages of all groups. Only the engine's loop calls it: it takes no lock.
+
+    Every request uses group 0, which has no window.
+    """
+
+    def __init__(self, groups: Sequence[PageGroup], page_size: int) -> None:
+        if groups[0].window is not None:
+            raise ValueError("group 0 has a window; expected a group that keeps every index")
+        self.groups, self.page_size = tuple(groups), page_size
+        self.counts = PageCounts()
+        self._free = [list(range(group.num_pages)) for group in self.groups]
+        self._num_holders: list[collections.Counter[int]] = [collections.Counter() for _ in self.groups]
+        # by group, nodes whose page no request holds; the first is evicted first, a parent comes after its children
+        self._cached: list[collections.OrderedDict[Node, None]] = [collections.OrderedDict() for _ in self.groups]
+        self._roots: dict[Hashable, Node] = {}
+        self._tables: set[PageTable] = set()
+
+    def num_available(self, group: int) -> int:
+        """Count the pages that requests can still be given: free ones, and cached ones, which are then evicted."""
+        return len(self._free[group]) + len(self._cached[group])
+
+    def open(self, token_ids: Sequence[int], salt: Hashable, groups: Sequence[int]) -> PageTable:
+        """Begin a request with the longest known beginning of its tokens.
+
+        salt: what else the content depends on (model, drafter, adapter). groups: those that the request uses. The
+        request reads the pages that it finds and never writes them.
+        """
+        root = self._roots.setdefault(salt, Node((), None, [UNMAPPED] * len(self.groups)))
+        path = self._longest_hit(root, token_ids, groups)
+        num_tokens = len(path) * self.page_size
+        table = PageTable(
+            tuple(groups), [[] for _ in self.groups], [root, *path], num_tokens, [len(path)] * len(self.groups)
+        )
+        for group in groups:
+            first = self._first_needed(group, len(path))
+            table.pages[group] = [node.pages[group] if n >= first else UNMAPPED for n, node in enumerate(path)]
+            for node in path[first:]:
+                self._hold(group, node.pages[group], node)
+        self._tables.add(table)
+        self.counts.queried_tokens += len(token_ids)
+        self.counts.hit_tokens += num_tokens
+        return table
+
+    def reserve(self, table: PageTable, num_tokens: int) -> bool:
+        """Extend the tables to positions 0 .. num_tokens - 1. If pages are missing, return False and change nothing."""
+        missing = {
+            group: -(-(num_tokens + self.groups[group].offset) // self.page_size) - len(table.pages[group])
+            for group in table.groups
+        }
+        if any(count > self.num_available(group) for group, count in missing.items()):
+            return False
+        for group, count in missing.items():
+            for _ in range(count):
+                page = self._take(group)
+                self._num_holders[group][page] = 1
+                table.pages[group].append(page)
+        return True
+
+    def publish(
+        self, table: PageTable, token_ids: Sequence[int], num_final: Sequence[int], keep_window: bool = False
+    ) -> None:
+        """Make content known whose rows are all final, as the host has read.
+
+        num_final: by group, how many first indices are final. keep_window: a later request may continue at the last
+        whole page, so windowed groups keep what it needs: at the end of a prompt, of a chunk, of an answer.
+
+        If a page of the same content is known already, the request takes that one and frees its own.
+        """
+        size = self.page_size
+        for number in range(len(table.path) - 1, num_final[0] // size):
+            tokens = tuple(token_ids[number * size : (number + 1) * size])
+            parent = table.path[-1]
+            node = parent.children.setdefault(tokens, Node(tokens, parent, [UNMAPPED] * len(self.groups)))
+            table.path.append(node)
+            self._offer(table, 0, number)
+        num_known = len(table.path) - 1
+        for group in table.groups[1:]:
+            final = min(num_known, num_final[group] // size)
+            if self.groups[group].window is None:
+                for number in range(table.num_offered[group], final):
+                    self._offer(table, group, number)
+                table.num_offered[group] = max(table.num_offered[group], final)
+            elif keep_window and final == num_known:
+                for number in range(self._first_needed(group, final), final):
+                    self._offer(table, group, number)
+
+    def trim(self, table: PageTable, num_final: Sequence[int]) -> None:
+        """Release windowed pages that neither a later row sees nor a request that continues at the last whole page.
+
+        num_final: as for `publish`; a rollback never goes below.
+        """
+        for group in table.groups:
+            if self.groups[group].window is not None:
+                first = self._first_needed(group, num_final[group] // self.page_size)
+                for number in range(min(first, len(table.pages[group]))):
+                    self._release(table, group, number)
+
+    def close(self, table: PageTable) -> None:
+        """End a request: its known pages become cached, the others free."""
+        self._tables.remove(table)
+        for group in table.groups:
+            for number in reversed(range(len(table.pages[group]))):  # children before parents
+                self._release(table, group, number)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page is not exactly one of free, held and cached, or if a count is wrong."""
+        nodes = [node for root in self._roots.values() for node in _descendants(root)]
+        for group in range(len(self.groups)):
+            holders = collections.Counter(
+                page for table in self._tables for page in table.pages[group] if page != UNMAPPED
+            )
+            assert +self._num_holders[group] == holders, f"group {group}: counts of holders differ from the tables"
+            known = [node.pages[group] for node in nodes if node.pages[group] != UNMAPPED]
+            assert len(set(known)) == len(known), f"group {group}: two nodes name one page"
+            cached = [node.pages[group] for node in self._cached[group]]
+            assert set(cached) == set(known) - set(holders), (
+                f"group {group}: cached are the known pages that none holds"
+            )
+            everything = sorted([*self._free[group], *cached, *holders])
+            assert everything == list(range(self.groups[group].num_pages)), f"group {group}: pages are lost or doubled"
+            for table in self._tables:
+                for number, page in enumerate(table.pages[group]):
+                    if page != UNMAPPED and not self._is_known(table, group, number):
+                        assert holders[page] == 1, f"group {group}: page {page} is writable and shared"
+        assert all(node.pages[0] != UNMAPPED for node in nodes), "a node without a page of group 0"
+        order = {node: place for place, node in enumerate(self._cached[0])}
+        for node, place in order.items():
+            assert all(order.get(child, place + 1) < place for child in node.children.values()), "a parent goes first"
+
+    def _longest_hit(self, root: Node, token_ids: Sequence[int], groups: Sequence[int]) -> list[Node]:
+        path: list[Node] = []
+        node, size = root, self.page_size
+        for begin in range(0, len(token_ids) - size + 1, size):
+            child = node.children.get(tuple(token_ids[begin : begin + size]))
+            if child is None:
+                break
+            path.append(child)
+            node = child
+
+        def continues(count: int) -> bool:
+            return all(
+                node.pages[group] != UNMAPPED
+                for group in groups
+                for node in path[self._first_needed(group, count) : count]
+            )
+
+        return path[: next(count for count in range(len(path), -1, -1) if continues(count))]
+
+    def _first_needed(self, group: int, num_pages: int) -> int:
+        """Return the first page that the row at the index after so many whole pages sees."""
+        window = self.groups[group].window
+        if window is None:
+            return 0
+        return min(num_pages, max(0, num_pages * self.page_size - window + 1) // self.page_size)
+
+    def _offer(self, table: PageTable, group: int, number: int) -> None:
+        """Make a page known or, if its content is known by another page, take that one in its place."""
+        node, page = table.path[number + 1], table.pages[group][number]
+        if page == UNMAPPED or node.pages[group] == page:
+            return
+        if node.pages[group] == UNMAPPED:
+            node.pages[group] = page
+            return
+        self._release(table, group, number)
+        table.pages[group][number] = node.pages[group]
+        self._hold(group, node.pages[group], node)
+
+    def _is_known(self, table: PageTable, group: int, number: int) -> bool:
+        return number + 1 < len(table.path) and table.path[number + 1].pages[group] == table.pages[group][number]
+
+    def _hold(self, group: int, page: int, node: Node) -> None:
+        self._cached[group].pop(node, None)
+        self._num_holders[group][page] += 1
+
+    def _release(self, table: PageTable, group: int, number: int) -> None:
+        page = table.pages[group][number]
+        if page == UNMAPPED:
+            return
+        self._num_holders[group][page] -= 1
+        if not self._num_holders[group][page]:
+            if self._is_known(table, group, number):
+                self._cached[group][table.path[number + 1]] = None
+            else:
+                self._free[group].append(page)
+        table.pages[group][number] = UNMAPPED
+
+    def _take(self, group: int) -> int:
+        """Return a free page; if there is none, evict the page that was used least recently."""
+        if self._free[group]:
+            return self._free[group].pop()
+        node, _ = self._cached[group].popitem(last=False)
+        page = node.pages[group]
+        node.pages[group] = UNMAPPED
+        self.counts.evicted_pages += 1
+        if group == 0:
+            self._drop(node)
+        return page
+
+    def _drop(self, node: Node) -> None:
+        """Forget a node without a page of group 0. Nobody holds its other pages, since a holder holds that one, too."""
+        assert node.parent is not None
+        del node.parent.children[node.tokens]
+        for group, page in enumerate(node.pages):
+            if page != UNMAPPED:
+                del self._cached[group][node]
+                self._free[group].append(page)
+                self.counts.evicted_pages += 1
+
+
+def _descendants(root: Node) -> list[Node]:
+    nodes = list(root.children.values())
+    for node in nodes:
+        nodes.extend(node.children.values())
+    return nodes
